@@ -1,0 +1,131 @@
+"""Summaries and comparisons of samples: robust figures, and no claim that the samples cannot carry."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from workbench import log
+from workbench.errors import InputError
+
+
+def samples(values, **columns) -> list[dict]:
+    base = {"phase": "decode", "unit": "ms", "T": 1}
+    return [base | {"repetition": i, "value": value} | columns for i, value in enumerate(values)]
+
+
+def logged(root, rows, **settings) -> str:
+    run_id = log.new_run_id()
+    log.append("runs", {"status": "ok"} | settings, root, run_id)
+    log.append("samples", rows, root, run_id)
+    return run_id
+
+
+def summary_of(root, rows) -> pd.DataFrame:
+    return log.summary(log.load("samples", root, {"run_id": logged(root, rows)}))
+
+
+# --- summary ---------------------------------------------------------------------------------------------------------
+
+
+def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
+    rows = samples([900.0], warmup=True) + samples([1.0, 2.0, 4.0, 8.0, 100.0], warmup=False)
+    row = summary_of(tmp_path, rows).iloc[0]
+    assert (row["median"], row["mad"], row["n"]) == (4.0, 3.0, 5)
+
+
+def test_measurements_are_kept_apart_and_null_is_a_key_of_its_own(tmp_path):
+    rows = samples([1.0, 1.0], shard="a") + samples([2.0]) + samples([3.0], T=4) + samples([np.nan], depth=9)
+    found = summary_of(tmp_path, rows)
+    assert sorted(zip(found["median"], found["n"], strict=True)) == [(1.0, 2), (2.0, 1), (3.0, 1)]
+
+
+def test_a_summary_of_nothing_has_every_column(tmp_path):
+    found = log.summary(log.load("samples", tmp_path))
+    assert found.empty and {"run_id", "phase", "median", "mad", "n", "drift", "drifting", "unstable"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("values", "drifting", "unstable"),
+    [
+        ([10.0] * 8, False, False),
+        ([10.0, 10.1, 9.9, 10.0, 10.1, 9.9], False, False),
+        ([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], True, False),
+        ([12.5, 12.0, 11.5, 11.0, 10.5, 10.0], True, False),
+        ([10.00, 10.01, 10.02, 10.03, 10.04, 10.05], False, False),  # significant, and too small to matter
+        ([10.0, 12.0, 14.0], False, False),  # three points prove no trend
+        ([10.0, 10.0, 10.0, 40.0, 10.0, 10.0], False, True),
+        ([0.0, 0.0, 0.0, 5.0], False, True),
+    ],
+)
+def test_drift_and_instability_are_flagged(tmp_path, values, drifting, unstable):
+    row = summary_of(tmp_path, samples(values)).iloc[0]
+    assert (row["drifting"], row["unstable"]) == (drifting, unstable)
+
+
+def test_drift_follows_the_repetitions_not_the_order_of_rows(tmp_path):
+    rows = samples([10.0, 11.0, 12.0, 13.0, 14.0, 15.0])
+    shuffled = [rows[i] for i in (3, 0, 5, 1, 4, 2)]
+    assert summary_of(tmp_path, shuffled).iloc[0]["drift"] == pytest.approx(5.0 / 12.5)
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+def noisy(median: float, n: int = 8) -> list[float]:
+    return list(median * (1 + 0.01 * np.random.default_rng(0).standard_normal(n)))
+
+
+def test_only_settings_that_differ_are_shown(tmp_path):
+    same = {"max_seq_len": 128, "compress": "fp16", "platform": "x"}
+    a = logged(tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 0}, time=pd.Timestamp(0, tz="UTC"), **same)
+    b = logged(tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 64}, runtime="portable", **same)
+    found = log.compare(a, b, tmp_path).settings
+    assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
+        "config.depth": (0, 64),
+        "runtime": (None, "portable"),
+    }
+
+
+def test_a_real_difference_is_shown_with_its_interval_and_the_rest_is_hidden(tmp_path):
+    a = logged(tmp_path, samples(noisy(10.0)) + samples(noisy(3.0), phase="head"))
+    b = logged(tmp_path, samples(noisy(20.0)) + samples(noisy(3.0)[::-1], phase="head"))
+    found = log.compare(a, b, tmp_path)
+    (row,) = found.measures.itertuples()
+    assert (row.phase, found.hidden) == ("decode", 1)
+    assert row.ratio == pytest.approx(2.0)
+    assert 1.9 < row.low <= row.ratio <= row.high < 2.1
+
+
+def test_comparing_turns_the_ratio_round(tmp_path):
+    a, b = logged(tmp_path, samples([1.0, 1.1, 1.2])), logged(tmp_path, samples([4.0, 4.1, 4.2]))
+    there, back = log.compare(a, b, tmp_path).measures.iloc[0], log.compare(b, a, tmp_path).measures.iloc[0]
+    assert there["ratio"] == pytest.approx(1 / back["ratio"])
+    assert (there["low"], there["high"]) == pytest.approx((1 / back["high"], 1 / back["low"]))
+
+
+@pytest.mark.parametrize(
+    ("values_a", "values_b", "note"),
+    [
+        ([1.0, 1.0], [9.0, 9.0, 9.0], "not enough runs"),
+        ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0], "not positive"),
+        ([1.0, 1.0, 1.0], [np.nan], "in one run only"),
+    ],
+)
+def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path, values_a, values_b, note):
+    a, b = logged(tmp_path, samples(values_a)), logged(tmp_path, samples(values_b))
+    found = log.compare(a, b, tmp_path)
+    assert found.measures["note"].tolist() == [note] and found.hidden == 0
+    assert found.measures[["low", "high"]].isna().all(axis=None)
+
+
+def test_a_run_without_samples_still_compares_its_settings(tmp_path):
+    log.append("runs", {"status": "failed", "reason": "no memory"}, tmp_path, "bare")
+    found = log.compare("bare", logged(tmp_path, samples([1.0, 1.0, 1.0])), tmp_path)
+    assert found.settings["setting"].tolist() == ["status", "reason"]
+    assert found.measures["note"].tolist() == ["in one run only"]
+
+
+def test_an_unknown_run_is_refused(tmp_path):
+    known = logged(tmp_path, samples([1.0]))
+    with pytest.raises(InputError, match="run: found missing"):
+        log.compare(known, "missing", tmp_path)

@@ -1,0 +1,23 @@
+"""The experiment log: rows flow in from runs, DataFrames flow out to notebooks, reports and comparisons.
+
+Append-only Parquet, one immutable file per run per table, so any number of processes write without a lock and a
+killed one leaves nothing half-written. Null means "not measured". Knows nothing of bundles, runtimes or how a figure
+came about.
+"""
+
+from workbench.log.machine import environment
+from workbench.log.stats import Comparison, compare, summary
+from workbench.log.store import append, default_root, load, new_run_id
+from workbench.log.tables import SCHEMAS
+
+__all__ = [
+    "SCHEMAS",
+    "Comparison",
+    "append",
+    "compare",
+    "default_root",
+    "environment",
+    "load",
+    "new_run_id",
+    "summary",
+]

@@ -1,0 +1,196 @@
+"""Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
+
+Every value is checked against the table's schema before anything is written; files of an older version are lifted while
+they are read and never rewritten. Knows nothing of what the columns mean.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from workbench.errors import InputError
+from workbench.log import tables
+from workbench.log.tables import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
+
+_VERSION_KEY = b"workbench.log.version"
+_PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
+
+
+def new_run_id() -> str:
+    """UTC time and random hex, e.g. ``20260131T094512Z-5f3a9c01``: sorts by time, unique without coordination."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+
+
+def project_root(start: Path) -> Path | None:
+    """The nearest folder at or above `start` that is a checkout of this project, or None."""
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        if file.is_file() and re.search(r'^name = "workbench"$', file.read_text(encoding="utf-8"), re.MULTILINE):
+            return folder
+    return None
+
+
+def default_root() -> Path:
+    """``experiments/log`` of the checkout that the working directory is in (notebooks find it so), or of the directory."""
+    return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
+
+
+def append(
+    table: str,
+    rows: pd.DataFrame | Mapping | Sequence[Mapping],
+    root: Path | str | None = None,
+    run_id: str | None = None,
+) -> Path:
+    """Write one run's rows of one table and return the new file, whose stem is the run id.
+
+    `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a result that was
+    measured and is not finite says so in ``fidelity.finite``. JSON columns take mappings or their text. `run_id` (default: a
+    new one) is filled in; `root` defaults to `default_root()`.
+
+    Raises InputError for an unknown table or column, a value that does not fit its column, no rows, or a run that this
+    table already has; OSError when the disk does not take the file. Nothing is left behind in either case.
+    """
+    run_id = new_run_id() if run_id is None else run_id
+    if not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
+        raise InputError("run id", repr(run_id), "letters, digits, '-' and '_'", "take one from new_run_id()")
+    path = _folder(table, root) / f"{run_id}.parquet"
+    data = _to_arrow(table, rows, run_id)
+    if path.exists():
+        raise InputError(f"log table {table}", f"run {run_id} written already", "one file per run", "use a new run id")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_whole(data, path)
+    return path
+
+
+def load(table: str, root: Path | str | None = None, where: Mapping | str | None = None) -> pd.DataFrame:
+    """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not measured.
+
+    `where` maps columns to a value or a list of values to keep (None keeps what was not measured), or is a pandas query
+    such as ``"T == 4 and cosine < 0.97"``. An absent log is an empty one.
+
+    Raises InputError for an unknown table, column or value, and for a file that is torn, of an unknown version, or has
+    columns that the table has not.
+    """
+    folder, schema = _folder(table, root), SCHEMAS[table]
+    keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
+    versions = {path: _file_version(path, table) for path in sorted(folder.glob("[!.]*.parquet"))}
+    current = [path for path, version in versions.items() if version == tables.version(table)]
+    older = [_migrated(path, table, version) for path, version in versions.items() if version < tables.version(table)]
+    lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default").filter(keep)
+    found = ds.dataset(current, schema=schema, format="parquet").to_table(filter=keep)
+    frame = pa.concat_tables([lifted, found]).to_pandas(types_mapper=_PANDAS_TYPES.get)
+    return _query(frame, where) if isinstance(where, str) else frame
+
+
+def _folder(table: str, root: Path | str | None) -> Path:
+    if table not in SCHEMAS:
+        raise InputError("log table", repr(table), f"one of {', '.join(SCHEMAS)}", "correct the name")
+    return (default_root() if root is None else Path(root)) / table
+
+
+def _to_arrow(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str) -> pa.Table:
+    """The rows with exactly the table's columns, every value checked."""
+    subject, names = f"log table {table}", SCHEMAS[table].names
+    frame = pd.DataFrame([rows] if isinstance(rows, Mapping) else rows)
+    if frame.empty:
+        raise InputError(subject, "no rows", "at least one", "append only what was measured")
+    if unknown := [name for name in frame if name not in names]:
+        raise InputError(subject, f"columns {unknown}", f"some of {names}", "put what has no column into runs.config")
+    if "run_id" in frame and set(frame["run_id"]) != {run_id}:
+        raise InputError(subject, "rows of another run", f"run_id {run_id} in all", "append each run by itself")
+    frame = frame.assign(run_id=run_id)
+    schema = SCHEMAS[table].with_metadata({_VERSION_KEY: str(tables.version(table)).encode()})
+    return pa.Table.from_arrays([_column(subject, field, frame) for field in schema], schema=schema)
+
+
+def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
+    subject = f"{subject}, column {field.name}"
+    values = frame.get(field.name, pd.Series([None] * len(frame)))
+    try:
+        if field.name in JSON_COLUMNS:
+            values = values.map(_json_text, na_action="ignore")
+        column = pa.array(values, field.type, from_pandas=True)
+    except (TypeError, ValueError, pa.ArrowNotImplementedError) as error:  # Arrow's own are of the first two
+        raise InputError(subject, str(error), f"type {field.type}", "correct the value") from error
+    if column.null_count and not field.nullable:
+        raise InputError(subject, "no value", "one in every row", "say what the row is about")
+    allowed = ALLOWED.get(field.name)
+    if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
+        raise InputError(subject, ", ".join(sorted(wrong)), f"one of {sorted(allowed)}", "correct the value")
+    return column
+
+
+def _json_text(value: Mapping | str) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, allow_nan=False)
+    if not isinstance(json.loads(text), dict):
+        raise TypeError(f"{text} is not a JSON object")
+    return text
+
+
+def _write_whole(data: pa.Table, path: Path) -> None:
+    """Write to a dot-file beside the target, flush it to disk, rename: the target is whole or absent."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            pq.write_table(data, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _file_version(path: Path, table: str) -> int:
+    """The version that a file was written with; refuses whatever this code cannot read faithfully."""
+    subject, latest = f"log file {path}", tables.version(table)
+    try:
+        schema = pq.read_schema(path)
+    except pa.ArrowInvalid as error:
+        raise InputError(subject, str(error), "a whole Parquet file", "move it out of the log") from error
+    version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
+    if version not in map(str, range(1, latest + 1)):
+        needed = f"version 1 to {latest} of table {table}"
+        raise InputError(subject, f"schema version {version}", needed, "read it with the release that wrote it")
+    unknown = set(schema.names) - set(SCHEMAS[table].names)
+    if int(version) == latest and unknown:
+        raise InputError(subject, f"columns {sorted(unknown)}", f"columns of table {table}", "update the workbench")
+    return int(version)
+
+
+def _migrated(path: Path, table: str, version: int) -> pa.Table:
+    data = pq.ParquetFile(path).read()
+    for lift in MIGRATIONS[table][version - 1 :]:
+        data = lift(data)
+    return data
+
+
+def _expression(table: str, where: Mapping) -> ds.Expression:
+    """Column → value or values, as one expression that filters files while they are read."""
+    schema, keep = SCHEMAS[table], ds.scalar(True)
+    for name, wanted in where.items():
+        if name not in schema.names:
+            raise InputError(f"filter on {table}", f"column {name!r}", f"one of {schema.names}", "correct the name")
+        values = list(wanted) if isinstance(wanted, (list, tuple, set)) else [wanted]
+        try:
+            keep &= ds.field(name).isin(pa.array(values, schema.field(name).type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            kind = str(schema.field(name).type)
+            raise InputError(f"filter on {table}, {name}", repr(wanted), f"type {kind}", "correct the value") from error
+    return keep
+
+
+def _query(frame: pd.DataFrame, where: str) -> pd.DataFrame:
+    try:
+        return frame.query(where)
+    except (NameError, SyntaxError, NotImplementedError, KeyError, TypeError, ValueError) as error:
+        needed, example = f"a pandas query over {', '.join(frame)}", "write for example: T == 4 and depth > 0"
+        raise InputError("log filter", f"{where!r} ({error})", needed, example) from error

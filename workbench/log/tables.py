@@ -1,0 +1,89 @@
+"""What the log's tables hold: one explicit schema each, its allowed words, and how older files become current ones.
+
+A leaf of constants; knows neither files nor DataFrames. Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for
+``samples.value``, in the column ``unit``.
+"""
+
+from collections.abc import Callable
+
+import pyarrow as pa
+
+_TYPES = {
+    "text": pa.string(),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "time": pa.timestamp("us", tz="UTC"),
+}
+
+
+def _schema(lines: str) -> pa.Schema:
+    """Schema from lines of ``type: names``; a name that ends in ``!`` is never null."""
+    fields = []
+    for line in lines.strip().splitlines():
+        kind, names = line.split(":")
+        fields += [(name, _TYPES[kind.strip()]) for name in names.split()]
+    return pa.schema([pa.field(name.rstrip("!"), kind, nullable=not name.endswith("!")) for name, kind in fields])
+
+
+SCHEMAS: dict[str, pa.Schema] = {
+    # One row: what ran, on what, with which settings, and how it ended.
+    "runs": _schema("""
+        text: run_id!
+        time: time
+        text: experiment command status! reason verdict
+        text: config checkpoint checkpoint_hash bundle bundle_hash family
+        text: commit versions platform chip os_build power_source thermal
+        int:  memory_bytes
+        text: runtime precision compute_units placement placement_source
+        bool: fast
+        int:  max_seq_len t_max T batch layers_per_shard
+        text: compress kv_write layout states moe
+    """),
+    # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
+    "samples": _schema("""
+        text:  run_id!
+        int:   repetition order
+        text:  phase! shard
+        int:   depth n_prompt n_gen T
+        float: value
+        text:  unit!
+        bool:  warmup
+    """),
+    # Median and median absolute deviation of n timings of one layer.
+    "layers": _schema("""
+        text:  run_id!
+        int:   layer!
+        text:  shard
+        int:   T depth
+        float: layer_ms mad_ms
+        int:   n
+    """),
+    # One tensor of one layer at one token position against its golden.
+    "fidelity": _schema("""
+        text:  run_id! shard
+        int:   layer position T
+        text:  tensor! mode! runtime precision
+        float: cosine psnr_db max_abs
+        bool:  finite
+    """),
+}
+
+JSON_COLUMNS = {"config", "versions", "placement"}
+
+ALLOWED = {
+    "status": {"ok", "invalid", "failed", "skipped"},
+    "verdict": {"GREEN", "RED", "not_run"},
+    "placement_source": {"measured", "predicted"},
+    "tensor": {"hidden", "update", "k", "v", "logits"},
+    "mode": {"isolated", "chained"},
+}
+
+# Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new nullable column needs none: files
+# that lack it read as null there.
+MIGRATIONS: dict[str, tuple[Callable[[pa.Table], pa.Table], ...]] = {table: () for table in SCHEMAS}
+
+
+def version(table: str) -> int:
+    """The schema version that is written now: one more than the table has migrations."""
+    return 1 + len(MIGRATIONS[table])
