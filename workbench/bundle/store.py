@@ -1,0 +1,207 @@
+"""Bundles on disk: written whole or not at all, opened only when every byte is what the manifest says."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from pydantic import ValidationError
+
+from workbench.errors import InputError
+
+from .contract import FileEntry, Manifest, Shard
+
+MANIFEST = "bundle.json"
+MAX_MANIFEST_BYTES = 64 << 20
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
+    """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable order."""
+    files = sorted(f for p in paths for f in ([p] if p.is_file() else p.rglob("*")) if f.is_file())
+    return [
+        FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f)) for f in files
+    ]  # fmt: skip
+
+
+class Bundle:
+    """An opened bundle: its manifest, its folder, its embedding table.
+
+    Opening checks the size of every file always, and its SHA-256 once per (size, mtime).
+    """
+
+    def __init__(self, root: Path, manifest: Manifest):
+        self.root, self.manifest = root, manifest
+        self._embedding = None
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Bundle":
+        """Opens and verifies the bundle at `path`.
+
+        Raises:
+            InputError: no bundle there, an unknown version, a file missing, truncated, changed or outside it.
+        """
+        root = Path(path)
+        if not (root / MANIFEST).is_file():
+            unfinished = _working(root).exists()
+            raise InputError(
+                f"bundle {root}", "an unfinished export" if unfinished else f"no {MANIFEST}", "a finished bundle",
+                "run the same export again: it resumes" if unfinished else "run: workbench export CHECKPOINT BUNDLE",
+            )  # fmt: skip
+        bundle = cls(root, read_manifest(root / MANIFEST))
+        bundle.verify()
+        return bundle
+
+    @property
+    def files(self) -> list[FileEntry]:
+        m = self.manifest
+        return [f for s in m.shards for f in s.files] + [m.embedding.file, *m.tokens.files]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(f.bytes for f in self.files)
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 over the options and every file's hash: equal for bundles that compute the same."""
+        parts = [self.manifest.options.model_dump_json(), *(f"{f.path}:{f.sha256}" for f in self.files)]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def shards(self, kind: str) -> list[Shard]:
+        return [s for s in self.manifest.shards if s.kind == kind]
+
+    def package(self, shard: Shard) -> Path:
+        return self.root / shard.path
+
+    def verify(self) -> None:
+        """Checks every file against the manifest; hashes those whose size or mtime changed since the last check."""
+        seen = _read_seen(self.root)
+        now = {}
+        for entry in self.files:
+            path = self.root / entry.path
+            self._check_plain(path, entry)
+            stamp = f"{entry.bytes}:{path.stat().st_mtime_ns}:{entry.sha256}"
+            if seen.get(entry.path) != stamp and sha256(path) != entry.sha256:
+                raise _damaged(path, "bytes that differ from the manifest's SHA-256")
+            now[entry.path] = stamp
+        if now != seen:
+            _write_seen(self.root, now)
+
+    def _check_plain(self, path: Path, entry: FileEntry) -> None:
+        below = [path, *path.parents][: len(Path(entry.path).parts)]
+        if any(p.is_symlink() for p in below):
+            raise _damaged(path, "a symlink")
+        if not path.is_file():
+            raise _damaged(path, "no file")
+        if path.stat().st_size != entry.bytes:
+            with path.open("rb") as file:
+                pointer = file.read(24).startswith(b"version https://git-lfs")
+            raise _damaged(path, "a Git LFS pointer" if pointer else f"{path.stat().st_size} of {entry.bytes} bytes")
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids [B, T] → hidden [B, T, C] float32, as the first shard wants it."""
+        if self._embedding is None:
+            from safetensors.numpy import load_file
+
+            self._embedding = load_file(self.root / self.manifest.embedding.file.path)
+        table = self._embedding
+        hidden = table["weight"][ids].astype(np.float32)
+        if "bias" in table:
+            hidden = (hidden + table["bias"]) * table["scale"]
+        return hidden * np.float32(self.manifest.embedding.scale)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Parses a manifest; unknown versions and unknown keys are refused by name."""
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise InputError(str(path), f"{path.stat().st_size} bytes", "a manifest under 64 MiB", "export again")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as problem:
+        first = problem.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "its contents"
+        raise InputError(str(path), f"{where}: {first['msg']}", f"a bundle of version {Manifest.model_fields['version'].default}",
+                         "export again with this workbench") from None  # fmt: skip
+
+
+def _damaged(path: Path, found: str) -> InputError:
+    return InputError(str(path), found, "the file the export wrote", "export again, or copy the bundle again")
+
+
+def _seen_file(root: Path) -> Path:
+    """Where checks are remembered: beside the bundle, so that the bundle itself may be read-only."""
+    return root.parent / f".{root.name}.checked"
+
+
+def _read_seen(root: Path) -> dict[str, str]:
+    try:
+        return json.loads(_seen_file(root).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_seen(root: Path, seen: dict[str, str]) -> None:
+    temporary = _seen_file(root).with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(seen))
+        os.replace(temporary, _seen_file(root))
+    except OSError:  # a read-only folder only costs hashing again next time
+        temporary.unlink(missing_ok=True)
+
+
+def _working(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial"
+
+
+class Writer:
+    """Builds a bundle in a sibling folder and renames it into place when it is whole.
+
+    A finished shard leaves `<name>.json` (its manifest entry) behind, so that an interrupted export resumes at the
+    first missing shard; entries made from another checkpoint, other options or other versions are thrown away.
+    """
+
+    def __init__(self, target: Path, identity: dict):
+        self.target, self.root = target, _working(target)
+        if (target / MANIFEST).exists():
+            raise InputError(f"bundle {target}", "a finished bundle", "a new folder", "remove it or choose another")
+        if target.exists():
+            raise InputError(f"bundle {target}", "something else there", "a new folder", "choose another target")
+        stamp = json.dumps(identity, sort_keys=True)
+        kept = self.root / "identity.json"
+        if self.root.exists() and (not kept.is_file() or kept.read_text() != stamp):
+            shutil.rmtree(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        kept.write_text(stamp)
+
+    def finished(self, name: str) -> Shard | None:
+        """The entry of a shard that an earlier, interrupted export finished, if its files still hash right."""
+        try:
+            shard = Shard.model_validate_json((self.root / f"{name}.json").read_bytes())
+            whole = all(sha256(self.root / f.path) == f.sha256 for f in shard.files)
+        except (OSError, ValueError):
+            return None
+        return shard if whole else None
+
+    def record(self, shard: Shard) -> Shard:
+        temporary = self.root / f"{shard.name}.json.tmp"
+        temporary.write_text(shard.model_dump_json())
+        os.replace(temporary, self.root / f"{shard.name}.json")
+        return shard
+
+    def finish(self, manifest: Manifest) -> Bundle:
+        """Writes the manifest, drops the working notes, renames the folder into place."""
+        for note in [self.root / "identity.json", *(self.root / f"{s.name}.json" for s in manifest.shards)]:
+            note.unlink(missing_ok=True)
+        with (self.root / MANIFEST).open("w") as file:
+            file.write(manifest.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(self.root, self.target)
+        return Bundle.open(self.target)

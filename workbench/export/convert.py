@@ -1,0 +1,147 @@
+"""A traced module → a Core ML model with state, flexible T and compressed weights, by coremltools alone."""
+
+import logging
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.bundle import Options
+
+from .shards import Spec
+
+# These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
+# would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
+FOLDING = [f"common::fuse_{n}" for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")]
+
+
+@contextmanager
+def quiet():
+    """Silences coremltools' import chatter and progress bars: the export shows its own."""
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def coremltools():
+    """coremltools, imported late (it takes over a second) and without its chatter."""
+    with quiet():
+        import coremltools as ct
+    return ct
+
+
+def convert(module: nn.Module, spec: Spec, options: Options):
+    """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 … t_max.
+
+    Returns:
+        coremltools' MLModel, not loaded, with its pymil program attached.
+    """
+    ct = coremltools()
+    # one symbol for every T: coremltools would take unrelated ranges without complaint
+    fixed = options.t_max == 1 or options.t == "fixed"
+    t = options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
+    examples = [_example(name, shape, options.t_max if fixed else 2) for name, shape in spec.inputs.items()]
+    inputs = [
+        ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=np.int32 if name == "pos" else np.float16)
+        for name, shape in spec.inputs.items()
+    ]
+    states = [
+        ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=path) for path, (_, shape) in spec.states.items()
+    ]
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(FOLDING)
+    with quiet(), _no_progress(), torch.no_grad():
+        traced = torch.jit.trace(module.eval(), examples, check_trace=False)
+        return ct.convert(
+            traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
+            states=states, minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE,
+            pass_pipeline=pipeline, skip_model_load=True,
+        )  # fmt: skip
+
+
+def _example(name: str, shape: list, t: int) -> torch.Tensor:
+    return torch.zeros([t if n == "T" else n for n in shape], dtype=torch.int32 if name == "pos" else torch.float32)
+
+
+@contextmanager
+def _no_progress():
+    """coremltools draws its bars with tqdm and has no switch for them."""
+    from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401  (the modules must be loaded)
+    import tqdm
+
+    original = tqdm.tqdm.__init__
+
+    def silent(self, *args, **keywords):
+        original(self, *args, **(keywords | {"disable": True}))
+
+    tqdm.tqdm.__init__ = silent
+    try:
+        yield
+    finally:
+        tqdm.tqdm.__init__ = original
+
+
+def compress(model, preset: str):
+    """Compresses the weights of every convolution (norms, biases and scalars stay fp16).
+
+    `int8-tensor`, `int8-channel`: linear symmetric; `int4-block32`: linear symmetric per 32 inputs;
+    `lut4`, `lut6`: k-means palettes, one per tensor.
+    """
+    if preset == "fp16":
+        return model
+    coremltools()
+    from coremltools.optimize import coreml as cto
+
+    linear = {
+        "int8-tensor": {"dtype": "int8", "granularity": "per_tensor"},
+        "int8-channel": {"dtype": "int8", "granularity": "per_channel"},
+        "int4-block32": {"dtype": "int4", "granularity": "per_block", "block_size": 32},
+    }
+    if preset in linear:
+        op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, **linear[preset])
+        apply = cto.linear_quantize_weights
+    else:
+        op = cto.OpPalettizerConfig(mode="kmeans", nbits=int(preset.removeprefix("lut")), weight_threshold=0)
+        apply = cto.palettize_weights
+    biases = _bias_names(model)
+    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(biases))
+    with quiet(), _no_progress():
+        return apply(model, config)
+
+
+def _bias_names(model) -> list[str]:
+    """Names of the constants that convolutions add: they are few, can be large (Qwen's), and stay fp16."""
+    operations = model._mil_program.functions["main"].operations
+    return [op.bias.op.name for op in operations if op.op_type == "conv" and op.bias is not None]
+
+
+def modules(model, first_layer: int) -> dict[str, str]:
+    """Program value → path of the torch module it came from; a shard's blocks are named by their decoder layer."""
+    from coremltools.converters.mil.mil.scope import ScopeSource
+
+    found = {}
+    for op in model._mil_program.functions["main"].operations:
+        scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
+        if op.op_type != "const" and scope:
+            block, *rest = scope[:-1] or [""]
+            path = [f"layers.{first_layer + int(block)}" if block.isdigit() else block, *rest]
+            found |= {out.name: ".".join(path) for out in op.outputs}
+    return found
+
+
+def constants(model) -> dict[str, str]:
+    """Parameter path with underscores for dots → name of the program constant that holds it, after compression."""
+    found = {}
+    for op in model._mil_program.functions["main"].operations:
+        if op.op_type == "const" or op.op_type.startswith("constexpr_"):
+            name = op.outputs[0].name
+            found[name.split("_to_fp16")[0]] = name  # fp16 cast and compression append to the parameter's name
+    return found

@@ -1,0 +1,26 @@
+"""State: a mutable cell that outlives a call. Values in it are never written in place, only replaced."""
+
+from . import rule
+
+
+class Cell:
+    """One state tensor. Replacing `value` is the only write, so a value handed out can never change."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@rule("read_state")
+def read_state(input):
+    return input.value
+
+
+@rule("write_state")
+def write_state(input, data):
+    input.value = data
+
+
+@rule("coreml_update_state")
+def coreml_update_state(state, value):
+    state.value = value
+    return value

@@ -1,0 +1,185 @@
+"""Hugging Face folders: configuration and tensors, each tensor read on demand. Knows no architecture."""
+
+import hashlib
+import json
+import struct
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from workbench.errors import InputError
+
+LFS = b"version https://git-lfs"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FETCH = "download the checkpoint again, whole (git lfs pull, or huggingface-cli download)"
+
+
+class Checkpoint:
+    """A checkpoint folder: `config` (transformers' own object) and `tensor(name)`.
+
+    Raises:
+        InputError: nothing there, a half download, a truncated or foreign file, a Git LFS pointer.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise InputError(f"checkpoint {path}", "no folder" if not self.path.exists() else "no config.json in it",
+                             "a Hugging Face folder with config.json and *.safetensors", FETCH)  # fmt: skip
+        self.files = self._weight_files()
+        self.header: dict[str, tuple[Path, str, list[int]]] = {}  # tensor → file, dtype, shape
+        for file in sorted(set(self.files)):
+            for name, entry in _read_header(file).items():
+                if name != "__metadata__":
+                    self.header[name] = (file, entry["dtype"], entry["shape"])
+
+    def _weight_files(self) -> list[Path]:
+        index = self.path / "model.safetensors.index.json"
+        if not index.is_file():
+            return [self.path / "model.safetensors"]
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            raise InputError(str(index), "no weight_map", "the index of a sharded checkpoint", FETCH) from None
+        if any(Path(n).name != n for n in names):
+            raise InputError(str(index), "a file name with a folder in it", "plain file names", FETCH)
+        return [self.path / n for n in names]
+
+    @cached_property
+    def config(self):
+        """transformers' configuration, text part, with its defaults filled in."""
+        import transformers
+
+        raw = self.raw_config
+        if raw.get("model_type") not in transformers.CONFIG_MAPPING:
+            raise InputError(f"checkpoint {self.path}", f"model_type {raw.get('model_type')!r}",
+                             "a model_type that transformers knows", "see README: supported families")  # fmt: skip
+        return transformers.AutoConfig.from_pretrained(self.path, local_files_only=True).get_text_config(decoder=True)
+
+    @cached_property
+    def raw_config(self) -> dict:
+        try:
+            return json.loads((self.path / "config.json").read_text())
+        except ValueError:
+            raise InputError(str(self.path / "config.json"), "no JSON", "the model's configuration", FETCH) from None
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for path in self.files:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()
+
+    @property
+    def dtype(self) -> str:
+        """The most common stored dtype, as safetensors spells it (F32, F16, BF16)."""
+        dtypes = [dtype for _, dtype, _ in self.header.values()]
+        return max(set(dtypes), key=dtypes.count)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.header
+
+    def shape(self, name: str) -> list[int]:
+        return self._entry(name)[2]
+
+    def _entry(self, name: str):
+        if name not in self.header:
+            raise InputError(f"checkpoint {self.path}", f"no tensor {name!r}",
+                             f"the layout of transformers' {self.raw_config.get('model_type')} models", FETCH)  # fmt: skip
+        return self.header[name]
+
+    def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
+        """Tensor `name` (or some rows of it) in float32; only the bytes asked for are read."""
+        file, dtype, _ = self._entry(name)
+        if dtype not in ("F32", "F16", "BF16"):
+            raise InputError(f"tensor {name!r}", f"dtype {dtype}", "F32, F16 or BF16",
+                             "convert the checkpoint to one of these")  # fmt: skip
+        with safe_open(file, framework="pt") as opened:
+            if rows is None:
+                return opened.get_tensor(name).float()
+            view = opened.get_slice(name)
+            return view[rows].float() if isinstance(rows, slice) else torch.stack([view[r].float() for r in rows])
+
+    def tokenizer_files(self) -> list[Path]:
+        return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
+
+
+def _read_header(path: Path) -> dict:
+    """The header of a safetensors file, after checking that the file is as long as the header says."""
+    if not path.is_file():
+        raise InputError(str(path), "no such file (half a download?)", "every weight file of the checkpoint", FETCH)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if (start + file.read(16)).startswith(LFS):
+            raise InputError(str(path), "a Git LFS pointer", "the weights themselves", FETCH)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(size - 8, 100 << 20):
+            raise InputError(str(path), "no safetensors header", "a safetensors file", FETCH)
+        file.seek(8)
+        try:
+            header = json.loads(file.read(length))
+            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(str(path), "a damaged safetensors header", "a safetensors file", FETCH) from None
+    if size != 8 + length + end:
+        raise InputError(str(path), f"{size} bytes (truncated?)", f"{8 + length + end} bytes as its header says", FETCH)
+    return header
+
+
+def random(path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "float16", shard_bytes: int = 1 << 30,
+           **config) -> Path:  # fmt: skip
+    """Writes a Hugging Face folder of random weights and any dimensions, never holding more than one shard.
+
+    Args:
+        path: the new folder.
+        model_type: transformers' name of the family; `config` are its configuration's keywords.
+        dtype: `float32`, `float16` or `bfloat16`.
+        shard_bytes: size at which a new safetensors file is begun.
+
+    Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around 0: signals keep their size,
+    and nothing is at a value (0, 1) that would hide a missing ingredient.
+    """
+    import transformers
+    from safetensors.torch import save_file
+
+    path, kind = Path(path), getattr(torch, dtype)
+    path.mkdir(parents=True)
+    made = transformers.AutoConfig.for_model(model_type, **config)
+    made.dtype = kind
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    model.config.save_pretrained(path)
+    shapes = {n: t.shape for n, t in model.state_dict().items()}
+    for tied in model._tied_weights_keys or {} if made.tie_word_embeddings else {}:
+        shapes.pop(tied, None)
+    generator, index, part, size = torch.Generator().manual_seed(seed), {}, {}, 0
+    for i, (name, shape) in enumerate(shapes.items()):
+        part[name] = _random_tensor(name, shape, generator).to(kind)
+        size += part[name].nbytes
+        if size >= shard_bytes or i == len(shapes) - 1:
+            file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
+            save_file(part, path / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(part, file)
+            part, size = {}, 0
+    if len(set(index.values())) == 1:
+        (path / file).rename(path / "model.safetensors")
+    else:
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    leaf = name.rsplit(".", 1)[-1]
+    if "norm" in name or leaf.endswith("scale") or leaf == "temp":
+        return 1 + 0.1 * noise
+    if leaf.endswith("bias") or leaf == "balancing_biases":
+        return 0.1 * noise
+    if "embed_tokens" in name:
+        return noise
+    return noise / max(1, shape[1:].numel() if "experts" not in name else shape[-1]) ** 0.5

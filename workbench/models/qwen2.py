@@ -1,0 +1,19 @@
+"""Qwen 2 and 2.5: Llama with biases on q, k and v. (`use_sliding_window` is off in every released default.)"""
+
+from torch import nn
+
+from . import llama
+from .family import Plan, refuse
+from .llama import head
+
+__all__ = ["head", "layer", "plan"]
+
+
+def plan(config) -> Plan:
+    if config.use_sliding_window:
+        refuse(config, "use_sliding_window = true", "full attention in every layer")
+    return llama.plan(config)
+
+
+def layer(config, index: int, options) -> nn.Module:
+    return llama.DecoderLayer(config, options, qkv_bias=True)

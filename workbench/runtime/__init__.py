@@ -1,0 +1,42 @@
+"""Where shards run: `portable` anywhere, `coreml` on macOS 15 or later. Which one is an argument."""
+
+import platform
+
+from workbench.bundle import Bundle, Shard
+from workbench.errors import InputError
+
+from .base import Model, State
+
+RUNTIMES = ("auto", "portable", "coreml")
+COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
+
+
+def coreml_available() -> bool:
+    """Whether Core ML can run stateful models here: macOS 15 or later."""
+    return platform.system() == "Darwin" and int(platform.mac_ver()[0].split(".")[0] or 0) >= 15
+
+
+def resolve(runtime: str = "auto") -> str:
+    """The runtime that `auto` stands for here; refuses `coreml` where there is none."""
+    if runtime not in RUNTIMES:
+        raise InputError("runtime", repr(runtime), f"one of {', '.join(RUNTIMES)}", "choose one of these")
+    if runtime == "auto":
+        return "coreml" if coreml_available() else "portable"
+    return runtime
+
+
+def load(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared",
+         compute_units: str = "CPU_AND_NE") -> Model:  # fmt: skip
+    """Loads one shard of `bundle`; `precision` concerns the portable runtime, `compute_units` Core ML."""
+    if resolve(runtime) == "portable":
+        from .portable import PortableModel
+
+        return PortableModel(bundle, shard, precision)
+    if compute_units not in COMPUTE_UNITS:
+        raise InputError("compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one")
+    from .coreml import CoreMLModel
+
+    return CoreMLModel(bundle, shard, compute_units)
+
+
+__all__ = ["COMPUTE_UNITS", "Model", "RUNTIMES", "State", "coreml_available", "load", "resolve"]

@@ -1,0 +1,90 @@
+"""The whole interface between a shard and whatever runs it, and the checks every runtime shares.
+
+NumPy arrays at the boundary, float32 in and out; states under their logical names (`layers.3.k_state`).
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from workbench.bundle import Shard
+from workbench.errors import InputError
+
+
+class RawState(Protocol):
+    """A runtime's own state object: whole tensors under Core ML's names."""
+
+    def read(self, tensor: str) -> np.ndarray: ...
+    def write(self, tensor: str, value: np.ndarray) -> None: ...
+
+
+class Model(Protocol):
+    """One loaded shard."""
+
+    shard: Shard
+
+    def make_state(self) -> "State":
+        """Fresh state, zeros; it belongs to this model alone."""
+        ...
+
+    def predict(self, inputs: dict[str, np.ndarray], state: "State | None" = None) -> dict[str, np.ndarray]:
+        """Runs once; advances `state`."""
+        ...
+
+
+class State:
+    """Logical states of one shard for one batch of sequences, over a runtime's raw state.
+
+    `read(name)` copies a state out; `write(name, value)` replaces it (shape and dtype as `read` gives them).
+    """
+
+    def __init__(self, shard: Shard, raw: RawState):
+        self.shard, self.raw = shard, raw
+
+    def _entry(self, name: str):
+        if name not in self.shard.states:
+            raise InputError(f"state {name!r}", f"no such state in shard {self.shard.name}",
+                             f"one of {', '.join(self.shard.states)}", "name one of these")  # fmt: skip
+        return self.shard.states[name]
+
+    def read(self, name: str) -> np.ndarray:
+        entry = self._entry(name)
+        whole = self.raw.read(entry.tensor)
+        if entry.axis is None:
+            return np.array(whole)
+        return np.take(whole, range(entry.start, entry.stop), entry.axis).reshape(entry.shape)
+
+    def write(self, name: str, value: np.ndarray) -> None:
+        entry = self._entry(name)
+        if tuple(value.shape) != tuple(entry.shape):
+            raise InputError(f"state {name!r}", f"shape {list(value.shape)}", f"{entry.shape}", "reshape the array")
+        if entry.axis is None:
+            self.raw.write(entry.tensor, value)
+            return
+        whole = np.array(self.raw.read(entry.tensor))
+        part = [slice(None)] * whole.ndim
+        part[entry.axis] = slice(entry.start, entry.stop)
+        whole[tuple(part)] = value.reshape(whole[tuple(part)].shape)
+        self.raw.write(entry.tensor, whole)
+
+
+def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> None:
+    """Refuses missing or unknown inputs, wrong shapes, and axes T that disagree or pass t_max.
+
+    Core ML checks each input alone: it lets different T through to undefined results.
+    """
+    if inputs.keys() != shard.inputs.keys():
+        raise InputError(f"inputs of shard {shard.name}", ", ".join(sorted(inputs)), ", ".join(sorted(shard.inputs)),
+                         "give exactly these")  # fmt: skip
+    seen = None
+    for name, shape in shard.inputs.items():
+        found = inputs[name].shape
+        if len(found) != len(shape) or any(n not in ("T", m) for n, m in zip(shape, found, strict=True)):
+            raise InputError(f"input {name!r} of shard {shard.name}", f"shape {list(found)}", f"{shape}",
+                             "reshape it")  # fmt: skip
+        for n, m in zip(shape, found, strict=True):
+            if n == "T":
+                seen = m if seen is None else seen
+                if m != seen or not 1 <= m <= t_max:
+                    raise InputError(f"input {name!r} of shard {shard.name}", f"T = {m}",
+                                     f"one T for all inputs, 1 to {t_max}", "split the call")  # fmt: skip
