@@ -102,7 +102,7 @@ class Checkpoint:
             if rows is None:
                 return opened.get_tensor(name).float()
             view = opened.get_slice(name)
-            return view[rows].float() if isinstance(rows, slice) else torch.stack([view[r].float() for r in rows])
+            return view[rows].float() if isinstance(rows, slice) else torch.cat([view[r : r + 1].float() for r in rows])
 
     def tokenizer_files(self) -> list[Path]:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]

@@ -1,0 +1,1 @@
+"""Judging a bundle: goldens from Hugging Face, fidelity of every layer, position and T, gates with reasons."""

@@ -1,0 +1,231 @@
+"""Goldens: what Hugging Face's implementation computes, layer by layer, in fp32 with eager attention.
+
+transformers' own model runs its own forward; only its weights come and go: each decoder layer's tensors are read when
+the layer is entered and dropped when it is left, so that a model of any depth fits. Nothing is re-typed here.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.bundle import Bundle
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+
+HEAD_ROWS = 16_384
+Weights = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D]; `logits`
+    [n, V]; all float32. `ids` [n]. `router` [L, n, R] is the router state that layer l hands on (ZAYA), else absent.
+
+    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers (version).
+    """
+
+    ids: np.ndarray
+    x: np.ndarray
+    hidden: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    logits: np.ndarray
+    meta: dict[str, str]
+    router: np.ndarray | None = None
+
+    @property
+    def update(self) -> np.ndarray:
+        """What each layer adds, [L, n, C]."""
+        return self.hidden - self.x
+
+    def save(self, path: str | Path) -> Path:
+        """Writes one safetensors file, whole or not at all."""
+        from safetensors.numpy import save_file
+
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router")}
+        temporary = path.with_name(f".{path.name}.partial")
+        save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
+                  {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
+        temporary.rename(path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Golden":
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise InputError(f"golden {path}", "no such file", "a golden store", "run: workbench golden CHECKPOINT")
+        try:
+            with safe_open(path, framework="np") as file:
+                meta = json.loads(file.metadata()["workbench-golden"])
+                return cls(**{name: file.get_tensor(name) for name in file.keys()}, meta=meta)  # noqa: SIM118
+        except (SafetensorError, KeyError, TypeError, ValueError) as problem:
+            raise InputError(f"golden {path}", f"no golden ({type(problem).__name__})", "a file that workbench golden wrote",
+                             "run: workbench golden CHECKPOINT") from None  # fmt: skip
+
+
+def fp16_weights(checkpoint: Checkpoint) -> Weights:
+    """The values an uncompressed bundle stores: rounded to fp16 once."""
+    return lambda name: checkpoint.tensor(name).half().float()
+
+
+def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
+    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the fp16-rounded ones.
+
+    A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
+    """
+    from workbench import mil
+
+    held = {}
+    for shard in bundle.manifest.shards:
+        if shard.weights:
+            executable = mil.Executable(mil.read(bundle.package(shard)), "exact")
+            for tensor, constant in shard.weights.items():
+                held.setdefault(tensor, []).append((shard.rows[0], executable.constant(constant)))
+
+    def read(name: str) -> torch.Tensor:
+        shape = checkpoint.shape(name)
+        if name not in held:
+            return checkpoint.tensor(name).half().float()
+        parts = [value for _, value in sorted(held[name], key=lambda part: part[0])]
+        if name.endswith("norm.weight"):
+            return parts[0].reshape(shape) - _offset(bundle)
+        return torch.cat([p.reshape(-1, *shape[1:]) for p in parts]).reshape(shape)
+
+    return read
+
+
+def _offset(bundle: Bundle) -> float:
+    return 1.0 if bundle.manifest.family.startswith("gemma") else 0.0
+
+
+def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weights | None = None,
+         label: str = "source") -> Golden:  # fmt: skip
+    """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
+
+    Peak memory is one layer and one slice of the head, in float32.
+    """
+    import transformers
+
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    read = weights or checkpoint.tensor
+    ids = _check_ids(checkpoint, ids)
+    with _parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, attn_implementation="eager")
+    model.eval()
+    base, prefix = model.model, _prefix(checkpoint)
+    rows, remapped = np.unique(ids, return_inverse=True)
+    embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
+    base.embed_tokens.weight = nn.Parameter(embedded if weights is None else embedded.half().float(), False)
+    base.embed_tokens.padding_idx = None
+    for name, parameter in base.named_parameters():
+        if not name.startswith(("layers.", "embed_tokens.")):
+            _assign(base, name, read(prefix + name))
+    seen = [_watch(layer, f"{prefix}layers.{i}.", read) for i, layer in enumerate(base.layers)]
+    cache = _recording_cache(checkpoint.config)
+    with torch.inference_mode():
+        last = base(input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True)[0][0]
+        logits = _logits(checkpoint, last, weights, prefix)
+    router = [s["router"] for s in seen]
+    return Golden(
+        ids=ids, x=np.stack([s["x"] for s in seen]), hidden=np.stack([s["hidden"] for s in seen]),
+        k=np.stack([cache.rows[i][0] for i in range(len(seen))]),
+        v=np.stack([cache.rows[i][1] for i in range(len(seen))]), logits=logits,
+        meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__},
+        router=None if router[0] is None else np.stack(router),
+    )  # fmt: skip
+
+
+def _check_ids(checkpoint: Checkpoint, ids: Sequence[int]) -> np.ndarray:
+    ids, V = np.asarray(ids, np.int64), checkpoint.config.vocab_size
+    if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= V:
+        raise InputError("prompt ids", f"{ids.tolist()}", f"at least one id from 0 to {V - 1}", "check --prompt-ids")
+    return ids
+
+
+def _prefix(checkpoint: Checkpoint) -> str:
+    return next(n for n in checkpoint.header if n.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+
+
+@contextmanager
+def _parameters_on_meta():
+    """Modules built inside have no storage for parameters, but real buffers (rotary tables, scales)."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module, name, parameter):
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+    """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are copied into."""
+    *path, leaf = name.split(".")
+    owner = module.get_submodule(".".join(path))
+    if leaf in owner._buffers:
+        if value is not None:
+            owner._buffers[leaf].copy_(value)
+        return
+    value = owner._parameters[leaf].to("meta") if value is None else value
+    owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+def _watch(layer: nn.Module, prefix: str, read: Weights) -> dict:
+    """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left."""
+    seen = {"router": None}
+
+    def enter(module, args, kwargs):
+        x = args[0] if args else kwargs["hidden_states"]
+        seen["x"] = x[0].float().numpy().copy()
+        for name in module.state_dict():
+            _assign(module, name, read(prefix + name))
+
+    def leave(module, args, kwargs, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        seen["hidden"] = hidden[0].float().numpy().copy()
+        if isinstance(output, tuple) and len(output) > 1 and output[1] is not None:
+            seen["router"] = output[1][0].float().numpy().copy()
+        for name in module.state_dict():
+            _assign(module, name, None)
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(leave, with_kwargs=True)
+    return seen
+
+
+def _recording_cache(config):
+    """transformers' DynamicCache, keeping every K and V row it is given (sliding layers forget theirs)."""
+    from transformers import DynamicCache
+
+    class Recording(DynamicCache):
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            self.rows[layer_idx] = (key_states[0].numpy().copy(), value_states[0].numpy().copy())
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    cache = Recording(config=config)
+    cache.rows = {}
+    return cache
+
+
+def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: Weights | None, prefix: str) -> np.ndarray:
+    """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
+    name = f"{prefix}embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
+    if weights is not None:
+        return (last @ weights(name).T).numpy()
+    V = checkpoint.config.vocab_size
+    slices = (checkpoint.tensor(name, slice(i, min(i + HEAD_ROWS, V))) for i in range(0, V, HEAD_ROWS))
+    return torch.cat([last @ w.T for w in slices], dim=-1).numpy()
