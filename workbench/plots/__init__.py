@@ -1,0 +1,25 @@
+"""Figures for notebooks and write-ups: DataFrames flow in, Axes flow out.
+
+Every function takes the data first and keyword options after, draws into `ax` (or a new figure) and returns the Axes;
+none shows anything or reads a file. What a colour says, a symbol, a number or a hatch says too. Knows nothing of the
+log, of bundles, or of how a figure was measured: a function draws the columns that its docstring names, and raises
+ValueError when they do not say one thing.
+"""
+
+from workbench.plots.cache import cache_rows
+from workbench.plots.cost import layer_ms, memory_bar, speed
+from workbench.plots.fidelity import error_parts, fidelity_grid, fidelity_heatmap, update_cosine_bars
+from workbench.plots.figure import save, style
+
+__all__ = [
+    "cache_rows",
+    "error_parts",
+    "fidelity_grid",
+    "fidelity_heatmap",
+    "layer_ms",
+    "memory_bar",
+    "save",
+    "speed",
+    "style",
+    "update_cosine_bars",
+]

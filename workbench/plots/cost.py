@@ -1,0 +1,96 @@
+"""What decoding costs: tokens per second, milliseconds per layer, bytes of memory.
+
+Medians are drawn with the range of what was measured, never alone.
+"""
+
+from collections.abc import Mapping
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+
+from workbench.plots.figure import axes, cells, legend_above, style, unmeasured_key
+
+_UNITS = {"tokens_per_s": "tokens per second", "ms": "ms"}
+_GIB = 2**30
+_ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+_HATCHES = ("", "////", "\\\\\\\\", "----", "xxxx", "||||", "++++")
+
+
+@style()
+def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
+    """Medians over max_seq_len, one line per value of the column `lines`; bars reach from the least to the largest.
+
+    `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per repetition of one phase,
+    such as the log's samples with their run's settings joined on; rows marked ``warmup`` are left out.
+    """
+    timed = samples[~samples["warmup"].fillna(False).astype(bool)] if "warmup" in samples else samples
+    units = timed["unit"].unique()
+    if len(units) != 1:
+        raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
+    ax = axes(ax, 4.5, 2.8)
+    for name, line in timed.astype({"value": float, "max_seq_len": int}).groupby(lines):
+        found = line.groupby("max_seq_len")["value"].agg(["median", "min", "max"])
+        spread = [found["median"] - found["min"], found["max"] - found["median"]]
+        ax.errorbar(found.index, found["median"], yerr=spread, capsize=2.5, elinewidth=0.8, label=f"{lines} = {name}")
+    lengths = sorted(timed["max_seq_len"].unique())
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, labels=[str(length) for length in lengths])
+    ax.set(xlabel="max_seq_len", ylabel=_UNITS.get(units[0], units[0]))
+    ax.set_ylim(bottom=0)
+    ax.grid(axis="y")
+    ax.set_title("speed, median and range")
+    legend_above(ax, ax.get_legend_handles_labels()[0])
+    return ax
+
+
+@style()
+def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
+
+    `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
+    Settings without a measurement are hatched.
+    """
+    grid = layers.pivot_table(index="T", columns="max_seq_len", values="layer_ms", aggfunc="median").astype(float)
+    ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
+    norm = Normalize(0, grid.max(axis=None))
+    mesh = cells(ax, grid, norm, matplotlib.colormaps["cividis"])
+    for y, row in enumerate(grid.to_numpy()):
+        for x, value in enumerate(row):
+            if value == value:
+                shade = "black" if norm(value) > 0.5 else "white"
+                figure = f"{value:#.3g}".rstrip(".")
+                ax.text(x + 0.5, y + 0.5, figure, color=shade, ha="center", va="center")
+    ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02).outline.set_visible(False)
+    ax.set_title("time of one layer")
+    legend_above(ax, [unmeasured_key()] * bool(grid.isna().any(axis=None)))
+    return ax
+
+
+@style()
+def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
+    """Stacked bars of what must be resident, one per setting, over hollow bars of what machines have.
+
+    `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
+    in the order given. `budget` maps a machine's name to its memory in bytes.
+    """
+    table = parts.pivot(index="setting", columns="part", values="bytes").astype(float).fillna(0) / _GIB
+    table = table.loc[parts["setting"].drop_duplicates(), parts["part"].drop_duplicates()]
+    machines = pd.Series(budget, dtype=float) / _GIB
+    ax = axes(ax, 6.5, 0.9 + 0.25 * (len(table) + len(machines)))
+    left = pd.Series(0.0, table.index)
+    for hatch, part in zip(_HATCHES, table):
+        ax.barh(table.index, table[part], 0.6, left, hatch=hatch, edgecolor="white", linewidth=0.5, label=part)
+        left += table[part]
+    ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
+    ax.vlines(machines, -0.5, range(len(table), len(table) + len(machines)), "black", "dashed", linewidth=0.8)
+    for name, total in pd.concat([left, machines]).items():
+        text = ax.annotate(f"{total:.2f} GiB", (total, name), (4, 0), textcoords="offset points", va="center")
+        text.set_bbox(_ON_LINES)
+    bars, widest = len(table) + len(machines), max(left.max(), machines.max())
+    ax.set(xlabel="GiB", xlim=(0, 1.14 * widest), ylim=(bars - 0.5, -0.5))
+    ax.tick_params(axis="y", length=0)
+    ax.set_title("resident memory")
+    legend_above(ax, ax.get_legend_handles_labels()[0])
+    return ax

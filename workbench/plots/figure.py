@@ -1,0 +1,126 @@
+"""What all figures share: their look, grids of cells, and files that come out the same every time.
+
+`save` takes a function that draws, and writes SVG, PDF and PNG with a sidecar. Knows nothing of what is drawn.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import Colormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.patches import Patch
+
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+"""Okabe and Ito's colours, which colour-blind readers tell apart."""
+
+STYLE = {
+    "font.family": "DejaVu Sans",  # the font that matplotlib ships, so figures look alike everywhere
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": matplotlib.cycler(color=PALETTE, marker=list("os^DvPX")),
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.borderaxespad": 0,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",  # text stays text: searchable, and set in the reader's font
+    "svg.hashsalt": "workbench",
+    "pdf.fonttype": 42,
+}
+
+_UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+_UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
+
+
+def style() -> AbstractContextManager:
+    """The look of every figure here, as a context or a decorator for figures of your own."""
+    return matplotlib.rc_context(STYLE)
+
+
+def save(
+    draw: Callable[[], Axes | Figure],
+    stem: Path | str,
+    *,
+    run_ids: Sequence[str],
+    alt: str,
+    formats: Sequence[str] = ("svg", "pdf", "png"),
+) -> list[Path]:
+    """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths, sidecar last.
+
+    `draw` is called afresh for each format, since a figure that has been saved once lays itself out differently: the
+    same data gives the same bytes. The sidecar holds `run_ids` (the runs shown), `alt` (what a reader who cannot see
+    the figure should know), the title and the matplotlib version that wrote the files.
+    """
+    if not alt.strip():
+        raise ValueError(f"{stem}: a figure needs a text alternative")
+    stem, title = Path(stem), ""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in (*formats, "json")]
+    for path, suffix in zip(paths, formats):
+        with style():
+            drawn = draw()
+            figure = drawn if isinstance(drawn, Figure) else drawn.figure
+            figure.savefig(path, format=suffix, metadata=_UNDATED[suffix])
+            title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
+            plt.close(figure)
+    sidecar = {"title": title, "alt": alt, "run_ids": list(run_ids), "written_by": f"matplotlib {matplotlib.__version__}"}
+    paths[-1].write_text(json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return paths
+
+
+def axes(ax: Axes | None, width: float, height: float) -> Axes:
+    """`ax`, or the axes of a new figure of that size in inches."""
+    return plt.subplots(figsize=(width, height))[1] if ax is None else ax
+
+
+def cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
+    """Draw a table as coloured cells, row 0 on top, labelled by its index and columns; missing cells are hatched."""
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.patch.set(**_UNMEASURED)
+    mesh = ax.pcolormesh(grid.to_numpy(dtype=float), norm=norm, cmap=cmap, rasterized=grid.size > 1024)
+    label_cells(ax.xaxis, grid.columns)
+    label_cells(ax.yaxis, grid.index)
+    ax.set(xlabel=grid.columns.name, ylabel=grid.index.name, ylim=(len(grid), 0))
+    return mesh
+
+
+def label_cells(axis, labels: Sequence, most: int = 16) -> None:
+    """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are more than `most`."""
+    step = next(step for n in itertools.count() for step in (10**n, 2 * 10**n, 5 * 10**n) if len(labels) <= step * most)
+    axis.set_ticks([i + 0.5 for i in range(0, len(labels), step)], labels=[str(label) for label in labels[::step]])
+    axis.set_tick_params(length=0)
+
+
+def unmeasured_key() -> Patch:
+    """Legend entry for hatched cells."""
+    return Patch(**_UNMEASURED, label="not measured")
+
+
+def legend_above(ax: Axes, keys: Sequence[Artist]) -> Legend | None:
+    """A one-line legend between the title and the axes, if there is anything to explain."""
+    if not keys:
+        return None
+    ax.set_title(ax.get_title(loc="left"), pad=18)
+    return ax.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=len(keys), handlelength=1.4)
