@@ -51,7 +51,7 @@ class Decoder:
     def __init__(self, bundle: Bundle | str | Path, runtime: str = "auto", precision: str = "declared",
                  compute_units: str = "CPU_AND_NE"):  # fmt: skip
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        self.runtime, self.precision = runtimes.resolve(runtime), precision
+        self.runtime, self.precision, self.compute_units = runtimes.resolve(runtime), precision, compute_units
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
 

@@ -1,0 +1,322 @@
+"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2 with one message."""
+
+import json as jsonlib
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workbench.errors import InputError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Export transformer layers as stateful Core ML shards, prove them, decode them, measure them.")  # fmt: skip
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Ids = Annotated[str | None, typer.Option("--prompt-ids", help="Token ids, comma-separated: 2,42,100.")]
+RuntimeName = Annotated[str, typer.Option("--runtime", help="auto, portable or coreml.")]
+Precision = Annotated[str, typer.Option("--precision", help="Portable arithmetic: declared, exact or narrow.")]
+BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE")]
+CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT")]
+DEFAULT_IDS = 24
+
+
+def main() -> None:
+    """Entry point: an InputError becomes one message and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except InputError as problem:
+        typer.echo(f"workbench: {problem}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("workbench: interrupted; what was finished is kept", err=True)
+        sys.exit(130)
+
+
+def show(result: dict, as_json: bool, lines: list[str]) -> None:
+    """Prints the result as JSON, or its text lines; exits 1 when the verdict is RED."""
+    typer.echo(jsonlib.dumps(result, default=str) if as_json else "\n".join(lines))
+    if result.get("verdict") == "RED":
+        raise typer.Exit(1)
+
+
+def parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InputError("--prompt-ids", repr(text), "integers separated by commas", "write 2,42,100") from None
+
+
+def some_ids(V: int, count: int = DEFAULT_IDS) -> list[int]:
+    """Seeded random ids, for when no prompt is given."""
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, V, count).tolist()
+
+
+def gate_lines(gates: list) -> list[str]:
+    """RED first, then the others; one line each with its reason."""
+    order = {"RED": 0, "GREEN": 1, "not_run": 2}
+    return [f"{g.verdict:8}{g.name:26}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}"
+            for g in sorted(gates, key=lambda g: order[g.verdict])]  # fmt: skip
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What this machine can do, and what a Mac would add."""
+    from workbench.doctor import examine
+
+    found = examine()
+    show(found, json, [f"{k:20}{v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]])
+
+
+@app.command()
+def export(
+    checkpoint: CheckpointPath,
+    bundle: BundlePath,
+    max_seq_len: Annotated[int, typer.Option(help="Cache slots S.")] = 512,
+    t_max: Annotated[int, typer.Option(help="Most tokens a call, T = 1 … t_max.")] = 4,
+    batch: int = 1,
+    layers_per_shard: Annotated[int, typer.Option(help="Decoder layers in one .mlpackage.")] = 1,
+    compress: Annotated[str, typer.Option(help="fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.")] = "fp16",
+    kv_write: Annotated[str, typer.Option(help="mask or slice.")] = "mask",
+    layout: Annotated[str, typer.Option(help="bct1 or bc1t.")] = "bct1",
+    states: Annotated[str, typer.Option(help="separate or packed.")] = "separate",
+    moe: Annotated[str, typer.Option(help="dense or routed.")] = "dense",
+    t: Annotated[str, typer.Option(help="range (RangeDim 1 … t_max) or fixed (T = t_max).")] = "range",
+    sliding: Annotated[str, typer.Option(help="mask or ring.")] = "mask",
+    json: Json = False,
+) -> None:
+    """Hugging Face folder → bundle of stateful shards. Resumes where an interrupted export stopped.
+
+    Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
+    """
+    import resource
+
+    from workbench.export import export as run
+
+    start = time.perf_counter()
+    made = run(checkpoint, bundle, progress=not json, max_seq_len=max_seq_len, t_max=t_max, batch=batch,
+               layers_per_shard=layers_per_shard, compress=compress, kv_write=kv_write, layout=layout, states=states,
+               moe=moe, t=t, sliding=sliding)  # fmt: skip
+    how = [s.how for s in made.manifest.shards]
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    result = {
+        "bundle": str(bundle), "family": made.manifest.family, "shards": len(how), "layers": made.manifest.dims.L,
+        "bytes": made.bytes, "converted": how.count("converted"), "stamped": how.count("stamped"),
+        "seconds": round(time.perf_counter() - start, 3),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }  # fmt: skip
+    show(result, json, [f"{bundle}: {result['family']}, {result['layers']} layers in {result['shards']} shards, "
+                        f"{result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"])  # fmt: skip
+
+
+@app.command()
+def golden(
+    checkpoint: CheckpointPath,
+    out: Annotated[Path, typer.Option("--out", help="File to write.")],
+    prompt_ids: Ids = None,
+    bundle: Annotated[Path | None, typer.Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
+    json: Json = False,
+) -> None:
+    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden."""
+    from workbench.bundle import Bundle
+    from workbench.eval import golden as goldens
+    from workbench.models.checkpoint import Checkpoint
+
+    source = Checkpoint(checkpoint)
+    ids = parse_ids(prompt_ids) if prompt_ids else some_ids(source.config.vocab_size)
+    opened = Bundle.open(bundle) if bundle else None
+    weights = goldens.stored_weights(source, opened) if opened else None
+    made = goldens.make(source, ids, weights, opened.identity if opened else "source")
+    made.save(out)
+    result = {"golden": str(out), "tokens": len(ids), "layers": len(made.x), "bytes": out.stat().st_size} | made.meta
+    show(result, json, [f"{out}: {len(ids)} tokens, {len(made.x)} layers, {result['bytes'] / 2**20:.1f} MiB"])
+
+
+def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | None, V: int):
+    """The golden a command compares with: a stored one, or one made now from a checkpoint."""
+    from workbench.eval import golden as goldens
+
+    if golden:
+        return goldens.Golden.load(golden)
+    if not checkpoint:
+        raise InputError("golden", "neither --golden nor --checkpoint", "one of them",
+                         "run: workbench golden CHECKPOINT --out G, then give --golden G")  # fmt: skip
+    return goldens.make(checkpoint, parse_ids(prompt_ids) if prompt_ids else some_ids(V))
+
+
+@app.command()
+def check(
+    bundle: BundlePath,
+    golden: Annotated[Path | None, typer.Option(help="Golden store: also judges what the cache holds.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of the target machine, such as 16G.")] = None,
+    runtime: RuntimeName = "auto",
+    json: Json = False,
+) -> None:
+    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory."""
+    from workbench.bundle import Bundle
+    from workbench.eval import checklist, gates
+    from workbench.eval.golden import Golden
+    from workbench.eval.memory import parse_bytes
+
+    found = checklist.check(Bundle.open(bundle), runtime, golden=Golden.load(golden) if golden else None,
+                            machine=parse_bytes(memory) if memory else None, progress=not json)  # fmt: skip
+    result = {"verdict": gates.verdict(found), "gates": [g.json() for g in found]}
+    show(result, json, [result["verdict"], *gate_lines(found)])
+
+
+@app.command()
+def validate(
+    bundle: BundlePath,
+    checkpoint: Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")] = None,
+    golden: Annotated[Path | None, typer.Option(help="Golden store.")] = None,
+    prompt_ids: Ids = None,
+    all_t: Annotated[bool, typer.Option("--all-t", help="Every T from 1 to t_max.")] = False,
+    tasks: Annotated[Path | None, typer.Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")] = None,
+    runtime: RuntimeName = "auto",
+    precision: Precision = "declared",
+    log: Annotated[bool, typer.Option(help="Write the run into the experiment log.")] = False,
+    json: Json = False,
+) -> None:
+    """Every layer × position × T against the golden.
+
+    Example: workbench validate build/llama --checkpoint data/tiny-llama --tasks data/tasks/heldout.jsonl
+    """
+    from workbench import runs
+    from workbench.decode import Decoder
+    from workbench.eval import answers
+    from workbench.eval.validate import validate as judge
+    from workbench.models.checkpoint import Checkpoint
+
+    decoder = Decoder(bundle, runtime, precision)
+    reference = load_golden(golden, checkpoint, prompt_ids, decoder.manifest.dims.V)
+    Ts = range(1, decoder.options.t_max + 1) if all_t else None
+    found = judge(decoder, reference, Ts, progress=not json)
+    if tasks and checkpoint:
+        found.gates.append(answers.gate(decoder, Checkpoint(checkpoint), answers.load_tasks(tasks)))
+    result = found.json()
+    if log:
+        row = runs.describe(decoder.bundle, decoder) | {"verdict": found.verdict, "command": "validate",
+                                                        "config": {"gates": result["gates"]}}  # fmt: skip
+        result["run_id"] = runs.record("validate", row, fidelity=found.rows)
+    w = result["worst"]
+    show(result, json, [result["verdict"], *gate_lines(found.gates),
+                        f"worst: layer {w['layer']}, position {w['position']}, T = {w['T']}, {w['tensor']}: cosine {w['cosine']:.7f}"])  # fmt: skip
+
+
+@app.command()
+def memory(
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_CHECKPOINT")],
+    max_seq_len: int = 512,
+    t_max: int = 4,
+    batch: int = 1,
+    compress: str = "fp16",
+    machine: Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")] = None,
+    json: Json = False,
+) -> None:
+    """Weights + caches + embedding + buffers against a machine's memory."""
+    from workbench.bundle import Bundle
+    from workbench.eval import memory as budgets
+    from workbench.export import options
+    from workbench.models.checkpoint import Checkpoint
+
+    size = budgets.parse_bytes(machine) if machine else budgets.machine_bytes()
+    if (source / "bundle.json").exists():
+        budget = budgets.of_bundle(Bundle.open(source), size)
+    else:
+        chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
+        budget = budgets.of_checkpoint(Checkpoint(source), chosen, size)
+    found = budget.json()
+    show(found, json, [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in found.items() if name != "fits"]
+         + ["fits" if found["fits"] else "does not fit"])  # fmt: skip
+
+
+@app.command()
+def decode(
+    bundle: BundlePath,
+    prompt_ids: Ids = None,
+    prompt: Annotated[str | None, typer.Option(help="Text; needs the tokenizer in the bundle.")] = None,
+    max_new: Annotated[int, typer.Option("--max-new", help="New tokens.")] = 32,
+    logits: Annotated[Path | None, typer.Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")] = None,
+    runtime: RuntimeName = "auto",
+    precision: Precision = "declared",
+    json: Json = False,
+) -> None:
+    """Greedy decoding: tokens, tok/s, per-layer ms, head ms.
+
+    Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
+    """
+    from workbench.decode import Decoder
+    from workbench.decode.transcript import transcript
+
+    decoder = Decoder(bundle, runtime, precision)
+    ids = _prompt(decoder, prompt_ids, prompt)
+    result = transcript(decoder, ids, max_new, logits)
+    d = result["decode"]
+    rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
+    show(result, json, [result["text"] if result["text"] is not None else ",".join(map(str, result["tokens"])),
+                        f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})"])  # fmt: skip
+
+
+def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
+    from workbench.decode.transcript import tokenizer
+
+    if (prompt_ids is None) == (prompt is None):
+        raise InputError("prompt", "both or neither of --prompt-ids and --prompt", "one of them", "give one of them")
+    return parse_ids(prompt_ids) if prompt_ids is not None else tokenizer(decoder.bundle).encode(prompt)
+
+
+@app.command()
+def sweep(
+    grid: Annotated[Path, typer.Argument(metavar="GRID.yaml")],
+    log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
+    json: Json = False,
+) -> None:
+    """The cross product of a grid's options, one logged run per cell; resumes."""
+    from workbench.sweep import load_grid
+    from workbench.sweep import sweep as run
+
+    result = run(load_grid(grid), root=log, progress=not json)
+    show(result, json, [", ".join(f"{k} {v}" for k, v in result.items())])
+    if result["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command("log")
+def log_(
+    where: Annotated[str | None, typer.Option(help="A pandas query over runs: \"compress == 'fp16'\".")] = None,
+    table: str = "runs",
+    root: Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")] = None,
+    json: Json = False,
+) -> None:
+    """Rows of the experiment log."""
+    from workbench import log
+
+    found = log.load(table, root=root, where=where)
+    if json:
+        typer.echo(found.to_json(orient="records", date_format="iso"))
+    else:
+        typer.echo(found.dropna(axis="columns", how="all").to_string(index=False, max_colwidth=32))
+
+
+@app.command()
+def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("--log")] = None, json: Json = False) -> None:
+    """Two runs side by side: what differs in their settings, and ratios of medians with intervals."""
+    from workbench import log
+
+    found = log.compare(run_a, run_b, root)
+    result = {"settings": found.settings.to_dict("records"), "ratios": found.ratios.to_dict("records"), "note": found.note}
+    show(result, json, [found.settings.to_string(), found.ratios.to_string(index=False), found.note or ""])
+
+
+@app.command()
+def report(experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")],
+           log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
+           json: Json = False) -> None:  # fmt: skip
+    """The Markdown a write-up starts from, out of the log and the saved figures."""
+    from workbench.report import write
+
+    path = write(experiment, root=log)
+    show({"report": str(path)}, json, [str(path)])

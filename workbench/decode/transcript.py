@@ -1,0 +1,56 @@
+"""One decoded prompt as a result: tokens, text, times. What `workbench decode` prints."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from workbench.bundle import Bundle
+from workbench.errors import InputError
+
+from .decoder import Decoder
+
+
+def tokenizer(bundle: Bundle):
+    """The tokenizer a bundle carries; refuses bundles of checkpoints that had none."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not any(f.path == "tokenizer/tokenizer.json" for f in bundle.manifest.tokens.files):
+        raise InputError(f"tokenizer of {bundle.root}", "no tokenizer.json", "the checkpoint's tokenizer",
+                         "give --prompt-ids instead of text, or add the tokenizer and export again")  # fmt: skip
+    return PreTrainedTokenizerFast.from_pretrained(bundle.root / "tokenizer")
+
+
+def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None) -> dict:
+    """Decodes greedily and sums up.
+
+    Args:
+        logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per generated token.
+
+    Returns:
+        The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.
+    """
+    start = time.perf_counter()
+    decoder.begin()
+    rows = [decoder.prefill(ids)]
+    prefill_ms = (time.perf_counter() - start) * 1e3
+    tokens, times, stop = [], [], set(decoder.manifest.tokens.eos)
+    while len(tokens) < max_new and not (tokens and tokens[-1] in stop):
+        tokens.append(int(np.argmax(rows[-1])))
+        if len(tokens) < max_new or logits:
+            rows.append(decoder.decode_one_token(tokens[-1]))
+            times.append(decoder.times)
+    if logits:
+        np.save(logits, np.stack(rows).astype(np.float32))
+    has_text = any(f.path == "tokenizer/tokenizer.json" for f in decoder.manifest.tokens.files)
+    samples = [t.total for t in times]
+    return {
+        "tokens": tokens, "text": tokenizer(decoder.bundle).decode(tokens) if has_text else None,
+        "prefill": {"tokens": len(ids), "calls": -(-len(ids) // decoder.options.t_max), "ms": prefill_ms},
+        "decode": {
+            "tokens": len(tokens), "tokens_per_s": 1e3 / float(np.median(samples)) if samples else None,
+            "layer_ms": np.median([t.layers for t in times], axis=0).tolist() if times else None,
+            "head_ms": float(np.median([t.head for t in times])) if times else None, "samples_ms": samples,
+        },
+        "runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
+    }  # fmt: skip

@@ -1,0 +1,198 @@
+"""Chapter 5's checklist, gate by gate, on a bundle alone: interface, state lifetime, write addresses, stale rows.
+
+Nothing here needs a golden: each gate states a property that the program must have whatever its weights are.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from workbench import mil
+from workbench.bundle import Bundle
+from workbench.bundle.contract import HIDDEN
+from workbench.decode import Decoder
+
+from . import gates, memory
+from .gates import Gate
+
+SMALL = 32  # up to this S every (T, pos) is probed
+STALE_FACTOR = 16
+
+
+def check(bundle: Bundle, runtime: str = "auto", precision: str = "declared", machine: int | None = None,
+          progress: bool = False) -> list[Gate]:  # fmt: skip
+    """Runs every gate; see each one's reason for what was judged."""
+    decoder = Decoder(bundle, runtime, precision)
+    rng = np.random.default_rng(0)
+    probes = write_probe(decoder, rng, progress=progress)
+    return [
+        *interface(bundle),
+        *lifetime(decoder, rng),
+        _addresses(probes),
+        stale_rows(decoder, rng),
+        nan_is_noticed(decoder, rng),
+        fits(bundle, machine),
+    ]
+
+
+def interface(bundle: Bundle) -> list[Gate]:
+    """State shapes and dtype as declared in the package; K and V are states, never inputs or outputs."""
+    d, o = bundle.manifest.dims, bundle.manifest.options
+    shapes, leaks = [], []
+    for shard in bundle.shards("layers"):
+        program = mil.read(bundle.package(shard))
+        for name, state in shard.states.items():
+            found = program.states.get(state.tensor)
+            if found is None or found.dtype != "FLOAT16":
+                shapes.append(f"{shard.name}: {name} is {'absent' if found is None else found.dtype}")
+            elif state.axis is None and list(found.shape) != state.shape:
+                shapes.append(f"{shard.name}: {name} is {list(found.shape)}, not {state.shape}")
+            elif name.endswith(("k_state", "v_state")) and state.ring is None and state.shape != [
+                o.batch, d.H_kv, o.max_seq_len, d.D,
+            ]:  # fmt: skip
+                shapes.append(f"{shard.name}: {name} is {state.shape}, not [B, H_kv, S, D]")
+        caches = {f"layers.{i}.{n}" for i in range(*shard.layers) for n in ("k_state", "v_state")}
+        missing = caches - shard.states.keys()
+        if missing:
+            leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
+        for name, kind in program.inputs.items():
+            if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]:
+                leaks.append(f"{shard.name}: input {name} has the shape of a cache")
+    return [
+        gates.holds("state_shapes", not shapes, "; ".join(shapes) or "every state is fp16 and as declared, [B, H_kv, S, D]"),
+        gates.holds("kv_are_states", not leaks, "; ".join(leaks) or "K and V are states of every layer, not inputs or outputs"),
+    ]
+
+
+def lifetime(decoder: Decoder, rng) -> list[Gate]:
+    """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets, two do not mix."""
+    stuck, mixed, dirty = [], [], []
+    for model in decoder.layers:
+        first = _inputs(decoder, model.shard, rng, 0, 1)
+        second = _inputs(decoder, model.shard, rng, 1, 1)
+        a, b = model.make_state(), model.make_state()
+        if any(np.any(b.read(n)) for n in model.shard.states):
+            dirty.append(model.shard.name)
+        model.predict(first, a)
+        before = {n: b.read(n) for n in model.shard.states}
+        alone = model.predict(second, b)[HIDDEN]  # on a state that never saw the first token
+        after = model.predict(second, a)[HIDDEN]
+        if np.array_equal(alone, after):
+            stuck.append(model.shard.name)
+        fresh = model.make_state()
+        model.predict(first, fresh)
+        if not np.array_equal(model.predict(second, fresh)[HIDDEN], after) or any(np.any(v) for v in before.values()):
+            mixed.append(model.shard.name)
+    return [
+        gates.holds("state_is_used", not stuck, f"the first token leaves no trace in: {', '.join(stuck)}" if stuck
+                    else "every shard's second token depends on its first through the state"),
+        gates.holds("fresh_state_is_zero", not dirty, f"not zeros: {', '.join(dirty)}" if dirty else "make_state gives zeros"),
+        gates.holds("states_are_independent", not mixed, f"interleaved states differ in: {', '.join(mixed)}" if mixed
+                    else "two states on one model do not touch each other; a replay is bit-equal"),
+    ]  # fmt: skip
+
+
+def probe_points(S: int, t_max: int, fixed: bool = False) -> list[tuple[int, int]]:
+    """(T, pos) pairs: all of them on a small cache, else the ends, the middle and powers of two ± 1."""
+    Ts = [t_max] if fixed else range(1, t_max + 1) if t_max <= 4 else sorted({1, 2, 3, 4, t_max // 2, t_max - 1, t_max})
+    if S <= SMALL:
+        return [(T, pos) for T in Ts for pos in range(S - T + 1)]
+    near = {p + d for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2) for d in (-1, 0, 1)}
+    return [(T, pos) for T in Ts for pos in sorted({*near, S - T, S - T - 1}) if 0 <= pos <= S - T]
+
+
+def write_probe(decoder: Decoder, rng, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
+    """Which cache rows each call of T tokens at `pos` changed, on caches full of random rows.
+
+    Returns:
+        One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of slots.
+    """
+    from tqdm.auto import tqdm
+
+    o, records = decoder.options, []
+    points = list(points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed"))
+    for model in tqdm(decoder.layers, desc="write addresses", unit="shard", disable=not progress):
+        full = {n: rng.standard_normal(s.shape).astype(np.float16) for n, s in model.shard.states.items()}
+        state = model.make_state()
+        for T, pos in points:
+            for name, value in full.items():
+                state.write(name, value)
+            model.predict(_inputs(decoder, model.shard, rng, pos, T), state)
+            for name, value in full.items():
+                if name.endswith(("k_state", "v_state")):
+                    records.append(_changed(name, model.shard.states[name], value, state.read(name), T, pos))
+    return records
+
+
+def _changed(name: str, entry, before: np.ndarray, after: np.ndarray, T: int, pos: int) -> dict:
+    differs = before.astype(np.float32) != np.asarray(after, np.float32)
+    rows = np.flatnonzero(differs.any(axis=(0, 1, 3)))
+    whole = np.flatnonzero(differs.any(axis=3).all(axis=(0, 1)))  # rows written in every head of every sequence
+    expected = sorted({p % entry.ring if entry.ring else p for p in range(pos, pos + T)})
+    return {"layer": int(name.split(".")[1]), "state": name.split(".")[-1], "T": T, "pos": pos,
+            "changed": rows.tolist(), "expected": expected, "right": rows.tolist() == expected == whole.tolist()}  # fmt: skip
+
+
+def _addresses(records: list[dict]) -> Gate:
+    wrong = [r for r in records if not r["right"]]
+    if not wrong:
+        Ts, positions = {r["T"] for r in records}, {r["pos"] for r in records}
+        return gates.holds("write_address", True, f"exactly rows pos … pos + T − 1 changed, every other row bit-identical: "
+                           f"{len(records)} calls, T in {sorted(Ts)}, {len(positions)} positions")  # fmt: skip
+    r = wrong[0]
+    Ts = sorted({w["T"] for w in wrong})
+    return gates.holds("write_address", False, f"{len(wrong)} of {len(records)} calls (T in {Ts}); first: layer {r['layer']} "
+                       f"{r['state']}, T = {r['T']}, pos = {r['pos']}: rows {r['changed']} changed, expected {r['expected']}")  # fmt: skip
+
+
+def stale_rows(decoder: Decoder, rng) -> Gate:
+    """What lies in unwritten rows must not matter as long as it is finite: zeros against ±16 · max|K|."""
+    worst = ""
+    for model in decoder.layers:
+        results = []
+        for fill in (0.0, STALE_FACTOR):
+            state = model.make_state()
+            local = np.random.default_rng(1)
+            for call in range(2):  # two tokens, so that there is a real cache to be confused with
+                if call == 0:
+                    for name, entry in model.shard.states.items():
+                        if name.endswith(("k_state", "v_state")):
+                            state.write(name, (fill * local.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
+                out = model.predict(_inputs(decoder, model.shard, np.random.default_rng(2 + call), call, 1), state)[HIDDEN]
+            results.append(out)
+        if not np.array_equal(*results):
+            worst = worst or f"{model.shard.name}: max |Δ| = {np.abs(results[0] - results[1]).max():.3g}"
+    return gates.holds("stale_rows", not worst, worst or "finite values in unwritten rows change nothing, bit for bit")
+
+
+def nan_is_noticed(decoder: Decoder, rng) -> Gate:
+    """A NaN left in a cache row must surface in the output: an additive mask cannot hide it (0 · NaN)."""
+    hidden = []
+    for model in decoder.layers:
+        state = model.make_state()
+        name = next(n for n in model.shard.states if n.endswith("v_state"))
+        value = np.zeros(model.shard.states[name].shape, np.float16)
+        value[..., -1, :] = np.nan
+        state.write(name, value)
+        if np.isfinite(model.predict(_inputs(decoder, model.shard, rng, 0, 1), state)[HIDDEN]).all():
+            hidden.append(model.shard.name)
+    return gates.holds("nan_in_state_is_noticed", not hidden, f"swallowed by: {', '.join(hidden)}" if hidden
+                       else "a NaN in an unwritten row reaches the output, where the finite gate sees it")  # fmt: skip
+
+
+def fits(bundle: Bundle, machine: int | None = None) -> Gate:
+    """max_seq_len fits: weights, caches, embedding and buffers against the machine's memory."""
+    budget = memory.of_bundle(bundle, machine or memory.machine_bytes())
+    return gates.at_most("memory", budget.total, budget.machine,
+                         f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB")
+
+
+def _inputs(decoder: Decoder, shard, rng, pos: int, T: int) -> dict[str, np.ndarray]:
+    """Inputs of one shard for a call of T tokens at `pos` in every slot: real masks and tables, random activations."""
+    B = decoder.options.batch
+    width = decoder.options.t_max if decoder.options.t == "fixed" else T
+    io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
+    return {
+        name: io[name] if name in io else rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
+        for name, shape in shard.inputs.items()
+    }

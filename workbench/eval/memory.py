@@ -1,0 +1,90 @@
+"""Bytes a decoding process needs, before anything is allocated, against the machine it shall run on."""
+
+from dataclasses import asdict, dataclass
+
+from workbench.bundle import Bundle, Dims, Options
+from workbench.errors import InputError
+
+STORED_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4.5, "lut4": 4, "lut6": 6}
+
+
+def kv_bytes(L: int, H_kv: int, S: int, D: int, batch: int = 1) -> int:
+    """Key and value caches in fp16: 2 tensors · L layers · batch · H_kv · S · D · 2 bytes."""
+    return 2 * L * batch * H_kv * S * D * 2
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes by part; `machine` is what the machine has, None when it was not asked."""
+
+    weights: int
+    kv: int
+    side_states: int
+    embedding: int
+    buffers: int
+    machine: int | None = None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.side_states + self.embedding + self.buffers
+
+    def json(self) -> dict:
+        return asdict(self) | {"total": self.total, "fits": None if self.machine is None else self.total <= self.machine}
+
+
+def machine_bytes() -> int:
+    """Physical memory of this machine."""
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
+def of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
+    """Measured from the bundle's own files and states: nothing is estimated but the call buffers."""
+    states = {name: state for shard in bundle.manifest.shards for name, state in shard.states.items()}
+    kv = sum(_elements(s.shape) * 2 for n, s in states.items() if n.endswith(("k_state", "v_state")))
+    side = sum(_elements(s.shape) * 2 for n, s in states.items() if not n.endswith(("k_state", "v_state")))
+    weights = sum(s.bytes for s in bundle.manifest.shards)
+    return Budget(weights, kv, side, bundle.manifest.embedding.file.bytes,
+                  _buffers(bundle.manifest.dims, bundle.manifest.options), machine)  # fmt: skip
+
+
+def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
+    """Predicted from a checkpoint's tensor shapes and export options: nothing is read but headers."""
+    from workbench.models import family
+
+    plan = family(checkpoint.config).plan(checkpoint.config)
+    d, B = plan.dims, options.batch
+    elements = {name: _elements(shape) for name, (_, _, shape) in checkpoint.header.items()}
+    table = next(n for n in elements if n.endswith("embed_tokens.weight"))
+    matrices = sum(n for name, n in elements.items() if name != table and len(checkpoint.shape(name)) > 1)
+    matrices += elements[table] if plan.tied else 0  # the head stores its own copy, compressed
+    vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
+    side = sum(_elements(shape) for shape in plan.side_states.values()) * d.L * B * 2
+    return Budget(int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2,
+                  kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B), side, elements[table] * 2,
+                  _buffers(d, options), machine)  # fmt: skip
+
+
+def _elements(shape) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _buffers(d: Dims, options: Options) -> int:
+    """Host-side call buffers in fp16: hidden in and out, two masks, logits; one set, reused by every shard."""
+    T, B, S = options.t_max, options.batch, options.max_seq_len
+    return 2 * B * (2 * d.C * T + 2 * T * S + T * d.V)
+
+
+def parse_bytes(text: str) -> int:
+    """`16G`, `512M`, `8GiB` or plain bytes → bytes (binary units)."""
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
+    number, unit = (stripped[:-1], stripped[-1]) if stripped[-1:] in units and stripped else (stripped, "")
+    try:
+        return int(float(number) * units[unit])
+    except ValueError:
+        raise InputError("memory", repr(text), "a size such as 16G", "write a number and K, M, G or T") from None

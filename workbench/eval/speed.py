@@ -1,0 +1,95 @@
+"""How long calls take: warm-ups apart, raw samples kept, every clock named. Numbers of a portable run are this
+machine's, never the Neural Engine's.
+
+Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers).
+Not timed: loading, the first calls, picking a token, writing the log.
+"""
+
+import time
+
+import numpy as np
+import pandas as pd
+
+from workbench.decode import Decoder
+from workbench.decode.decoder import Times
+from workbench.errors import InputError
+
+WARMUP_CALLS = 2
+
+
+def measure(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3, seed: int = 0) -> pd.DataFrame:
+    """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
+
+    Args:
+        repetitions: fresh sequences, each prefilled to `depth` (untimed) and then timed.
+
+    Returns:
+        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, and
+        `tokens_per_s` per repetition.
+    """
+    S, t_max = decoder.options.max_seq_len, decoder.options.t_max
+    calls = -(-n_gen // T)
+    if not 1 <= T <= t_max:
+        raise InputError("T", str(T), f"1 to t_max = {t_max}", "export with a larger --t-max")
+    if depth + (calls + WARMUP_CALLS) * T > S:
+        raise InputError("depth and n_gen", f"{depth} + {(calls + WARMUP_CALLS) * T} tokens", f"at most max_seq_len = {S}",
+                         "measure fewer tokens, or export with a larger --max-seq-len")  # fmt: skip
+    rng, rows, order = np.random.default_rng(seed), [], 0
+    for repetition in range(repetitions):
+        decoder.begin()
+        if depth:
+            decoder.prefill(_ids(decoder, rng, depth))
+        spent = 0.0
+        for call in range(WARMUP_CALLS + calls):
+            times = _timed_call(decoder, _ids(decoder, rng, T), T)
+            common = {"repetition": repetition, "order": order, "warmup": call < WARMUP_CALLS, "T": T,
+                      "depth": depth, "n_gen": n_gen, "n_prompt": depth, "unit": "ms"}  # fmt: skip
+            rows += [common | row for row in _phases(decoder, times)]
+            spent += 0 if call < WARMUP_CALLS else times.total
+            order += 1
+        rows.append(common | {"phase": "tokens_per_s", "value": calls * T * decoder.options.batch / spent * 1e3,
+                              "unit": "tok/s", "warmup": False})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _ids(decoder: Decoder, rng, count: int):
+    ids = rng.integers(0, decoder.manifest.dims.V, (decoder.options.batch, count)).tolist()
+    return ids[0] if decoder.options.batch == 1 else ids
+
+
+def _timed_call(decoder: Decoder, ids, T: int) -> Times:
+    rows = [ids] if decoder.options.batch == 1 else ids
+    decoder.times = Times()
+    start = time.perf_counter()
+    hidden = decoder.advance(rows, T)
+    decoder.logits(hidden[:, :, T - 1 : T])
+    decoder.times.total = (time.perf_counter() - start) * 1e3
+    return decoder.times
+
+
+def _phases(decoder: Decoder, times: Times) -> list[dict]:
+    names = [m.shard.name for m in decoder.layers]
+    host = times.total - sum(times.layers) - times.head
+    return [
+        {"phase": "call", "value": times.total},
+        *({"phase": "layer", "shard": n, "value": ms} for n, ms in zip(names, times.layers, strict=True)),
+        {"phase": "head", "value": times.head},
+        {"phase": "host", "value": host},
+    ]
+
+
+def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
+    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n."""
+    timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
+    rows = []
+    for model in decoder.layers:
+        first, last = model.shard.layers
+        for (T, depth), group in timed[timed["shard"] == model.shard.name].groupby(["T", "depth"]):
+            each = group["value"].to_numpy() / (last - first)
+            median = float(np.median(each))
+            rows += [
+                {"layer": layer, "shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
+                 "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}
+                for layer in range(first, last)
+            ]  # fmt: skip
+    return pd.DataFrame(rows)

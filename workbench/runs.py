@@ -1,0 +1,39 @@
+"""One run in the log: what a bundle, a decoder and their results look like as rows."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from workbench import log
+from workbench.bundle import Bundle
+from workbench.decode import Decoder
+
+
+def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
+    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: nothing here sees it."""
+    m, o = bundle.manifest, bundle.manifest.options
+    row = {
+        "checkpoint": m.checkpoint["name"], "checkpoint_hash": m.checkpoint["sha256"], "bundle": bundle.root.name,
+        "bundle_hash": bundle.identity, "family": m.family, "max_seq_len": o.max_seq_len, "t_max": o.t_max,
+        "batch": o.batch, "layers_per_shard": o.layers_per_shard, "compress": o.compress, "kv_write": o.kv_write,
+        "layout": o.layout, "states": o.states, "moe": o.moe,
+    }  # fmt: skip
+    if decoder is not None:
+        row |= {"runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
+                "compute_units": decoder.compute_units if decoder.runtime == "coreml" else None}  # fmt: skip
+    return row
+
+
+def record(experiment: str, row: dict, *, root: str | Path | None = None, fidelity: pd.DataFrame | None = None,
+           samples: pd.DataFrame | None = None, layers: pd.DataFrame | None = None) -> str:  # fmt: skip
+    """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
+
+    Returns:
+        The run id.
+    """
+    run_id = log.new_run_id()
+    for table, rows in (("fidelity", fidelity), ("samples", samples), ("layers", layers)):
+        if rows is not None and len(rows):
+            log.append(table, rows, root=root, run_id=run_id)
+    log.append("runs", log.environment() | {"experiment": experiment, "status": "ok"} | row, root=root, run_id=run_id)
+    return run_id
