@@ -62,8 +62,9 @@ def test_drift_and_instability_are_flagged(tmp_path, values, drifting, unstable)
     assert (row["drifting"], row["unstable"]) == (drifting, unstable)
 
 
-def test_drift_follows_the_repetitions_not_the_order_of_rows(tmp_path):
+def test_drift_follows_the_order_of_measuring_not_of_rows(tmp_path):
     rows = samples([10.0, 11.0, 12.0, 13.0, 14.0, 15.0])
+    rows = [row | {"repetition": i // 3, "order": i} for i, row in enumerate(rows)]
     shuffled = [rows[i] for i in (3, 0, 5, 1, 4, 2)]
     assert summary_of(tmp_path, shuffled).iloc[0]["drift"] == pytest.approx(5.0 / 12.5)
 
@@ -94,6 +95,15 @@ def test_a_real_difference_is_shown_with_its_interval_and_the_rest_is_hidden(tmp
     assert (row.phase, found.hidden) == ("decode", 1)
     assert row.ratio == pytest.approx(2.0)
     assert 1.9 < row.low <= row.ratio <= row.high < 2.1
+
+
+def test_calls_of_one_repetition_are_not_taken_for_repetitions(tmp_path):
+    def calls(value):
+        return [row | {"repetition": i // 16, "order": i} for i, row in enumerate(samples([value] * 31 + [99.0]))]
+
+    a, b = logged(tmp_path, calls(1.0)), logged(tmp_path, calls(2.0))
+    (row,) = log.compare(a, b, tmp_path).measures.itertuples()
+    assert (row.n_a, row.ratio, row.note) == (2, 2.0, "not enough runs")
 
 
 def test_comparing_turns_the_ratio_round(tmp_path):

@@ -180,7 +180,7 @@ def test_error_parts_leave_out_what_was_not_measured():
 
 def samples(**columns) -> pd.DataFrame:
     rows = [
-        {"max_seq_len": s, "T": T, "value": 1000 / s * T + r, "unit": "tokens_per_s", "warmup": r == 9}
+        {"max_seq_len": s, "T": T, "value": 1000 / s * T + r, "unit": "tok/s", "warmup": r == 9}
         for s in (512, 128)
         for T in (1, 4)
         for r in (0, 1, 5, 9)
@@ -200,7 +200,7 @@ def test_speed_draws_medians_with_their_range_and_no_warm_ups():
         reach = [segment[:, 1] - middle for segment, middle in zip(spread.get_segments(), medians)]
         np.testing.assert_allclose(reach, [[-1, 4], [-1, 4]])
     assert len({bar.lines[0].get_marker() for bar in bars}) == 2, "told apart without colour"
-    assert (ticks(ax.xaxis), ax.get_ylabel(), ax.get_ylim()[0]) == (["128", "512"], "tokens per second", 0)
+    assert (ticks(ax.xaxis), ax.get_ylabel(), ax.get_ylim()[0]) == (["128", "512"], "tok/s", 0)
 
 
 def test_speed_compares_any_setting():
@@ -209,7 +209,7 @@ def test_speed_compares_any_setting():
 
 
 def test_speed_refuses_to_mix_units():
-    with pytest.raises(ValueError, match="ms.*tokens_per_s"):
+    with pytest.raises(ValueError, match="ms.*tok/s"):
         plots.speed(pd.concat([samples(), samples(unit="ms")]))
 
 

@@ -28,8 +28,8 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
     """One row per run and measurement of a ``samples`` frame, warm-ups left out.
 
     Adds to ``run_id`` and the columns of `MEASURE`: ``median`` and ``mad`` in the measurement's unit, ``n``; ``drift``,
-    the change from the first to the last repetition as a fraction of the median (Theil–Sen slope); ``drifting``, true
-    when that exceeds 5% and Kendall's tau is significant at 5% (five repetitions at least); ``unstable``, true when the
+    the change from the first to the last sample as a fraction of the median (Theil–Sen slope); ``drifting``, true
+    when that exceeds 5% and Kendall's tau is significant at 5% (five samples at least); ``unstable``, true when the
     largest value is more than 1.5 times the mean, pyperf's rule.
     """
     keys = ["run_id", *MEASURE]
@@ -40,7 +40,7 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
 
 def _timed(samples: pd.DataFrame) -> pd.DataFrame:
     """Measured values in the order they were taken, without warm-ups."""
-    return samples[~samples["warmup"].fillna(False)].dropna(subset="value").sort_values("repetition")
+    return samples[~samples["warmup"].fillna(False)].dropna(subset="value").sort_values(["repetition", "order"])
 
 
 def _describe(values: np.ndarray) -> dict:
@@ -64,9 +64,10 @@ def _describe(values: np.ndarray) -> dict:
 class Comparison:
     """Two runs side by side.
 
-    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASURE` with ``n_a, n_b,
-    median_a, median_b``, ``ratio`` (b over a), its 95% bootstrap interval ``low, high``, and ``note`` where there is no
-    interval. `hidden`: how many measurements were left out because their interval holds 1.
+    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASURE` with ``n_a, n_b``
+    repetitions, the medians over them ``median_a, median_b``, ``ratio`` (b over a), its 95% bootstrap interval ``low,
+    high``, and ``note`` where there is no interval. `hidden`: how many measurements were left out because their
+    interval holds 1.
     """
 
     settings: pd.DataFrame
@@ -98,11 +99,16 @@ def _settings(run_id: str, root: Path | str | None) -> dict:
 
 def _ratios(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
     """Every measurement that either run has, with the ratio of medians where both have it."""
-    grouped = [_timed(run).groupby(MEASURE, dropna=False)["value"].agg(list) for run in (a, b)]
-    pairs = pd.merge(*(group.reset_index() for group in grouped), on=MEASURE, how="outer", suffixes=("_a", "_b"))
+    pairs = pd.merge(_repetitions(a), _repetitions(b), on=MEASURE, how="outer", suffixes=("_a", "_b"))
     values = zip(pairs.pop("value_a"), pairs.pop("value_b"))
     ratios = [_ratio(*(np.array(v if isinstance(v, list) else []) for v in pair)) for pair in values]
     return pairs.join(pd.DataFrame(ratios, columns=list(_ratio(np.ones(1), np.ones(1)))))
+
+
+def _repetitions(samples: pd.DataFrame) -> pd.DataFrame:
+    """One value per repetition, its median: calls of one sequence are no independent evidence."""
+    values = _timed(samples).groupby([*MEASURE, "repetition"], dropna=False)["value"].median()
+    return values.groupby(MEASURE, dropna=False).agg(list).reset_index()
 
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> dict:

@@ -12,7 +12,6 @@ from matplotlib.colors import Normalize
 
 from workbench.plots.figure import axes, cells, legend_above, style, unmeasured_key
 
-_UNITS = {"tokens_per_s": "tokens per second", "ms": "ms"}
 _GIB = 2**30
 _ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 _HATCHES = ("", "////", "\\\\\\\\", "----", "xxxx", "||||", "++++")
@@ -37,7 +36,7 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     lengths = sorted(timed["max_seq_len"].unique())
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, labels=[str(length) for length in lengths])
-    ax.set(xlabel="max_seq_len", ylabel=_UNITS.get(units[0], units[0]))
+    ax.set(xlabel="max_seq_len", ylabel=units[0])
     ax.set_ylim(bottom=0)
     ax.grid(axis="y")
     ax.set_title("speed, median and range")
