@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from workbench import InputError
+
+FAMILIES = ["llama", "qwen2"]
+SOME = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, exports):
+    """A family's decoder (exact), its Hugging Face model and a prompt's golden."""
+    checkpoint = exports.checkpoint(request.param)
+    decoder, model = exports.decoder(checkpoint), exports.hf(checkpoint)
+    return decoder, model, tiny.golden(model, tiny.prompt(decoder.manifest.dims.V, 21))
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3], [4], [1, 4, 2, 3], [3, 1]])
+def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
+    decoder, _, g = family
+    logits = tiny.chained(decoder, g.ids, sizes)
+    assert tiny.relative(logits, g.logits) < 2e-6
+    assert tiny.cosine(logits, g.logits) > 0.999999
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3], [4]])
+def test_each_layer_alone_updates_as_hugging_face_does(family, sizes):
+    decoder, _, g = family
+    for layer in range(decoder.manifest.dims.L):
+        assert tiny.cosine(tiny.isolated(decoder, layer, g, sizes), g.updates[layer]) > 0.999999
+
+
+def test_declared_precision_stays_close(exports):
+    checkpoint = exports.checkpoint("llama")
+    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 12))
+    assert tiny.cosine(tiny.chained(exports.decoder(checkpoint, "declared"), g.ids, [4]), g.logits) > 0.999
+
+
+def test_greedy_tokens_equal_hugging_face_generate(family):
+    import torch
+
+    decoder, model, g = family
+    ids = g.ids[:7]
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None,
+                              pad_token_id=0)[0, 7:]  # fmt: skip
+    assert decoder.generate(ids, 20, stop=[]) == expected.tolist()
+
+
+def test_stream_twice_gives_the_same_and_stops_at_a_stop_token(family):
+    decoder, _, g = family
+    tokens = decoder.generate(g.ids[:5], 8, stop=[])
+    assert decoder.generate(g.ids[:5], 8, stop=[]) == tokens
+    first = tokens.index(tokens[3])
+    assert decoder.generate(g.ids[:5], 8, stop=[tokens[3]]) == tokens[: first + 1]
+
+
+@SOME
+@given(before=st.integers(0, 28), count=st.integers(1, 4))
+def test_a_call_writes_exactly_its_own_rows(family, before, count):
+    decoder, _, _ = family
+    count = min(count, 32 - before)
+    decoder.begin()
+    noise = np.random.default_rng(before).standard_normal
+    for state in decoder.states:
+        for name, entry in state.shard.states.items():
+            state.write(name, noise(entry.shape).astype(np.float32))
+    old = [{n: s.read(n) for n in s.shard.states} for s in decoder.states]
+    decoder.offsets[:] = before
+    decoder.advance([[1] * count], 4)  # columns past `count` are dummies
+    touched = slice(before, before + count)
+    for state, held in zip(decoder.states, old, strict=True):
+        for name in state.shard.states:
+            new = state.read(name)
+            assert (new[:, :, touched] != held[name][:, :, touched]).any(-1).all()
+            assert np.array_equal(np.delete(new, np.r_[touched], 2), np.delete(held[name], np.r_[touched], 2))
+
+
+def test_a_position_past_the_cache_is_refused_before_anything_is_written(family):
+    decoder, _, g = family
+    decoder.begin()
+    decoder.prefill(g.ids)
+    before = [s.read(n) for s in decoder.states for n in s.shard.states]
+    with pytest.raises(InputError, match="max_seq_len = 32"):
+        decoder.prefill([1] * 12)
+    assert decoder.offsets.tolist() == [21]
+    after = [s.read(n) for s in decoder.states for n in s.shard.states]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    decoder.prefill([1] * 11)
+    with pytest.raises(InputError, match="position 32"):
+        decoder.decode_one_token(1)
+    with pytest.raises(InputError, match="at most max_seq_len = 32"):
+        decoder.generate(g.ids, 13)
+
+
+@pytest.mark.parametrize("ids, found", [([], "0 tokens|\\[\\]"), ([[1], [2]], "2 sequences"), ([97], "97"), ([-1], "ids")])
+def test_unusable_prompts_are_refused(exports, ids, found):
+    with pytest.raises(InputError, match=found):
+        exports.decoder(exports.checkpoint("llama")).prefill(ids)
+
+
+def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(exports):
+    checkpoint = exports.checkpoint("llama")
+    options = {"max_seq_len": 320, "t_max": 64}
+    together, alone = exports.decoder(checkpoint, batch=4, **options), exports.decoder(checkpoint, **options)
+    prompts = [tiny.prompt(97, n, seed=n) for n in (0, 1, 255, 256)]
+    together.begin()
+    for start in range(0, 256, 64):
+        together.advance([p[start : start + 64] for p in prompts], 64)
+    assert together.offsets.tolist() == [0, 1, 255, 256]
+    tokens, produced = [5, 6, 7, 8], []
+    for _ in range(3):
+        produced.append(together.decode_one_token(tokens))
+        tokens = produced[-1].argmax(-1).tolist()
+    for slot, ids in enumerate(prompts):
+        alone.begin()
+        if ids:
+            alone.prefill(ids)
+        token = [5, 6, 7, 8][slot]
+        for logits in produced:
+            expected = alone.decode_one_token(token)
+            assert tiny.relative(logits[slot], expected) < 1e-5
+            token = int(expected.argmax())
+            assert int(logits[slot].argmax()) == token
+        for state, single in zip(together.states, alone.states, strict=True):
+            for name in state.shard.states:
+                np.testing.assert_allclose(state.read(name)[slot], single.read(name)[0], atol=1e-5)

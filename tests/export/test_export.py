@@ -1,0 +1,159 @@
+"""An export holds the checkpoint's own weights, says what it holds, and refuses what it cannot keep."""
+
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+
+from workbench import Bundle, InputError
+from workbench.export import export
+from workbench.models.checkpoint import Checkpoint
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def llama(exports):
+    return exports.checkpoint("llama")
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    return shutil.copytree(llama, tmp_path / "copy")
+
+
+def test_every_checkpoint_tensor_is_held_to_the_bit(exports, llama):
+    decoder, source = exports.decoder(llama), Checkpoint(llama)
+    held = set()
+    for model in decoder.layers + decoder.heads:
+        for tensor, constant in model.shard.weights.items():
+            rows = slice(*model.shard.rows) if model.shard.kind == "head" and "norm" not in tensor else None
+            assert np.array_equal(model.constant(constant).ravel(), source.tensor(tensor, rows).numpy().ravel())
+            held.add(tensor)
+    assert held == set(source.header)
+
+
+def test_taps_of_a_two_layer_shard_are_the_layers_outputs(exports, llama):
+    one = exports.decoder(llama, layers_per_shard=2)
+    g = tiny.golden(exports.hf(llama), tiny.prompt(97, 4))
+    (model,) = one.layers
+    assert model.shard.layers == (0, 2) and set(model.shard.taps) == {0, 1}
+    seen = {}
+
+    def keep(op, outputs):
+        seen.update(zip((name for name, _ in op.outputs), outputs, strict=True))
+
+    model.hook = keep
+    one.prefill(g.ids)
+    for layer, value in model.shard.taps.items():
+        assert tiny.relative(seen[value][0, :, :, 0].numpy().T, g.outputs[layer]) < 2e-6
+
+
+def test_program_values_name_the_module_they_came_from(exports, llama):
+    for shard in exports.bundle(llama, layers_per_shard=2).shards("layers"):
+        paths = set(shard.modules.values())
+        assert {"layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.1.input_layernorm"} <= paths
+
+
+def test_a_large_vocabulary_is_cut_into_head_slices_that_join_to_the_same_logits(exports):
+    checkpoint = exports.checkpoint("llama", vocab_size=16_384 + 77, num_hidden_layers=1)
+    decoder = exports.decoder(checkpoint)
+    assert [s.rows for s in decoder.bundle.shards("head")] == [(0, 16_384), (16_384, 16_461)]
+    g = tiny.golden(exports.hf(checkpoint), [16_400, 3, 16_460])
+    assert tiny.relative(tiny.chained(decoder, g.ids, [3]), g.logits) < 2e-6
+
+
+def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path):
+    path = tiny.random(tmp_path / "c", "llama", dtype="bfloat16", num_hidden_layers=1)
+    model = tiny.hf(path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half().float())
+    g = tiny.golden(model, tiny.prompt(97, 6))
+    assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [2]), g.logits) < 2e-6
+
+
+def test_a_head_width_the_neural_engine_dislikes_is_warned_about_and_works(exports):
+    checkpoint = exports.checkpoint("llama", head_dim=20, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="head_dim 20.*K2"):
+        decoder = exports.decoder(checkpoint)
+    g = tiny.golden(exports.hf(checkpoint), [1, 2, 3, 4])
+    assert tiny.relative(tiny.chained(decoder, g.ids, [4]), g.logits) < 2e-6
+
+
+def change(path, **tensors):
+    weights = load_file(path / WEIGHTS)
+    for name, edit in tensors.items():
+        weights[name] = edit(weights[name])
+    save_file({n: t.contiguous() for n, t in weights.items() if t is not None}, path / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "name, edit, options, found",
+    [
+        ("model.layers.1.mlp.up_proj.weight", lambda t: None, {}, "no tensor 'model.layers.1.mlp.up_proj.weight'"),
+        ("model.embed_tokens.weight", lambda t: None, {}, "no tensor 'model.embed_tokens.weight'"),
+        ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:32], {}, r"shape \[32, 64\]"),
+        ("model.layers.0.mlp.up_proj.weight", lambda t: t.float() * 1e6, {}, "magnitudes up to 65504"),
+        ("model.layers.0.mlp.up_proj.weight", lambda t: t / 0, {}, "magnitudes up to 65504"),
+        ("model.layers.0.mlp.up_proj.weight", lambda t: t * torch.nan, {}, "a value of nan"),
+        ("model.layers.0.mlp.up_proj.weight", lambda t: t * 0 + 40000, {"compress": "int8-tensor"}, "up to 32752"),
+        ("model.embed_tokens.weight", lambda t: t.float() * 1e6, {}, "beyond fp16|magnitudes up to 65504"),
+    ],
+)
+def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, options, found):
+    change(copy, **{name: edit})
+    with pytest.raises(InputError, match=found):
+        export(copy, tmp_path / "b", progress=False, max_seq_len=16, **options)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    "options, found",
+    [
+        ({"max_seq_len": 2, "t_max": 4}, "t_max"), ({"compress": "int3"}, "compress"), ({"batch": 0}, "batch"),
+        ({"colour": "red"}, "colour"), ({"kv_write": "scatter"}, "kv_write"),
+    ],
+)  # fmt: skip
+def test_options_out_of_range_are_refused_by_name(llama, tmp_path, options, found):
+    with pytest.raises(InputError, match=found):
+        export(llama, tmp_path / "b", progress=False, **options)
+
+
+def test_an_interrupted_export_resumes_at_the_first_missing_shard(llama, tmp_path, monkeypatch):
+    import workbench.export as module
+
+    real, made = module._make_shard, []
+
+    def stop_at_the_second(spec, *rest):
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        made.append(spec.name)
+        return real(spec, *rest)
+
+    monkeypatch.setattr(module, "_make_shard", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
+    with pytest.raises(InputError, match="unfinished export"):
+        Bundle.open(tmp_path / "b")
+    monkeypatch.setattr(module, "_make_shard", lambda spec, *rest: (made.append(spec.name), real(spec, *rest))[1])
+    bundle = export(llama, tmp_path / "b", progress=False, max_seq_len=16)
+    assert made == [s.name for s in bundle.manifest.shards]
+    with pytest.raises(InputError, match="a finished bundle"):
+        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
+
+
+def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(exports, llama, tmp_path):
+    import subprocess
+    import sys
+
+    bundle = shutil.copytree(exports.bundle(llama).root, tmp_path / "moved")
+    script = (
+        "import sys; sys.modules['workbench.export'] = sys.modules['workbench.models'] = None\n"
+        f"from workbench import Decoder; print(Decoder({str(bundle)!r}, precision='exact').generate([1, 2, 3], 4, stop=[]))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(exports.decoder(llama).generate([1, 2, 3], 4, stop=[]))

@@ -1,0 +1,81 @@
+"""What each family refuses by name, and how it reads a configuration."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from workbench import InputError
+from workbench.models import family
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+def config(model_type: str, **changed):
+    return transformers.AutoConfig.for_model(model_type, **(tiny.DIMS[model_type] | changed))
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR, {"rope_type": "default", "rope_theta": 5e5}])
+def test_rope_frequencies_are_those_of_hugging_face(rope):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    made = config("llama", rope_parameters=rope)
+    (table,) = family(made).plan(made).rope
+    assert torch.equal(torch.tensor(table.inv_freq), LlamaRotaryEmbedding(made).inv_freq)
+
+
+@pytest.mark.parametrize(
+    "model_type, changed, found",
+    [
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+        ("llama", {"hidden_act": "gelu"}, "gelu"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
+    made = config(model_type, **changed)
+    with pytest.raises(InputError, match=found) as refusal:
+        family(made).plan(made)
+    assert model_type in str(refusal.value)
+
+
+def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
+    with pytest.raises(InputError, match="'gpt2'.*llama"):
+        family(transformers.AutoConfig.for_model("gpt2"))
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR])
+def test_scaled_rope_decodes_as_hugging_face(exports, rope):
+    checkpoint = exports.checkpoint("llama", rope_parameters=rope, num_hidden_layers=1)
+    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 30))
+    assert tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [4, 1]), g.logits) < 2e-6
+
+
+@pytest.mark.parametrize("changed", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}])
+def test_biases_and_untied_heads_decode_as_hugging_face(exports, changed):
+    checkpoint = exports.checkpoint("llama", num_hidden_layers=1, **changed)
+    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 9))
+    assert tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [3]), g.logits) < 2e-6
+
+
+def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
+    """Qwen 2.5 has key biases of norm 600 to 900: q kᵀ overflows fp16 unless q is scaled first."""
+    path = tiny.random(tmp_path / "c", "qwen2", num_hidden_layers=1, head_dim=128)
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.{}_proj.bias".format
+    along = weights[name("k")] / weights[name("k")].norm()
+    weights |= {name("k"): 921 * along, name("q"): 100 * along.repeat(3)}
+    save_file(weights, path / "model.safetensors")
+    model, queries = tiny.hf(path), []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *call: queries.append(call[-1]))
+    g = tiny.golden(model, tiny.prompt(101, 8))
+    at_position_0 = queries[0][0, 0].reshape(3, 128).numpy() @ g.keys[0][0, 0]
+    assert at_position_0.max() > 65504
+    assert np.isfinite(tiny.chained(exports.decoder(path, "declared"), g.ids, [4])).all()
+    assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 1e-4
