@@ -37,3 +37,18 @@ def record(experiment: str, row: dict, *, root: str | Path | None = None, fideli
             log.append(table, rows, root=root, run_id=run_id)
     log.append("runs", log.environment() | {"experiment": experiment, "status": "ok"} | row, root=root, run_id=run_id)
     return run_id
+
+
+SETTINGS = ["family", "checkpoint", "max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout",
+            "states", "moe", "runtime", "precision", "compute_units"]  # fmt: skip
+
+
+def table(name: str, experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
+    """Rows of a log table with their run's settings joined on; of runs that ended well, the latest of each setting."""
+    found = log.load("runs", root=root)
+    found = found[(found["status"] == "ok") & ((found["experiment"] == experiment) if experiment else True)]
+    rows = log.load(name, root=root)
+    joined = rows.merge(found[["run_id", *(c for c in SETTINGS if c not in rows)]], on="run_id")
+    by = [c for c in (*SETTINGS, "T", "depth") if c in joined]
+    newest = joined.groupby(by, dropna=False)["run_id"].transform("max")  # run ids sort by time
+    return joined[joined["run_id"] == newest].reset_index(drop=True)

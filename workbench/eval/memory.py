@@ -51,9 +51,9 @@ def of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
 
 def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
     """Predicted from a checkpoint's tensor shapes and export options: nothing is read but headers."""
-    from workbench.models import family
+    from workbench.models import family_of
 
-    plan = family(checkpoint.config).plan(checkpoint.config)
+    plan = family_of(checkpoint.config).plan(checkpoint.config)
     d, B = plan.dims, options.batch
     elements = {name: _elements(shape) for name, (_, _, shape) in checkpoint.header.items()}
     table = next(n for n in elements if n.endswith("embed_tokens.weight"))

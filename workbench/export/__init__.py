@@ -11,7 +11,7 @@ from torch import nn
 from workbench.bundle import Bundle, Embedding, FileEntry, Manifest, Options, Shard, Tokens, Writer, file_entries
 from workbench.bundle.contract import HIDDEN
 from workbench.errors import InputError
-from workbench.models import family
+from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
@@ -48,7 +48,7 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     """
     chosen_options = options(**chosen)
     source = Checkpoint(checkpoint)
-    module = family(source.config)
+    module = family_of(source.config)
     plan = module.plan(source.config)
     _warn_width(plan)
     identity = {"checkpoint": source.sha256, "options": chosen_options.model_dump(), "packages": versions()}

@@ -1,7 +1,5 @@
 """A traced module → a Core ML model with state, flexible T and compressed weights, by coremltools alone."""
 
-import logging
-import warnings
 from contextlib import contextmanager
 
 import numpy as np
@@ -9,33 +7,13 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options
+from workbench.quiet import coremltools, quiet
 
 from .shards import Spec
 
 # These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
 # would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
 FOLDING = [f"common::fuse_{n}" for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")]
-
-
-@contextmanager
-def quiet():
-    """Silences coremltools' import chatter and progress bars: the export shows its own."""
-    logger = logging.getLogger("coremltools")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
-def coremltools():
-    """coremltools, imported late (it takes over a second) and without its chatter."""
-    with quiet():
-        import coremltools as ct
-    return ct
 
 
 def convert(module: nn.Module, spec: Spec, options: Options):

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from workbench.errors import InputError
+from workbench.quiet import coremltools
 
 from .blob import BlobFile, unpack_bits
 
@@ -106,7 +107,8 @@ def spec_path(package: Path) -> Path:
 
 def read_spec(package: Path):
     """The Model protobuf of a package; refuses Git LFS pointers, other model types and undecodable bytes."""
-    from coremltools.proto import Model_pb2  # heavy, and only needed once a package is opened
+    coremltools()
+    from coremltools.proto import Model_pb2
 
     path = spec_path(Path(package))
     if path.stat().st_size > MAX_SPEC_BYTES:

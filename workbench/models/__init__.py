@@ -10,7 +10,7 @@ from workbench.errors import InputError
 FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # model_type of the (text) configuration → module
 
 
-def family(config):
+def family_of(config):
     """The module of a configuration's family; refuses the others by name."""
     if config.model_type not in FAMILIES:
         raise InputError("checkpoint", f"model_type {config.model_type!r}", f"one of {', '.join(FAMILIES)}",

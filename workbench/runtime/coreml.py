@@ -3,6 +3,7 @@
 import numpy as np
 
 from workbench.bundle import Bundle, Shard
+from workbench.quiet import coremltools
 
 from .base import State, check_inputs
 
@@ -24,7 +25,7 @@ class CoreMLModel:
     """One shard as an `MLModel`; `compute_units` is a name of coremltools' ComputeUnit."""
 
     def __init__(self, bundle: Bundle, shard: Shard, compute_units: str):
-        import coremltools as ct
+        ct = coremltools()
 
         self.shard, self.t_max = shard, bundle.manifest.options.t_max
         self.model = ct.models.MLModel(str(bundle.package(shard)), compute_units=ct.ComputeUnit[compute_units])
