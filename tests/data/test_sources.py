@@ -1,0 +1,171 @@
+"""The sources' own figures: well formed, and every correction that is arithmetic recomputed from the other rows."""
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "data" / "sources"
+DOCUMENTS = ["chapter5", "experiment30", "batch2_cache_bug", "llama_ane"]
+COLUMNS = ["quantity", "value", "unit", "condition", "source", "correction", "correction_reason"]
+
+
+def read(name: str) -> pd.DataFrame:
+    return pd.read_csv(FOLDER / f"{name}.csv", dtype=str, keep_default_na=False)
+
+
+class Figures:
+    """The rows of one document by quantity and, where needed, condition: `f("decode", "experiment 29")`."""
+
+    def __init__(self, name: str):
+        self.rows = read(name)
+
+    def row(self, quantity: str, condition: str | None) -> pd.Series:
+        found = self.rows[self.rows["quantity"] == quantity]
+        found = found if condition is None else found[found["condition"] == condition]
+        assert len(found) == 1, f"{len(found)} rows of {quantity!r}, {condition!r}"
+        return found.iloc[0]
+
+    def __call__(self, quantity: str, condition: str | None = None) -> float:
+        return float(self.row(quantity, condition)["value"])
+
+    def corrected(self, quantity: str, condition: str | None = None) -> float:
+        return float(self.row(quantity, condition)["correction"])
+
+
+# --- form ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_figure_says_where_it_is_from_and_a_correction_says_why(name):
+    rows = read(name)
+    assert list(rows) == COLUMNS
+    assert (rows[["quantity", "value", "unit", "source"]] != "").all(axis=None)
+    assert ((rows["correction"] != "") == (rows["correction_reason"] != "")).all()
+    assert (rows["correction"] != rows["value"]).all()
+    assert not rows.duplicated(["quantity", "condition"]).any()
+    assert rows["source"].str.split(": ").str[0].nunique() == 1
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_values_with_a_unit_are_numbers(name):
+    rows = read(name)
+    assert pd.to_numeric(rows.loc[rows["unit"] != "text", "value"], errors="coerce").notna().all()
+
+
+def test_chip_figures_are_ranges_with_a_source():
+    rows = pd.read_csv(FOLDER / "chips.csv", keep_default_na=False)
+    assert list(rows) == ["chip", "quantity", "low", "high", "unit", "condition", "source"]
+    assert ((rows["low"] > 0) & (rows["low"] <= rows["high"]) & (rows["source"] != "")).all()
+    assert not rows.duplicated(["chip", "quantity", "condition"]).any()
+    assert (rows.groupby("quantity")["unit"].nunique() == 1).all()
+
+
+def test_published_decode_speeds_name_model_machine_and_source():
+    rows = pd.read_csv(FOLDER / "decode_speeds.csv", keep_default_na=False)
+    assert list(rows) == ["model", "machine", "value", "unit", "condition", "source"]
+    assert (rows[["model", "machine", "unit", "source"]] != "").all(axis=None) and (rows["value"] > 0).all()
+
+
+def test_the_readme_lists_every_file():
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert {f"`{path.name}`" in readme for path in FOLDER.glob("*.csv")} == {True}
+
+
+# --- chapter 5 -------------------------------------------------------------------------------------------------------
+
+
+def test_the_prefix_counts_four_times_the_kv_heads():
+    f, where = Figures("chapter5"), "prefix as inputs"
+    per_head = 2 * f("prefix length") * f("head_dim", where)
+    quantity = "prefix passed per layer and step"
+    assert f(quantity) == per_head * f("heads counted in the prefix")
+    assert f.corrected(quantity) == per_head * f.corrected("heads counted in the prefix")
+
+
+def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
+    f, where = Figures("chapter5"), "memory example"
+    names = ("layers", "KV heads", "max_seq_len", "head_dim", "bytes per element")
+    size = 2 * math.prod(f(name, where) for name in names)
+    assert size == 0.5 * 2**30
+    assert f.corrected("KV cache memory") == size / 1e9
+    assert f("KV cache memory") / f.corrected("KV cache memory") == pytest.approx(8, rel=0.1)
+
+
+# --- experiments 29 and 30 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("experiment", "unaccounted_ms"), [("experiment 29", 16.4), ("experiment 30", 5.8)])
+def test_layers_and_head_do_not_add_up_to_the_time_of_a_token(experiment, unaccounted_ms):
+    f = Figures("experiment30")
+    known_ms = f("layers per token", experiment) + f("head per token", experiment)
+    assert f.corrected("decode", experiment) == pytest.approx(1000 / known_ms, abs=0.005)
+    assert 1000 / f("decode", experiment) - known_ms == pytest.approx(unaccounted_ms, abs=0.05)
+    assert f"{unaccounted_ms} ms" in f.row("decode", experiment)["correction_reason"]
+
+
+@pytest.mark.parametrize("experiment", ["experiment 29", "experiment 30"])
+def test_attention_of_all_layers_is_the_sum_of_its_layers(experiment):
+    f = Figures("experiment30")
+    total = f("attention layers") * f("attention per layer", experiment)
+    assert f("attention of 40 layers", experiment) == pytest.approx(total, rel=0.02)
+
+
+def test_moe_takes_what_attention_leaves():
+    f = Figures("experiment30")
+    rest = f("layers per token", "experiment 30") - f("attention layers") * f("attention per layer", "experiment 30")
+    assert f.corrected("MoE per token") == pytest.approx(rest)
+    assert rest / 40 == pytest.approx(2.2, abs=0.05)
+
+
+def test_attention_grew_by_more_than_a_token_did():
+    f = Figures("experiment30")
+    slower = 1000 / f("decode", "experiment 30") - 1000 / f("decode", "experiment 29")
+    grown = 40 * (f("attention per layer", "experiment 30") - f("attention per layer", "experiment 29"))
+    assert (slower, grown) == pytest.approx((5.5, 14.0), abs=0.05)
+
+
+def test_a_shard_is_its_int8_weights():
+    f = Figures("experiment30")
+    width, q = f("hidden size"), f("query heads") * f("head_dim")
+    kv = f("KV heads") * f("head_dim")
+    assert q == f("query projection rows")
+    weights = width * q + 2 * width * kv + q * width
+    assert weights == 5_242_880
+    assert f("shard size") == pytest.approx(weights / 1e6, rel=0.02)
+
+
+def test_half_of_the_head_is_rotated():
+    f = Figures("experiment30")
+    assert f("rope_dim") == f("partial_rotary_factor") * f("head_dim") == 2 * f("rope_half")
+
+
+def test_the_verdict_contradicts_its_own_gate():
+    f = Figures("experiment30")
+    assert f("mean cosine", "L38, the layer that fails") < f("gate on the mean cosine")
+    assert f("layers that pass") == f("attention layers") - 1
+
+
+# --- batch-2 cache bug -----------------------------------------------------------------------------------------------
+
+
+def test_fifteen_failures_are_five_configurations():
+    f = Figures("batch2_cache_bug")
+    assert f("failing configurations") == f.corrected("failing configurations") * f("passes per configuration")
+    before = f.rows["condition"].str.fullmatch(r"before the fix, .*, 0 tokens")
+    assert before.sum() == f.corrected("failing configurations")
+
+
+def test_alignment_cannot_tell_failures_from_successes():
+    f = Figures("batch2_cache_bug")
+    contexts = [f"context {n}" for n in (1024, 2048, 4096, 8192)]
+    for boundary in ("cache step", "quantization group"):
+        assert {f("_idx after merge", context) % f(boundary) for context in contexts} == {f(boundary) - 1}
+    assert len({f.row("result", context)["value"] for context in contexts}) == 3
+
+
+def test_the_slot_after_merge_follows_from_the_tokens_that_ran():
+    f = Figures("batch2_cache_bug")
+    assert f("_idx after merge", "context 1024") == f("context", "called 1K") - 1
+    assert f.corrected("_idx after merge", "context 1024") == f.corrected("context", "called 1K") - 1
