@@ -320,3 +320,17 @@ def report(experiment: Annotated[str, typer.Argument(help="Number of the experim
 
     path = write(experiment, root=log)
     show({"report": str(path)}, json, [str(path)])
+
+
+@app.command("run")
+def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")], json: Json = False) -> None:
+    """Runs experiment notebooks headless: verdict, figures, log rows, report."""
+    from workbench.notebook import run
+
+    results = [run(number, progress=not json) for number in numbers]
+    verdicts = [r["verdict"] for r in results]
+    lines = []
+    for r in results:
+        lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),
+                  *(f"  log row {i}" for i in r["runs"]), f"  report  {r['report']}", f"  notebook {r['executed']}"]  # fmt: skip
+    show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)

@@ -12,16 +12,22 @@ from workbench.bundle import Bundle
 from workbench.bundle.contract import HIDDEN
 from workbench.decode import Decoder
 
-from . import gates, memory
+from . import fidelity, gates, memory
 from .gates import Gate
+from .golden import Golden
 
 SMALL = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
 
 
-def check(bundle: Bundle, runtime: str = "auto", precision: str = "declared", machine: int | None = None,
-          progress: bool = False) -> list[Gate]:  # fmt: skip
-    """Runs every gate; see each one's reason for what was judged."""
+def check(bundle: Bundle, runtime: str = "auto", precision: str = "declared", *, golden: Golden | None = None,
+          machine: int | None = None, progress: bool = False) -> list[Gate]:  # fmt: skip
+    """Runs every gate; see each one's reason for what was judged.
+
+    Args:
+        golden: also judge what the written rows hold.
+        machine: bytes of memory of the target machine (default: this one's).
+    """
     decoder = Decoder(bundle, runtime, precision)
     rng = np.random.default_rng(0)
     probes = write_probe(decoder, rng, progress=progress)
@@ -29,6 +35,7 @@ def check(bundle: Bundle, runtime: str = "auto", precision: str = "declared", ma
         *interface(bundle),
         *lifetime(decoder, rng),
         _addresses(probes),
+        cache_contents(decoder, golden),
         stale_rows(decoder, rng),
         nan_is_noticed(decoder, rng),
         fits(bundle, machine),
@@ -143,6 +150,21 @@ def _addresses(records: list[dict]) -> Gate:
     Ts = sorted({w["T"] for w in wrong})
     return gates.holds("write_address", False, f"{len(wrong)} of {len(records)} calls (T in {Ts}); first: layer {r['layer']} "
                        f"{r['state']}, T = {r['T']}, pos = {r['pos']}: rows {r['changed']} changed, expected {r['expected']}")  # fmt: skip
+
+
+def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
+    """The rows written at T = 1 and at t_max hold the golden's K and V."""
+    if golden is None:
+        return gates.not_run("cache_contents", "needs --golden")
+    limit, worst, at = gates.LIMITS[decoder.options.compress].kv_cosine, 1.0, "every row"
+    for T in sorted({1, decoder.options.t_max}):
+        rows = fidelity.compare(fidelity.run(decoder, golden, T), golden)
+        rows = rows[rows["tensor"].isin(["k", "v"])]
+        row = rows.loc[rows["cosine"].fillna(-2).idxmin()]
+        if not row["cosine"] >= worst:
+            worst = row["cosine"]
+            at = f"layer {row['layer']} {row['tensor']}, position {row['position']}, T = {T}"
+    return gates.at_least("cache_contents", worst, limit, f"worst cache row against the golden's: {at}")
 
 
 def stale_rows(decoder: Decoder, rng) -> Gate:

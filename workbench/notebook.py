@@ -1,0 +1,64 @@
+"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy in `build/`."""
+
+import re
+from pathlib import Path
+
+from workbench import log, report
+from workbench.errors import InputError
+
+
+def run(number: str, parameters: dict | None = None, progress: bool = True) -> dict:
+    """Executes the notebook of experiment `number`; a cell that raises ends the run.
+
+    Args:
+        parameters: values for names that its cell tagged `parameters` sets; unknown names are refused.
+
+    Returns:
+        {experiment, verdict, executed, figures, log rows' run ids, report}.
+    """
+    import nbclient
+    import nbformat
+    from tqdm.auto import tqdm
+
+    root = log.default_root()
+    name = report.experiment(number).name
+    source = root.parent.parent / "notebooks" / f"{name}.ipynb"
+    if not source.is_file():
+        raise InputError(f"notebook {source}", "no such file", "a checkout of this project", "run inside the checkout")
+    notebook = nbformat.read(source, as_version=4)
+    _set_parameters(notebook, parameters or {})
+    before = set(log.load("runs", root=root)["run_id"])
+    bar = tqdm(total=len(notebook.cells), desc=name, unit="cell", disable=not progress)
+    client = nbclient.NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(source.parent)}},
+                                     on_cell_complete=lambda **_: bar.update())  # fmt: skip
+    executed = root.parent.parent / "build" / "notebooks" / source.name
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        client.execute()
+    finally:
+        bar.close()
+        nbformat.write(notebook, executed)
+    runs = log.load("runs", root=root)
+    new = runs[~runs["run_id"].isin(before) & (runs["experiment"] == number)]
+    return {
+        "experiment": name, "verdict": _verdict(runs[runs["experiment"] == number]), "executed": str(executed),
+        "figures": sorted(str(p) for p in (root.parent / name / "figures").glob("*.png")),
+        "runs": sorted(new["run_id"]), "report": str(report.write(number, root)),
+    }  # fmt: skip
+
+
+def _verdict(runs) -> str:
+    """Verdict of the newest judged run of each bundle: RED if any is."""
+    judged = runs[runs["verdict"].notna()].sort_values("run_id").groupby(["bundle_hash", "command"]).tail(1)["verdict"]
+    return "RED" if (judged == "RED").any() else "GREEN" if len(judged) else "not_run"
+
+
+def _set_parameters(notebook, parameters: dict) -> None:
+    cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
+    known = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
+    unknown = sorted(parameters.keys() - known)
+    if unknown:
+        raise InputError("notebook parameters", ", ".join(unknown), f"names the notebook sets: {', '.join(sorted(known))}",
+                         "correct the name")  # fmt: skip
+    if cell and parameters:
+        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
