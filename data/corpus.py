@@ -1,0 +1,213 @@
+"""Known-answer text, generated from a seed: every answer follows from the words before it.
+
+Out flow training documents and held-out questions, both as plain lists of words; one word is one token, so every
+distance below is a number of tokens.  The module knows nothing of models, tensors or tokenizers.
+
+A document is a row of statements, each closed by ``;``.  Four tasks have an answer:
+
+| task    | statement                                      | answer follows from                              |
+|---------|------------------------------------------------|--------------------------------------------------|
+| recall  | ``set river amber ;`` … ``get river amber ;``    | the one definition of the key                    |
+| copy    | ``say q w e ;`` … ``echo q w e ;``               | the letters last said                            |
+| sum     | ``4 7 + 2 5 = 0 7 2 ;``                          | the digits                                       |
+| grammar | ``the dogs near the cat bark ;``                 | the first noun and its number, whatever follows  |
+"""
+
+import heapq
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PAD, BOS, EOS, UNKNOWN = SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
+END, HUM = ";", "um"
+DIGITS = tuple("0123456789")
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+KEYS = tuple(
+    """river mountain forest valley desert island meadow canyon glacier harbor lagoon prairie tundra volcano waterfall
+    beach bridge castle tower garden market temple palace village museum library theater station airport factory
+    kitchen bedroom window door table chair lamp mirror carpet curtain pillow blanket clock candle basket bottle
+    hammer needle ladder shovel rope anchor compass lantern wagon carriage bicycle rocket balloon ship train kite
+    drum violin""".split()
+)
+VALUES = tuple(
+    """amber azure beige black blue bronze brown coral crimson cyan gold gray green indigo ivory jade lemon lilac lime
+    magenta maroon mauve mint navy olive orange peach pearl pink plum purple red rose ruby rust salmon scarlet silver
+    tan teal turquoise violet white yellow apple banana cherry grape mango melon pear quince almond cashew walnut
+    pepper ginger garlic onion carrot celery radish spinach turnip""".split()
+)
+VERB_OF = {  # plural forms; the singular noun drops the s, the singular verb takes it
+    "dogs": "bark", "cats": "purr", "birds": "sing", "horses": "trot", "frogs": "croak", "lions": "roar",
+    "ducks": "quack", "owls": "hoot", "snakes": "slither", "bears": "growl", "cows": "moo", "pigs": "grunt",
+    "hens": "cluck", "goats": "bleat", "crows": "caw", "crickets": "chirp",
+}  # fmt: skip
+NOUNS = tuple(noun for plural in VERB_OF for noun in (plural[:-1], plural))
+VERBS = tuple(verb for plural in VERB_OF.values() for verb in (plural + "s", plural))
+ADJECTIVES = tuple("old young big small quick lazy happy quiet".split())
+PREPOSITIONS = tuple("near behind above beside beyond under".split())
+KEYWORDS = ("set", "get", "say", "echo", "the", "+", "=", "bye", HUM, END)
+VOCABULARY = (
+    SPECIALS + KEYWORDS + DIGITS + LETTERS + KEYS + VALUES + NOUNS + VERBS + ADJECTIVES + PREPOSITIONS
+)  # a word's index is its token id
+
+DISTANCES = {
+    "recall": (16, 32, 64, 128, 192, 256, 384),
+    "copy": (16, 32, 64, 128, 192, 256, 384),
+    "grammar": (16, 32, 64, 128),
+    "sum": (6,),
+}
+
+
+@dataclass(frozen=True, order=True)
+class Statement:
+    """Words that end in a known answer; nothing in ``ask`` is predictable in general, all of ``answer`` is."""
+
+    ask: tuple[str, ...]
+    answer: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Question:
+    """Greedy decoding after ``prompt`` must give ``answer``.
+
+    ``prompt`` leaves out ``<bos>``, which the tokenizer adds.  ``distance`` counts the tokens from the word that
+    decides the first answer token (for a sum: the first digit) to that token.
+    """
+
+    task: str
+    distance: int
+    prompt: str
+    answer: str
+
+
+def addition(rng: random.Random, held_out: bool = False) -> Statement:
+    """Two numbers below 100; one pair in eight never occurs in training and is what ``held_out`` draws."""
+    while True:
+        a, b = rng.randrange(100), rng.randrange(100)
+        if ((3 * a + 5 * b) % 8 == 0) == held_out:
+            return Statement((*f"{a:02}", "+", *f"{b:02}", "="), tuple(f"{a + b:03}"))
+
+
+def sentence(rng: random.Random, distance: int) -> Statement:
+    """A subject, phrases of 3 or 4 words that only distract, and the subject's verb ``distance`` (≥ 7) words on."""
+    subject, gap = rng.choice(NOUNS), distance - 1
+    longer = gap % 3 + 3 * rng.randint(0, (gap - 4 * (gap % 3)) // 12)  # phrases with an adjective
+    sizes = [4] * longer + [3] * ((gap - 4 * longer) // 3)
+    rng.shuffle(sizes)
+    words = ["the", subject]
+    for size in sizes:
+        words += [rng.choice(PREPOSITIONS), "the", *rng.sample(ADJECTIVES, size - 3), rng.choice(NOUNS)]
+    return Statement(tuple(words), (VERBS[NOUNS.index(subject)],))
+
+
+class Speaker:
+    """Writes a document and remembers which definitions still wait for their question.
+
+    Every ``set`` and ``say`` draws how many words later its answer is asked, so long distances are as common as
+    wanted.  A key is defined once per document and at most one string is waiting: every answer is unambiguous.
+
+    ``words`` is the document so far, ``answers`` says of each word whether it is (part of) a known answer.
+    """
+
+    def __init__(self, rng: random.Random, copies: bool = True):
+        self.rng = rng
+        self.words, self.answers = [BOS], [False]
+        self.keys = rng.sample(KEYS, len(KEYS))  # not yet defined
+        self.copies = copies  # whether a string may be said now
+        self.waiting: list[tuple[int, Statement]] = []  # a heap of (due position, question)
+
+    def write(self, statement: Statement) -> None:
+        self.words += [*statement.ask, *statement.answer, END]
+        self.answers += [False] * len(statement.ask) + [True] * len(statement.answer) + [False]
+
+    def write_until(self, end: int) -> None:
+        """Fill the document to exactly ``end`` words; where a statement does not fit, hum one word and go on."""
+        while len(self.words) < end:
+            due = self.waiting and self.waiting[0][0] <= len(self.words)
+            statement, question = (self.waiting[0][1], None) if due else self._invent()
+            if len(self.words) + len(statement.ask) + len(statement.answer) + 1 > end:
+                self.words.append(HUM)
+                self.answers.append(False)
+                continue
+            if due:
+                heapq.heappop(self.waiting)
+                self.copies = self.copies or statement.ask == ("echo",)
+            if question:
+                self.keys = [key for key in self.keys if key not in question.ask]
+                self.copies = self.copies and question.ask != ("echo",)
+                wait = int((end - len(self.words)) * self.rng.random())
+                heapq.heappush(self.waiting, (len(self.words) + wait, question))
+            self.write(statement)
+
+    def _invent(self) -> tuple[Statement, Statement | None]:
+        """A new statement and the question, if any, that it makes answerable."""
+        kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 1, 2))[0]
+        if kind == "recall" and self.keys:
+            return definition("set", "get", (self.rng.choice(self.keys),), (self.rng.choice(VALUES),))
+        if kind == "copy" and self.copies:
+            return definition("say", "echo", (), tuple(self.rng.sample(LETTERS, self.rng.randint(4, 12))))
+        if kind == "grammar":
+            return sentence(self.rng, 7 + int(125 * self.rng.random() ** 3)), None
+        return addition(self.rng), None
+
+
+def definition(tell: str, ask: str, subject: tuple, answer: tuple) -> tuple[Statement, Statement]:
+    """What defines an answer, and the question for it."""
+    return Statement((tell, *subject, *answer)), Statement((ask, *subject), answer)
+
+
+def document(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
+    """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words are answers."""
+    speaker = Speaker(rng)
+    speaker.write_until(length - 3)
+    return [*speaker.words, "bye", END, EOS], [*speaker.answers, False, True, True]
+
+
+def question(rng: random.Random, task: str, distance: int) -> Question:
+    """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random length."""
+    speaker = Speaker(rng, copies=False)
+    speaker.write_until(1 + rng.randint(0, min(100, 490 - distance)))
+    if task == "sum":
+        asked = addition(rng, held_out=True)
+    elif task == "grammar":
+        asked = sentence(rng, distance)
+    else:
+        if task == "recall":
+            told, asked = definition("set", "get", (speaker.keys.pop(),), (rng.choice(VALUES),))
+        else:
+            told, asked = definition("say", "echo", (), tuple(rng.sample(LETTERS, rng.randint(4, 12))))
+        speaker.write(told)
+        between = distance - len(asked.ask) - len(asked.answer) - 1
+        speaker.write_until(len(speaker.words) + between)
+    return Question(task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer))
+
+
+def questions(seed: int, per_cell: int) -> list[Question]:
+    """``per_cell`` questions for every task and distance; the same seed always gives the same list."""
+    rng = random.Random(f"questions {seed}")
+    return [question(rng, task, d) for task, ds in DISTANCES.items() for d in ds for _ in range(per_cell)]
+
+
+def repetition(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
+    """A warm-up text of ``length`` words: strings of random words, each said twice; the second time is an answer."""
+    words, answers = [BOS], [False]
+    while len(words) < length:
+        said = rng.sample(VOCABULARY[len(SPECIALS) :], rng.randint(2, 40))
+        words += said + said
+        answers += [False] * (len(said) + 1) + [True] * (len(said) - 1)
+    return words[:length], answers[:length]
+
+
+def held_out() -> list[Question]:
+    """The questions committed in ``tasks/heldout.jsonl``."""
+    return questions(seed=2, per_cell=3)
+
+
+def main() -> None:
+    """Write ``tasks/heldout.jsonl`` again."""
+    lines = [json.dumps(asdict(asked)) + "\n" for asked in held_out()]
+    (Path(__file__).parent / "tasks" / "heldout.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()
