@@ -58,9 +58,9 @@ def ticks(axis) -> list[str]:
 
 
 def test_cells_hold_one_minus_cosine_by_layer_and_position():
-    ax = plots.fidelity_heatmap(fidelity(L2_P5=0.5), T=1)
+    ax = plots.fidelity_heatmap(fidelity(L2_P5=0.05), T=1)
     expected = np.full((3, 6), 1e-4)
-    expected[1, 5] = 0.5
+    expected[1, 5] = 0.05
     np.testing.assert_allclose(mesh(ax), expected, rtol=1e-9)
     assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["0", "2", "4"], list("012345"))
     assert ax.get_title("left") == "update, isolated, T = 1"
@@ -103,13 +103,19 @@ def test_a_result_that_is_not_finite_is_black_and_crossed_without_any_threshold(
 
 def test_an_exact_match_and_rounding_below_zero_are_the_best_colour_not_missing():
     ax = plots.fidelity_heatmap(fidelity(L0_P0=0.0, L0_P1=-1e-12), T=1)
-    assert mesh(ax)[0, :2].tolist() == [1e-8, 1e-8]
+    assert mesh(ax)[0, :2].tolist() == [1e-6, 1e-6]
+
+
+def test_logits_belong_to_no_layer():
+    rows = fidelity().query("layer == 0").assign(layer=-1, tensor="logits")
+    ax = plots.fidelity_heatmap(rows, T=1, tensor="logits")
+    assert (ticks(ax.yaxis), ax.get_ylabel()) == ([], "") and mesh(ax).shape == (1, 6)
 
 
 def test_limits_are_fixed_so_that_figures_compare():
     scales = [plots.fidelity_heatmap(data, T=1).collections[0].get_clim() for data in (fidelity(), fidelity(L0_P0=0.9))]
-    assert scales[0] == scales[1] == (1e-8, 1.0)
-    assert plots.fidelity_heatmap(fidelity(), T=1, limits=(1e-6, 1e-2)).collections[0].get_clim() == (1e-6, 1e-2)
+    assert scales[0] == scales[1] == (1e-6, 1e-1)
+    assert plots.fidelity_heatmap(fidelity(), T=1, limits=(1e-8, 1.0)).collections[0].get_clim() == (1e-8, 1.0)
 
 
 def test_tokens_name_the_positions_with_white_space_shown_and_mathematics_untouched():
@@ -274,7 +280,7 @@ plots.save(lambda: plots.fidelity_heatmap(data, T=1, threshold=0.03), sys.argv[2
 
 
 def test_a_figure_saved_in_another_process_has_the_same_bytes(tmp_path):
-    data = fidelity(L2_P5=0.5).drop(index=3)
+    data = fidelity(L2_P5=0.05).drop(index=3)
     data.to_json(tmp_path / "data.json")
     for name, seed in (("a", "1"), ("b", "2")):
         (tmp_path / name).mkdir()

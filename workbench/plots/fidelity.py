@@ -35,7 +35,7 @@ class _Metric(NamedTuple):
 
 
 _METRICS = {
-    "1-cosine": _Metric("1 − cosine", LogNorm, (1e-8, 1.0), operator.gt, "cividis"),
+    "1-cosine": _Metric("1 − cosine", LogNorm, (1e-6, 1e-1), operator.gt, "cividis"),
     "max_abs": _Metric("largest absolute error", LogNorm, (1e-6, 1e2), operator.gt, "cividis"),
     "psnr_db": _Metric("PSNR (dB)", Normalize, (0.0, 120.0), operator.lt, "cividis_r"),
 }
@@ -123,6 +123,8 @@ def _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits) -> t
         ax.tick_params(axis="x", rotation=90)
         for text in ax.get_xticklabels():
             text.set_parse_math(False)
+    if tensor == "logits":  # they belong to no layer
+        ax.set(ylabel="", yticks=[])
     y, x = np.nonzero(_pivot(rows, beyond | infinite, measured).eq(True).to_numpy())
     dark = mesh.to_rgba(shown.to_numpy()[y, x])[:, :3].mean(axis=1) < 0.5
     ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=np.where(dark, "white", "black"))
