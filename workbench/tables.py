@@ -51,3 +51,38 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
     columns = ["layer", "position", "T", "tensor", "cosine", "psnr_db", "max_abs", "finite"]
     return judged.sort_values("cosine", na_position="first")[columns].head(count).reset_index(drop=True)
+
+
+def listing(found: dict) -> pd.DataFrame:
+    """A mapping as a two-column table, lists one item a row."""
+    rows = [(k, item) for k, v in found.items() for item in (v if isinstance(v, list) else [v])]
+    return pd.DataFrame([(k, "not measured" if v is None else v) for k, v in rows], columns=["", "value"]).set_index("")
+
+
+def conclusion(bundle: Bundle, found: Iterable[Gate]) -> str:
+    """The verdict in words: what was judged, what failed and why, what could not run."""
+    found, m = list(found), bundle.manifest
+    red = [g for g in found if g.verdict == "RED"]
+    idle = [g for g in found if g.verdict == "not_run"]
+    what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {m.options.compress}, max_seq_len {m.options.max_seq_len})"
+    lines = [f"RED: {what} fails {len(red)} of {len(found)} gates." if red else
+             f"GREEN: {what} passes all {len(found) - len(idle)} gates that ran."]  # fmt: skip
+    lines += [f"- {g.name}: {g.reason}" for g in red]
+    lines += [f"- not run: {g.name}, {g.reason}" for g in idle]
+    return "\n".join(lines)
+
+
+def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
+    """What a sweep over max_seq_len and T says, in words, from medians."""
+    median = rates.groupby(["max_seq_len", "T"])["value"].median()
+    (s_best, t_best), best = median.idxmax(), median.max()
+    lengths, Ts = (sorted(median.index.unique(n)) for n in ("max_seq_len", "T"))
+    lines = [f"Fastest: {best:.0f} tok/s at max_seq_len {s_best}, T = {t_best} ({', '.join(sorted(rates['runtime'].unique()))})."]
+    for T in (Ts[0], Ts[-1]):
+        ratio = median[lengths[0], T] / median[lengths[-1], T]
+        lines.append(f"At T = {T}, going from max_seq_len {lengths[0]} to {lengths[-1]} costs a factor of {ratio:.2f}.")
+    ratio = median[lengths[-1], Ts[-1]] / median[lengths[-1], Ts[0]]
+    lines.append(f"At max_seq_len {lengths[-1]}, T = {Ts[-1]} carries {ratio:.2f} times the tokens per second of T = {Ts[0]}.")
+    typical = layers.groupby("T")["layer_ms"].median()
+    lines.append("Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + ".")
+    return "\n".join(lines)

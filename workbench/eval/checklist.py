@@ -52,7 +52,7 @@ def interface(bundle: Bundle) -> list[Gate]:
             found = program.states.get(state.tensor)
             if found is None or found.dtype != "FLOAT16":
                 shapes.append(f"{shard.name}: {name} is {'absent' if found is None else found.dtype}")
-            elif state.axis is None and list(found.shape) != state.shape:
+            elif state.part is None and list(found.shape) != state.shape:
                 shapes.append(f"{shard.name}: {name} is {list(found.shape)}, not {state.shape}")
             elif name.endswith(("k_state", "v_state")) and state.ring is None and state.shape != [
                 o.batch, d.H_kv, o.max_seq_len, d.D,
@@ -108,7 +108,7 @@ def probe_points(S: int, t_max: int, fixed: bool = False) -> list[tuple[int, int
     return [(T, pos) for T in Ts for pos in sorted({*near, S - T, S - T - 1}) if 0 <= pos <= S - T]
 
 
-def write_probe(decoder: Decoder, rng, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
+def write_probe(decoder: Decoder, rng=None, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
     """Which cache rows each call of T tokens at `pos` changed, on caches full of random rows.
 
     Returns:
@@ -116,7 +116,7 @@ def write_probe(decoder: Decoder, rng, points: Iterable[tuple[int, int]] | None 
     """
     from tqdm.auto import tqdm
 
-    o, records = decoder.options, []
+    o, records, rng = decoder.options, [], rng or np.random.default_rng(0)
     points = list(points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed"))
     for model in tqdm(decoder.layers, desc="write addresses", unit="shard", disable=not progress):
         full = {n: rng.standard_normal(s.shape).astype(np.float16) for n, s in model.shard.states.items()}
