@@ -107,10 +107,11 @@ class Speaker:
     wanted.  A key is defined once per document and at most one string is waiting: every answer is unambiguous.
 
     ``words`` is the document so far, ``answers`` says of each word whether it is (part of) a known answer.
+    ``horizon`` is the length of text within which every question is to be asked.
     """
 
-    def __init__(self, rng: random.Random, copies: bool = True):
-        self.rng = rng
+    def __init__(self, rng: random.Random, horizon: int, copies: bool = True):
+        self.rng, self.horizon = rng, horizon
         self.words, self.answers = [BOS], [False]
         self.keys = rng.sample(KEYS, len(KEYS))  # not yet defined
         self.copies = copies  # whether a string may be said now
@@ -135,19 +136,19 @@ class Speaker:
             if question:
                 self.keys = [key for key in self.keys if key not in question.ask]
                 self.copies = self.copies and question.ask != ("echo",)
-                wait = int((end - len(self.words)) * self.rng.random())
+                wait = int(max(0, self.horizon - len(self.words)) * self.rng.random())
                 heapq.heappush(self.waiting, (len(self.words) + wait, question))
             self.write(statement)
 
     def _invent(self) -> tuple[Statement, Statement | None]:
         """A new statement and the question, if any, that it makes answerable."""
-        kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 1, 2))[0]
+        kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 2, 2))[0]
         if kind == "recall" and self.keys:
             return definition("set", "get", (self.rng.choice(self.keys),), (self.rng.choice(VALUES),))
         if kind == "copy" and self.copies:
             return definition("say", "echo", (), tuple(self.rng.sample(LETTERS, self.rng.randint(4, 12))))
         if kind == "grammar":
-            return sentence(self.rng, 7 + int(125 * self.rng.random() ** 3)), None
+            return sentence(self.rng, 7 + int(125 * self.rng.random() ** 4)), None
         return addition(self.rng), None
 
 
@@ -158,14 +159,15 @@ def definition(tell: str, ask: str, subject: tuple, answer: tuple) -> tuple[Stat
 
 def document(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
     """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words are answers."""
-    speaker = Speaker(rng)
-    speaker.write_until(length - 3)
+    speaker = Speaker(rng, horizon=length)
+    while len(speaker.words) < length - 3:  # in parts, so that humming is met everywhere
+        speaker.write_until(min(length - 3, len(speaker.words) + rng.randint(10, 200)))
     return [*speaker.words, "bye", END, EOS], [*speaker.answers, False, True, True]
 
 
 def question(rng: random.Random, task: str, distance: int) -> Question:
     """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random length."""
-    speaker = Speaker(rng, copies=False)
+    speaker = Speaker(rng, horizon=512, copies=False)
     speaker.write_until(1 + rng.randint(0, min(100, 490 - distance)))
     if task == "sum":
         asked = addition(rng, held_out=True)

@@ -23,20 +23,20 @@ HERE = Path(__file__).parent
 TOKEN_ID = {word: i for i, word in enumerate(corpus.VOCABULARY)}
 COMMON = dict(
     vocab_size=len(TOKEN_ID), hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, intermediate_size=256, max_position_embeddings=1024, initializer_range=0.06,
+    head_dim=32, max_position_embeddings=1024, initializer_range=0.06,
     tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 FAMILIES = {  # what transformers' configuration class of the family gets beside COMMON
     "llama": dict(
-        model_type="llama",
+        model_type="llama", intermediate_size=256,
         rope_parameters=dict(
             rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
             original_max_position_embeddings=256,
         ),
     ),
-    "qwen2": dict(model_type="qwen2", rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "qwen2": dict(model_type="qwen2", intermediate_size=256, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "gemma3": dict(
-        model_type="gemma3_text", query_pre_attn_scalar=32, sliding_window=64,
+        model_type="gemma3_text", intermediate_size=256, query_pre_attn_scalar=32, sliding_window=64,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
         rope_parameters=dict(
             sliding_attention=dict(rope_type="default", rope_theta=1e4),
@@ -65,6 +65,8 @@ def new_model(family: str) -> PreTrainedModel:
                 tensor.normal_(std=0.5)
             if name.endswith("temp"):  # transformers starts at 0, where keys have no effect
                 tensor.fill_(1.0)
+            if "conv_qk" in name:  # transformers starts so small that the residual path drowns them
+                tensor.normal_(std=0.3)
     return model
 
 
