@@ -18,6 +18,13 @@ DIMS = {
                   num_hidden_layers=2, vocab_size=97, tie_word_embeddings=True),
     "qwen2": dict(hidden_size=96, intermediate_size=64, num_attention_heads=3, num_key_value_heads=1,
                   num_hidden_layers=2, vocab_size=101),
+    "qwen3": dict(hidden_size=64, intermediate_size=96, num_attention_heads=3, num_key_value_heads=3, head_dim=96,
+                  num_hidden_layers=2, vocab_size=103),
+    "gemma3_text": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=1, head_dim=32,
+                        num_hidden_layers=3, sliding_window=5, query_pre_attn_scalar=24, vocab_size=107,
+                        layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "zaya": dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=3,
+                 num_experts=4, moe_intermediate_size=64, router_hidden_size=32, vocab_size=109),
 }  # fmt: skip
 
 
@@ -43,12 +50,25 @@ class Golden:
 
 
 def hf(path: Path):
-    """transformers' model of a checkpoint in float32."""
+    """transformers' model of a checkpoint in float32, with the weights that an uncompressed bundle holds.
+
+    Gemma's norms are stored as fp16(1 + γ). `from_pretrained` resets the skip class's bias in ZAYA's routers to -1 (seen
+    in 5.23), so buffers are put back.
+    """
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
     ).eval()
+    source = checkpoint.Checkpoint(path)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in source:
+                buffer.copy_(source.tensor(name))
+        for module in model.modules():
+            if type(module).__name__ == "Gemma3RMSNorm":
+                module.weight.copy_((1 + module.weight).half().float() - 1)
+    return model
 
 
 def golden(model, ids: list[int]) -> Golden:

@@ -78,7 +78,7 @@ def test_a_bf16_checkpoint_is_rounded_to_fp16_and_nothing_else(exports, tmp_path
 
 def test_a_head_width_the_neural_engine_dislikes_is_warned_about_and_works(exports):
     checkpoint = exports.checkpoint("llama", head_dim=20, num_hidden_layers=1)
-    with pytest.warns(UserWarning, match="head_dim 20.*K2"):
+    with pytest.warns(UserWarning, match="width 20.*K2"):
         decoder = exports.decoder(checkpoint)
     g = tiny.golden(exports.hf(checkpoint), [1, 2, 3, 4])
     assert tiny.relative(tiny.chained(decoder, g.ids, [4]), g.logits) < 2e-6

@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from workbench import InputError
-from workbench.models import family
+from workbench.models import family_of
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
@@ -24,7 +24,7 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     made = config("llama", rope_parameters=rope)
-    (table,) = family(made).plan(made).rope
+    (table,) = family_of(made).plan(made).rope
     assert torch.equal(torch.tensor(table.inv_freq), LlamaRotaryEmbedding(made).inv_freq)
 
 
@@ -41,13 +41,13 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
 def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
     made = config(model_type, **changed)
     with pytest.raises(InputError, match=found) as refusal:
-        family(made).plan(made)
+        family_of(made).plan(made)
     assert model_type in str(refusal.value)
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
     with pytest.raises(InputError, match="'gpt2'.*llama"):
-        family(transformers.AutoConfig.for_model("gpt2"))
+        family_of(transformers.AutoConfig.for_model("gpt2"))
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, LINEAR])

@@ -1,7 +1,8 @@
 """The words of `bundle.json`: one pydantic model per part, cross-checked when built.
 
 Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query heads; H_kv key/value
-heads; D head_dim; L decoder layers; V vocabulary; R router width. A dimension written "T" in a shape is the free one.
+heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts. A dimension written "T" in a shape is the
+free one.
 """
 
 import re
@@ -18,7 +19,10 @@ ROPE_COS, ROPE_SIN = "rope_cos", "rope_sin"
 ATTN_MASK, KV_WRITE_MASK, POS = "attn_mask", "kv_write_mask", "pos"
 TAIL_SELECT = "tail_select"
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"
+BASE, EXPERT_IN, ROUTER_PROBS, ROUTER_SCORES = "base", "expert_in", "router_probs", "router_scores"
+EXPERT_WEIGHT, ACC = "expert_weight", "acc"
 K_STATE, V_STATE, CONV_STATE, V_DELAYED_STATE = "k_state", "v_state", "conv_state", "v_delayed_state"
+KV_STATE, SIDE_STATE = "kv_state", "side_state"
 
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
 
@@ -56,7 +60,11 @@ class Dims(Part):
 
 
 class Options(Part):
-    """What the user chose at export. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max)."""
+    """What the user chose at export. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
+
+    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` slots, just enough for a call
+    of t_max tokens not to overwrite a row that its own first token still attends to.
+    """
 
     max_seq_len: Count = 512
     t_max: Count = 4
@@ -74,7 +82,17 @@ class Options(Part):
     def _fits(self):
         if self.t_max > self.max_seq_len:
             raise ValueError(f"t_max = {self.t_max} must not pass max_seq_len = {self.max_seq_len}")
+        if self.sliding == "ring" and self.kv_write == "slice":
+            raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
+        if self.moe == "routed" and self.layers_per_shard > 1:
+            raise ValueError("moe = routed needs layers_per_shard = 1: the host picks experts between layers")
         return self
+
+    def slots(self, window: int | None) -> int:
+        """Rows of the cache of a layer that attends to `window` tokens (None: all)."""
+        if window is None or self.sliding == "mask":
+            return self.max_seq_len
+        return min(self.max_seq_len, window + self.t_max - 1)
 
 
 class Rope(Part):
@@ -89,10 +107,17 @@ class Rope(Part):
 
 
 class Layer(Part):
-    """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table."""
+    """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
+
+    Layers of one rope table share one window, so `suffix` tells their inputs apart (`rope_cos_local`, `attn_mask_local`).
+    """
 
     window: Count | None = None
     rope: Literal["", "local", "global"] = ""
+
+    @property
+    def suffix(self) -> str:
+        return f"_{self.rope}" if self.rope else ""
 
 
 class FileEntry(Part):
@@ -102,33 +127,41 @@ class FileEntry(Part):
 
 
 class State(Part):
-    """A logical state and where it lives: Core ML state `tensor`, or the slice [start, stop) of its axis `axis`.
+    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it, one [start, stop) per axis.
 
-    `ring` is the number of slots of a ring buffer: row p lives in slot p mod ring.
+    `shape` is the logical state's own (a part has as many elements). `ring` is the number of slots of a ring buffer:
+    row p lives in slot p mod ring.
     """
 
     tensor: str
     shape: list[Count]
-    axis: int | None = None
-    start: int = 0
-    stop: int = 0
+    part: list[tuple[int, int]] | None = None
     ring: Count | None = None
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part of `tensor` as an index."""
+        return (slice(None),) if self.part is None else tuple(slice(*span) for span in self.part)
 
 
 class Shard(Part):
-    """One `.mlpackage`: its interface, its files, and where its contents came from."""
+    """One `.mlpackage`: its interface, its files, and where its contents came from.
+
+    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in part: vocabulary rows of
+    a head slice, the one expert of an expert shard.
+    """
 
     name: str
     kind: Literal["layers", "router", "expert", "head"]
     path: RelativePath
     layers: tuple[int, int] = (0, 0)  # decoder layers [start, stop)
-    rows: tuple[int, int] = (0, 0)  # vocabulary rows [start, stop) of a head slice
-    expert: int | None = None
+    rows: tuple[int, int] = (0, 0)
     inputs: dict[str, list[int | Literal["T"]]]
     outputs: dict[str, list[int | Literal["T"]]]
     states: dict[str, State] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
     weights: dict[str, str] = {}  # checkpoint tensor → name of the constant that holds it
+    offsets: dict[str, float] = {}  # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     modules: dict[str, str] = {}  # program value → source module
     how: Literal["converted", "stamped"] = "converted"
     bytes: Annotated[int, Field(ge=0)]
@@ -164,13 +197,15 @@ class Manifest(Part):
     tokens: Tokens
     checkpoint: dict[str, str]  # name, sha256, dtype
     packages: dict[str, str]
-    residual_exponent: int = 0  # the stream inside the shards is 2^-exponent of the model's
+    residual_exponent: int = 0  # `x` and `hidden` of every shard are 2^-exponent of the model's
     shards: list[Shard]
 
     @model_validator(mode="after")
     def _whole(self):
         if len(self.layers) != self.dims.L:
             raise ValueError(f"{len(self.layers)} layer entries for L = {self.dims.L}")
+        if len({(layer.rope, layer.window) for layer in self.layers}) > len({layer.rope for layer in self.layers}):
+            raise ValueError("layers of one rope table differ in their windows")
         covered = [i for s in self.shards if s.kind in ("layers", "router") for i in range(*s.layers)]
         if sorted(set(covered)) != list(range(self.dims.L)):
             raise ValueError("the shards do not cover every decoder layer")

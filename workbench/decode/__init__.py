@@ -2,5 +2,6 @@
 
 from .decoder import Decoder, Record, greedy
 from .host import Host
+from .transfer import copy_state
 
-__all__ = ["Decoder", "Host", "Record", "greedy"]
+__all__ = ["Decoder", "Host", "Record", "copy_state", "greedy"]

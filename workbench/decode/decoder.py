@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from workbench import runtime as runtimes
-from workbench.bundle import Bundle
-from workbench.bundle.contract import HIDDEN, LOGITS, X
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.errors import InputError
 
+from .experts import Experts
 from .host import Host
 
 
@@ -55,14 +56,14 @@ class Decoder:
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
 
-        def load(kind):
-            return [
-                runtimes.load(self.bundle, shard, self.runtime, precision=precision, compute_units=compute_units)
-                for shard in self.bundle.shards(kind)
-            ]
-
-        self.layers, self.heads = load("layers"), load("head")
+        self.layers = [self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")]
+        self.heads = [self._load(s) for s in self.bundle.shards("head")]
+        self.experts = Experts(self.bundle, self._load, self.plane)
         self.begin()
+
+    def _load(self, shard: Shard) -> runtimes.Model:
+        return runtimes.load(self.bundle, shard, self.runtime, precision=self.precision,
+                             compute_units=self.compute_units)  # fmt: skip
 
     def begin(self) -> None:
         """Starts fresh sequences: one make_state per shard."""
@@ -131,13 +132,28 @@ class Decoder:
         for slot, tokens in enumerate(chunk):
             ids[slot, : len(tokens)] = tokens
         io = self.host.inputs(self.offsets, counts, T)
-        x = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
-        for model, state in zip(self.layers, self.states, strict=True):
+        io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
+        for index in range(len(self.layers)):
             start = time.perf_counter()
-            x = model.predict({n: x if n == X else io[n] for n in model.shard.inputs}, state)[HIDDEN]
+            io = self.run_layers(index, io, counts)
             self.times.layers.append((time.perf_counter() - start) * 1e3)
         self.offsets = self.offsets + counts
-        return x.reshape(x.shape[0], x.shape[1], -1)
+        return io[X].reshape(len(chunk), -1, T)
+
+    def run_layers(self, index: int, io: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, np.ndarray]:
+        """Runs layer shard `index` on its state, routed experts included.
+
+        Args:
+            io: `Host.inputs` of the call and `x`; for a later shard, `router_state` where the family has one.
+            counts: [B] valid columns.
+
+        Returns:
+            `io` for the next shard: `x` is this one's hidden output, `router_state` the state it hands on.
+        """
+        model, shard = self.layers[index], self.layers[index].shard
+        made = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
+        hidden = made[HIDDEN] if HIDDEN in made else self.experts.run(shard.layers[0], made, counts)
+        return io | {X: hidden} | ({ROUTER_STATE: made[ROUTER_STATE_OUT]} if ROUTER_STATE_OUT in made else {})
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""

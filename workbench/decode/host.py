@@ -3,25 +3,30 @@
 import numpy as np
 
 from workbench.bundle import Manifest
-from workbench.bundle.contract import ATTN_MASK, KV_WRITE_MASK, MASKED, POS, ROPE_COS, ROPE_SIN
+from workbench.bundle.contract import ATTN_MASK, KV_WRITE_MASK, MASKED, POS, ROPE_COS, ROPE_SIN, ROUTER_STATE, TAIL_SELECT
 from workbench.errors import InputError
 
 
 class Host:
-    """Call inputs of a bundle, for B sequences each at its own position."""
+    """Call inputs of a bundle, for B sequences each at its own position.
+
+    Every cache is addressed as a ring: the row of position p lives in slot p mod slots. A cache of max_seq_len slots
+    never wraps.
+    """
 
     def __init__(self, manifest: Manifest):
-        self.S, self.kv_write = manifest.options.max_seq_len, manifest.options.kv_write
-        self.tables = []
-        for rope in manifest.rope:
-            windows = {layer.window for layer in manifest.layers if layer.rope == rope.name}
-            self.tables.append((f"_{rope.name}" if rope.name else "", rope, windows.pop() if windows else None))
+        self.options = manifest.options
+        self.router_state = next((s.inputs[ROUTER_STATE] for s in manifest.shards if ROUTER_STATE in s.inputs), None)
+        layers = {layer.suffix: layer for layer in manifest.layers}
+        ropes = {f"_{rope.name}" if rope.name else "": rope for rope in manifest.rope}
+        self.tables = [(suffix, ropes[suffix], layer.window) for suffix, layer in layers.items()]
 
     def check(self, offsets: np.ndarray, counts: np.ndarray) -> None:
         """Raises before anything is written when a token would land past max_seq_len."""
+        S = self.options.max_seq_len
         for slot, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
-            if count and offset + count > self.S:
-                raise InputError(f"sequence {slot}", f"position {offset + count - 1}", f"positions below max_seq_len = {self.S}",
+            if count and offset + count > S:
+                raise InputError(f"sequence {slot}", f"position {offset + count - 1}", f"positions below max_seq_len = {S}",
                                  "shorten the prompt, or export with a larger --max-seq-len")  # fmt: skip
 
     def inputs(self, offsets: np.ndarray, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
@@ -34,27 +39,47 @@ class Host:
             T: columns of the call.
 
         Returns:
-            rope_cos, rope_sin [B, 1, T, rope_half]; attn_mask [B, 1, T, S]; kv_write_mask [B, 1, S, T] or pos [1].
+            tail_select [B, 2, T]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, slots, T]; and for each rope table, under its suffix,
+            rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, slots], kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
-        valid = np.arange(T) < counts[:, None]
-        slots = np.arange(self.S)
-        behind = positions[:, :, None] - slots  # [B, T, S]: how far each slot lies behind each query
-        inputs = {}
+        tail = np.arange(T) == (counts[:, None] - [2, 1])[:, :, None]
+        inputs = {TAIL_SELECT: tail.astype(np.float32)}
+        if self.router_state:
+            inputs[ROUTER_STATE] = np.zeros([T if n == "T" else n for n in self.router_state], np.float32)
         for suffix, rope, window in self.tables:
             angles = positions[:, None, :, None].astype(np.float32) * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
-            seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-            inputs[ATTN_MASK + suffix] = np.where(seen, np.float32(0), np.float32(MASKED))[:, None]
-        if self.kv_write == "slice":
-            return inputs | {POS: self._position(offsets, counts, T)}
-        write = (behind == 0) & valid[:, :, None]
-        return inputs | {KV_WRITE_MASK: write.transpose(0, 2, 1)[:, None].astype(np.float32)}
+            slots = self.options.slots(window)
+            inputs[ATTN_MASK + suffix] = _attend(positions, offsets + counts, slots, window)
+            if self.options.kv_write == "mask":
+                ring = window is not None and self.options.sliding == "ring"
+                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write(positions, counts, slots)
+        return inputs if self.options.kv_write == "mask" else inputs | {POS: self._position(offsets, counts, T)}
 
     def _position(self, offsets, counts, T) -> np.ndarray:
         if len(set(offsets.tolist())) > 1 or (counts != T).any():
             raise InputError("kv_write=slice", f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
                              "equal positions and no dummy tokens", "export with --kv-write mask")  # fmt: skip
         return offsets[:1].astype(np.int32)
+
+
+def _attend(positions: np.ndarray, ends: np.ndarray, slots: int, window: int | None) -> np.ndarray:
+    """Additive mask [B, 1, T, slots] once this call's rows are written, `ends` [B] tokens in all.
+
+    Slot s then holds the last position up to `ends` − 1 that is s modulo slots, or, where that is negative, nothing.
+    """
+    last = ends[:, None] - 1
+    held = last - (last - np.arange(slots)) % slots  # [B, slots]
+    behind = positions[:, :, None] - held[:, None]  # [B, T, slots]: how far each row lies behind each query
+    seen = (held[:, None] >= 0) & (behind >= 0) & (behind < (window or np.inf))
+    return np.where(seen, np.float32(0), np.float32(MASKED))[:, None]
+
+
+def _write(positions: np.ndarray, counts: np.ndarray, slots: int) -> np.ndarray:
+    """One-hot columns [B, 1, slots, T]: the slot of each valid token; dummies have none."""
+    valid = np.arange(positions.shape[1]) < counts[:, None]
+    write = (np.arange(slots)[:, None] == positions[:, None] % slots) & valid[:, None]  # [B, slots, T]
+    return write[:, None].astype(np.float32)

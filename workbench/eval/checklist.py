@@ -11,6 +11,7 @@ from workbench import mil
 from workbench.bundle import Bundle
 from workbench.bundle.contract import HIDDEN
 from workbench.decode import Decoder
+from workbench.errors import InputError
 
 from . import fidelity, gates, memory
 from .gates import Gate
@@ -20,25 +21,25 @@ SMALL = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
 
 
-def check(bundle: Bundle, runtime: str = "auto", precision: str = "declared", *, golden: Golden | None = None,
-          machine: int | None = None, progress: bool = False) -> list[Gate]:  # fmt: skip
+def check(decoder: Decoder, *, golden: Golden | None = None, machine: int | None = None,
+          progress: bool = False) -> list[Gate]:  # fmt: skip
     """Runs every gate; see each one's reason for what was judged.
 
     Args:
         golden: also judge what the written rows hold.
         machine: bytes of memory of the target machine (default: this one's).
     """
-    decoder = Decoder(bundle, runtime, precision)
     rng = np.random.default_rng(0)
     probes = write_probe(decoder, rng, progress=progress)
     return [
-        *interface(bundle),
+        *interface(decoder.bundle),
         *lifetime(decoder, rng),
         _addresses(probes),
         cache_contents(decoder, golden),
         stale_rows(decoder, rng),
         nan_is_noticed(decoder, rng),
-        fits(bundle, machine),
+        overflow_raises(decoder),
+        fits(decoder.bundle, machine),
     ]
 
 
@@ -75,27 +76,29 @@ def lifetime(decoder: Decoder, rng) -> list[Gate]:
     """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets, two do not mix."""
     stuck, mixed, dirty = [], [], []
     for model in decoder.layers:
-        first = _inputs(decoder, model.shard, rng, 0, 1)
+        first, other = (_inputs(decoder, model.shard, rng, 0, 1) for _ in range(2))
         second = _inputs(decoder, model.shard, rng, 1, 1)
-        a, b = model.make_state(), model.make_state()
-        if any(np.any(b.read(n)) for n in model.shard.states):
+
+        def after(*calls, model=model):
+            state = model.make_state()
+            return [model.predict(call, state)[HIDDEN] for call in calls][-1]
+
+        if any(np.any(model.make_state().read(n)) for n in model.shard.states):
             dirty.append(model.shard.name)
-        model.predict(first, a)
-        before = {n: b.read(n) for n in model.shard.states}
-        alone = model.predict(second, b)[HIDDEN]  # on a state that never saw the first token
-        after = model.predict(second, a)[HIDDEN]
-        if np.array_equal(alone, after):
+        alone = after(first, second)
+        if np.array_equal(alone, after(second)):
             stuck.append(model.shard.name)
-        fresh = model.make_state()
-        model.predict(first, fresh)
-        if not np.array_equal(model.predict(second, fresh)[HIDDEN], after) or any(np.any(v) for v in before.values()):
+        a, b = model.make_state(), model.make_state()
+        model.predict(first, a)
+        model.predict(other, b)
+        if not np.array_equal(model.predict(second, a)[HIDDEN], alone):
             mixed.append(model.shard.name)
     return [
         gates.holds("state_is_used", not stuck, f"the first token leaves no trace in: {', '.join(stuck)}" if stuck
                     else "every shard's second token depends on its first through the state"),
         gates.holds("fresh_state_is_zero", not dirty, f"not zeros: {', '.join(dirty)}" if dirty else "make_state gives zeros"),
         gates.holds("states_are_independent", not mixed, f"interleaved states differ in: {', '.join(mixed)}" if mixed
-                    else "two states on one model do not touch each other; a replay is bit-equal"),
+                    else "two states on one model, used in turn, give what each gives alone, bit for bit"),
     ]  # fmt: skip
 
 
@@ -200,6 +203,21 @@ def nan_is_noticed(decoder: Decoder, rng) -> Gate:
             hidden.append(model.shard.name)
     return gates.holds("nan_in_state_is_noticed", not hidden, f"swallowed by: {', '.join(hidden)}" if hidden
                        else "a NaN in an unwritten row reaches the output, where the finite gate sees it")  # fmt: skip
+
+
+def overflow_raises(decoder: Decoder) -> Gate:
+    """A token at position max_seq_len is refused before any state changes; experiment 30's runtime clamps and overwrites."""
+    decoder.begin()
+    decoder.offsets[:] = decoder.options.max_seq_len
+    try:
+        decoder.advance([[0]] * decoder.options.batch, 1)
+        raised = False
+    except InputError:
+        raised = True
+    touched = any(np.any(state.read(n)) for m, state in zip(decoder.layers, decoder.states, strict=True) for n in m.shard.states)
+    decoder.begin()
+    return gates.holds("overflow_raises", raised and not touched, "a token past max_seq_len is refused, no state touched"
+                       if raised and not touched else "a token past max_seq_len was written")  # fmt: skip
 
 
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:

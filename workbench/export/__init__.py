@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
-from torch import nn
 
 from workbench.bundle import Bundle, Embedding, FileEntry, Manifest, Options, Shard, Tokens, Writer, file_entries
 from workbench.bundle.contract import HIDDEN
@@ -16,9 +15,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
 from . import convert, shards
-
-MAX_FP16 = 65504.0
-MAX_INT8 = 32752.0  # coremltools doubles the largest weight in fp16 on the way to an int8 scale
+from .build import build, matrices, offsets
 
 
 def options(**chosen) -> Options:
@@ -48,13 +45,12 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     """
     chosen_options = options(**chosen)
     source = Checkpoint(checkpoint)
-    module = family_of(source.config)
-    plan = module.plan(source.config)
-    _warn_width(plan)
+    plan = read_plan(source, chosen_options)
+    _warn_widths(plan, chosen_options)
     identity = {"checkpoint": source.sha256, "options": chosen_options.model_dump(), "packages": versions()}
     writer = Writer(Path(bundle), identity)
     try:
-        made = list(_make_shards(source, module, plan, chosen_options, writer, progress))
+        made = list(_make_shards(source, plan, chosen_options, writer, progress))
         return writer.finish(_manifest(source, plan, chosen_options, writer, made, identity))
     except OSError as problem:
         raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",
@@ -67,35 +63,52 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("coremltools", "numpy", "torch", "transformers", "workbench")}
 
 
-def _warn_width(plan: Plan) -> None:
-    if plan.dims.D % 32:
-        warnings.warn(f"head_dim {plan.dims.D} is no multiple of 32: states of that width failed on the Neural Engine "
-                      "(rule K2, CT#2631); the portable runtime takes it", stacklevel=3)  # fmt: skip
+def read_plan(source: Checkpoint, options: Options) -> Plan:
+    """The family's plan for a checkpoint; refuses options that mean nothing to the family."""
+    family = family_of(source.config)
+    plan = family.plan(source.config)
+    pointless = [
+        ("moe", "routed", "a family with experts", not plan.experts),
+        ("sliding", "ring", "a family with sliding attention", not any(layer.window for layer in plan.layers)),
+    ]
+    for option, value, needed, missing in pointless:
+        if getattr(options, option) == value and missing:
+            raise InputError(f"{option} = {value}", f"a {source.config.model_type} checkpoint", needed, f"leave out --{option}")
+    return family.settle(plan, source) if hasattr(family, "settle") else plan
 
 
-def _make_shards(source, module, plan, options, writer, progress):
+def _warn_widths(plan: Plan, options: Options) -> None:
+    widths = {shape[-1] for spec in shards.specs(plan, options) for shape in spec.buffers.values()}
+    odd = sorted(width for width in widths if width % 32)
+    if odd:
+        warnings.warn(f"states of width {', '.join(map(str, odd))}, no multiple of 32, failed on the Neural Engine "
+                      "(rule K2, CT#2631); the portable runtime takes them", stacklevel=3)  # fmt: skip
+
+
+def _make_shards(source, plan, options, writer, progress):
     from tqdm.auto import tqdm
 
     for spec in tqdm(list(shards.specs(plan, options)), desc="export", unit="shard", disable=not progress):
-        yield writer.finished(spec.name) or _make_shard(spec, source, module, plan, options, writer)
+        yield writer.finished(spec.name) or _make_shard(spec, source, plan, options, writer)
 
 
-def _make_shard(spec: shards.Spec, source: Checkpoint, module, plan: Plan, options: Options, writer: Writer) -> Shard:
+def _make_shard(spec: shards.Spec, source: Checkpoint, plan: Plan, options: Options, writer: Writer) -> Shard:
     """Converts one shard plainly and records it."""
-    built, sources = build(spec, source, module, plan, options)
-    model = convert.convert(built, spec, options)
+    module, paths = build(spec, source, plan, options)
+    model = convert.convert(module, spec, options)
     values = convert.modules(model, spec.layers[0])
-    model = convert.compress(model, options.compress)
-    path = writer.root / f"{spec.name}.mlpackage"
-    shutil.rmtree(path, ignore_errors=True)
-    model.save(str(path))
-    held = convert.constants(model)
-    weights = {tensor: held[name] for name, tensor in sources.items() if name in held}
-    files = file_entries(writer.root, path)
+    model = convert.compress(model, options.compress, matrices(module))
+    package = writer.root / f"{spec.name}.mlpackage"
+    shutil.rmtree(package, ignore_errors=True)
+    model.save(str(package))
+    held, added = convert.constants(model), offsets(module)
+    files = file_entries(writer.root, package)
     shard = Shard(
-        name=spec.name, kind=spec.kind, path=path.name, layers=spec.layers, rows=spec.rows, inputs=spec.inputs,
-        outputs=spec.outputs, states=shards.state_entries(spec), weights=weights, modules=values,
-        taps=_taps(values, spec), bytes=sum(f.bytes for f in files), files=files,
+        name=spec.name, kind=spec.kind, path=package.name, layers=spec.layers, rows=spec.rows, inputs=spec.inputs,
+        outputs=spec.outputs, states=spec.states,
+        weights={tensor: held[path.replace(".", "_")] for tensor, path in paths.items()},
+        offsets={tensor: added[path] for tensor, path in paths.items() if path in added},
+        modules=values, taps=_taps(values, spec), bytes=sum(f.bytes for f in files), files=files,
     )  # fmt: skip
     return writer.record(shard)
 
@@ -111,54 +124,6 @@ def _taps(values: dict[str, str], spec: shards.Spec) -> dict[int, str]:
     return last | {spec.layers[1] - 1: HIDDEN}
 
 
-def build(spec: shards.Spec, source: Checkpoint, module, plan: Plan, options: Options):
-    """The torch module of one shard with its weights rounded to fp16, and constant name → checkpoint tensor."""
-    config, prefix = source.config, prefix_of(source)
-    if spec.kind == "head":
-        head = module.head(config, spec.rows[1] - spec.rows[0])
-        names = {"norm.weight": f"{prefix}norm.weight", "lm_head.weight": head_name(source, plan)}
-        fill(head, names, source, options, rows={"lm_head.weight": slice(*spec.rows)})
-        return head, {path.replace(".", "_"): name for path, name in names.items()}
-    blocks = [module.layer(config, i, options) for i in range(*spec.layers)]
-    stack = shards.LayerStack(blocks, spec, [plan.layers[i].rope for i in range(*spec.layers)])
-    names = {
-        f"blocks.{i}.{path}": f"{prefix}layers.{spec.layers[0] + i}.{path}"
-        for i, block in enumerate(blocks)
-        for path, _ in block.named_parameters()
-    }
-    fill(stack, names, source, options)
-    return stack, {path.replace(".", "_"): name for path, name in names.items()}
-
-
-def prefix_of(source: Checkpoint) -> str:
-    """What precedes `layers.0…` in the checkpoint's tensor names."""
-    for prefix in ("model.", "model.language_model.", "language_model.model."):
-        if f"{prefix}embed_tokens.weight" in source:
-            return prefix
-    source.tensor("model.embed_tokens.weight")  # raises, naming what is missing
-    raise AssertionError
-
-
-def head_name(source: Checkpoint, plan: Plan) -> str:
-    return f"{prefix_of(source)}embed_tokens.weight" if plan.tied else "lm_head.weight"
-
-
-def fill(module: nn.Module, names: dict[str, str], source: Checkpoint, options: Options, rows=None) -> None:
-    """Loads parameters tensor by tensor, each rounded to fp16; refuses what fp16 or the compression cannot hold."""
-    offsets = {f"{n}.weight": m.offset for n, m in module.named_modules() if getattr(m, "offset", 0)}
-    limit = MAX_FP16 if options.compress == "fp16" else MAX_INT8
-    for path, parameter in module.named_parameters():
-        name = names[path]
-        value = source.tensor(name, (rows or {}).get(path)) + offsets.get(path, 0.0)
-        if value.numel() != parameter.numel():
-            raise InputError(f"tensor {name!r}", f"shape {list(value.shape)}", f"{list(parameter.shape)}",
-                             "check that config.json belongs to these weights")  # fmt: skip
-        if not bool(value.abs().max() <= limit):
-            raise InputError(f"tensor {name!r}", f"a value of {value.abs().max():g}", f"magnitudes up to {limit:g}",
-                             "export a checkpoint whose weights fp16 can hold")  # fmt: skip
-        parameter.data = value.half().float().reshape(parameter.shape)
-
-
 def _manifest(source, plan, options, writer, made, identity) -> Manifest:
     config = source.config
     eos = config.eos_token_id
@@ -168,14 +133,14 @@ def _manifest(source, plan, options, writer, made, identity) -> Manifest:
         tokens=Tokens(bos=config.bos_token_id, eos=eos if isinstance(eos, list) else [] if eos is None else [eos],
                       files=_copy_tokenizer(source, writer)),
         checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},
-        packages=identity["packages"], shards=made,
+        packages=identity["packages"], residual_exponent=plan.residual_exponent, shards=made,
     )  # fmt: skip
 
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
     from safetensors.numpy import save_file
 
-    prefix = prefix_of(source)
+    prefix = source.prefix
     tensors = {"weight": source.tensor(f"{prefix}embed_tokens.weight").half().numpy()}
     if not np.isfinite(tensors["weight"]).all():
         raise InputError(f"tensor {prefix}embed_tokens.weight", "values beyond fp16", "finite fp16 values",

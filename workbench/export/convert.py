@@ -32,7 +32,7 @@ def convert(module: nn.Module, spec: Spec, options: Options):
         for name, shape in spec.inputs.items()
     ]
     states = [
-        ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=path) for path, (_, shape) in spec.states.items()
+        ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name) for name, shape in spec.buffers.items()
     ]
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
@@ -67,8 +67,8 @@ def _no_progress():
         tqdm.tqdm.__init__ = original
 
 
-def compress(model, preset: str):
-    """Compresses the weights of every convolution (norms, biases and scalars stay fp16).
+def compress(model, preset: str, paths: set[str]):
+    """Compresses the weights of convolutions that hold the parameters `paths`; everything else stays fp16.
 
     `int8-tensor`, `int8-channel`: linear symmetric; `int4-block32`: linear symmetric per 32 inputs;
     `lut4`, `lut6`: k-means palettes, one per tensor.
@@ -89,16 +89,17 @@ def compress(model, preset: str):
     else:
         op = cto.OpPalettizerConfig(mode="kmeans", nbits=int(preset.removeprefix("lut")), weight_threshold=0)
         apply = cto.palettize_weights
-    biases = _bias_names(model)
-    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(biases))
+    held = constants(model)
+    kept = _conv_constants(model) - {held[path.replace(".", "_")] for path in paths}
+    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(kept))
     with quiet(), _no_progress():
         return apply(model, config)
 
 
-def _bias_names(model) -> list[str]:
-    """Names of the constants that convolutions add: they are few, can be large (Qwen's), and stay fp16."""
-    operations = model._mil_program.functions["main"].operations
-    return [op.bias.op.name for op in operations if op.op_type == "conv" and op.bias is not None]
+def _conv_constants(model) -> set[str]:
+    """Names of the constants that convolutions take: weights and biases."""
+    convs = [op for op in model._mil_program.functions["main"].operations if op.op_type == "conv"]
+    return {value.op.name for op in convs for value in (op.weight, op.bias) if value is not None}
 
 
 def modules(model, first_layer: int) -> dict[str, str]:

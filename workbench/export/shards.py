@@ -1,24 +1,36 @@
 """Which shards a model is cut into, and each one as a traced module with its interface. Knows no Core ML."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from workbench.bundle import Options, State
 from workbench.bundle.contract import (
+    ACC,
     ATTN_MASK,
+    BASE,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
     HIDDEN,
     K_STATE,
+    KV_STATE,
     KV_WRITE_MASK,
     LOGITS,
     POS,
     ROPE_COS,
     ROPE_SIN,
+    ROUTER_PROBS,
+    ROUTER_SCORES,
+    ROUTER_STATE,
+    ROUTER_STATE_OUT,
+    SIDE_STATE,
+    TAIL_SELECT,
     V_STATE,
     X,
 )
+from workbench.models.cache import Cache
 from workbench.models.family import Plan
 
 HEAD_ROWS = 16_384
@@ -27,19 +39,52 @@ Shape = list  # of int and "T"
 
 @dataclass
 class Spec:
-    """One shard to be made: how to build its module, and the interface that module has.
+    """One shard to be made: what it holds and the interface its module has.
 
-    `states` maps a buffer path to (logical name, shape); `sources` maps a parameter path of the module to the
-    checkpoint tensor that fills it.
+    `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
+    ML state to its shape.
     """
 
     name: str
     kind: str
-    layers: tuple[int, int]
-    rows: tuple[int, int]
     inputs: dict[str, Shape]
     outputs: dict[str, Shape]
-    states: dict[str, tuple[str, list[int]]]
+    layers: tuple[int, int] = (0, 0)
+    rows: tuple[int, int] = (0, 0)
+    states: dict[str, State] = field(default_factory=dict)
+    buffers: dict[str, list[int]] = field(default_factory=dict)
+
+
+def specs(plan: Plan, options: Options) -> Iterator[Spec]:
+    """Every shard of the model, in the order the decoder runs them."""
+    for first in range(0, plan.dims.L, options.layers_per_shard):
+        last = min(first + options.layers_per_shard, plan.dims.L)
+        yield layers_spec(plan, options, first, last)
+        if options.moe == "routed":
+            yield from (expert_spec(plan, options, first, e) for e in range(plan.experts))
+    for start in range(0, plan.dims.V, HEAD_ROWS):
+        stop = min(start + HEAD_ROWS, plan.dims.V)
+        yield Spec(f"head_{start // HEAD_ROWS:02d}", "head", {X: plane(plan.dims.C, options)},
+                   {LOGITS: plane(stop - start, options)}, rows=(start, stop))  # fmt: skip
+
+
+def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
+    """The shard of decoder layers [first, last); with routed experts, of one layer up to its router."""
+    routed = options.moe == "routed"
+    C, E, R = (plane(n, options) for n in (plan.dims.C, plan.experts + 1, plan.router_width))
+    outputs = {HIDDEN: C} if not routed else {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
+    if plan.router_width:
+        outputs |= {ROUTER_STATE_OUT: R}
+    states, buffers = (packed_states if options.states == "packed" else separate_states)(plan, options, first, last)
+    name = f"router_{first:02d}" if routed else f"layers_{first:02d}_{last - 1:02d}"
+    return Spec(name, "router" if routed else "layers", layer_inputs(plan, options, first, last), outputs,
+                (first, last), states=states, buffers=buffers)  # fmt: skip
+
+
+def expert_spec(plan: Plan, options: Options, layer: int, expert: int) -> Spec:
+    C = plane(plan.dims.C, options)
+    return Spec(f"expert_{layer:02d}_{expert:02d}", "expert", {EXPERT_IN: C, EXPERT_WEIGHT: plane(1, options), ACC: C},
+                {HIDDEN: C}, (layer, layer + 1), (expert, expert + 1))  # fmt: skip
 
 
 def plane(width: int, options: Options) -> Shape:
@@ -48,79 +93,92 @@ def plane(width: int, options: Options) -> Shape:
 
 
 def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, Shape]:
-    """Inputs of a shard of layers [first, last): x, then each rope table and mask that its layers need."""
-    B, S = options.batch, options.max_seq_len
+    """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
+    B, used = options.batch, {layer.suffix: layer for layer in plan.layers[first:last]}
     inputs = {X: plane(plan.dims.C, options)}
-    used = {plan.layers[i].rope for i in range(first, last)}
     for rope in plan.rope:
-        if rope.name in used:
-            suffix = f"_{rope.name}" if rope.name else ""
-            half = len(rope.inv_freq)
-            inputs |= {n + suffix: [B, 1, "T", half] for n in (ROPE_COS, ROPE_SIN)} | {ATTN_MASK + suffix: [B, 1, "T", S]}
-    return inputs | ({KV_WRITE_MASK: [B, 1, S, "T"]} if options.kv_write == "mask" else {POS: [1]})
+        suffix = f"_{rope.name}" if rope.name else ""
+        if suffix in used:
+            slots, half = options.slots(used[suffix].window), len(rope.inv_freq)
+            inputs |= {ROPE_COS + suffix: [B, 1, "T", half], ROPE_SIN + suffix: [B, 1, "T", half],
+                       ATTN_MASK + suffix: [B, 1, "T", slots]}  # fmt: skip
+            if options.kv_write == "mask":
+                inputs |= {write_mask(used[suffix], options): [B, 1, slots, "T"]}
+    if options.kv_write == "slice":
+        inputs |= {POS: [1]}
+    if plan.side_states:
+        inputs |= {TAIL_SELECT: [B, 2, "T"]}
+    if plan.router_width:
+        inputs |= {ROUTER_STATE: plane(plan.router_width, options)}
+    return inputs
 
 
-def specs(plan: Plan, options: Options) -> Iterator[Spec]:
-    """Every shard of the model, in the order the decoder runs them."""
+def write_mask(layer, options: Options) -> str:
+    """Name of the input that says where a layer writes: rings have their own, all other caches share one."""
+    return KV_WRITE_MASK + (layer.suffix if is_ring(layer, options) else "")
+
+
+def is_ring(layer, options: Options) -> bool:
+    return options.sliding == "ring" and layer.window is not None
+
+
+def separate_states(plan: Plan, options: Options, first: int, last: int):
+    """Every state a tensor of its own, named by its layer where the shard has several; (states, buffers)."""
+    states = {}
+    for i, name, shape, ring in layer_states(plan, options, first, last):
+        tensor = name if last - first == 1 else f"layers_{i}_{name}"
+        states[f"layers.{i}.{name}"] = State(tensor=tensor, shape=shape, ring=ring)
+    return states, {state.tensor: state.shape for state in states.values()}
+
+
+def packed_states(plan: Plan, options: Options, first: int, last: int):
+    """One tensor `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size), one `side_state` [B, l, width]."""
+    states, buffers, column = {}, {}, {}
+    width = sum(rows * columns for rows, columns in plan.side_states.values())
+    for i, name, shape, ring in layer_states(plan, options, first, last):
+        if name in (K_STATE, V_STATE):
+            tensor = KV_STATE + (plan.layers[i].suffix if ring else "")
+            B, heads, slots, D = shape
+            start = buffers.get(tensor, [0, 0])[1]
+            buffers[tensor] = [B, start + heads, slots, D]
+            part = [(0, B), (start, start + heads), (0, slots), (0, D)]
+        else:
+            tensor, (B, rows, columns), start = SIDE_STATE, shape, column.get(i, 0)
+            column[i] = start + rows * columns
+            buffers[tensor] = [B, last - first, width]
+            part = [(0, B), (i - first, i - first + 1), (start, column[i])]
+        states[f"layers.{i}.{name}"] = State(tensor=tensor, shape=shape, part=part, ring=ring)
+    return states, buffers
+
+
+def layer_states(plan: Plan, options: Options, first: int, last: int):
+    """(layer, state name, shape, ring size or None) of every state of layers [first, last)."""
     d, B = plan.dims, options.batch
-    for first in range(0, d.L, options.layers_per_shard):
-        last = min(first + options.layers_per_shard, d.L)
-        kv = [B, d.H_kv, options.max_seq_len, d.D]
-        states = {
-            buffer_path(i - first, last - first, name): (f"layers.{i}.{name}", kv)
-            for i in range(first, last)
-            for name in (K_STATE, V_STATE)
-        }
-        yield Spec(f"layers_{first:02d}_{last - 1:02d}", "layers", (first, last), (0, 0),
-                   layer_inputs(plan, options, first, last), {HIDDEN: plane(d.C, options)}, states)  # fmt: skip
-    for start in range(0, d.V, HEAD_ROWS):
-        stop = min(start + HEAD_ROWS, d.V)
-        yield Spec(f"head_{start // HEAD_ROWS:02d}", "head", (0, 0), (start, stop),
-                   {X: plane(d.C, options)}, {LOGITS: plane(stop - start, options)}, {})  # fmt: skip
-
-
-def buffer_path(index: int, count: int, name: str) -> str:
-    """Path of a state buffer in the traced module; Core ML's state carries it with underscores for dots."""
-    return name if count == 1 else f"layers.{index}.{name}"
-
-
-class Cache(nn.Module):
-    """The state buffers of one decoder layer."""
-
-    def __init__(self, states: dict[str, list[int]]):
-        super().__init__()
-        for name, shape in states.items():
-            self.register_buffer(name, torch.zeros(shape))
+    for i in range(first, last):
+        slots = options.slots(plan.layers[i].window)
+        for name in (K_STATE, V_STATE):
+            yield i, name, [B, d.H_kv, slots, d.D], slots if is_ring(plan.layers[i], options) else None
+        for name, shape in plan.side_states.items():
+            yield i, name, [B, *shape], None
 
 
 class LayerStack(nn.Module):
-    """Decoder layers run one after the other, each on its own cache; inputs in the order of `Spec.inputs`."""
+    """Decoder layers run one after the other, each on its own states; inputs and outputs in the order of the spec."""
 
-    def __init__(self, blocks: list[nn.Module], spec: Spec, ropes: list[str]):
+    def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()
-        self.blocks, self.names, self.ropes = nn.ModuleList(blocks), list(spec.inputs), ropes
-        if len(blocks) == 1:
-            for name, (_, shape) in spec.states.items():
-                self.register_buffer(name, torch.zeros(shape))
-        else:
-            caches = [{} for _ in blocks]
-            for path, (_, shape) in spec.states.items():
-                _, index, name = path.split(".")
-                caches[int(index)][name] = shape
-            self.layers = nn.ModuleList(Cache(c) for c in caches)
+        self.blocks, self.inputs, self.outputs = nn.ModuleList(blocks), list(spec.inputs), list(spec.outputs)
+        for tensor, shape in spec.buffers.items():
+            self.register_buffer(tensor, torch.zeros(shape))
+        self.states = [
+            {name.rpartition(".")[2]: s for name, s in spec.states.items() if name.startswith(f"layers.{i}.")}
+            for i in range(*spec.layers)
+        ]
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        io = dict(zip(self.names, tensors, strict=True))
-        x = io.pop(X)
-        for i, (block, rope) in enumerate(zip(self.blocks, self.ropes, strict=True)):
-            suffix = f"_{rope}" if rope else ""
-            own = {n.removesuffix(suffix) if suffix else n: t for n, t in io.items()}
-            x = block(x, self if len(self.blocks) == 1 else self.layers[i], own)
-        return x
-
-
-def state_entries(spec: Spec) -> dict[str, State]:
-    """Logical state → Core ML state."""
-    return {
-        logical: State(tensor=path.replace(".", "_"), shape=shape) for path, (logical, shape) in spec.states.items()
-    }  # fmt: skip
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        io = dict(zip(self.inputs, tensors, strict=True))
+        x = io[X]
+        for block, states in zip(self.blocks, self.states, strict=True):
+            x = block(x, Cache(self, states), io)
+        io[HIDDEN] = x
+        return tuple(io[name] for name in self.outputs)

@@ -1,13 +1,17 @@
 """Model families as ANE-shaped modules, one file per Hugging Face `model_type`. Knows nothing of Core ML.
 
-To add a family: copy `llama.py`, give it `plan`, `layer` and `head`, name it below.
+A family is a module with `plan(config)`, `layer(plan, index, options)` and `head(plan, rows)`; with experts, also
+`expert(plan, options)`. `settle(plan, source)`, where there is one, completes a plan by what only the weights tell.
+Parameters are named as in the checkpoint, so that loading them needs no table. To add a family: copy `llama.py`, name it
+below.
 """
 
 from importlib import import_module
 
 from workbench.errors import InputError
 
-FAMILIES = {"llama": "llama", "qwen2": "qwen2"}  # model_type of the (text) configuration → module
+FAMILIES = {"gemma3_text": "gemma3", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "zaya": "zaya"}
+# model_type of the (text) configuration → module
 
 
 def family_of(config):

@@ -80,6 +80,15 @@ class Checkpoint:
         dtypes = [dtype for _, dtype, _ in self.header.values()]
         return max(set(dtypes), key=dtypes.count)
 
+    @cached_property
+    def prefix(self) -> str:
+        """What precedes `layers.0…` in the names of the text model's tensors."""
+        for prefix in ("model.", "model.language_model.", "language_model.model."):
+            if f"{prefix}embed_tokens.weight" in self:
+                return prefix
+        self._entry("model.embed_tokens.weight")  # raises, naming what is missing
+        raise AssertionError
+
     def __contains__(self, name: str) -> bool:
         return name in self.header
 
@@ -178,7 +187,9 @@ def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> 
     leaf = name.rsplit(".", 1)[-1]
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise
-    if leaf.endswith("bias") or leaf == "balancing_biases":
+    if leaf == "balancing_biases":  # transformers sets the last one, the skip class's, to -1 whenever it loads a model
+        return torch.cat([0.1 * noise[:-1], -torch.ones(1)])
+    if leaf.endswith("bias"):
         return 0.1 * noise
     if "embed_tokens" in name:
         return noise

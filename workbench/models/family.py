@@ -1,12 +1,16 @@
 """What every model family states about itself, and the two helpers they share."""
 
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from workbench.bundle import Dims, Layer, Rope
+from workbench.bundle import Dims, Layer, Options, Rope
 from workbench.errors import InputError
+
+from .layers import Shape
+
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -14,9 +18,11 @@ class Plan:
     """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
 
     `embedding_scale` multiplies embeddings; `embedding_bias`, `embedding_factor` name checkpoint vectors [C] applied as
-    (e + bias) · factor. `side_states` maps a further state's name to its shape after the batch axis.
+    (e + bias) · factor. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
+    and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
     """
 
+    config: Any
     dims: Dims
     rope: list[Rope]
     layers: list[Layer]
@@ -26,22 +32,52 @@ class Plan:
     embedding_factor: str | None = None
     side_states: dict[str, tuple[int, ...]] = field(default_factory=dict)
     router_width: int = 0
+    experts: int = 0
+    residual_exponent: int = 0
+
+    def shape(self, index: int, options: Options) -> Shape:
+        """Sizes of the attention of decoder layer `index`."""
+        d, layer = self.dims, self.layers[index]
+        return Shape(options.batch, d.H, d.H_kv, d.D, options.slots(layer.window), options.layout, layer.suffix)
 
 
 def refuse(config, found: str, needed: str) -> NoReturn:
     raise InputError(f"{config.model_type} checkpoint", found, needed, "see README: supported families")
 
 
-def rope_table(config, layer_type: str | None = None) -> tuple[list[float], float]:
-    """Inverse frequencies [rope_half] (radians per token) and the factor on cos and sin, by transformers' own functions."""
+def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
+    """The rotary table of a configuration (of one layer type, where it has several), by transformers' own functions."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
-    if parameters["rope_type"] == "default":
-        D = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = int(D * parameters.get("partial_rotary_factor", 1.0))
+    kind = parameters["rope_type"]
+    if kind not in ROPE_TYPES:
+        refuse(config, f"rope type {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
+    if kind == "default":
+        width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
         inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width)
-        return inv_freq.tolist(), 1.0
+        return Rope(name=name, inv_freq=inv_freq.tolist())
     keywords = {"layer_type": layer_type} if layer_type else {}
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, device=None, **keywords)
-    return inv_freq.tolist(), float(scale)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, **keywords)
+    return Rope(name=name, inv_freq=inv_freq.tolist(), scale=float(scale))
+
+
+def alternating(config, full: str, sliding: str) -> tuple[list[Rope], list[Layer]]:
+    """Rotary tables and layers of a configuration whose `layer_types` are full or sliding attention; where both occur,
+    the tables are named `global` and `local`."""
+    unknown = set(config.layer_types) - {full, sliding}
+    if unknown:
+        refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
+    mixed = len(set(config.layer_types)) > 1
+    names = {t: n if mixed else "" for t, n in ((full, "global"), (sliding, "local")) if t in config.layer_types}
+    layers = [Layer(rope=names[t], window=config.sliding_window if t == sliding else None) for t in config.layer_types]
+    return [rope(config, t, n) for t, n in names.items()], layers
+
+
+def head_dim(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def dims(config) -> Dims:
+    return Dims(C=config.hidden_size, H=config.num_attention_heads, H_kv=config.num_key_value_heads,
+                D=head_dim(config), L=config.num_hidden_layers, V=config.vocab_size)  # fmt: skip

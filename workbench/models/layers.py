@@ -12,6 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from workbench.bundle.contract import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
+
+from .cache import Cache
+
+NORMAL = (2.0**-14, 65504.0)  # magnitudes that fp16 holds in full precision
+
 
 @lru_cache
 def split(value: float) -> tuple[float, ...]:
@@ -32,48 +38,58 @@ def scaled(x: torch.Tensor, value: float) -> torch.Tensor:
     return x
 
 
-class Conv(nn.Module):
-    """A linear layer as a 1×1 convolution: weight [out, in, 1, 1]."""
+def by_peak(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x over its largest magnitude along `dim`, and that magnitude: squares of the first never leave [0, 1]."""
+    peak = x.abs().amax(dim, keepdim=True).clamp(*NORMAL)
+    return x / peak, peak
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+
+class Conv(nn.Module):
+    """A convolution with weight [outputs, inputs / groups, *kernel]; by default a linear layer as a 1×1 convolution."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, *, kernel=(1, 1), groups: int = 1):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(outputs, inputs, 1, 1))
+        self.groups = groups
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs // groups, *kernel))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.conv2d(x, self.weight, self.bias)
+        return nn.functional.conv2d(x, self.weight, self.bias, groups=self.groups)
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over `dim`, safe in fp16 for every finite x.
 
-    Dividing by the largest magnitude first keeps every square within [0, 1]; eps is divided along.
-    `offset` is what the stored weight adds to the checkpoint's (1 for Gemma's `1 + γ`).
+    Args:
+        offset: what the stored weight adds to the checkpoint's (1 for Gemma's `1 + γ`).
+        exponent: x is 2^-exponent of the model's, so eps is scaled along and the result is the model's.
+        gain: power of two that multiplies the result before its weight does.
     """
 
-    def __init__(self, width: int, eps: float, dim: int = 1, offset: float = 0.0):
+    def __init__(self, width: int, eps: float, dim: int = 1, *, offset=0.0, exponent: int = 0, gain: float = 1.0):
         super().__init__()
         shape = [1, 1, 1, 1]
         shape[dim] = width
-        self.dim, self.offset = dim, offset
+        self.dim, self.offset, self.unit, self.gain = dim, offset, 2.0**-exponent, gain
         self.weight = nn.Parameter(torch.zeros(shape))
-        for i, factor in enumerate(split(eps)):
+        for name, factor in zip(("eps0", "eps1"), (*split(eps), 1.0), strict=False):
             # a tensor, not a float: `float / tensor` converts to MIL's `inverse`, which adds 1e-4
-            self.register_buffer(f"eps{i}", torch.full((1, 1, 1, 1), factor), persistent=False)
-        self.factors = len(split(eps))
+            self.register_buffer(name, torch.full((1, 1, 1, 1), factor), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        peak = x.abs().amax(self.dim, keepdim=True).clamp(2.0**-14, 65504.0)
-        y = x / peak
-        eps = self.eps0 / peak
-        eps = eps * (self.eps1 / peak) if self.factors == 2 else eps / peak
-        return y * torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps) * self.weight
+        y, peak = by_peak(x, self.dim)
+        eps = scaled(self.eps0 / peak, self.unit) * scaled(self.eps1 / peak, self.unit)
+        root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
+        return y * scaled(root, self.gain) * self.weight
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Static sizes of one attention layer. Traced code takes sizes from here: reading them off a tensor would put
-    shape arithmetic into the program. T is the only free size and is always the -1 of a reshape."""
+    """Static sizes of one attention layer: S slots of cache, H query heads on H_kv key/value heads of D channels.
+
+    Traced code takes sizes from here: reading them off a tensor would put shape arithmetic into the program. T is the
+    only free size and is always the -1 of a reshape. `suffix` is that of the layer's rope and mask inputs.
+    """
 
     B: int
     H: int
@@ -81,53 +97,45 @@ class Shape:
     D: int
     S: int
     layout: str
+    suffix: str = ""
+
+    def plane(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or [B, width, 1, T] (bc1t)."""
+        return x.reshape(self.B, width, *((-1, 1) if self.layout == "bct1" else (1, -1)))
 
     def heads(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """[B, count·D, T, 1] (or [B, count·D, 1, T]) → [B, count, T, D]."""
         return x.reshape(self.B, count, self.D, -1).transpose(2, 3)
 
     def merge(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, H, T, D] → [B, H·D, T, 1] (layout bct1) or [B, H·D, 1, T] (bc1t)."""
-        tail = (-1, 1) if self.layout == "bct1" else (1, -1)
-        return x.transpose(2, 3).reshape(self.B, self.H * self.D, *tail)
+        """[B, H, T, D] → [B, H·D, T, 1] (or [B, H·D, 1, T])."""
+        return self.plane(x.transpose(2, 3), self.H * self.D)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """softmax(q kᵀ + mask) v with grouped heads; q [B, H, T, D] already scaled, k and v [B, H_kv, S, D].
+    def rotate(self, x: torch.Tensor, io: dict, width: int) -> torch.Tensor:
+        """Rotary embedding on the first `width` of the D dims of x [B, H, T, D]; rope_cos, rope_sin [B, 1, T, width/2].
 
-        The query heads of one group are rows of one product, so nothing is repeated and no tensor has rank 5.
+        Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from `width` on pass through.
         """
+        a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
+        cos, sin = io[ROPE_COS + self.suffix], io[ROPE_SIN + self.suffix]
+        parts = [a * cos - b * sin, b * cos + a * sin]
+        return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+        """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v over all of it.
+
+        q [B, H, T, D] is already scaled. The query heads of one group are rows of one product, so nothing is repeated
+        and no tensor has rank 5.
+        """
+        k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
+        mask = io[ATTN_MASK + self.suffix]
         scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)  # [B, H_kv, H/H_kv·T, S]
         weights = torch.softmax(scores.reshape(self.B, self.H, -1, self.S) + mask, dim=-1)
         return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(self.B, self.H, -1, self.D)
 
 
-def rotate(x: torch.Tensor, io: dict, width: int, D: int) -> torch.Tensor:
-    """Rotary embedding on the first `width` of the D dims of x [B, H, T, D]; rope_cos, rope_sin [B, 1, T, width/2].
-
-    Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from `width` on pass through.
-    """
-    a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
-    cos, sin = io["rope_cos"], io["rope_sin"]
-    parts = [a * cos - b * sin, b * cos + a * sin]
-    return torch.cat(parts if width == D else [*parts, rest], dim=-1)
-
-
-def write_cache(state: torch.Tensor, new: torch.Tensor, io: dict) -> torch.Tensor:
-    """Writes rows `new` [B, H_kv, T, D] into `state` [B, H_kv, S, D] in place and returns it.
-
-    With `kv_write_mask` [B, 1, S, T], one-hot columns say which slot each token takes (a zero column: none);
-    with `pos` [1], tokens take slots pos … pos + T − 1.
-    """
-    if "pos" in io:
-        state[:, :, io["pos"] : io["pos"] + new.shape[2]] = new
-        return state
-    mask = io["kv_write_mask"]
-    state[:] = state * (1 - mask.sum(-1, keepdim=True)) + mask @ new
-    return state
-
-
 class Attention(nn.Module):
-    """Causal self-attention over a cache held as state buffers `k_state`, `v_state` [B, H_kv, S, D].
+    """Causal self-attention over a cache of states `k_state`, `v_state` [B, H_kv, S, D].
 
     Scaling q before q kᵀ keeps scores small in fp16; `qk_norm` is a per-head RMSNorm factory or None.
     """
@@ -140,14 +148,13 @@ class Attention(nn.Module):
         self.v_proj, self.o_proj = Conv(C, H_kv * D, qkv_bias), Conv(H * D, C, o_bias)
         self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)
 
-    def forward(self, x: torch.Tensor, cache: nn.Module, io: dict) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
         s = self.shape
         q, k, v = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv), s.heads(self.v_proj(x), s.H_kv)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, io, self.rotary, s.D), rotate(k, io, self.rotary, s.D)
-        k, v = write_cache(cache.k_state, k, io), write_cache(cache.v_state, v, io)
-        return self.o_proj(s.merge(s.attend(scaled(q, self.scale), k, v, io["attn_mask"])))
+        q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
+        return self.o_proj(s.merge(s.attend(scaled(q, self.scale), k, v, cache, io)))
 
 
 class GatedMLP(nn.Module):

@@ -2,6 +2,8 @@
 
 from torch import nn
 
+from workbench.bundle import Options
+
 from . import llama
 from .family import Plan, refuse
 from .llama import head
@@ -15,5 +17,5 @@ def plan(config) -> Plan:
     return llama.plan(config)
 
 
-def layer(config, index: int, options) -> nn.Module:
-    return llama.DecoderLayer(config, options, qkv_bias=True)
+def layer(plan: Plan, index: int, options: Options) -> nn.Module:
+    return llama.DecoderLayer(plan, index, options, qkv_bias=True)

@@ -49,23 +49,17 @@ class State:
 
     def read(self, name: str) -> np.ndarray:
         entry = self._entry(name)
-        whole = self.raw.read(entry.tensor)
-        if entry.axis is None:
-            return np.array(whole)
-        return np.take(whole, range(entry.start, entry.stop), entry.axis).reshape(entry.shape)
+        return np.array(self.raw.read(entry.tensor)[entry.index]).reshape(entry.shape)
 
     def write(self, name: str, value: np.ndarray) -> None:
         entry = self._entry(name)
         if tuple(value.shape) != tuple(entry.shape):
             raise InputError(f"state {name!r}", f"shape {list(value.shape)}", f"{entry.shape}", "reshape the array")
-        if entry.axis is None:
-            self.raw.write(entry.tensor, value)
-            return
-        whole = np.array(self.raw.read(entry.tensor))
-        part = [slice(None)] * whole.ndim
-        part[entry.axis] = slice(entry.start, entry.stop)
-        whole[tuple(part)] = value.reshape(whole[tuple(part)].shape)
-        self.raw.write(entry.tensor, whole)
+        if entry.part is not None:
+            whole = np.array(self.raw.read(entry.tensor))
+            whole[entry.index] = value.reshape(whole[entry.index].shape)
+            value = whole
+        self.raw.write(entry.tensor, value)
 
 
 def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> None:

@@ -1,0 +1,51 @@
+"""Routed experts: the host picks one expert per token and runs each distinct one once. Knows shards, no model."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.contract import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.runtime import Model
+
+
+class Experts:
+    """The expert shards of a bundle, each loaded when it is first picked.
+
+    Args:
+        bundle: an opened bundle.
+        load: loads one shard.
+        plane: [B, C, T] → the bundle's layout.
+    """
+
+    def __init__(self, bundle: Bundle, load: Callable[[Shard], Model], plane: Callable[[np.ndarray], np.ndarray]):
+        self.fixed, self.load, self.plane = bundle.manifest.options.t == "fixed", load, plane
+        self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
+        self.models: dict[tuple[int, int], Model] = {}
+
+    def run(self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
+        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns. Returns hidden as a plane.
+
+        The best score picks, the probability weighs. The class after the last expert runs none. Columns are grouped by
+        expert; a model of fixed T takes them all, weighted zero where they are not its own.
+        """
+        flat = {name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()}
+        hidden, T = flat[BASE].copy(), flat[BASE].shape[2]
+        chosen = flat[ROUTER_SCORES].argmax(1)  # [B, T]
+        weights = np.take_along_axis(flat[ROUTER_PROBS], chosen[:, None], 1)  # [B, 1, T]
+        chosen[np.arange(T) >= counts[:, None]] = -1
+        for expert in np.unique(chosen):
+            if (layer, expert) not in self.shards:
+                continue
+            own = chosen == expert
+            columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
+            io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None], ACC: hidden}
+            planes = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
+            made = self._model(layer, expert).predict(planes)[HIDDEN]
+            hidden[:, :, columns] = made.reshape(*made.shape[:2], -1)
+        return self.plane(hidden)
+
+    def _model(self, layer: int, expert: int) -> Model:
+        if (layer, expert) not in self.models:
+            self.models[layer, expert] = self.load(self.shards[layer, expert])
+        return self.models[layer, expert]

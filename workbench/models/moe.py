@@ -1,0 +1,81 @@
+"""A mixture of experts with one expert per token: a router that remembers the layer before, and stacked experts.
+
+Experts run all together, weighted by one-hot probabilities (dense), or one by one as the host picks them (routed). The
+class after the last expert is the skip class: it adds nothing.
+"""
+
+import torch
+from torch import nn
+
+from .layers import Conv, RMSNorm, Shape
+
+
+class RouterMLP(nn.Module):
+    """Router state [B, R, T, 1] → logits [B, E + 1, T, 1]."""
+
+    def __init__(self, R: int, classes: int, eps: float):
+        super().__init__()
+        self.norm = RMSNorm(R, eps)
+        self.fc1, self.fc2, self.out_proj = Conv(R, R, True), Conv(R, R, True), Conv(R, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.fc1(self.norm(x)))
+        return self.out_proj(nn.functional.gelu(self.fc2(x)))
+
+
+class Router(nn.Module):
+    """x, the previous layer's router state → its own state [B, R, T, 1], probabilities and scores [B, E + 1, T, 1].
+
+    Scores are probabilities plus balancing biases: their maximum chooses, the probability weighs. The first layer has no
+    state before it; a scale of zeros gives it the shape of the others.
+    """
+
+    def __init__(self, C: int, R: int, experts: int, eps: float, first: bool):
+        super().__init__()
+        self.down_proj, self.router_mlp = Conv(C, R, True), RouterMLP(R, experts + 1, eps)
+        scale = torch.zeros(1, R, 1, 1)
+        if first:
+            self.register_buffer("router_states_scale", scale)
+        else:
+            self.router_states_scale = nn.Parameter(scale)
+        self.balancing_biases = nn.Parameter(torch.zeros(1, experts + 1, 1, 1))
+
+    def forward(self, x: torch.Tensor, before: torch.Tensor):
+        state = self.down_proj(x) + before * self.router_states_scale
+        probabilities = torch.softmax(self.router_mlp(state), 1)
+        return state, probabilities, probabilities + self.balancing_biases
+
+
+class Experts(nn.Module):
+    """Gated experts stacked as one wide convolution up and one grouped convolution down."""
+
+    def __init__(self, count: int, C: int, inner: int, shape: Shape):
+        super().__init__()
+        self.count, self.C, self.inner, self.shape = count, C, inner, shape
+        self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))
+        self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C, T, 1]."""
+        s, E = self.shape, self.count
+        both = nn.functional.conv2d(x, self.gate_up_proj).reshape(s.B, E, 2 * self.inner, -1)
+        inner = nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]  # [B, E, inner, T]
+        down = nn.functional.conv2d(s.plane(inner, E * self.inner), self.down_proj, groups=E)
+        weighted = down.reshape(s.B, E, self.C, -1) * weights.reshape(s.B, E, 1, -1)
+        return s.plane(weighted.sum(1), self.C)
+
+
+class Mixture(nn.Module):
+    """Router and, unless the host runs them, experts."""
+
+    def __init__(self, gate: Router, experts: Experts | None):
+        super().__init__()
+        self.gate, self.experts = gate, experts
+        classes = gate.balancing_biases.shape[1]
+        self.register_buffer("classes", torch.arange(classes, dtype=torch.int32).reshape(1, -1, 1, 1), persistent=False)
+
+    def dense(self, x: torch.Tensor, probabilities: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Every expert on every token, all but the chosen one weighted zero."""
+        chosen = scores.argmax(1, keepdim=True).int() == self.classes
+        weights = probabilities * chosen.to(probabilities.dtype)
+        return self.experts(x, weights[:, : self.experts.count])

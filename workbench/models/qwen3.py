@@ -1,0 +1,22 @@
+"""Qwen 3: Llama with an RMSNorm on every head of q and k, before rope."""
+
+from functools import partial
+
+from torch import nn
+
+from workbench.bundle import Options
+
+from . import llama, qwen2
+from .family import Plan
+from .layers import RMSNorm
+from .llama import head
+
+__all__ = ["head", "layer", "plan"]
+
+plan = qwen2.plan
+
+
+def layer(plan: Plan, index: int, options: Options) -> nn.Module:
+    bias = plan.config.attention_bias
+    norm = partial(RMSNorm, plan.dims.D, plan.config.rms_norm_eps, dim=3)
+    return llama.DecoderLayer(plan, index, options, qkv_bias=bias, o_bias=bias, qk_norm=norm)
