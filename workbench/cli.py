@@ -156,12 +156,12 @@ def check(
     json: Json = False,
 ) -> None:
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory."""
-    from workbench.bundle import Bundle
+    from workbench.decode import Decoder
     from workbench.eval import checklist, gates
     from workbench.eval.golden import Golden
     from workbench.eval.memory import parse_bytes
 
-    found = checklist.check(Bundle.open(bundle), runtime, golden=Golden.load(golden) if golden else None,
+    found = checklist.check(Decoder(bundle, runtime), golden=Golden.load(golden) if golden else None,
                             machine=parse_bytes(memory) if memory else None, progress=not json)  # fmt: skip
     result = {"verdict": gates.verdict(found), "gates": [g.json() for g in found]}
     show(result, json, [result["verdict"], *gate_lines(found)])
@@ -195,7 +195,7 @@ def validate(
     Ts = range(1, decoder.options.t_max + 1) if all_t else None
     found = judge(decoder, reference, Ts, progress=not json)
     if tasks and checkpoint:
-        found.gates.append(answers.gate(decoder, Checkpoint(checkpoint), answers.load_tasks(tasks)))
+        found.gates += answers.judge(decoder, Checkpoint(checkpoint), answers.load_tasks(tasks))
     result = found.json()
     if log:
         row = runs.describe(decoder.bundle, decoder) | {"verdict": found.verdict, "command": "validate",

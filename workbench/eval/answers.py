@@ -76,11 +76,30 @@ def fitting(tasks: Sequence[dict], encode: Callable[[str], list[int]], S: int) -
     return [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
 
 
-def gate(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]) -> gates.Gate:
-    """GREEN when the bundle answers as many prompts as the golden does (of those that fit max_seq_len)."""
+def judge(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[gates.Gate]:
+    """The bundle answers as many prompts as the golden, and the golden as many as the checkpoint's evaluation says.
+
+    The second gate is the only one that a fault shared by golden and bundle (a wrong rope in config.json) cannot pass:
+    against each other they agree. Prompts that do not fit max_seq_len are left out.
+    """
     chosen = fitting(tasks, tokenizer(checkpoint.path).encode, decoder.options.max_seq_len)
     if not chosen:
-        return gates.not_run("answers", f"no prompt fits max_seq_len = {decoder.options.max_seq_len}")
+        return [gates.not_run("answers", f"no prompt fits max_seq_len = {decoder.options.max_seq_len}")]
     golden, found = golden_answers(checkpoint, chosen), bundle_answers(decoder, chosen)
-    return gates.at_least("answers", sum(found) / len(chosen), sum(golden) / len(chosen),
-                          f"{sum(found)} of {len(chosen)} known answers, the golden {sum(golden)}")  # fmt: skip
+    return [
+        gates.at_least("answers", sum(found) / len(chosen), sum(golden) / len(chosen),
+                       f"{sum(found)} of {len(chosen)} known answers, the golden {sum(golden)}"),
+        _as_evaluated(checkpoint, sum(golden), len(chosen)),
+    ]  # fmt: skip
+
+
+def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
+    """At least the recorded accuracy, less three standard errors of a sample of `count`."""
+    try:
+        recorded = json.loads((checkpoint.path / "evaluation.json").read_text())
+        expected = recorded["heldout_right"] / recorded["heldout_questions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return gates.not_run("golden_answers", "the checkpoint records no accuracy (evaluation.json)")
+    slack = 3 * (max(expected * (1 - expected), 0.01) / count) ** 0.5
+    return gates.at_least("golden_answers", right / count, expected - slack,
+                          f"the golden answers {right} of {count}, its evaluation says {expected:.3f}")  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench import mil
 from workbench.bundle import Bundle
-from workbench.bundle.contract import HIDDEN
+from workbench.bundle.contract import BASE, HIDDEN
 from workbench.decode import Decoder
 from workbench.errors import InputError
 
@@ -81,7 +81,7 @@ def lifetime(decoder: Decoder, rng) -> list[Gate]:
 
         def after(*calls, model=model):
             state = model.make_state()
-            return [model.predict(call, state)[HIDDEN] for call in calls][-1]
+            return [_stream(model.predict(call, state)) for call in calls][-1]
 
         if any(np.any(model.make_state().read(n)) for n in model.shard.states):
             dirty.append(model.shard.name)
@@ -91,7 +91,7 @@ def lifetime(decoder: Decoder, rng) -> list[Gate]:
         a, b = model.make_state(), model.make_state()
         model.predict(first, a)
         model.predict(other, b)
-        if not np.array_equal(model.predict(second, a)[HIDDEN], alone):
+        if not np.array_equal(_stream(model.predict(second, a)), alone):
             mixed.append(model.shard.name)
     return [
         gates.holds("state_is_used", not stuck, f"the first token leaves no trace in: {', '.join(stuck)}" if stuck
@@ -183,7 +183,7 @@ def stale_rows(decoder: Decoder, rng) -> Gate:
                     for name, entry in model.shard.states.items():
                         if name.endswith(("k_state", "v_state")):
                             state.write(name, (fill * local.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
-                out = model.predict(_inputs(decoder, model.shard, np.random.default_rng(2 + call), call, 1), state)[HIDDEN]
+                out = _stream(model.predict(_inputs(decoder, model.shard, np.random.default_rng(2 + call), call, 1), state))
             results.append(out)
         if not np.array_equal(*results):
             worst = worst or f"{model.shard.name}: max |Δ| = {np.abs(results[0] - results[1]).max():.3g}"
@@ -199,7 +199,7 @@ def nan_is_noticed(decoder: Decoder, rng) -> Gate:
         value = np.zeros(model.shard.states[name].shape, np.float16)
         value[..., -1, :] = np.nan
         state.write(name, value)
-        if np.isfinite(model.predict(_inputs(decoder, model.shard, rng, 0, 1), state)[HIDDEN]).all():
+        if np.isfinite(_stream(model.predict(_inputs(decoder, model.shard, rng, 0, 1), state))).all():
             hidden.append(model.shard.name)
     return gates.holds("nan_in_state_is_noticed", not hidden, f"swallowed by: {', '.join(hidden)}" if hidden
                        else "a NaN in an unwritten row reaches the output, where the finite gate sees it")  # fmt: skip
@@ -225,6 +225,11 @@ def fits(bundle: Bundle, machine: int | None = None) -> Gate:
     budget = memory.of_bundle(bundle, machine or memory.machine_bytes())
     return gates.at_most("memory", budget.total, budget.machine,
                          f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB")
+
+
+def _stream(outputs: dict[str, np.ndarray]) -> np.ndarray:
+    """The residual stream a shard hands on: its hidden output, or a router shard's base."""
+    return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]
 
 
 def _inputs(decoder: Decoder, shard, rng, pos: int, T: int) -> dict[str, np.ndarray]:

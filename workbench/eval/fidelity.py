@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle.contract import HIDDEN, K_STATE, ROUTER_STATE, ROUTER_STATE_OUT, V_STATE, X
+from workbench.bundle.contract import K_STATE, ROUTER_STATE, V_STATE, X
 from workbench.decode import Decoder
 from workbench.errors import InputError
 
@@ -56,7 +56,7 @@ def run(decoder: Decoder, golden: Golden, T: int, mode: str = "isolated") -> Tra
         _run_chunk(decoder, golden, span, T, mode == "isolated", hidden, seen)
     k, v = _cache_rows(decoder, n)
     last = golden.hidden[-1] if mode == "isolated" else hidden[len(hidden) - 1]
-    logits = decoder.logits(_batched(decoder, last.T))[0]
+    logits = decoder.logits(_batched(decoder, last.T / 2.0**decoder.manifest.residual_exponent))[0]
     return Trace({i: h for i, h in hidden.items() if i in seen}, k, v, logits)
 
 
@@ -68,26 +68,21 @@ def _batched(decoder: Decoder, row: np.ndarray) -> np.ndarray:
 def _run_chunk(decoder, golden, span, T, isolated, hidden, seen) -> None:
     """One call of every shard over positions `span`, padded with dummy columns to T when it is shorter on a fixed T."""
     B, count = decoder.options.batch, span.stop - span.start
+    counts = np.full(B, count)
     width = decoder.options.t_max if decoder.options.t == "fixed" else count
-    io = decoder.host.inputs(np.full(B, span.start), np.full(B, count), width)
-    x = _columns(decoder, decoder.bundle.embed(golden.ids[None, span])[0], width)
-    router = None
-    for model, state in zip(decoder.layers, decoder.states, strict=True):
+    grow = np.float32(2.0**decoder.manifest.residual_exponent)
+    io = decoder.host.inputs(np.full(B, span.start), counts, width)
+    io[X] = _columns(decoder, decoder.bundle.embed(golden.ids[None, span])[0], width)
+    for index, model in enumerate(decoder.layers):
         first, last = model.shard.layers
         if isolated:
-            x = _columns(decoder, golden.x[first][span], width)
-        feeds = {X: x}
-        if ROUTER_STATE in model.shard.inputs:
-            shape = model.shard.inputs[ROUTER_STATE]
-            if isolated or router is None:
-                before = golden.router[first - 1][span] if first else np.zeros((count, shape[1]), np.float32)
-                router = _columns(decoder, before, width)
-            feeds[ROUTER_STATE] = router
+            io[X] = _columns(decoder, golden.x[first][span] / grow, width)
+            if golden.router is not None and first:
+                io[ROUTER_STATE] = _columns(decoder, golden.router[first - 1][span], width)
         model.hook = _tap(decoder, model.shard, golden, span, isolated, hidden, seen)
-        outputs = model.predict({n: feeds[n] if n in feeds else io[n] for n in model.shard.inputs}, state)
+        io = decoder.run_layers(index, io, counts)
         model.hook = None
-        x, router = outputs[HIDDEN], outputs.get(ROUTER_STATE_OUT, router)
-        hidden[last - 1][span] = x.reshape(B, x.shape[1], -1)[0, :, :count].T
+        hidden[last - 1][span] = io[X].reshape(B, -1, width)[0, :, :count].T * grow
         seen.add(last - 1)
 
 
@@ -108,13 +103,13 @@ def _tap(decoder, shard, golden, span, isolated, hidden, seen):
         layer = inner.get(op.outputs[0][0]) if op.outputs else None
         if layer is None:
             return None
-        count = span.stop - span.start
+        grow = np.float32(2.0**decoder.manifest.residual_exponent)
         flat = outputs[0].reshape(*outputs[0].shape[:2], -1)
-        hidden[layer][span] = flat[0, :, :count].T.numpy()
+        hidden[layer][span] = flat[0, :, : span.stop - span.start].T.numpy() * grow
         seen.add(layer)
         if not isolated:
             return None
-        fed = _columns(decoder, golden.x[layer + 1][span], flat.shape[2])
+        fed = _columns(decoder, golden.x[layer + 1][span] / grow, flat.shape[2])
         fed = fed if decoder.precision == "exact" else fed.astype(np.float16).astype(np.float32)
         return [torch.from_numpy(fed)]
 

@@ -84,27 +84,24 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
     """
     from workbench import mil
 
-    held = {}
+    held: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for shard in bundle.manifest.shards:
         if shard.weights:
             executable = mil.Executable(mil.read(bundle.package(shard)), "exact")
             for tensor, constant in shard.weights.items():
-                held.setdefault(tensor, []).append((shard.rows[0], executable.constant(constant)))
+                value = executable.constant(constant) - shard.offsets.get(tensor, 0.0)
+                held.setdefault(tensor, []).append((shard.rows[0], value))
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)
         if name not in held:
             return checkpoint.tensor(name).half().float()
         parts = [value for _, value in sorted(held[name], key=lambda part: part[0])]
-        if name.endswith("norm.weight"):
-            return parts[0].reshape(shape) - _offset(bundle)
-        return torch.cat([p.reshape(-1, *shape[1:]) for p in parts]).reshape(shape)
+        if parts[0].numel() == np.prod(shape):  # whole, perhaps in every slice (the final norm)
+            return parts[0].reshape(shape)
+        return torch.cat([p.reshape(-1, *shape[1:]) for p in parts])
 
     return read
-
-
-def _offset(bundle: Bundle) -> float:
-    return 1.0 if bundle.manifest.family.startswith("gemma") else 0.0
 
 
 def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weights | None = None,

@@ -63,7 +63,9 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
     limits = gates.LIMITS[decoder.options.compress]
     weights = "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
     where = _where(result.rows, ["update"])
+    theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
     found = [
+        gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}"),
         gates.holds("finite", bool(result.rows["finite"].all()), _nonfinite(result.rows)),
         gates.at_least("update", result._cosines("update").min(), limits.update_cosine,
                        f"worst isolated update against {weights}: {where}"),

@@ -1,0 +1,500 @@
+"""Faults to plant in a loaded bundle: what goes wrong in the wild, each with the gate that must turn RED.
+
+A fault changes one `Decoder` in memory: a step of a shard's program, a constant, the host's tables and masks, the life
+of states. Nothing is exported again, so that every gate can be tried against every fault in seconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workbench import Decoder
+
+FAULTS: dict[str, "Fault"] = {}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`gate` must be RED once `plant(decoder)` is done."""
+
+    name: str
+    gate: str
+    plant: Callable[[Decoder], None]
+
+
+def fault(gate: str):
+    def register(plant):
+        assert plant.__name__ not in FAULTS
+        FAULTS[plant.__name__] = Fault(plant.__name__, gate, plant)
+        return plant
+
+    return register
+
+
+def steps(decoder: Decoder, layer: int, kind: str, module: str = ""):
+    """Steps of one single-layer shard by MIL op and source module (a suffix of its path)."""
+    model = decoder.layers[layer]
+    found = [
+        s for s in model.executable.body.steps
+        if s.op.kind == kind and model.shard.modules.get(s.outputs[0][0] if s.outputs else "", "").endswith(module)
+    ]  # fmt: skip
+    assert found, (kind, module)
+    return found
+
+
+def wrap(step, after: Callable | None = None, before: Callable | None = None) -> None:
+    """Changes what a step returns, or the arguments it is called with."""
+    original = step.function
+
+    def changed(**arguments):
+        result = original(**(before(arguments) if before else arguments))
+        return after(result) if after else result
+
+    step.function = changed
+
+
+def host(decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int], None]) -> None:
+    """Changes the inputs the host makes for a call: change(inputs, offsets, counts, T), in place."""
+    original = decoder.host.inputs
+
+    def inputs(offsets, counts, T, *rest):
+        made = {name: value.copy() for name, value in original(offsets, counts, T, *rest).items()}
+        change(made, offsets, counts, T)
+        return made
+
+    decoder.host.inputs = inputs
+
+
+def constant(decoder: Decoder, layer: int, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Changes a weight of a layer in every step that uses it, and in the shard's table of constants."""
+    model = decoder.layers[layer]
+    name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
+    old = model.executable.constants[name]
+    new = change(old.clone())
+    model.executable.constants[name] = new
+    for step in model.executable.body.steps:
+        for parameter, value in step.constants.items():
+            if value is old:
+                step.constants[parameter] = new
+
+
+# Write addresses
+
+
+@fault("write_address")
+def write_address_off_by_one_at_t_above_1(decoder):
+    def roll(made, offsets, counts, T):
+        if T > 1:
+            made["kv_write_mask"] = np.roll(made["kv_write_mask"], 1, axis=2)
+
+    host(decoder, roll)
+
+
+@fault("write_address")
+def write_address_off_by_one_in_the_last_layer_only(decoder):
+    run = decoder.layers[-1].executable.run
+    decoder.layers[-1].executable.run = lambda inputs, *rest: run(
+        inputs | {"kv_write_mask": inputs["kv_write_mask"].roll(1, 2)}, *rest
+    )
+
+
+@fault("write_address")
+def address_clamped_at_the_last_but_one_slot(decoder):
+    def clamp(made, offsets, counts, T):
+        mask = made["kv_write_mask"]
+        mask[:, :, -2] = np.maximum(mask[:, :, -2], mask[:, :, -1])
+        mask[:, :, -1] = 0
+
+    host(decoder, clamp)
+
+
+@fault("write_address")
+def tokens_dropped_when_the_chunk_is_long(decoder):
+    host(decoder, lambda made, o, c, T: made["kv_write_mask"][..., 2:].fill(0))
+
+
+@fault("same_for_every_T")
+def tokens_of_a_chunk_written_in_reverse(decoder):
+    # the same rows change, each with another token's content: only T > 1 shows it
+    host(decoder, lambda made, o, c, T: made.update(kv_write_mask=made["kv_write_mask"][..., ::-1].copy()))
+
+
+
+
+@fault("state_is_used")
+def state_never_written(decoder):
+    for step in steps(decoder, 1, "write_state"):
+        step.function = lambda **_: None
+
+
+@fault("write_address")
+def only_the_first_head_is_written(decoder):
+    def first_head(arguments):
+        old, new = arguments["input"].value, arguments["data"]
+        return arguments | {"data": torch.cat([new[:, :1], old[:, 1:]], dim=1)}
+
+    for step in steps(decoder, 0, "write_state"):
+        wrap(step, before=first_head)
+
+
+@fault("stale_rows")
+def rows_added_instead_of_replaced(decoder):
+    for step in steps(decoder, 0, "sub", "self_attn"):
+        if step.op.inputs["y"].name.startswith("var") and step.outputs[0][1].shape[-1] == 1:
+            wrap(step, after=torch.ones_like)
+
+
+@fault("kv")
+def keys_and_values_swapped(decoder):
+    run = decoder.layers[2].executable.run
+
+    def swapped(inputs, state, hook=None):
+        return run(inputs, {"k_state": state["v_state"], "v_state": state["k_state"]}, hook)
+
+    decoder.layers[2].executable.run = swapped
+
+
+# Life of states
+
+
+@fault("fresh_state_is_zero")
+def a_new_sequence_gets_the_old_state(decoder):
+    for model in decoder.layers:
+        made = model.make_state()
+        model.make_state = lambda made=made: made
+
+
+@fault("state_is_used")
+def a_new_state_for_every_token(decoder):
+    for model in decoder.layers:
+        predict = model.predict
+        model.predict = lambda inputs, state=None, m=model, p=predict: p(inputs, m.make_state())
+
+
+@fault("states_are_independent")
+def all_states_of_a_model_are_one(decoder):
+    for model in decoder.layers:
+        predict, shared = model.predict, model.make_state()
+        model.predict = lambda inputs, state=None, p=predict, s=shared: p(inputs, s)
+
+
+@fault("overflow_raises")
+def position_past_the_cache_is_clamped(decoder):
+    inputs = decoder.host.inputs
+    S = decoder.options.max_seq_len
+    decoder.host.inputs = lambda offsets, counts, T, *rest: inputs(np.minimum(offsets, S - T), counts, T, *rest)
+
+
+@fault("nan_in_state_is_noticed")
+def nan_hidden_by_a_finite_read(decoder):
+    for layer in range(len(decoder.layers)):
+        for step in steps(decoder, layer, "read_state"):
+            wrap(step, after=torch.nan_to_num)
+
+
+# Rope
+
+
+@fault("kv")
+def rope_of_the_wrong_base(decoder):
+    table = decoder.host.inputs
+    inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
+
+    def inputs(offsets, counts, T, *rest):
+        made = table(offsets, counts, T, *rest)
+        angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * inv**1.2
+        return made | {"rope_cos": np.cos(angles).astype(np.float32), "rope_sin": np.sin(angles).astype(np.float32)}
+
+    decoder.host.inputs = inputs
+
+
+@fault("kv")
+def rope_uses_the_offset_after_the_update(decoder):
+    original = decoder.host.inputs
+
+    def inputs(offsets, counts, T, *rest):
+        late = original(np.minimum(offsets + counts, decoder.options.max_seq_len - T), counts, T, *rest)
+        ropes = {n: v for n, v in late.items() if n.startswith("rope")}
+        return original(offsets, counts, T, *rest) | ropes
+
+    decoder.host.inputs = inputs
+
+
+@fault("same_for_every_T")
+def every_token_of_a_chunk_gets_the_first_position(decoder):
+    def first(made, offsets, counts, T):
+        for name in ("rope_cos", "rope_sin"):
+            made[name] = np.repeat(made[name][:, :, :1], T, axis=2)
+
+    host(decoder, first)
+
+
+@fault("kv")
+def rope_turns_the_other_way(decoder):
+    host(decoder, lambda made, o, c, T: made.update(rope_sin=-made["rope_sin"]))
+
+
+@fault("kv")
+def rope_frequencies_in_reverse(decoder):
+    def flip(made, offsets, counts, T):
+        made.update({n: made[n][..., ::-1].copy() for n in ("rope_cos", "rope_sin")})
+
+    host(decoder, flip)
+
+
+@fault("kv")
+def rope_left_out(decoder):
+    host(decoder, lambda made, o, c, T: made.update(rope_cos=np.ones_like(made["rope_cos"]), rope_sin=made["rope_sin"] * 0))
+
+
+@fault("update")
+def rope_on_keys_but_not_on_queries(decoder):
+    for step in steps(decoder, 1, "concat", "self_attn")[:1]:  # queries are rotated first
+        halves = step.arrays[0][1]
+        a, b = (next(s for s in decoder.layers[1].executable.body.steps if s.outputs and s.outputs[0][0] == h) for h in halves)
+        wrap(a, before=lambda g: {"x": g["x"] * 1, "y": g["y"] * 0})
+        wrap(b, before=lambda g: {"x": g["x"], "y": g["y"] * 0})
+
+
+# Masks
+
+
+@fault("update")
+def mask_of_ones_and_zeros(decoder):
+    host(decoder, lambda made, o, c, T: made.update(attn_mask=(made["attn_mask"] == 0).astype(np.float32)))
+
+
+@fault("update")
+def future_left_visible(decoder):
+    host(decoder, lambda made, o, c, T: made["attn_mask"].fill(0))
+
+
+@fault("same_for_every_T")
+def future_visible_within_a_chunk(decoder):
+    def last(made, offsets, counts, T):
+        made["attn_mask"] = np.repeat(made["attn_mask"][:, :, -1:], T, axis=2)
+
+    host(decoder, last)
+
+
+@fault("update")
+def a_token_does_not_see_itself(decoder):
+    def blind(made, offsets, counts, T):
+        own = made["kv_write_mask"].transpose(0, 1, 3, 2) > 0
+        made["attn_mask"] = np.where(own, np.float32(-1e4), made["attn_mask"])
+
+    host(decoder, blind)
+
+
+@fault("update")
+def window_of_eight_tokens(decoder):
+    def window(made, offsets, counts, T):
+        behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(made["attn_mask"].shape[-1])
+        made["attn_mask"] = np.where(behind < 8, made["attn_mask"], np.float32(-1e4))
+
+    host(decoder, window)
+
+
+@fault("stale_rows")
+def mask_too_weak_to_hide_stale_rows(decoder):
+    host(decoder, lambda made, o, c, T: made.update(attn_mask=made["attn_mask"] / 1e3))
+
+
+@fault("finite")
+def mask_of_minus_infinity_times_zero(decoder):
+    def poison(made, offsets, counts, T):
+        with np.errstate(invalid="ignore"):
+            made["attn_mask"] = (made["attn_mask"] != 0).astype(np.float32) * np.float32(-np.inf)
+
+    host(decoder, poison)
+
+
+# Attention
+
+
+@fault("same_for_every_T")
+def heads_and_tokens_permuted_in_the_output(decoder):
+    # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
+    step = [s for s in steps(decoder, 0, "transpose", "self_attn")][-1]
+    perm = step.constants["perm"]
+    step.function = lambda x, perm=perm: x.reshape([x.shape[p] for p in perm])
+
+
+@fault("update")
+def attention_of_one_layer_removed(decoder):
+    wrap(steps(decoder, 2, "conv", "o_proj")[0], after=torch.zeros_like)
+
+
+@fault("update")
+def query_heads_given_to_the_wrong_group(decoder):
+    heads, groups = decoder.manifest.dims.H, decoder.manifest.dims.H_kv
+    order = torch.arange(heads).reshape(groups, -1).T.reshape(-1)
+    D = decoder.manifest.dims.D
+    rows = torch.cat([torch.arange(D) + h * D for h in order])
+    constant(decoder, 1, "self_attn.q_proj.weight", lambda w: w[rows])
+
+
+@fault("update")
+def score_scale_forgotten(decoder):
+    for step in steps(decoder, 3, "mul", "self_attn"):
+        if "y" in step.constants and step.constants["y"].numel() == 1:
+            step.constants["y"] = torch.ones_like(step.constants["y"])
+
+
+@fault("update")
+def softmax_over_the_queries(decoder):
+    steps(decoder, 0, "softmax")[0].constants["axis"] = -2
+
+
+@fault("update")
+def attention_reads_the_cache_before_the_write(decoder):
+    # the current token's own row is missing from what it attends to
+    model = decoder.layers[1]
+    reads = steps(decoder, 1, "read_state")
+    first = {r.arrays[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
+    late = [r for r in reads if r.outputs[0][0] not in first.values()] if first else reads[-2:]
+    before = {}
+    run = model.executable.run
+
+    def bound(inputs, state, hook=None):
+        before.update({name: cell.value for name, cell in state.items()})
+        return run(inputs, state, hook)
+
+    model.executable.run = bound
+    for step in late:
+        name = step.arrays[0][1]
+        step.function = lambda input, name=name: before[name]
+
+
+# Weights
+
+
+@fault("update")
+def one_tensor_of_another_layer(decoder):
+    other = decoder.layers[3].executable
+    name = decoder.layers[3].shard.weights["model.layers.3.mlp.down_proj.weight"]
+    constant(decoder, 0, "mlp.down_proj.weight", lambda w: other.constants[name].clone())
+
+
+@fault("update")
+def two_shards_swapped(decoder):
+    a, b = decoder.layers[1], decoder.layers[2]
+    a.executable, b.executable = b.executable, a.executable
+
+
+@fault("update")
+def gate_and_up_exchanged(decoder):
+    kept = {}
+    constant(decoder, 1, "mlp.gate_proj.weight", lambda w: kept.setdefault("gate", w))
+    model = decoder.layers[1]
+    up = model.executable.constants[model.shard.weights["model.layers.1.mlp.up_proj.weight"]].clone()
+    constant(decoder, 1, "mlp.up_proj.weight", lambda w: kept["gate"].clone())
+    constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
+
+
+@fault("update")
+def norm_weight_lost(decoder):
+    constant(decoder, 2, "post_attention_layernorm.weight", torch.ones_like)
+
+
+@fault("update")
+def weights_scaled_along_the_wrong_axis(decoder):
+    # per-channel scales applied to inputs instead of outputs
+    def wrong(w):
+        scale = w.abs().amax(dim=(1, 2, 3), keepdim=True)
+        return w / scale * scale.mean() * scale.flatten()[: w.shape[1]].reshape(1, -1, 1, 1) / scale.mean()
+
+    constant(decoder, 0, "self_attn.o_proj.weight", wrong)
+
+
+@fault("update")
+def weights_quantized_to_three_bits(decoder):
+    def coarse(w):
+        step = w.abs().max() / 3
+        return (w / step).round() * step
+
+    constant(decoder, 3, "mlp.up_proj.weight", coarse)
+
+
+@fault("update")
+def a_block_of_weights_zeroed(decoder):
+    def zero(w):
+        w[: w.shape[0] // 8] = 0
+        return w
+
+    constant(decoder, 1, "mlp.down_proj.weight", zero)
+
+
+@fault("finite")
+def one_weight_is_nan(decoder):
+    def poison(w):
+        w[0, 0] = float("nan")
+        return w
+
+    constant(decoder, 0, "mlp.up_proj.weight", poison)
+
+
+@fault("kv")
+def key_weights_transposed(decoder):
+    constant(decoder, 2, "self_attn.k_proj.weight", lambda w: w.flip(1))
+
+
+# MLP and residual
+
+
+@fault("update")
+def another_activation(decoder):
+    steps(decoder, 0, "silu")[0].function = lambda x: torch.nn.functional.gelu(x)
+
+
+@fault("update")
+def attention_counted_half(decoder):
+    wrap(steps(decoder, 1, "conv", "o_proj")[0], after=lambda y: y * 0.5)
+
+
+@fault("update")
+def rms_epsilon_of_one(decoder):
+    for step in steps(decoder, 1, "real_div", "input_layernorm"):
+        if "x" in step.constants:
+            step.constants["x"] = torch.ones_like(step.constants["x"])
+
+
+@fault("finite")
+def squares_that_overflow_fp16(decoder):
+    wrap(steps(decoder, 3, "silu")[0], after=lambda y: y * 1e5)
+
+
+# Head, embedding, decode loop
+
+
+@fault("logits_cosine")
+def a_slice_of_the_head_damaged(decoder):
+    model = decoder.heads[0]
+    name = model.shard.weights["model.embed_tokens.weight"]
+    old = model.executable.constants[name]
+    new = old.clone()
+    new[: len(new) // 8] = new[: len(new) // 8].flip(0)
+    for step in model.executable.body.steps:
+        for parameter, value in step.constants.items():
+            if value is old:
+                step.constants[parameter] = new
+
+
+@fault("logits_cosine")
+def embedding_of_the_next_token(decoder):
+    embed, V = decoder.bundle.embed, decoder.manifest.dims.V
+    decoder.bundle.embed = lambda ids: embed((ids + 1) % V)
+
+
+@fault("logits_kl")
+def logits_of_the_position_before(decoder):
+    logits = decoder.logits
+    decoder.logits = lambda hidden: np.roll(logits(hidden), 1, axis=1)
+
+
+@fault("logits_cosine")
+def final_norm_left_out(decoder):
+    step = [s for s in decoder.heads[0].executable.body.steps if s.op.kind == "mul"][-1]
+    wrap(step, before=lambda g: g | {"x": torch.ones_like(g["x"])})
