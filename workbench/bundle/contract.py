@@ -27,6 +27,11 @@ KV_STATE, SIDE_STATE = "kv_state", "side_state"
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
 
 
+def is_cache(state: str) -> bool:
+    """Whether a logical state (`layers.3.k_state`) holds keys or values, rather than a side state."""
+    return state.rsplit(".", 1)[-1] in (K_STATE, V_STATE)
+
+
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -142,6 +147,11 @@ class State(Part):
     def index(self) -> tuple[slice, ...]:
         """The part of `tensor` as an index."""
         return (slice(None),) if self.part is None else tuple(slice(*span) for span in self.part)
+
+
+def is_cache(state: str) -> bool:
+    """Whether a logical state (`layers.3.k_state`) holds one row per position. (`conv_state` ends in "v_state" too.)"""
+    return state.rpartition(".")[2] in (K_STATE, V_STATE)
 
 
 class Shard(Part):

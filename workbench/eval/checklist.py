@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench import mil
 from workbench.bundle import Bundle
-from workbench.bundle.contract import BASE, HIDDEN
+from workbench.bundle.contract import BASE, HIDDEN, V_STATE, is_cache
 from workbench.decode import Decoder
 from workbench.errors import InputError
 
@@ -55,7 +55,7 @@ def interface(bundle: Bundle) -> list[Gate]:
                 shapes.append(f"{shard.name}: {name} is {'absent' if found is None else found.dtype}")
             elif state.part is None and list(found.shape) != state.shape:
                 shapes.append(f"{shard.name}: {name} is {list(found.shape)}, not {state.shape}")
-            elif name.endswith(("k_state", "v_state")) and state.ring is None and state.shape != [
+            elif is_cache(name) and state.ring is None and state.shape != [
                 o.batch, d.H_kv, o.max_seq_len, d.D,
             ]:  # fmt: skip
                 shapes.append(f"{shard.name}: {name} is {state.shape}, not [B, H_kv, S, D]")
@@ -129,7 +129,7 @@ def write_probe(decoder: Decoder, rng=None, points: Iterable[tuple[int, int]] | 
                 state.write(name, value)
             model.predict(_inputs(decoder, model.shard, rng, pos, T), state)
             for name, value in full.items():
-                if name.endswith(("k_state", "v_state")):
+                if is_cache(name):
                     records.append(_changed(name, model.shard.states[name], value, state.read(name), T, pos))
     return records
 
@@ -181,7 +181,7 @@ def stale_rows(decoder: Decoder, rng) -> Gate:
             for call in range(2):  # two tokens, so that there is a real cache to be confused with
                 if call == 0:
                     for name, entry in model.shard.states.items():
-                        if name.endswith(("k_state", "v_state")):
+                        if is_cache(name):
                             state.write(name, (fill * local.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
                 out = _stream(model.predict(_inputs(decoder, model.shard, np.random.default_rng(2 + call), call, 1), state))
             results.append(out)
@@ -195,7 +195,7 @@ def nan_is_noticed(decoder: Decoder, rng) -> Gate:
     hidden = []
     for model in decoder.layers:
         state = model.make_state()
-        name = next(n for n in model.shard.states if n.endswith("v_state"))
+        name = next(n for n in model.shard.states if n.endswith(f".{V_STATE}"))
         value = np.zeros(model.shard.states[name].shape, np.float16)
         value[..., -1, :] = np.nan
         state.write(name, value)

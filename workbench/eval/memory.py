@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from workbench.bundle import Bundle, Dims, Options
+from workbench.bundle.contract import is_cache
 from workbench.errors import InputError
 
 STORED_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4.5, "lut4": 4, "lut6": 6}
@@ -42,8 +43,8 @@ def machine_bytes() -> int:
 def of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     """Measured from the bundle's own files and states: nothing is estimated but the call buffers."""
     states = {name: state for shard in bundle.manifest.shards for name, state in shard.states.items()}
-    kv = sum(_elements(s.shape) * 2 for n, s in states.items() if n.endswith(("k_state", "v_state")))
-    side = sum(_elements(s.shape) * 2 for n, s in states.items() if not n.endswith(("k_state", "v_state")))
+    kv = sum(_elements(s.shape) * 2 for n, s in states.items() if is_cache(n))
+    side = sum(_elements(s.shape) * 2 for n, s in states.items() if not is_cache(n))
     weights = sum(s.bytes for s in bundle.manifest.shards)
     return Budget(weights, kv, side, bundle.manifest.embedding.file.bytes,
                   _buffers(bundle.manifest.dims, bundle.manifest.options), machine)  # fmt: skip
