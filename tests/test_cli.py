@@ -1,0 +1,169 @@
+"""The commands: JSON keys as documented, RED exits 1, bad input exits 2 with one message and leaves nothing behind."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from workbench.cli import app
+from workbench.errors import InputError
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def run(*arguments, code: int = 0) -> dict:
+    """Runs a command with --json in process and returns its object."""
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments) -> InputError:
+    """Runs a command that must refuse its input."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert isinstance(result.exception, InputError), result.output
+    return result.exception
+
+
+@pytest.fixture(scope="session")
+def llama(exports):
+    return exports.bundle(DATA / "tiny-llama", max_seq_len=64)
+
+
+def test_doctor_names_what_is_here():
+    found = run("doctor")
+    assert {"platform", "python", "macos", "chip", "memory_bytes", "coremltools", "torch", "coreml_available",
+            "ane_available", "default_runtime", "notes"} <= found.keys()  # fmt: skip
+    assert found["default_runtime"] in ("portable", "coreml")
+
+
+def test_export_reports_what_it_made(tmp_path, exports):
+    checkpoint = exports.checkpoint("llama", num_hidden_layers=1)
+    found = run("export", checkpoint, tmp_path / "b", "--max-seq-len", 16, "--t-max", 2)
+    assert {"bundle", "family", "shards", "layers", "bytes", "converted", "stamped", "seconds", "peak_rss_bytes"} <= found.keys()
+    assert (found["family"], found["layers"], found["shards"]) == ("llama", 1, 2)
+    assert found["bytes"] == sum(f.stat().st_size for f in (tmp_path / "b").rglob("*") if f.is_file() and f.name != "bundle.json")
+
+
+def test_check_and_validate_are_green_and_complete(llama, tmp_path):
+    golden = tmp_path / "g.safetensors"
+    run("golden", DATA / "tiny-llama", "--out", golden, "--prompt-ids", "1,69,142,4,100,7,30,31")
+    checked = run("check", llama.root, "--golden", golden)
+    assert checked["verdict"] == "GREEN"
+    assert {"name", "verdict", "value", "threshold", "reason"} == checked["gates"][0].keys()
+    found = run("validate", llama.root, "--golden", golden)
+    assert found["verdict"] == "GREEN"
+    assert {"gates", "worst", "min_cosine", "mean_cosine", "rows", "logits"} <= found.keys()
+    assert {"layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"} == found["worst"].keys()
+    assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found["logits"].keys()
+    assert found["rows"] == 4 * 2 * (4 * 4 + 1) * 8  # T × mode × (layer × tensor + logits) × position
+
+
+def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):
+    golden = tmp_path / "g.safetensors"
+    run("golden", exports.checkpoint("llama", num_hidden_layers=4, hidden_size=128, vocab_size=256), "--out", golden)
+    result = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(golden)])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[0] == "RED" and result.stdout.splitlines()[1].startswith("RED")
+
+
+def test_decode_gives_hugging_face_s_tokens_and_all_logits(llama, tmp_path, exports):
+    ids, new = [1, 4, 69, 173, 13, 4, 72], 24
+    found = run("decode", llama.root, "--prompt-ids", ",".join(map(str, ids)), "--max-new", new, "--precision", "exact",
+                "--logits", tmp_path / "l.npy")  # fmt: skip
+    import torch
+
+    with torch.inference_mode():
+        wanted = exports.hf(DATA / "tiny-llama").generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+    assert found["tokens"] == wanted[0, len(ids) :].tolist()
+    assert {"tokens", "text", "prefill", "decode", "runtime", "precision"} <= found.keys()
+    logits = np.load(tmp_path / "l.npy")
+    assert logits.shape == (len(found["tokens"]) + 1, 256) and logits.dtype == np.float32
+    assert logits[:-1].argmax(1).tolist() == found["tokens"]
+
+
+def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
+    predicted = run("memory", DATA / "tiny-llama", "--max-seq-len", 64)
+    measured = run("memory", llama.root)
+    assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 64 * 32 * 2
+    assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2  # program and alignment come on top
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("export", "nowhere", "out"), "no folder"),
+        (("export", DATA / "tiny-llama", "out", "--max-seq-len", "0"), "max_seq_len"),
+        (("export", DATA / "tiny-llama", "out", "--compress", "int3"), "int3"),
+        (("validate", "nowhere", "--checkpoint", DATA / "tiny-llama"), "bundle.json"),
+        (("decode", "nowhere", "--prompt-ids", "1"), "bundle.json"),
+        (("sweep", "nowhere.yaml"), "grid"),
+        (("report", "99"), "99"),
+        (("memory", DATA / "tiny-llama", "--memory", "lots"), "lots"),
+    ],
+)
+def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in str(refused(*arguments))
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_are_checked(llama):
+    assert "max_seq_len" in str(refused("decode", llama.root, "--prompt-ids", "1," * 64 + "1"))
+    assert "ids from 0 to 255" in str(refused("decode", llama.root, "--prompt-ids", "256"))
+    assert "one of them" in str(refused("decode", llama.root))
+
+
+def test_text_needs_a_tokenizer(exports):
+    bundle = exports.bundle(exports.checkpoint("llama"))
+    assert "tokenizer" in str(refused("decode", bundle.root, "--prompt", "hello"))
+
+
+def test_a_model_type_without_a_family_is_refused(tmp_path):
+    folder = tmp_path / "gpt2"
+    shutil.copytree(DATA / "tiny-llama", folder)
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "gpt2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "gpt2" in str(refused("export", folder, tmp_path / "out"))
+
+
+def damage_truncate(bundle):
+    weights = next(bundle.rglob("weight.bin"))
+    weights.write_bytes(weights.read_bytes()[:-64])
+
+
+def damage_flip(bundle):
+    weights = next(bundle.rglob("weight.bin"))
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+
+
+def damage_lfs(bundle):
+    next(bundle.rglob("weight.bin")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def damage_path(bundle):
+    manifest = bundle / "bundle.json"
+    manifest.write_text(manifest.read_text().replace('"path":"head_00.mlpackage"', '"path":"../head_00.mlpackage"')
+                        .replace('"path": "head_00.mlpackage"', '"path": "../head_00.mlpackage"'))  # fmt: skip
+
+
+def damage_version(bundle):
+    manifest = bundle / "bundle.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(damage_truncate, "bytes"), (damage_flip, "SHA-256"), (damage_lfs, "Git LFS"), (damage_path, "inside the bundle"),
+     (damage_version, "version")],
+)  # fmt: skip
+def test_a_damaged_bundle_is_refused(llama, tmp_path, damage, words):
+    copy = tmp_path / "copy"
+    shutil.copytree(llama.root, copy)
+    damage(copy)
+    assert words in str(refused("decode", copy, "--prompt-ids", "1,2"))
