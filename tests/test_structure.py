@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "report": {"log"},
     "notebook": {"report", "log"},
     "doctor": {"runtime", "log"},
-    "widgets": {"sweep", "runs", "tables", "plots", "eval"},
+    "widgets": {"sweep", "tables", "plots", "eval"},
 }
 
 

@@ -54,11 +54,6 @@ def table(name: str, experiment: str | None = None, root: str | Path | None = No
     return joined[joined["run_id"] == newest].reset_index(drop=True)
 
 
-def of_checkpoint(rows: pd.DataFrame, checkpoint: str | Path) -> pd.DataFrame:
-    """Rows of one checkpoint, by its folder's name."""
-    return rows[rows["checkpoint"] == Path(checkpoint).name]
-
-
 def footer(*run_ids: str) -> pd.DataFrame:
     """The last cell of a notebook: the log rows it stands on and the versions that made them."""
     versions = {k: v for k, v in log.environment().items() if k in ("versions", "commit", "platform")}

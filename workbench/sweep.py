@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench import log, runs
 from workbench import export as exporting
 from workbench.bundle import Bundle, Options
+from workbench.bundle.contract import VERSION
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.eval import golden, speed
@@ -107,7 +109,7 @@ def cells(grid: Grid) -> Iterator[Cell]:
 
 def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` when it is not there yet."""
-    text = json.dumps([checkpoint.sha256, options.model_dump(), exporting.versions()], sort_keys=True)
+    text = json.dumps([VERSION, checkpoint.sha256, options.model_dump(), exporting.versions()], sort_keys=True)
     path = folder / f"{checkpoint.path.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
     if (path / "bundle.json").exists():
         return Bundle.open(path)
@@ -149,6 +151,18 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
             _record_failure(cell, checkpoint, grid.experiment, root, problem)
             counts["failed"] += 1
     return counts
+
+
+def stored(grid: Grid, root: str | Path | None = None) -> dict[str, pd.DataFrame]:
+    """What the log holds of a grid: tables `samples`, `layers`, `fidelity` with settings joined on, newest runs only."""
+    found = {name: runs.table(name, grid.experiment, root) for name in ("samples", "layers", "fidelity")}
+    axes = {**grid.export, "checkpoint": [Path(grid.checkpoint).name], "T": grid.run.T}
+    for name, frame in found.items():
+        for axis, values in axes.items():
+            if axis in frame and not (axis == "T" and name == "fidelity"):
+                frame = frame[frame[axis].isin(values)]
+        found[name] = frame
+    return found
 
 
 def _find(checkpoint: str, root: Path) -> Path:

@@ -13,7 +13,7 @@ import ipywidgets as ui
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from workbench import plots, runs, sweep, tables
+from workbench import plots, sweep, tables
 from workbench.eval.gates import LIMITS
 
 WIDTH_PX = 900
@@ -82,7 +82,7 @@ class Explorer(Panel):
         tensors = ui.Dropdown(options=["update", "k", "v", "hidden", "logits"], description="tensor")
         super().__init__({"max_seq_len": _slider("max_seq_len", lengths), "T": _slider("T", sorted(self.grid.run.T)),
                           "tensor": tensors})  # fmt: skip
-        self.run_button = ui.Button(description="Run what is missing", icon="play", layout=ui.Layout(width="12em"))
+        self.run_button = ui.Button(description="Run what is missing", icon="play", layout=ui.Layout(width="15em"))
         self.run_button.on_click(lambda _: self.run_missing())
         self.output = ui.Output()
         self.box = ui.VBox([ui.HBox(list(self.controls.values())), ui.HBox([self.run_button, self.message]),
@@ -91,9 +91,7 @@ class Explorer(Panel):
 
     def refresh(self) -> None:
         """Reads the log again and draws."""
-        name = Path(self.grid.checkpoint).name
-        of = {t: runs.table(t, self.grid.experiment, self.root) for t in ("samples", "layers", "fidelity")}
-        self.stored = {t: frame[frame["checkpoint"] == name] for t, frame in of.items()}
+        self.stored = sweep.stored(self.grid, self.root)
         self.draw()
 
     def run_missing(self) -> None:
@@ -122,7 +120,7 @@ class Explorer(Panel):
         self._heatmap(fidelity, T, tensor, left)
         self._speed(data["samples"], length, T, right)
         self.show_figure(figure)
-        self.table.value = tables.worst(fidelity, 3).to_html(index=False, float_format="{:.6g}".format) if len(fidelity) else ""
+        self.table.value = tables.worst(fidelity, 3).to_html(index=False, border=0, float_format="{:.6g}".format) if len(fidelity) else ""
         measured = data["layers"][(data["layers"]["max_seq_len"] == length) & (data["layers"]["T"] == T)]
         ms = f"{measured['layer_ms'].median():.3f} ms per layer" if len(measured) else "not measured: press Run"
         self.message.value = f"max_seq_len {length}, T {T}: {ms}"
