@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 PAD, BOS, EOS, UNKNOWN = SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
-END, HUM = ";", "um"
+END, HUM, ECHO = ";", "um", ("echo",)
 DIGITS = tuple("0123456789")
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 KEYS = tuple(
@@ -100,21 +100,30 @@ def sentence(rng: random.Random, distance: int) -> Statement:
     return Statement(tuple(words), (VERBS[NOUNS.index(subject)],))
 
 
+def pair(rng: random.Random, key: str) -> tuple[Statement, Statement]:
+    """The definition of a key, and its question."""
+    value = rng.choice(VALUES)
+    return Statement(("set", key, value)), Statement(("get", key), (value,))
+
+
+def string(rng: random.Random) -> tuple[Statement, Statement]:
+    """A few letters to say, and the request to echo them."""
+    letters = tuple(rng.sample(LETTERS, rng.randint(4, 12)))
+    return Statement(("say", *letters)), Statement(ECHO, letters)
+
+
 class Speaker:
     """Writes a document and remembers which definitions still wait for their question.
 
-    Every ``set`` and ``say`` draws how many words later its answer is asked, so long distances are as common as
-    wanted.  A key is defined once per document and at most one string is waiting: every answer is unambiguous.
-
-    ``words`` is the document so far, ``answers`` says of each word whether it is (part of) a known answer.
-    ``horizon`` is the length of text within which every question is to be asked.
+    Every ``set`` and ``say`` draws how many words later its answer is asked, evenly up to the ``horizon``, so that long
+    distances are common.  A key is defined once per document and at most one string is waiting: every answer is
+    unambiguous.  ``words`` is the document so far, ``answers`` says of each word whether it belongs to an answer.
     """
 
-    def __init__(self, rng: random.Random, horizon: int, copies: bool = True):
-        self.rng, self.horizon = rng, horizon
+    def __init__(self, rng: random.Random, horizon: int, strings: bool = True):
+        self.rng, self.horizon, self.strings = rng, horizon, strings
         self.words, self.answers = [BOS], [False]
         self.keys = rng.sample(KEYS, len(KEYS))  # not yet defined
-        self.copies = copies  # whether a string may be said now
         self.waiting: list[tuple[int, Statement]] = []  # a heap of (due position, question)
 
     def write(self, statement: Statement) -> None:
@@ -123,38 +132,30 @@ class Speaker:
 
     def write_until(self, end: int) -> None:
         """Fill the document to exactly ``end`` words; where a statement does not fit, hum one word and go on."""
-        while len(self.words) < end:
-            due = self.waiting and self.waiting[0][0] <= len(self.words)
+        while (position := len(self.words)) < end:
+            due = self.waiting and self.waiting[0][0] <= position
             statement, question = (self.waiting[0][1], None) if due else self._invent()
-            if len(self.words) + len(statement.ask) + len(statement.answer) + 1 > end:
+            if position + len(statement.ask) + len(statement.answer) + 1 > end:
                 self.words.append(HUM)
                 self.answers.append(False)
                 continue
             if due:
                 heapq.heappop(self.waiting)
-                self.copies = self.copies or statement.ask == ("echo",)
             if question:
-                self.keys = [key for key in self.keys if key not in question.ask]
-                self.copies = self.copies and question.ask != ("echo",)
-                wait = int(max(0, self.horizon - len(self.words)) * self.rng.random())
-                heapq.heappush(self.waiting, (len(self.words) + wait, question))
+                wait = int(max(0, self.horizon - position) * self.rng.random())
+                heapq.heappush(self.waiting, (position + wait, question))
             self.write(statement)
 
     def _invent(self) -> tuple[Statement, Statement | None]:
         """A new statement and the question, if any, that it makes answerable."""
         kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 2, 2))[0]
         if kind == "recall" and self.keys:
-            return definition("set", "get", (self.rng.choice(self.keys),), (self.rng.choice(VALUES),))
-        if kind == "copy" and self.copies:
-            return definition("say", "echo", (), tuple(self.rng.sample(LETTERS, self.rng.randint(4, 12))))
+            return pair(self.rng, self.keys.pop())
+        if kind == "copy" and self.strings and all(question.ask != ECHO for _, question in self.waiting):
+            return string(self.rng)
         if kind == "grammar":
             return sentence(self.rng, 7 + int(125 * self.rng.random() ** 4)), None
         return addition(self.rng), None
-
-
-def definition(tell: str, ask: str, subject: tuple, answer: tuple) -> tuple[Statement, Statement]:
-    """What defines an answer, and the question for it."""
-    return Statement((tell, *subject, *answer)), Statement((ask, *subject), answer)
 
 
 def document(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
@@ -165,31 +166,6 @@ def document(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
     return [*speaker.words, "bye", END, EOS], [*speaker.answers, False, True, True]
 
 
-def question(rng: random.Random, task: str, distance: int) -> Question:
-    """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random length."""
-    speaker = Speaker(rng, horizon=512, copies=False)
-    speaker.write_until(1 + rng.randint(0, min(100, 490 - distance)))
-    if task == "sum":
-        asked = addition(rng, held_out=True)
-    elif task == "grammar":
-        asked = sentence(rng, distance)
-    else:
-        if task == "recall":
-            told, asked = definition("set", "get", (speaker.keys.pop(),), (rng.choice(VALUES),))
-        else:
-            told, asked = definition("say", "echo", (), tuple(rng.sample(LETTERS, rng.randint(4, 12))))
-        speaker.write(told)
-        between = distance - len(asked.ask) - len(asked.answer) - 1
-        speaker.write_until(len(speaker.words) + between)
-    return Question(task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer))
-
-
-def questions(seed: int, per_cell: int) -> list[Question]:
-    """``per_cell`` questions for every task and distance; the same seed always gives the same list."""
-    rng = random.Random(f"questions {seed}")
-    return [question(rng, task, d) for task, ds in DISTANCES.items() for d in ds for _ in range(per_cell)]
-
-
 def repetition(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
     """A warm-up text of ``length`` words: strings of random words, each said twice; the second time is an answer."""
     words, answers = [BOS], [False]
@@ -198,6 +174,27 @@ def repetition(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
         words += said + said
         answers += [False] * (len(said) + 1) + [True] * (len(said) - 1)
     return words[:length], answers[:length]
+
+
+def question(rng: random.Random, task: str, distance: int) -> Question:
+    """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random length."""
+    speaker = Speaker(rng, horizon=512, strings=False)
+    speaker.write_until(1 + rng.randint(0, min(100, 490 - distance)))
+    if task == "sum":
+        asked = addition(rng, held_out=True)
+    elif task == "grammar":
+        asked = sentence(rng, distance)
+    else:
+        told, asked = pair(rng, speaker.keys.pop()) if task == "recall" else string(rng)
+        speaker.write(told)
+        speaker.write_until(len(speaker.words) + distance - len(told.ask) - 1)
+    return Question(task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer))
+
+
+def questions(seed: int, per_cell: int) -> list[Question]:
+    """``per_cell`` questions for every task and distance; the same seed always gives the same list."""
+    rng = random.Random(f"questions {seed}")
+    return [question(rng, task, d) for task, ds in DISTANCES.items() for d in ds for _ in range(per_cell)]
 
 
 def held_out() -> list[Question]:

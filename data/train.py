@@ -45,8 +45,8 @@ FAMILIES = {  # what transformers' configuration class of the family gets beside
     ),
     "zaya": dict(model_type="zaya", moe_intermediate_size=128, num_experts=4, router_hidden_size=32),
 }  # fmt: skip
-STEPS, TOKENS_PER_STEP, WARM_UP = 1500, 4096, 300
-CURRICULUM = ((0.25, 64), (0.45, 128), (0.65, 256), (1.0, 512))  # up to this share of the steps, texts this long
+STEPS, TOKENS_PER_STEP, WARM_UP = 1500, 4096, 500
+CURRICULUM = ((0.35, 64), (0.5, 128), (0.7, 256), (1.0, 512))  # up to this share of the steps, texts this long
 SKIP_SHARE = 0.1  # of the tokens that ZAYA's routers should send to no expert
 
 
@@ -67,6 +67,9 @@ def new_model(family: str) -> PreTrainedModel:
                 tensor.fill_(1.0)
             if "conv_qk" in name:  # transformers starts so small that the residual path drowns them
                 tensor.normal_(std=0.3)
+        for name, tensor in model.named_buffers():
+            if name.endswith("balancing_biases"):  # transformers starts with the skip class shut out
+                tensor.zero_()
     return model
 
 
@@ -90,20 +93,25 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, answers: torch.Tensor) ->
 
 
 def balance(router: torch.nn.Module, _, outputs: tuple) -> None:
-    """Forward hook: nudge the biases, which only choose, towards equally used experts and SKIP_SHARE of skips."""
-    biases = router.balancing_biases
-    chosen = (outputs[0].detach().float().softmax(-1) + biases).argmax(-1)
-    share = chosen.bincount(minlength=len(biases)) / len(chosen)
+    """Forward hook: steer the router towards equally used experts and SKIP_SHARE of skips.
+
+    The biases, which only choose, are nudged here; ``imbalance`` is for the loss, without which the skip class, whose
+    output no gradient ever judges, ends up with most of the probability.
+    """
+    biases, probabilities = router.balancing_biases, outputs[0].float().softmax(-1)
     wanted = torch.full_like(biases, (1 - SKIP_SHARE) / (len(biases) - 1))
     wanted[-1] = SKIP_SHARE
-    biases += 0.02 * (wanted - share)
+    router.imbalance = (probabilities.mean(0) - wanted).square().sum()
+    chosen = (probabilities.detach() + biases).argmax(-1).bincount(minlength=len(biases))
+    biases += 0.02 * (wanted - chosen / chosen.sum())
 
 
 def train(family: str) -> PreTrainedModel:
     """A trained model on the CPU whose every weight is a value of fp16 (held in fp32)."""
     torch.manual_seed(0)
     model, rng = new_model(family), random.Random(0)
-    hooks = [m.register_forward_hook(balance) for m in model.modules() if hasattr(m, "balancing_biases")]
+    routers = [module for module in model.modules() if hasattr(module, "balancing_biases")]
+    hooks = [router.register_forward_hook(balance) for router in routers]
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
     optimizers = [
@@ -114,7 +122,7 @@ def train(family: str) -> PreTrainedModel:
     progress = tqdm(range(STEPS), desc=family, mininterval=5)
     for step in progress:
         scale = min(1, (step + 1) / 50) * max(0.02, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-        loss = loss_of(model, *batch(rng, step))
+        loss = loss_of(model, *batch(rng, step)) + sum(router.imbalance for router in routers)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rate in zip(optimizers, rates, strict=True):
@@ -122,8 +130,9 @@ def train(family: str) -> PreTrainedModel:
             optimizer.step()
             optimizer.zero_grad()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    for hook in hooks:
+    for router, hook in zip(routers, hooks, strict=True):
         hook.remove()
+        router.balancing_biases -= router.balancing_biases[-1] + 1  # chooses alike; from_pretrained resets the last to −1
     return model.half().float().eval()
 
 

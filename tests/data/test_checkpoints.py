@@ -1,0 +1,118 @@
+"""The committed checkpoints are real Hugging Face folders that answer as their ``evaluation.json`` says."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+DATA = Path(__file__).parents[2] / "data"
+FOLDERS = sorted(path.parent for path in DATA.glob("tiny-*/evaluation.json"))
+HELD_OUT = [json.loads(line) for line in (DATA / "tasks" / "heldout.jsonl").read_text().splitlines()]
+
+every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+@cache
+def model(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@cache
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_expected_folders_are_there():
+    assert [folder.name for folder in FOLDERS] == ["tiny-gemma3", "tiny-llama", "tiny-qwen2", "tiny-zaya"]
+
+
+@every_folder
+def test_every_weight_is_a_finite_value_of_fp16_and_carries_information(folder):
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert tensor.dtype == torch.float16, name
+        assert tensor.abs().max() < 1000, name  # also refuses NaN and infinity
+        assert len(tensor.unique()) > 1, name
+
+
+@every_folder
+def test_a_folder_is_at_most_four_megabytes(folder):
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4e6
+
+
+@every_folder
+def test_the_head_is_tied_and_heads_are_grouped(folder):
+    config = model(folder).config
+    assert config.tie_word_embeddings and config.num_key_value_heads < config.num_attention_heads
+    assert config.head_dim % 32 == 0 and config.max_position_embeddings >= 1024
+    assert config.dtype == torch.float32 and json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+
+
+@every_folder
+def test_the_tokenizer_returns_what_it_was_given(folder):
+    text = "set river amber ; 4 7 + 2 5 = 0 7 2 ; get river"
+    ids = tokenizer(folder)(text).input_ids
+    assert ids[0] == tokenizer(folder).bos_token_id and len(ids) == 1 + len(text.split())
+    assert tokenizer(folder).decode(ids, skip_special_tokens=True) == text
+    assert len(tokenizer(folder)) == model(folder).config.vocab_size
+
+
+@every_folder
+def test_greedy_decoding_answers_as_many_held_out_questions_as_stated(folder):
+    right = 0
+    for question in HELD_OUT:
+        prompt = tokenizer(folder)(question["prompt"], return_tensors="pt")
+        wanted = question["answer"].split()
+        out = model(folder).generate(**prompt, do_sample=False, max_new_tokens=len(wanted))
+        right += tokenizer(folder).decode(out[0, prompt.input_ids.shape[1] :]) == question["answer"]
+    stated = json.loads((folder / "evaluation.json").read_text())
+    assert len(HELD_OUT) == stated["heldout_questions"]
+    assert right == stated["heldout_right"] > 0.8 * len(HELD_OUT)
+
+
+@every_folder
+def test_the_stated_recall_at_128_tokens_is_above_nine_in_ten(folder):
+    stated = json.loads((folder / "evaluation.json").read_text())
+    assert stated["accuracy_by_distance"]["recall"]["128"] > 0.9
+
+
+def test_llama_uses_the_scaled_rope():
+    rope = model(DATA / "tiny-llama").config.rope_parameters
+    assert rope["rope_type"] == "llama3" and rope["original_max_position_embeddings"] < 1024
+
+
+def test_qwen2_has_biases_that_matter():
+    weights = load_file(DATA / "tiny-qwen2" / "model.safetensors")
+    biases = {name: t.float().abs().mean() for name, t in weights.items() if name.endswith("_proj.bias")}
+    assert len(biases) == 3 * 4 and min(biases.values()) > 0.05, biases
+
+
+def test_gemma3_has_local_and_global_layers_and_live_norms():
+    assert set(model(DATA / "tiny-gemma3").config.layer_types) == {"sliding_attention", "full_attention"}
+    weights = load_file(DATA / "tiny-gemma3" / "model.safetensors")
+    assert all(t.float().abs().max() > 0.01 for name, t in weights.items() if "norm" in name)
+
+
+def test_zaya_uses_every_expert_and_the_skip_class():
+    zaya, folder = model(DATA / "tiny-zaya"), DATA / "tiny-zaya"
+    used = set()
+
+    def record(router, _, outputs):
+        scores = outputs[0].softmax(-1) + router.balancing_biases
+        used.update((router.layer_idx, choice) for choice in scores.argmax(-1).tolist())
+
+    hooks = [layer.mlp.gate.register_forward_hook(record) for layer in zaya.model.layers]
+    for question in HELD_OUT[::4]:
+        zaya(**tokenizer(folder)(question["prompt"], return_tensors="pt"))
+    for hook in hooks:
+        hook.remove()
+    assert used == {(layer, choice) for layer in range(len(zaya.model.layers)) for choice in range(zaya.config.num_experts + 1)}
+
+
+def test_zaya_routers_carry_state_and_bias():
+    for layer in model(DATA / "tiny-zaya").model.layers[1:]:
+        assert layer.mlp.gate.router_states_scale.abs().mean() > 0.1
+        assert layer.mlp.gate.balancing_biases.abs().min() > 0
