@@ -41,11 +41,12 @@ class Experts:
             columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
             io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None], ACC: hidden}
             planes = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
-            made = self._model(layer, expert).predict(planes)[HIDDEN]
+            made = self.model(layer, expert).predict(planes)[HIDDEN]
             hidden[:, :, columns] = made.reshape(*made.shape[:2], -1)
         return self.plane(hidden)
 
-    def _model(self, layer: int, expert: int) -> Model:
+    def model(self, layer: int, expert: int) -> Model:
+        """The expert's model, loaded if it was not yet."""
         if (layer, expert) not in self.models:
             self.models[layer, expert] = self.load(self.shards[layer, expert])
         return self.models[layer, expert]

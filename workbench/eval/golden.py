@@ -105,10 +105,11 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
 
 
 def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weights | None = None,
-         label: str = "source") -> Golden:  # fmt: skip
+         label: str = "source", fed: np.ndarray | None = None) -> Golden:  # fmt: skip
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
-    Peak memory is one layer and one slice of the head, in float32.
+    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces what each layer is given,
+    so that layers can be compared one by one.
     """
     import transformers
 
@@ -126,7 +127,9 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
     for name, parameter in base.named_parameters():
         if not name.startswith(("layers.", "embed_tokens.")):
             _assign(base, name, read(prefix + name))
-    seen = [_watch(layer, f"{prefix}layers.{i}.", read) for i, layer in enumerate(base.layers)]
+    seen = [
+        _watch(layer, f"{prefix}layers.{i}.", read, None if fed is None else fed[i]) for i, layer in enumerate(base.layers)
+    ]
     cache = _recording_cache(checkpoint.config)
     with torch.inference_mode():
         last = base(input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True)[0][0]
@@ -181,15 +184,18 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
-def _watch(layer: nn.Module, prefix: str, read: Weights) -> dict:
+def _watch(layer: nn.Module, prefix: str, read: Weights, fed: np.ndarray | None) -> dict:
     """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left."""
     seen = {"router": None}
 
     def enter(module, args, kwargs):
-        x = args[0] if args else kwargs["hidden_states"]
-        seen["x"] = x[0].float().numpy().copy()
+        args = args or (kwargs.pop("hidden_states"),)
+        if fed is not None:
+            args = (torch.from_numpy(fed)[None], *args[1:])
+        seen["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
             _assign(module, name, read(prefix + name))
+        return args, kwargs
 
     def leave(module, args, kwargs, output):
         hidden = output[0] if isinstance(output, tuple) else output

@@ -93,3 +93,52 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
                 for layer in range(first, last)
             ]  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, seed: int = 0) -> pd.DataFrame:
+    """Where the time of a portable call goes: ms per MIL operation, by layer and source module.
+
+    Each time is the gap between two operations, hook included; the first call is a warm-up and left out. Experts are
+    loaded before.
+
+    Returns:
+        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over calls, summed over equal operations.
+    """
+    rng, rows, last = np.random.default_rng(seed), [], [0.0]
+    experts = [decoder.experts.model(*key) for key in decoder.experts.shards]
+    decoder.begin()
+    if depth:
+        decoder.prefill(_ids(decoder, rng, depth))
+    for call in range(calls + 1):
+        for model in (*decoder.layers, *experts):
+            model.hook = _clock(model.shard, call, rows, last)
+        ids = _ids(decoder, rng, T)
+        last[0] = time.perf_counter()
+        decoder.advance([ids] if decoder.options.batch == 1 else ids, T)
+    for model in (*decoder.layers, *experts):
+        model.hook = None
+    frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
+    keys = ["layer", "module", "op"]
+    each = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()  # whichever expert ran
+    found = each.groupby(keys, as_index=False)["ms"].median()
+    return found.assign(part=found["module"].map(part_of))
+
+
+def part_of(module: str) -> str:
+    """attention, moe, mlp or rest: which part of a decoder layer a module path (`self_attn.q_proj`) belongs to."""
+    head = module.split(".")[0]
+    return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(head, "rest")
+
+
+def _clock(shard, call: int, rows: list, last: list):
+    """A hook that books the time since the operation before, in whichever shard that was."""
+
+    def hook(op, outputs):
+        now = time.perf_counter()
+        path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
+        named = len(path) > 1 and path[1].isdigit()
+        layer, module = (int(path[1]), ".".join(path[2:])) if named else (shard.layers[0], ".".join(path))
+        rows.append((call, layer, module or "residual", op.kind, (now - last[0]) * 1e3))
+        last[0] = time.perf_counter()
+
+    return hook
