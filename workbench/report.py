@@ -30,7 +30,10 @@ EXPERIMENTS = {
     e.number: e
     for e in (
         Experiment("05", "stateful_kv_cache", "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?"),
+        Experiment("29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"),
+        Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
         Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on max_seq_len and T?"),
+        Experiment("35", "routed_experts", "What does routing experts on the host save?"),
     )
 }  # fmt: skip
 

@@ -86,3 +86,67 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     typical = layers.groupby("T")["layer_ms"].median()
     lines.append("Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + ".")
     return "\n".join(lines)
+
+
+def parts(profile: pd.DataFrame) -> dict[str, float]:
+    """ms per token by part of the layer, all layers together."""
+    return profile.groupby("part")["ms"].sum().to_dict()
+
+
+def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
+    """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of attention, and of the other parts."""
+    leaf = profile["module"].str.rsplit(".", n=1).str[-1]
+    probe = profile["part"].eq("attention") & leaf.isin(["q_proj", "o_proj"])
+    label = profile["part"].replace({"moe": "router and experts", "mlp": "MLP", "rest": "norms and residual"})
+    label = label.mask(label.eq("attention"), "rest of attention").mask(probe, "probe: q_proj and o_proj")
+    order = ["probe: q_proj and o_proj", "rest of attention", "router and experts", "MLP", "norms and residual"]
+    ms = profile["ms"].groupby(label).sum()
+    frame = ms.reindex([n for n in order if n in ms]).rename_axis("part").reset_index()
+    return frame.assign(share=frame["ms"] / frame["ms"].sum())
+
+
+def probe_conclusion(shares: pd.DataFrame) -> str:
+    """How much of attention a Q→O probe measures, in words."""
+    ms = shares.set_index("part")["ms"]
+    probe, rest = ms["probe: q_proj and o_proj"], ms["rest of attention"]
+    return (f"The probe's two projections take {probe:.3g} ms of {probe + rest:.3g} ms of attention per token "
+            f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on this machine and runtime.")  # fmt: skip
+
+
+def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Worst and mean isolated update cosine of each layer, one pair of columns per prompt."""
+    columns = {}
+    for prompt, rows in results.items():
+        judged = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")].groupby("layer")["cosine"]
+        columns |= {(prompt, "worst"): judged.min(), (prompt, "mean"): judged.mean()}
+    return pd.DataFrame(columns)
+
+
+def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
+    """Which ingredients a gate on the update, and one on the hidden state, would miss."""
+    wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
+    blind = wide.index[(wide["update"] < threshold) & (wide["hidden"] >= threshold)].tolist()
+    missed = wide.index[wide["update"] >= threshold].tolist()
+    lines = [f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, fail the update's gate of {threshold}."]
+    lines += [f"A gate on the hidden state would not see: {', '.join(blind)}."] if blind else []
+    lines += [f"Too small on this checkpoint for the update's gate: {', '.join(missed)}."] if missed else []
+    return "\n".join(lines)
+
+
+def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
+    """Number and bytes of each kind of shard, by bundle."""
+    rows = [{"bundle": name, "kind": s.kind, "bytes": s.bytes} for name, b in bundles.items() for s in b.manifest.shards]
+    return pd.DataFrame(rows).groupby(["bundle", "kind"])["bytes"].agg(["count", "sum", "max"]).reset_index()
+
+
+def bench(rows: list[dict]) -> pd.DataFrame:
+    """Benchmark rows without their raw samples."""
+    return pd.DataFrame(rows)[["name", "value", "unit", "peer", "peer_value", "ratio", "n"]]
+
+
+def moe_conclusion(rows: list[dict], experts: int) -> str:
+    """What routing saves against dense, in words."""
+    ratio = {r["name"]: r["ratio"] for r in rows}
+    return (f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token (of {experts} experts) and "
+            f"spends {ratio['moe_ms_per_token']:.2f} times fewer milliseconds in the MoE part, on this checkpoint, machine "
+            "and runtime.")  # fmt: skip

@@ -6,9 +6,11 @@ Medians are drawn with the range of what was measured, never alone.
 from collections.abc import Mapping
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 
 from workbench.plots.figure import axes, cells, legend_above, style, unmeasured_key
 
@@ -93,3 +95,28 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     ax.set_title("resident memory")
     legend_above(ax, ax.get_legend_handles_labels()[0])
     return ax
+
+
+@style()
+def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
+    ax = axes(ax, 6.5, 1.7)
+    left = 0.0
+    for hatch, row in zip(_HATCHES, parts.itertuples()):
+        ax.barh(0, row.ms, 0.6, left, hatch=hatch, edgecolor="white", linewidth=0.5, label=f"{row.part} ({row.ms:.3g} ms)")
+        left += row.ms
+    ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, left))
+    ax.spines["left"].set_visible(False)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
+    return ax
+
+
+@style()
+def against_peer(rows: pd.DataFrame) -> Figure:
+    """Benchmark rows as pairs of bars, one panel per row: ``name``, ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio``."""
+    figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
+    for ax, row in zip(panels[0], rows.itertuples()):
+        ax.bar(["this", row.peer], [row.value, row.peer_value], 0.55, color=["#0072B2", "white"], edgecolor="black", hatch=["", "////"])
+        ax.set(title=f"{row.name.replace('_', ' ')}: {row.ratio:.2f}×", ylabel=row.unit)
+        ax.grid(axis="y")
+    return figure
