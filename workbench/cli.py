@@ -359,3 +359,6 @@ def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experimen
         lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),
                   *(f"  log row {i}" for i in r["runs"]), f"  report  {r['report']}", f"  notebook {r['executed']}"]  # fmt: skip
     show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
+
+
+from workbench import cli_eval  # noqa: E402,F401  (its commands join `app`)

@@ -18,10 +18,17 @@ class Gate:
     reason: str
 
     def json(self) -> dict:
-        found = asdict(self)
-        if isinstance(self.value, float) and not math.isfinite(self.value):
-            found["value"] = str(self.value)  # JSON has no nan
-        return found
+        return {name: jsonable(value) for name, value in asdict(self).items()}
+
+
+def jsonable(value):
+    """`value`, or its name where it is a float that JSON lacks (nan, inf)."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def records(frame) -> list[dict]:
+    """Rows of a DataFrame as JSON has them; what was not measured is null."""
+    return [{name: jsonable(value) for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
@@ -70,3 +77,5 @@ LIMITS = {
 # One program on the same inputs, T > 1 against T = 1: relative RMS of the layer updates. fp32 kernels sum in another
 # order for another T (measured 7e-7); fp16 roundings then fall differently.
 T_TOLERANCE = {"exact": 1e-5, "declared": 1e-2, "narrow": 3e-2, "coreml": 3e-2}
+REAUTHORING = 1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
+TELESCOPE = 1e-6

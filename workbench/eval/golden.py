@@ -105,11 +105,11 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
 
 
 def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weights | None = None,
-         label: str = "source", fed: np.ndarray | None = None) -> Golden:  # fmt: skip
+         label: str = "source", fed: np.ndarray | None = None, fed_router: np.ndarray | None = None) -> Golden:  # fmt: skip
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
     Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces what each layer is given,
-    so that layers can be compared one by one.
+    so that layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on.
     """
     import transformers
 
@@ -128,7 +128,7 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
         if not name.startswith(("layers.", "embed_tokens.")):
             _assign(base, name, read(prefix + name))
     seen = [
-        _watch(layer, f"{prefix}layers.{i}.", read, None if fed is None else fed[i]) for i, layer in enumerate(base.layers)
+        _watch(layer, f"{prefix}layers.{i}.", read, _given(i, fed, fed_router)) for i, layer in enumerate(base.layers)
     ]
     cache = _recording_cache(checkpoint.config)
     with torch.inference_mode():
@@ -184,14 +184,21 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
-def _watch(layer: nn.Module, prefix: str, read: Weights, fed: np.ndarray | None) -> dict:
+def _given(layer: int, fed: np.ndarray | None, router: np.ndarray | None) -> tuple[torch.Tensor, ...]:
+    """What replaces the first arguments of a layer: nothing, its input, or its input and its router state."""
+    if fed is None:
+        return ()
+    arrays = [fed[layer]] if router is None or not layer else [fed[layer], router[layer - 1]]
+    return tuple(torch.from_numpy(array)[None] for array in arrays)
+
+
+def _watch(layer: nn.Module, prefix: str, read: Weights, given: tuple[torch.Tensor, ...]) -> dict:
     """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left."""
     seen = {"router": None}
 
     def enter(module, args, kwargs):
         args = args or (kwargs.pop("hidden_states"),)
-        if fed is not None:
-            args = (torch.from_numpy(fed)[None], *args[1:])
+        args = (*given, *args[len(given) :])
         seen["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
             _assign(module, name, read(prefix + name))

@@ -1,0 +1,106 @@
+"""The parts of an error add up, each answers to its own cause, and the costliest weights are found."""
+
+import numpy as np
+import pytest
+import torch
+
+from workbench import Decoder, InputError
+from workbench.eval import error, gates, weights
+
+IDS = np.random.default_rng(0).integers(0, 256, 16).tolist()
+
+
+@pytest.fixture(scope="module")
+def int8_bundle(exports, tiny_llama):
+    return exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-tensor")
+
+
+@pytest.fixture(scope="module")
+def splits(tiny_llama, int8_bundle, llama_bundle):
+    return error.measure(tiny_llama, int8_bundle, llama_bundle, IDS)
+
+
+@pytest.fixture(scope="module")
+def trial(int8_bundle, llama_bundle, llama_golden):
+    return weights.Weights(int8_bundle, llama_bundle, llama_golden)
+
+
+@pytest.mark.parametrize("mode", error.MODES)
+def test_parts_add_up_to_the_total_and_their_shares_to_one(splits, mode):
+    split = splits[mode]
+    assert split.residual < gates.TELESCOPE
+    assert split.shares().to_numpy().sum() == pytest.approx(1)
+    layers = split.layers()
+    assert np.allclose(layers["total"] ** 2, layers["rss"] ** 2 + layers["cross"] * layers["total"] ** 2)
+
+
+def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits):
+    layers = splits["isolated"].layers()
+    assert (layers["quantization"] > 3 * layers["precision"]).all()
+    assert (layers["reauthoring"] < gates.REAUTHORING).all()
+    assert layers["runtime"].isna().all()
+    assert gates.verdict(error.judge(splits)) == "GREEN"
+
+
+def test_storage_is_the_rounding_of_weights_that_fp16_cannot_hold(exports):
+    checkpoint = exports.checkpoint("llama", dtype="float32")
+    bundle = exports.bundle(checkpoint)
+    split = error.measure(error.Checkpoint(checkpoint), bundle, bundle, [1, 2, 3, 4])["isolated"]
+    layers = split.layers()
+    assert layers["storage"].between(1e-5, 1e-3).all()
+    assert (layers["reauthoring"] < gates.REAUTHORING).all()
+    assert not split.parts["quantization"].any()
+
+
+def test_every_position_of_a_layer_makes_up_the_layer(splits):
+    split = splits["chained"]
+    rows = split.positions()
+    assert len(rows) == split.reference.shape[0] * len(IDS)
+    scale = np.sqrt((split.reference**2).mean(-1)).ravel()
+    layers = np.sqrt(((rows["total"] * scale) ** 2).groupby(rows["layer"]).mean() / (scale**2).reshape(-1, len(IDS)).mean(1))
+    assert np.allclose(layers, split.layers()["total"])
+
+
+def test_a_program_that_is_not_hugging_face_s_is_red(splits):
+    split = splits["isolated"]
+    worse = split.parts | {"reauthoring": split.parts["reauthoring"] + 1e-3 * split.reference}
+    found = {g.name: g.verdict for g in error.judge({"isolated": error.Split(split.reference, split.found, worse)})}
+    assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
+
+
+def test_another_export_is_no_twin(tiny_llama, int8_bundle, exports):
+    with pytest.raises(InputError, match="--compress fp16"):
+        error.measure(tiny_llama, int8_bundle, int8_bundle, IDS)
+
+
+def test_the_costliest_tensor_is_found(trial):
+    with trial.swapped({(1, "mlp.up_proj.weight")}, lambda w: w + 0.1 * w.std() * torch.sign(w)):
+        ranked = weights.costs(trial)
+    worst = ranked[ranked["layer"] == 1].iloc[0]
+    assert worst["tensor"] == "mlp.up_proj.weight"
+    assert worst["share"] > 0.5
+
+
+def test_tensors_at_fp16_leave_no_error_and_trials_leave_no_trace(trial):
+    before = trial.errors()
+    everything = {(layer, kind) for layer in range(4) for kind in trial.kinds}
+    with trial.swapped(everything, lambda w: w):
+        assert not trial.errors().any()
+    assert np.array_equal(trial.errors(), before)
+
+
+def test_better_storage_for_the_worst_few_buys_what_it_says(trial):
+    found = weights.remedies(trial, weights.costs(trial))
+    assert (found["fp16"] < found["int8-channel"]).all()
+    assert (found["int8-channel"] < found["error"]).all()
+
+
+def test_int8_per_channel_is_what_the_export_stores(exports, tiny_llama, llama_bundle):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, compress="int8-channel")
+    stored, plain = (Decoder(b, "portable").layers[0] for b in (bundle, llama_bundle))
+    name = "model.layers.0.mlp.down_proj.weight"
+    ours = weights.int8_channel(plain.executable.constant(plain.shard.weights[name]))
+    theirs = stored.executable.constant(stored.shard.weights[name])
+    codes = (ours - theirs).abs() / (theirs.abs().flatten(1).amax(1).reshape(-1, 1, 1, 1) / 127)
+    assert codes.max() < 1.1  # coremltools divides in fp16, so values near the middle of two codes may go the other way
+    assert (codes > 0.5).float().mean() < 0.03

@@ -1,0 +1,112 @@
+"""A trace names the operation and module where values leave fp16, in time, and its headroom is that of the true values."""
+
+import numpy as np
+import pytest
+import torch
+
+from workbench import Decoder
+from workbench.eval import trace
+
+IDS = np.random.default_rng(0).integers(0, 256, 7).tolist()
+
+
+@pytest.fixture(scope="module")
+def traced(llama_bundle):
+    return trace.of_bundle(llama_bundle, IDS)
+
+
+def test_a_clean_bundle_stays_finite_everywhere(traced):
+    frame = traced.frame()
+    assert frame["finite_declared"].all()
+    assert frame["finite_narrow"].all()
+    assert {g.verdict for g in traced.gates()} == {"GREEN"}
+    assert traced.json()["first_inf"] is None
+
+
+def test_every_shard_is_seen_and_every_layer_value_has_a_module(traced, llama_bundle):
+    frame = traced.frame()
+    assert set(frame["shard"]) == {s.name for s in llama_bundle.manifest.shards}
+    assert frame.loc[frame["kind"] == "conv", "module"].str.contains("proj|lm_head").all()
+
+
+def test_headroom_is_bits_below_the_largest_fp16(traced):
+    row = traced.frame().iloc[0]
+    assert 2.0 ** row["headroom_bits"] * row["max_abs"] == pytest.approx(65504)
+
+
+def test_tiling_changes_no_range_of_the_residual_stream(llama_bundle, traced):
+    frame = trace.of_bundle(llama_bundle, IDS, tile=1).frame()
+    hidden = [f.loc[f["value"] == "hidden", "max_abs"].to_numpy() for f in (frame, traced.frame())]
+    assert np.allclose(*hidden, rtol=1e-5)
+
+
+def ranges(decoder, ids=IDS):
+    return trace.of_decoder(decoder, ids)
+
+
+def plant(decoder, layer, kind, change):
+    step = next(s for s in decoder.layers[layer].executable.body.steps if s.op.kind == kind)
+    original = step.function
+    step.function = lambda **arguments: change(original(**arguments))
+    return step.op.name
+
+
+@pytest.mark.parametrize("precision", ["declared", "narrow"])
+def test_the_first_inf_is_named_with_its_module(llama_bundle, precision):
+    decoder = Decoder(llama_bundle, "portable", precision)
+    name = plant(decoder, 2, "silu", lambda y: y * 1e6)
+    found = ranges(decoder)
+    assert found.first("inf") == {"shard": "layers_02_02", "op": name, "kind": "silu", "module": "layers.2.mlp"}
+    assert found.first("nan") is not None
+
+
+def test_a_nan_is_not_taken_for_an_inf(llama_bundle):
+    decoder = Decoder(llama_bundle, "portable", "exact")
+    plant(decoder, 1, "softmax", lambda y: y.masked_fill(y > 0.5, float("nan")))
+    found = ranges(decoder)
+    assert found.first("nan")["kind"] == "softmax"
+    assert found.first("inf") is None
+
+
+def test_narrow_sums_overflow_where_wide_ones_cancel():
+    # 64 products of 4e4, half of them negative: the sum is 0, sums of 32 terms are not
+    from workbench.mil.ops import RULES
+
+    a, b = torch.full((1, 64), 200.0), torch.tensor([200.0] * 32 + [-200.0] * 32)[:, None]
+    wide = RULES["matmul"].function(x=a, y=b)
+    narrow = RULES["matmul"].narrow(x=a, y=b)
+    seen = trace.Range("s", "op", "matmul", "", "v")
+    seen.see(wide.half().float(), 0)
+    assert (seen.infs, seen.nans) == (0, 0)
+    seen.see(narrow.half().float(), 1)
+    assert seen.infs + seen.nans == 1
+
+
+def test_counts_of_a_range_are_exact():
+    seen = trace.Range("s", "op", "add", "", "v")
+    seen.see(torch.tensor([1.0, -3.0, 0.0, 1e-6]), 0)
+    seen.see(torch.tensor([float("inf"), float("-inf"), float("nan"), 2.0]), 1)
+    assert (seen.max_abs, seen.infs, seen.nans, seen.subnormals, seen.elements) == (3.0, 2, 1, 1, 8)
+    assert (seen.inf_at, seen.nan_at) == (1, 1)
+
+
+def test_departure_is_where_rounding_first_grows(traced, llama_bundle):
+    assert traced.departure["shard"] == "layers_00_00"
+    assert traced.departure["roundings"] > 1
+    assert trace.departure(*(Decoder(llama_bundle, "portable", "exact") for _ in range(2)), IDS) is None
+
+
+def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
+    package = llama_bundle.root / "layers_00_00.mlpackage"
+    seeded = [trace.of_package(package, seed=s).frame()["max_abs"] for s in (0, 0, 1)]
+    assert seeded[0].equals(seeded[1])
+    assert not seeded[0].equals(seeded[2])
+    x = np.full((1, llama_bundle.manifest.dims.C, 1, 1), 6e4, np.float32)
+    found = trace.of_package(package, {"x": x})
+    assert found.frame()["max_abs"].max() >= 6e4
+
+
+def test_experts_that_load_late_are_traced_too(exports):
+    bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed")
+    frame = trace.of_bundle(bundle, [1, 2, 3, 4, 5, 6]).frame()
+    assert frame["shard"].str.startswith("expert").any()

@@ -1,0 +1,98 @@
+"""`workbench error` and `workbench trace`: where a bundle's error comes from, and how near it comes to fp16's limits."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workbench.cli import BundlePath, Ids, Json, app, gate_lines, parse_ids, show, some_ids
+
+Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
+
+
+@app.command()
+def error(
+    bundle: BundlePath,
+    checkpoint: Annotated[Path, typer.Option(help="The checkpoint that the bundle was exported from.")],
+    prompt_ids: Ids = None,
+    plain: Annotated[Path | None, typer.Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
+    weights: Annotated[bool, typer.Option(help="Also find which weights' compression costs most.")] = False,
+    log: Log = False,
+    json: Json = False,
+) -> None:
+    """The error of every layer's update, split into storage, re-authoring, quantization, precision and runtime.
+
+    Example: workbench error build/llama --checkpoint data/tiny-llama --weights
+    """
+    from workbench.bundle import Bundle
+    from workbench.eval import error as splitting
+    from workbench.eval import gates, golden
+    from workbench.eval import weights as weighing
+    from workbench.models.checkpoint import Checkpoint
+    from workbench.runtime import coreml_available
+
+    opened, source = Bundle.open(bundle), Checkpoint(checkpoint)
+    ids = parse_ids(prompt_ids) if prompt_ids else some_ids(opened.manifest.dims.V)
+    twin = Bundle.open(plain) if plain else _uncompressed(opened, source, progress=not json)
+    splits = splitting.measure(source, opened, twin, ids, device=coreml_available(), progress=not json)
+    frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
+    if weights:
+        trial = weighing.Weights(opened, twin, golden.make(source, ids))
+        frames["weights"] = weighing.costs(trial)
+        frames["remedies"] = weighing.remedies(trial, frames["weights"])
+    found = splitting.judge(splits)
+    result = {"verdict": gates.verdict(found), "gates": [g.json() for g in found]}
+    result |= {name: gates.records(frame) for name, frame in frames.items()}
+    result |= {"shares": splits["isolated"].shares().to_dict(), "residual": max(s.residual for s in splits.values())}
+    if log:
+        result["run_id"] = _record(opened, "error", result)
+    shown = [line for name, frame in frames.items() for line in ("", name, frame.to_string(index=False, float_format="%.3g"))]
+    show(result, json, [result["verdict"], *gate_lines(found), *shown])
+
+
+def _uncompressed(bundle, checkpoint, progress: bool):
+    """The fp16 export that differs from `bundle` in nothing else: itself, or one kept in data/bundles."""
+    from workbench import log, sweep
+
+    options = bundle.manifest.options
+    if options.compress == "fp16":
+        return bundle
+    folder = log.default_root().parent.parent / "data" / "bundles"
+    return sweep.bundle_for(checkpoint, options.model_copy(update={"compress": "fp16"}), folder, progress)
+
+
+def _record(bundle, command: str, result: dict) -> str:
+    from workbench import runs
+
+    row = runs.describe(bundle) | {"verdict": result["verdict"], "command": command, "runtime": "portable"}
+    return runs.record(command, row | {"config": result})
+
+
+@app.command()
+def trace(
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_PACKAGE")],
+    prompt_ids: Ids = None,
+    inputs: Annotated[Path | None, typer.Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
+    log: Log = False,
+    json: Json = False,
+) -> None:
+    """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result and with narrow sums.
+
+    Example: workbench trace build/llama --prompt-ids 1,42,100
+    """
+    import numpy as np
+
+    from workbench.bundle import Bundle
+    from workbench.eval import trace as tracing
+
+    bundle = Bundle.open(source) if (source / "bundle.json").exists() else None
+    if bundle:
+        ids = parse_ids(prompt_ids) if prompt_ids else some_ids(bundle.manifest.dims.V)
+        found = tracing.of_bundle(bundle, ids)
+    else:
+        found = tracing.of_package(source, dict(np.load(inputs)) if inputs else None)
+    result = found.json()
+    if log and bundle:
+        result["run_id"] = _record(bundle, "trace", result)
+    worst = [f"{w['headroom_bits']:>8.2f} bits  {w['max_abs']:<12.6g}{tracing.place(w)}" for w in result["worst"]]
+    show(result, json, [result["verdict"], *gate_lines(found.gates()), f"{result['ops']} results; the largest:", *worst])
