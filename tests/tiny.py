@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workbench import Bundle, Decoder
-from workbench.bundle.contract import HIDDEN, K_STATE, V_STATE, X
+from workbench.bundle.contract import CONV_STATE, K_STATE, ROUTER_STATE, V_DELAYED_STATE, V_STATE, X
 from workbench.models import checkpoint
 
 DIMS = {
@@ -35,7 +35,8 @@ def random(path: Path, family: str, **changed) -> Path:
 
 @dataclass
 class Golden:
-    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], keys, values [L][H_kv, T, D], logits [T, V]."""
+    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], keys, values [L][H_kv, T, D], logits [T, V];
+    with experts also router states [L, T, R]; `sides[l]` the side states after the prompt, as their Core ML states are."""
 
     ids: list[int]
     inputs: np.ndarray
@@ -43,6 +44,8 @@ class Golden:
     keys: list[np.ndarray]
     values: list[np.ndarray]
     logits: np.ndarray
+    routers: np.ndarray | None
+    sides: list[dict[str, np.ndarray]]
 
     @property
     def updates(self) -> np.ndarray:
@@ -71,22 +74,43 @@ def hf(path: Path):
     return model
 
 
+def recording_cache(config):
+    """transformers' cache, keeping every K and V row it is given: sliding layers forget theirs."""
+    from transformers import DynamicCache
+
+    class Recording(DynamicCache):
+        def update(self, keys, values, layer, *args, **kwargs):
+            rows[layer] = (keys[0].numpy().copy(), values[0].numpy().copy())
+            return super().update(keys, values, layer, *args, **kwargs)
+
+    rows = {}
+    return Recording(config=config), rows
+
+
 def golden(model, ids: list[int]) -> Golden:
     """Runs `ids` through transformers' model in one call, recording what enters and leaves every decoder layer."""
-    inputs, outputs = [], []
+    inputs, outputs, routers = [], [], []
 
     def record(module, arguments, result):
+        hidden, *state = result if isinstance(result, tuple) else (result,)
         inputs.append(arguments[0][0].numpy().copy())
-        outputs.append((result[0] if isinstance(result, tuple) else result)[0].numpy().copy())
+        outputs.append(hidden[0].numpy().copy())
+        routers.extend(s[0].numpy().copy() for s in state)
 
     hooks = [layer.register_forward_hook(record) for layer in model.model.layers]
+    cache, rows = recording_cache(model.config)
     with torch.inference_mode():
-        result = model(torch.tensor([ids]), use_cache=True)
+        logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0].numpy()
     for hook in hooks:
         hook.remove()
-    cache = result.past_key_values.layers
-    return Golden(ids, np.stack(inputs), np.stack(outputs), [c.keys[0].numpy() for c in cache],
-                  [c.values[0].numpy() for c in cache], result.logits[0].numpy())  # fmt: skip
+    sides = [side_states(cache, i) if routers else {} for i in range(len(inputs))]
+    return Golden(ids, np.stack(inputs), np.stack(outputs), [rows[i][0] for i in range(len(inputs))],
+                  [rows[i][1] for i in range(len(inputs))], logits, np.stack(routers) if routers else None, sides)  # fmt: skip
+
+
+def side_states(cache, layer: int) -> dict[str, np.ndarray]:
+    conv, delayed = cache.get_conv_state(layer, state_idx=0), cache.get_recurrent_state(layer, state_idx=0)
+    return {CONV_STATE: conv[0].T.numpy(), V_DELAYED_STATE: delayed.numpy()}
 
 
 def prompt(V: int, length: int, seed: int = 0) -> list[int]:
@@ -109,20 +133,42 @@ def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
 
 
-def isolated(decoder: Decoder, layer: int, g: Golden, sizes: list[int]) -> np.ndarray:
-    """Updates [T, C] of one single-layer shard fed with the golden's inputs in chunks of `sizes`."""
-    model = decoder.layers[layer]
-    state, made = model.make_state(), []
+def isolated(decoder: Decoder, layer: int, g: Golden, sizes: list[int], width: int | None = None) -> np.ndarray:
+    """Updates [T, C] of one single-layer shard fed with the golden's inputs in chunks of `sizes`.
+
+    `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows and nothing else.
+    """
+    decoder.begin()
+    made = []
     for a, b in tiles(len(g.ids), sizes):
-        io = decoder.host.inputs(np.array([a]), np.array([b - a]), b - a)
-        io[X] = decoder.plane(g.inputs[layer, a:b].T[None])
-        hidden = model.predict({n: io[n] for n in model.shard.inputs}, state)[HIDDEN]
-        made.append(hidden.reshape(g.inputs.shape[2], -1).T - g.inputs[layer, a:b])
-    for name, rows in ((K_STATE, g.keys), (V_STATE, g.values)):
-        held = state.read(f"layers.{layer}.{name}")[0]
-        np.testing.assert_allclose(held[:, : len(g.ids)], rows[layer], rtol=1e-4, atol=1e-4 * np.abs(rows[layer]).max())
-        assert not held[:, len(g.ids) :].any()
+        count, T = np.array([b - a]), width or b - a
+        io = decoder.host.inputs(np.array([a]), count, T)
+        io[X] = columns(decoder, g.inputs[layer, a:b], T)
+        if g.routers is not None and layer:
+            io[ROUTER_STATE] = columns(decoder, g.routers[layer - 1, a:b], T)
+        out = decoder.run_layers(layer, io, count)
+        hidden = out[X].reshape(-1, T)[:, : b - a].T
+        made.append(hidden - g.inputs[layer, a:b])
+    check_states(decoder.states[layer], layer, g)
     return np.concatenate(made)
+
+
+def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
+    """[n, C] → the bundle's plane of T columns, garbage beyond n."""
+    garbage = 30 * np.random.default_rng(T).standard_normal((T - len(rows), rows.shape[1]))
+    return decoder.plane(np.concatenate([rows, garbage]).astype(np.float32).T[None])
+
+
+def check_states(state, layer: int, g: Golden) -> None:
+    n = len(g.ids)
+    for name, rows in ((K_STATE, g.keys[layer]), (V_STATE, g.values[layer])):
+        held = state.read(f"layers.{layer}.{name}")[0]
+        expected = np.zeros_like(held)
+        kept = np.arange(max(0, n - held.shape[1]), n)
+        expected[:, kept % held.shape[1]] = rows[:, kept]
+        assert relative(held, expected) < 1e-5, name
+    for name, expected in g.sides[layer].items():
+        assert relative(state.read(f"layers.{layer}.{name}")[0], expected) < 1e-5, name
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
@@ -145,7 +191,8 @@ class Exports:
     def checkpoint(self, family: str, **changed) -> Path:
         key = repr((family, sorted(changed.items())))
         if key not in self.checkpoints:
-            self.checkpoints[key] = random(self.root / f"checkpoint{len(self.checkpoints)}", family, **changed)
+            target = self.root / f"checkpoint{len(list(self.root.glob('checkpoint*')))}"
+            self.checkpoints[key] = random(target, family, **changed)
         return self.checkpoints[key]
 
     def bundle(self, checkpoint: Path, **options) -> Bundle:

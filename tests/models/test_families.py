@@ -1,5 +1,7 @@
 """What each family refuses by name, and how it reads a configuration."""
 
+import json
+
 import numpy as np
 import pytest
 import tiny
@@ -8,11 +10,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from workbench import InputError
+from workbench.export import export
 from workbench.models import family_of
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
 
 def config(model_type: str, **changed):
@@ -36,6 +40,15 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "'gelu'"),
+        ("zaya", {"attention_bias": True}, "attention_bias"),
+        ("zaya", {"lm_head_bias": True}, "lm_head_bias"),
+        ("zaya", {"cca_time0": 3}, "cca_time0, cca_time1 = 3, 2"),
+        ("zaya", {"hidden_act": "gelu"}, "'gelu'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
@@ -48,6 +61,47 @@ def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
     with pytest.raises(InputError, match="'gpt2'.*llama"):
         family_of(transformers.AutoConfig.for_model("gpt2"))
+
+
+def test_the_legacy_layout_of_zaya_is_refused_by_name(tmp_path):
+    path = tiny.random(tmp_path / "c", "zaya")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.zaya_block.router.down_proj.weight"] = weights.pop("model.layers.1.mlp.gate.down_proj.weight")
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(InputError, match="legacy layout.*zaya_block.router"):
+        export(path, tmp_path / "b", progress=False, max_seq_len=16)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_multimodal_gemma_is_found(exports, tmp_path, prefix):
+    path = tiny.random(tmp_path / "c", "gemma3_text", **ONE_LAYER)
+    text = json.loads((path / "config.json").read_text())
+    g = tiny.golden(tiny.hf(path), tiny.prompt(107, 6))
+    (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    weights = load_file(path / "model.safetensors")
+    save_file({n.replace("model.", prefix): t for n, t in weights.items()}, path / "model.safetensors")
+    assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 3e-6
+
+
+ODD = [
+    ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96, "hidden_size": 96, "vocab_size": 1013}),
+    ("qwen2", {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 211}),
+    ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 80, "tie_word_embeddings": True}),
+    ("gemma3_text", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96, "hidden_size": 96}),
+    ("zaya", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "num_experts": 3}),
+    ("zaya", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96, "num_experts": 2}),
+    ("zaya", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128, "num_experts": 1}),
+]
+
+
+@pytest.mark.parametrize("family, changed", ODD)
+def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
+    checkpoint = exports.checkpoint(family, **(ONE_LAYER if family == "gemma3_text" else {"num_hidden_layers": 1}), **changed)
+    decoder = exports.decoder(checkpoint)
+    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(decoder.manifest.dims.V, 14))
+    for sizes in ([1], [2, 3], [4]):
+        assert tiny.cosine(tiny.isolated(decoder, 0, g, sizes), g.updates[0]) > 0.999999
+        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, LINEAR])

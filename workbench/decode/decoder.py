@@ -94,7 +94,7 @@ class Decoder:
         start = time.perf_counter()
         self.times = Times()
         tokens = [token] if np.ndim(token) == 0 else list(token)
-        logits = self.logits(self.advance([[t] for t in tokens], 1))
+        logits = self.logits(self.advance([[t] for t in tokens], 1)[:, :, :1])
         self.times.total = (time.perf_counter() - start) * 1e3
         return self._shape(logits)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from workbench.bundle.contract import K_STATE, V_STATE
+from workbench.bundle.contract import is_cache
 from workbench.errors import InputError
 
 from .decoder import Decoder
@@ -29,7 +29,7 @@ def copy_state(source: Decoder, target: Decoder) -> None:
     for state in target.states:
         for name in state.shard.states:
             value = held[name].read(name)
-            if name.endswith((K_STATE, V_STATE)):
+            if is_cache(name):
                 value = _rows(value, state.read(name), source.offsets)
             state.write(name, value)
     target.offsets = source.offsets.copy()

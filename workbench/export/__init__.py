@@ -95,9 +95,8 @@ def _make_shards(source, plan, options, writer, progress):
 def _make_shard(spec: shards.Spec, source: Checkpoint, plan: Plan, options: Options, writer: Writer) -> Shard:
     """Converts one shard plainly and records it."""
     module, paths = build(spec, source, plan, options)
-    model = convert.convert(module, spec, options)
+    model = convert.convert(module, spec, options, matrices(module))
     values = convert.modules(model, spec.layers[0])
-    model = convert.compress(model, options.compress, matrices(module))
     package = writer.root / f"{spec.name}.mlpackage"
     shutil.rmtree(package, ignore_errors=True)
     model.save(str(package))

@@ -16,8 +16,11 @@ from .shards import Spec
 FOLDING = [f"common::fuse_{n}" for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")]
 
 
-def convert(module: nn.Module, spec: Spec, options: Options):
+def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str]):
     """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 … t_max.
+
+    Args:
+        compressed: paths of the parameters that `options.compress` is for; all others stay fp16.
 
     Returns:
         coremltools' MLModel, not loaded, with its pymil program attached.
@@ -36,6 +39,9 @@ def convert(module: nn.Module, spec: Spec, options: Options):
     ]
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
+    if options.compress != "fp16":
+        kept = {path for path, _ in module.named_parameters()} - compressed
+        _compress(pipeline, options.compress, [f"{path}_to_fp16" for path in kept])
     with quiet(), _no_progress(), torch.no_grad():
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
         return ct.convert(
@@ -67,15 +73,13 @@ def _no_progress():
         tqdm.tqdm.__init__ = original
 
 
-def compress(model, preset: str, paths: set[str]):
-    """Compresses the weights of convolutions that hold the parameters `paths`; everything else stays fp16.
+def _compress(pipeline, preset: str, kept: list[str]) -> None:
+    """Appends to `pipeline` the compression of every convolution's constants but those named `kept`.
 
-    `int8-tensor`, `int8-channel`: linear symmetric; `int4-block32`: linear symmetric per 32 inputs;
-    `lut4`, `lut6`: k-means palettes, one per tensor.
+    `int8-tensor`, `int8-channel`: linear symmetric; `int4-block32`: linear symmetric per 32 inputs; `lut4`, `lut6`:
+    k-means palettes, one per tensor. As the last pass, because coremltools' functions for it convert a second time, with
+    the passes that fold.
     """
-    if preset == "fp16":
-        return model
-    coremltools()
     from coremltools.optimize import coreml as cto
 
     linear = {
@@ -85,21 +89,13 @@ def compress(model, preset: str, paths: set[str]):
     }
     if preset in linear:
         op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, **linear[preset])
-        apply = cto.linear_quantize_weights
+        name = "compression::linear_quantize_weights"
     else:
         op = cto.OpPalettizerConfig(mode="kmeans", nbits=int(preset.removeprefix("lut")), weight_threshold=0)
-        apply = cto.palettize_weights
-    held = constants(model)
-    kept = _conv_constants(model) - {held[path.replace(".", "_")] for path in paths}
+        name = "compression::palettize_weights"
     config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(kept))
-    with quiet(), _no_progress():
-        return apply(model, config)
-
-
-def _conv_constants(model) -> set[str]:
-    """Names of the constants that convolutions take: weights and biases."""
-    convs = [op for op in model._mil_program.functions["main"].operations if op.op_type == "conv"]
-    return {value.op.name for op in convs for value in (op.weight, op.bias) if value is not None}
+    pipeline.append_pass(name)
+    pipeline.set_options(name, {"config": config})
 
 
 def modules(model, first_layer: int) -> dict[str, str]:

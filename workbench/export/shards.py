@@ -29,6 +29,7 @@ from workbench.bundle.contract import (
     TAIL_SELECT,
     V_STATE,
     X,
+    is_cache,
 )
 from workbench.models.cache import Cache
 from workbench.models.family import Plan
@@ -136,7 +137,7 @@ def packed_states(plan: Plan, options: Options, first: int, last: int):
     states, buffers, column = {}, {}, {}
     width = sum(rows * columns for rows, columns in plan.side_states.values())
     for i, name, shape, ring in layer_states(plan, options, first, last):
-        if name in (K_STATE, V_STATE):
+        if is_cache(name):
             tensor = KV_STATE + (plan.layers[i].suffix if ring else "")
             B, heads, slots, D = shape
             start = buffers.get(tensor, [0, 0])[1]
