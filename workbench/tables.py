@@ -147,6 +147,8 @@ def bench(rows: list[dict]) -> pd.DataFrame:
 def moe_conclusion(rows: list[dict], experts: int) -> str:
     """What routing saves against dense, in words."""
     ratio = {r["name"]: r["ratio"] for r in rows}
+    ms = ratio["moe_ms_per_token"]
+    time = (f"{ms:.2f} times fewer milliseconds" if ms >= 1 else
+            f"{1 / ms:.2f} times the milliseconds (experts this small cost less than the calls they need)")  # fmt: skip
     return (f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token (of {experts} experts) and "
-            f"spends {ratio['moe_ms_per_token']:.2f} times fewer milliseconds in the MoE part, on this checkpoint, machine "
-            "and runtime.")  # fmt: skip
+            f"spends {time} in the MoE part, on this checkpoint, machine and runtime.")  # fmt: skip

@@ -117,7 +117,7 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
     read = weights or checkpoint.tensor
     ids = _check_ids(checkpoint, ids)
     with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     base, prefix = model.model, _prefix(checkpoint)
     rows, remapped = np.unique(ids, return_inverse=True)

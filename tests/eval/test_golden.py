@@ -1,0 +1,88 @@
+"""Goldens are Hugging Face's numbers: layer by layer bit-equal to the whole model, for every family."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny import DIMS
+
+from workbench.errors import InputError
+from workbench.eval import ablation, golden
+from workbench.eval.golden import Golden
+from workbench.models.checkpoint import Checkpoint
+
+IDS = [5, 17, 3, 88, 61, 2, 40, 9]
+
+
+@pytest.mark.parametrize("family", DIMS)
+def test_layer_by_layer_equals_the_whole_model(family, exports):
+    path = exports.checkpoint(family)
+    found = golden.make(path, IDS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
+    assert np.array_equal(found.logits, whole.logits[0].numpy())
+    for layer in range(1, len(found.x)):
+        assert np.array_equal(found.x[layer], whole.hidden_states[layer][0].numpy())
+    assert found.k.shape[2] == found.v.shape[2] == len(IDS)
+
+
+def test_stored_weights_of_an_fp16_bundle_are_the_checkpoint_s(exports):
+    source = Checkpoint(exports.checkpoint("llama"))
+    bundle = exports.bundle(source.path)
+    stored = golden.make(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
+    assert np.array_equal(stored.logits, golden.make(source, IDS).logits)
+    assert stored.meta["weights"] == bundle.identity
+
+
+def test_stored_weights_of_a_compressed_bundle_differ_and_explain_its_logits(exports):
+    source = Checkpoint(exports.checkpoint("llama"))
+    bundle = exports.bundle(source.path, compress="int8-tensor")
+    stored = golden.make(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
+    decoder = exports.decoder(source.path, compress="int8-tensor")
+    plain = golden.make(source, IDS)
+    decoder.begin()
+    made = decoder.prefill(IDS)
+    scale = np.abs(stored.logits[-1]).max()
+    assert np.abs(made - stored.logits[-1]).max() < 1e-4 * scale < np.abs(made - plain.logits[-1]).max()
+
+
+def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
+    made = golden.make(exports.checkpoint("zaya"), IDS)
+    loaded = Golden.load(made.save(tmp_path / "deep" / "g.safetensors"))
+    for name in ("ids", "x", "hidden", "k", "v", "logits", "router"):
+        assert np.array_equal(getattr(made, name), getattr(loaded, name))
+    assert made.meta == loaded.meta and [p.name for p in (tmp_path / "deep").iterdir()] == ["g.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"nonsense that is long enough to look at"])
+def test_what_is_no_golden_is_refused(tmp_path, content):
+    (tmp_path / "g").write_bytes(content)
+    with pytest.raises(InputError, match="golden"):
+        Golden.load(tmp_path / "g")
+
+
+def test_layers_can_be_fed_from_outside(exports):
+    path = exports.checkpoint("llama")
+    made = golden.make(path, IDS)
+    again = golden.make(path, IDS, fed=made.x)
+    assert np.array_equal(made.hidden, again.hidden)
+    other = golden.make(path, IDS, fed=made.x * 2)
+    assert np.array_equal(other.x, made.x * 2)
+
+
+def test_every_zaya_ingredient_moves_a_layer_and_is_put_back(exports):
+    source = Checkpoint(exports.checkpoint("zaya"))
+    made = golden.make(source, IDS)
+    ablated = ablation.ablate(source, made)
+    updates = ablated[ablated["tensor"] == "update"].set_index("ingredient")["cosine"]
+    assert set(updates.index) == {*ablation.BY_WEIGHTS, *ablation.by_code()}
+    assert (updates < 1 - 1e-7).all()
+    assert np.array_equal(golden.make(source, IDS).logits, made.logits)
+
+
+def test_ids_are_checked(exports):
+    path = exports.checkpoint("llama")
+    for bad in ([], [97], [-1]):
+        with pytest.raises(InputError, match="prompt ids"):
+            golden.make(path, bad)
