@@ -1,6 +1,6 @@
 """MIL programs as PyTorch computations: `.mlpackage` → `Program` → results. Knows no bundle, no model family."""
 
-from .interpret import Executable
-from .program import Program, read
+from .interpret import PRECISIONS, Executable
+from .program import Program, Type, read
 
-__all__ = ["Executable", "Program", "read"]
+__all__ = ["PRECISIONS", "Executable", "Program", "Type", "read"]

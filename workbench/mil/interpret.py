@@ -3,66 +3,76 @@
 Precision modes
     declared  compute in float32, round each result once to the dtype MIL declares for it
     exact     float32 throughout; weights as stored (decompressed at their declared dtype)
-    narrow    as declared, and sums are rounded to fp16 after every 32 products: the pessimistic bound
+    narrow    as declared, and sums that are declared fp16 are rounded to fp16 after every 32 terms: the pessimistic bound
 
 One hook, called as `hook(op, outputs)` after each operation, sees every intermediate and may replace it: taps,
 profiles, range traces and interventions are all this hook. None costs nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from workbench.errors import InputError
 
-from .ops import RULES
+from .ops import RULES, TUPLES, bounded
 from .ops.state import Cell
 from .program import Block, Op, Program, Ref, Type
 
 PRECISIONS = ("declared", "exact", "narrow")
 Hook = Callable[[Op, list], list | None]
-_INTEGER = {"INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32, "INT64": torch.int64, "UINT8": torch.uint8,
-            "UINT16": torch.int32, "UINT32": torch.int64, "BOOL": torch.bool, "INT4": torch.int8}  # fmt: skip
+# declared dtype → how torch holds it: unsigned types that torch lacks one size up, sub-byte integers in a byte
+_INTEGER = {"BOOL": torch.bool, "INT4": torch.int8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
+            "INT64": torch.int64, "UINT1": torch.uint8, "UINT2": torch.uint8, "UINT3": torch.uint8,
+            "UINT4": torch.uint8, "UINT6": torch.uint8, "UINT8": torch.uint8, "UINT16": torch.int32,
+            "UINT32": torch.int64, "UINT64": torch.int64}  # fmt: skip
 
 
-def _tensor(array) -> torch.Tensor | object:
-    """A literal as rules take it: floats in float32, unsigned types torch lacks one size up, strings as they are."""
-    if isinstance(array, (list, str, dict)):
-        return array
-    if array.dtype == np.float16 or array.dtype == np.float64:
-        array = array.astype(np.float32)
-    if array.dtype in (np.uint16, np.uint32, np.uint64):
-        array = array.astype(np.int64)
-    return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+def _tensor(literal) -> object:
+    """A literal as rules take it: floats in float32, strings as they are, lists element by element."""
+    if isinstance(literal, list):
+        return [_tensor(v) for v in literal]
+    if not isinstance(literal, np.ndarray):
+        return literal
+    if literal.dtype.kind == "f":
+        literal = literal.astype(np.float32)
+    elif literal.dtype.kind == "u" and literal.dtype.itemsize > 1:
+        literal = literal.astype(np.int64)
+    return torch.from_numpy(literal)
 
 
 def _plain(value):
     """A value as an attribute: Python numbers, bools, strings, or lists of them."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(v) for v in value] if isinstance(value, list) else value
 
 
 @dataclass
 class Step:
-    """An operation made ready: its function, its constant arguments, and where the others come from."""
+    """An operation made ready: its function, its constant arguments, where the others come from, what its results are."""
 
     op: Op
     function: Callable
-    constants: dict
-    arrays: list[tuple[str, object]]  # parameter, name or list of names
-    attributes: list[tuple[str, str]]
-    outputs: list[tuple[str, Type]]
-    blocks: list["Body"]
+    constants: dict[str, object]
+    arrays: list[tuple[str, str | list[str]]]  # parameter, name(s) of the values
+    attributes: list[tuple[str, str | list[str]]]  # as arrays; the values become plain Python
+    outputs: list[tuple[str, Callable]]  # name, what brings a result to its declared type
+    bodies: list["Body"]
+    dead: list[str]  # values that nothing after this step reads
 
 
 @dataclass
 class Body:
-    inputs: list[tuple[str, Type]]
-    steps: list[Step]
-    outputs: list[str]
+    """A block made ready. `constants` are its own; it also sees the values of the blocks around it."""
+
+    inputs: list[str]
+    steps: list[Step] = field(default_factory=list)
+    constants: dict[str, object] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
 
 
 class Executable:
@@ -84,112 +94,178 @@ class Executable:
             raise InputError(str(program.package), f"operations without a rule: {', '.join(missing)}",
                              "operations the portable runtime knows", "run it on a Mac, or add rules in mil/ops")  # fmt: skip
         self.program, self.precision = program, precision
-        self.constants: dict[str, object] = {}
-        self.body = self._prepare(program.block)
+        self.fits = {name: self._fit(t) for name, t in program.inputs.items()}
+        self.body = Builder(self).body(program.block, {**program.inputs, **program.states}, {})
 
     def constant(self, name: str) -> torch.Tensor:
         """A constant of the program, decompressed, float32."""
-        return self.constants[name]
+        return self.body.constants[name]
 
     def make_state(self) -> dict[str, Cell]:
         """A fresh state: one cell of zeros per state tensor."""
-        return {name: Cell(torch.zeros(t.shape)) for name, t in self.program.states.items()}
+        return {name: Cell(torch.zeros(bounded(t.shape))) for name, t in self.program.states.items()}
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell], hook: Hook | None = None) -> dict:
-        """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype first."""
-        values = {name: self.round(inputs[name], t) for name, t in self.program.inputs.items() if name in inputs}
-        values.update(state)
+        """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype first.
+
+        Raises:
+            InputError: missing inputs or state, an operation that cannot take its operands; names what and where.
+        """
+        missing = [n for n in self.fits if n not in inputs] + [n for n in self.program.states if n not in state]
+        if missing:
+            raise InputError(str(self.program.package), f"no {', '.join(missing)}", "every input and state",
+                             "give all of them")  # fmt: skip
+        values = self.body.constants | state
+        for name, fit in self.fits.items():
+            try:
+                values[name] = fit(inputs[name])
+            except ValueError as problem:
+                raise InputError(f"input {name!r}", str(problem), "the declared shape", "reshape it") from problem
         return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
 
     def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
-        constants = self.constants
         for step in body.steps:
-            arguments = dict(step.constants)
-            for parameter, source in step.arrays:
-                arguments[parameter] = (
-                    [values[n] if n in values else constants[n] for n in source]
-                    if isinstance(source, list)
-                    else (values[source] if source in values else constants[source])
-                )
-            for parameter, source in step.attributes:
-                arguments[parameter] = _plain(values[source])
-            if step.blocks:
-                arguments["blocks"] = [lambda *a, b=b: self._call(b, a, values, hook) for b in step.blocks]
             try:
+                arguments = dict(step.constants)
+                for parameter, source in step.arrays:
+                    arguments[parameter] = values[source] if isinstance(source, str) else [values[n] for n in source]
+                for parameter, source in step.attributes:
+                    value = values[source] if isinstance(source, str) else [values[n] for n in source]
+                    arguments[parameter] = _plain(value)
+                if step.bodies:
+                    arguments["blocks"] = [partial(self._call, b, values, hook) for b in step.bodies]
                 result = step.function(**arguments)
+                results = result if isinstance(result, tuple) else (result,)
+                results = [fit(value) for (_, fit), value in zip(step.outputs, results, strict=False)]
             except InputError:
                 raise
-            except Exception as problem:
+            except Exception as problem:  # whatever torch makes of operands that do not fit: named, with its place
                 raise self._failure(step, problem) from problem
-            results = list(result) if isinstance(result, (tuple, list)) and len(step.outputs) > 1 else [result]
-            results = [self.round(r, t) for r, (_, t) in zip(results, step.outputs, strict=False)]
             if hook is not None:
                 results = hook(step.op, results) or results
-            for (name, _), value in zip(step.outputs, results, strict=False):
+            for (name, _), value in zip(step.outputs, results, strict=True):
                 values[name] = value
-        return [values[n] if n in values else constants[n] for n in body.outputs]
+            for name in step.dead:
+                del values[name]
+        return [values[name] for name in body.outputs]
 
-    def _call(self, body: Body, arguments, values: dict, hook):
+    def _call(self, body: Body, values: dict, hook, *arguments) -> list:
         """Runs a nested block: it sees the enclosing values, and its own stay inside."""
-        inner = dict(values)
-        inner.update(zip((name for name, _ in body.inputs), arguments, strict=True))
-        return self._run(body, inner, hook)
+        return self._run(body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook)
 
     def _failure(self, step: Step, problem: Exception) -> InputError:
         return InputError(f"{step.op.kind} {step.op.name!r}", f"{type(problem).__name__}: {problem}",
                           "operands this operation accepts",
                           f"check the inputs given to {self.program.package.name}")  # fmt: skip
 
-    def round(self, value, declared: Type):
-        """A result in the dtype the program declares, as this precision mode keeps it."""
-        if not isinstance(value, torch.Tensor) or declared.kind != "tensor":
-            return value
-        if declared.dtype == "FLOAT16" and self.precision != "exact":
-            return value.half().float()
-        return value.to(_INTEGER.get(declared.dtype, torch.float32))
+    def _fit(self, declared: Type) -> Callable:
+        """What brings a value to its declared type as this mode keeps it; a wrong shape raises ValueError."""
+        if declared.kind != "tensor" or declared.dtype == "STRING":
+            return lambda value: value
+        half = declared.dtype == "FLOAT16" and self.precision != "exact"
+        dtype = _INTEGER.get(declared.dtype, torch.float32)
+        shape = None if None in declared.shape else declared.shape
 
-    def _prepare(self, block: Block) -> Body:
-        steps = []
+        def fit(value: torch.Tensor) -> torch.Tensor:
+            if shape is not None and value.shape != shape:
+                raise ValueError(f"shape {list(value.shape)} where {list(shape)} is declared")
+            return value.half().float() if half else value.to(dtype)
+
+        return fit
+
+
+class Builder:
+    """Makes blocks ready for one executable: constants found and decompressed, names checked, lifetimes known."""
+
+    def __init__(self, executable: Executable):
+        self.executable = executable
+
+    def body(self, block: Block, outside: dict, known: dict) -> Body:
+        """`outside`: names of values seen from around the block; `known`: those of them that are constant."""
+        body = Body([name for name, _ in block.inputs], outputs=block.outputs)
+        names = set(outside) | {name for name, _ in block.inputs}
+        constants = dict(known)
         for op in block.ops:
             if op.kind == "const":
-                self.constants[op.outputs[0][0]] = _tensor(op.inputs["val"])
+                constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = _tensor(op.inputs["val"])
             else:
-                step = self._step(op)
+                step = self._step(op, names, constants, body)
                 if op.kind.startswith("constexpr_"):
-                    self._fold(step)
+                    self._fold(step, constants, body)
                 else:
-                    steps.append(step)
-        return Body(block.inputs, steps, block.outputs)
+                    body.steps.append(step)
+            names.update(name for name, _ in op.outputs)
+        self._check(names | set(constants), block.outputs)
+        _mark_dead(body)
+        return body
 
-    def _step(self, op: Op) -> Step:
+    def _check(self, names, wanted) -> None:
+        unknown = [name for name in wanted if name not in names]
+        if unknown:
+            raise InputError(str(self.executable.program.package), f"values {unknown} that nothing before them computes",
+                             "a whole program", "export the model again")  # fmt: skip
+
+    def _step(self, op: Op, names: set, constants: dict, body: Body) -> Step:
         rule = RULES[op.kind]
-        function = rule.narrow if self.precision == "narrow" and rule.narrow else rule.function
-        constants, arrays, attributes = {}, [], []
+        narrow = self.executable.precision == "narrow" and rule.narrow and op.outputs[0][1].dtype == "FLOAT16"
+        step = Step(op, rule.narrow if narrow else rule.function, {}, [], [], [], [], [])
         for parameter, source in op.inputs.items():
-            value = self._literal(source)
-            if parameter in rule.attributes:
-                if value is None:
-                    attributes.append((parameter, source.name))
-                else:
-                    constants[parameter] = _plain(value)
-            elif value is None:
-                arrays.append((parameter, [s.name for s in source] if isinstance(source, list) else source.name))
+            source = [source] if parameter in TUPLES and not isinstance(source, list) else source
+            value = _literal(source, constants)
+            if value is None:
+                bound = self._names(source, names, constants, body, f"{op.name}.{parameter}")
+                (step.attributes if parameter in rule.attributes else step.arrays).append((parameter, bound))
             else:
-                constants[parameter] = value
-        blocks = [self._prepare(b) for b in op.blocks]
-        return Step(op, function, constants, arrays, attributes, op.outputs, blocks)
+                step.constants[parameter] = _plain(value) if parameter in rule.attributes else value
+        step.bodies = [self.body(b, dict.fromkeys(names), constants) for b in op.blocks]
+        step.outputs = [(name, self.executable._fit(t)) for name, t in op.outputs]
+        return step
 
-    def _literal(self, source):
-        """The value of an argument when it is already known, else None."""
+    def _names(self, source, names: set, constants: dict, body: Body, where: str) -> str | list[str]:
+        """What a value is called at run time; a literal among names becomes a constant of the block."""
+        if isinstance(source, list):
+            return [self._names(s, names, constants, body, f"{where}.{i}") for i, s in enumerate(source)]
         if isinstance(source, Ref):
-            return self.constants.get(source.name)
-        if isinstance(source, list) and any(isinstance(s, Ref) for s in source):
-            known = [self._literal(s) for s in source]
-            return None if any(k is None for k in known) else known
-        return _tensor(source)
+            self._check(names | constants.keys(), [source.name])
+            return source.name
+        body.constants[where] = _tensor(source)
+        return where
 
-    def _fold(self, step: Step) -> None:
+    def _fold(self, step: Step, constants: dict, body: Body) -> None:
         """Decompresses a weight once, at load, and rounds it to its declared dtype in every mode."""
-        (name, declared), value = step.outputs[0], step.function(**step.constants)
-        self.constants[name] = value.half().float() if declared.dtype == "FLOAT16" else value.float()
+        result = step.function(**step.constants)
+        results = result if isinstance(result, tuple) else (result,)
+        for (name, declared), value in zip(step.op.outputs, results, strict=True):
+            value = value.half().float() if declared.dtype == "FLOAT16" else value
+            constants[name] = body.constants[name] = self.executable._fit(declared)(value)
+
+
+def _literal(source, constants: dict):
+    """The value of an argument when it is already known, else None."""
+    if isinstance(source, Ref):
+        return constants.get(source.name)
+    if isinstance(source, list) and any(isinstance(s, Ref) for s in source):
+        known = [_literal(s, constants) for s in source]
+        return None if any(k is None for k in known) else known
+    return _tensor(source)
+
+
+def _reads(body: Body):
+    """Every name that running `body` looks up."""
+    yield from body.outputs
+    for step in body.steps:
+        for _, source in step.arrays + step.attributes:
+            yield from [source] if isinstance(source, str) else source
+        for inner in step.bodies:
+            yield from _reads(inner)
+
+
+def _mark_dead(body: Body) -> None:
+    """Notes at each step which results of this block's steps are read for the last time there, or never."""
+    made = {name for step in body.steps for name, _ in step.outputs}
+    later = set(body.outputs)
+    for step in reversed(body.steps):
+        read = set(_reads(Body([], [step]))) | {name for name, _ in step.outputs}
+        step.dead = sorted((read & made) - later)
+        later |= read

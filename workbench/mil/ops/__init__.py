@@ -1,15 +1,22 @@
 """MIL operations as plain functions on torch tensors, one file per op family.
 
 A rule's positional parameters are arrays, its keyword-only parameters are attributes (Python ints, floats, bools,
-strings or lists of them); both are spelled as MIL spells them. Floats arrive in float32 whatever the program
-declares; the interpreter rounds results. To add an op: write the function in its family's file under `@rule()`.
+strings or lists of them); both are spelled as MIL spells them, and one rule serves every version of its op. Floats
+arrive in float32 whatever the program declares; the interpreter brings results to their declared dtype. A rule returns
+a tensor, a list (a MIL list), or a tuple: one element per output. To add an op: write the function in its family's
+file under `@rule()`.
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+
+TUPLES = frozenset({"values", "loop_vars", "elem_shape", "ref_tensors"})  # lists even when they hold one value
+MAX_ELEMENTS = 1 << 28  # of a tensor whose size an attribute decides: 1 GiB in float32
 
 
 @dataclass(frozen=True)
@@ -25,13 +32,13 @@ RULES: dict[str, Rule] = {}
 def rule(*names: str, narrow: Callable | None = None):
     """Registers a function as the meaning of MIL ops `names` (default: its own name).
 
-    `narrow` is the variant whose sums are rounded to fp16 after every 32 products.
+    `narrow` is the variant whose sums are rounded to fp16 after every 32 terms.
     """
 
     def register(function: Callable) -> Callable:
         parameters = inspect.signature(function).parameters.values()
         attributes = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        for name in names or (function.__name__.rstrip("_"),):
+        for name in names or (function.__name__,):
             if name in RULES:
                 raise ValueError(f"MIL op {name!r} has two rules")
             RULES[name] = Rule(function, attributes, narrow)
@@ -40,10 +47,36 @@ def rule(*names: str, narrow: Callable | None = None):
     return register
 
 
-TORCH = {
-    "fp16": torch.float32, "fp32": torch.float32, "fp64": torch.float32, "bool": torch.bool, "int8": torch.int8,
-    "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "uint16": torch.int32,
-    "uint32": torch.int64,
-}  # fmt: skip
+def bounded(shape) -> list[int]:
+    """`shape` as a list, refused when a tensor of it would pass `MAX_ELEMENTS`: a damaged size, not a computation."""
+    shape = [int(size) for size in shape]
+    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise ValueError(f"a tensor of shape {shape}, over {MAX_ELEMENTS} elements")
+    return shape
 
-from . import compression, elementwise, linear, reduction, shape, state  # noqa: E402,F401  (fills RULES)
+
+def padded(x: torch.Tensor, pairs, mode: str = "constant", value: float = 0.0) -> torch.Tensor:
+    """x with `pairs` of (before, after) elements added to its last axes, one pair per axis."""
+    bounded(n + sum(pair) for n, pair in zip(x.shape[x.dim() - len(pairs) :], pairs, strict=True))
+    edges = [edge for pair in reversed(pairs) for edge in pair]
+    return F.pad(x, edges, mode, value) if mode == "constant" else F.pad(x, edges, mode)
+
+
+# each family fills RULES
+from . import (  # noqa: E402,F401
+    activation,
+    compression,
+    control,
+    convolution,
+    elementwise,
+    image,
+    indexing,
+    linear,
+    normalization,
+    pooling,
+    random,
+    recurrent,
+    reduction,
+    shape,
+    state,
+)

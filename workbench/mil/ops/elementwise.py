@@ -1,17 +1,16 @@
-"""Elementwise arithmetic, comparison and activation."""
+"""Elementwise arithmetic and comparison."""
 
 import torch
-import torch.nn.functional as F
 
-from . import TORCH, rule
+from . import rule
 
 
 def _binary(name: str, function):
-    def op(x, y):
-        return function(torch.as_tensor(x), torch.as_tensor(y))
+    rule(name)(lambda x, y: function(x, y))
 
-    op.__name__ = name
-    rule(name)(op)
+
+def _unary(name: str, function):
+    rule(name)(lambda x: function(x))
 
 
 for _name, _function in {
@@ -22,6 +21,15 @@ for _name, _function in {
 }.items():  # fmt: skip
     _binary(_name, _function)
 
+for _name, _function in {
+    "abs": torch.abs, "acos": torch.acos, "asin": torch.asin, "atan": torch.atan, "atanh": torch.atanh,
+    "ceil": torch.ceil, "cos": torch.cos, "cosh": torch.cosh, "erf": torch.erf, "exp": torch.exp, "exp2": torch.exp2,
+    "floor": torch.floor, "identity": lambda x: x, "logical_not": torch.logical_not, "round": torch.round,
+    "sign": torch.sign, "sin": torch.sin, "sinh": torch.sinh, "sqrt": torch.sqrt, "square": torch.square,
+    "tan": torch.tan,
+}.items():  # fmt: skip
+    _unary(_name, _function)
+
 
 @rule()
 def real_div(x, y):
@@ -30,38 +38,19 @@ def real_div(x, y):
     return torch.div(x, y, rounding_mode="trunc")  # integer operands stay integers in MIL
 
 
-def _unary(name: str, function):
-    def op(x):
-        return function(x)
-
-    op.__name__ = name
-    rule(name)(op)
-
-
-for _name, _function in {
-    "abs": torch.abs, "acos": torch.acos, "asin": torch.asin, "atan": torch.atan, "atanh": torch.atanh,
-    "ceil": torch.ceil, "cos": torch.cos, "cosh": torch.cosh, "erf": torch.erf, "exp": torch.exp, "exp2": torch.exp2,
-    "floor": torch.floor, "logical_not": torch.logical_not, "relu": torch.relu, "round": torch.round,
-    "sigmoid": torch.sigmoid, "sign": torch.sign, "silu": F.silu, "sin": torch.sin, "sinh": torch.sinh,
-    "softsign": F.softsign, "sqrt": torch.sqrt, "square": torch.square, "tan": torch.tan, "tanh": torch.tanh,
-    "identity": lambda x: x, "relu6": F.relu6,
-}.items():  # fmt: skip
-    _unary(_name, _function)
-
-
 @rule()
-def rsqrt(x, *, epsilon=0.0):
+def rsqrt(x, *, epsilon=1e-12):
     return torch.rsqrt(x + epsilon)
 
 
 @rule()
-def inverse(x, *, epsilon=0.0):
+def inverse(x, *, epsilon=1e-4):
     """1 / (x + epsilon): the epsilon, 1e-4 unless set, is MIL's own and biases the result."""
     return 1.0 / (x + epsilon)
 
 
 @rule()
-def log(x, *, epsilon=0.0):
+def log(x, *, epsilon=1e-45):
     return torch.log(x + epsilon)
 
 
@@ -71,20 +60,13 @@ def clip(x, *, alpha, beta):
 
 
 @rule()
+def threshold(x, *, alpha):
+    return torch.clamp(x, min=alpha)
+
+
+@rule()
 def cast(x, *, dtype):
-    return x.to(TORCH[dtype])
-
-
-@rule()
-def gelu(x, *, mode="EXACT"):
-    if mode == "SIGMOID_APPROXIMATION":
-        return x * torch.sigmoid(1.702 * x)
-    return F.gelu(x, approximate="tanh" if mode == "TANH_APPROXIMATION" else "none")
-
-
-@rule()
-def softplus(x):
-    return F.softplus(x)
+    return x  # the declared type of the result says the same
 
 
 @rule()

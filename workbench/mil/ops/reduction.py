@@ -1,4 +1,6 @@
-"""Reductions, softmax and normalisation."""
+"""Reductions, running sums and orderings."""
+
+import math
 
 import torch
 
@@ -17,7 +19,7 @@ def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tenso
 
 
 def _reduce(name: str, function, narrow=None):
-    """Registers a reduction; absent axes mean all of them, as in MIL."""
+    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of them, as in MIL."""
 
     def over(apply):
         def op(x, *, axes=None, keep_dims=False):
@@ -28,8 +30,11 @@ def _reduce(name: str, function, narrow=None):
     rule(name, narrow=narrow and over(narrow))(over(function))
 
 
-def _count(x, axes):
-    return torch.tensor(x.shape)[[a % x.dim() for a in axes]].prod().item() if axes else 1
+def _mean(total):
+    def mean(x, axes, keep_dims):
+        return total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes)
+
+    return mean
 
 
 def _prod(x, axes, keep_dims):
@@ -38,16 +43,28 @@ def _prod(x, axes, keep_dims):
     return x
 
 
-_reduce("reduce_sum", torch.sum, narrow_sum)
-_reduce("reduce_mean", torch.mean, lambda x, axes, keep: narrow_sum(x, axes, keep) / _count(x, axes))
+def _log_sum_exp(x, axes, keep_dims):
+    return torch.logsumexp(x.float(), axes, keep_dims)
+
+
+for _name, _of, _then in (
+    ("reduce_sum", lambda x: x, lambda y: y),
+    ("reduce_l1_norm", torch.abs, lambda y: y),
+    ("reduce_l2_norm", torch.square, torch.sqrt),
+    ("reduce_sum_square", torch.square, lambda y: y),
+    ("reduce_log_sum", lambda x: x, torch.log),
+):
+
+    def _sum(total, of=_of, then=_then):
+        return lambda x, axes, keep_dims: then(total(of(x), axes, keep_dims))
+
+    _reduce(_name, _sum(torch.sum), _sum(narrow_sum))
+
+_reduce("reduce_mean", _mean(torch.sum), _mean(narrow_sum))
 _reduce("reduce_max", torch.amax)
 _reduce("reduce_min", torch.amin)
 _reduce("reduce_prod", _prod)
-_reduce("reduce_l1_norm", lambda x, axes, keep: x.abs().sum(axes, keep))
-_reduce("reduce_l2_norm", lambda x, axes, keep: x.square().sum(axes, keep).sqrt())
-_reduce("reduce_sum_square", lambda x, axes, keep: x.square().sum(axes, keep))
-_reduce("reduce_log_sum", lambda x, axes, keep: x.sum(axes, keep).log())
-_reduce("reduce_log_sum_exp", torch.logsumexp)
+_reduce("reduce_log_sum_exp", _log_sum_exp)
 
 
 @rule()
@@ -61,21 +78,21 @@ def reduce_argmin(x, *, axis=-1, keep_dims=False, output_dtype=None):
 
 
 @rule()
-def softmax(x, *, axis=-1):
-    return torch.softmax(x, axis)
+def cumsum(x, *, axis=0, exclusive=False, reverse=False):
+    x = x.flip(axis) if reverse else x
+    total = x.cumsum(axis) - (x if exclusive else 0)
+    return total.flip(axis) if reverse else total
 
 
 @rule()
-def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
-    axes = [a % x.dim() for a in (axes or range(x.dim()))]
-    mean = x.mean(axes, keepdim=True)
-    y = (x - mean) * torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
-    shape = [x.shape[a] if a in axes else 1 for a in range(x.dim())]
-    y = y if gamma is None else y * gamma.reshape(shape)
-    return y if beta is None else y + beta.reshape(shape)
-
-
-@rule()
-def topk(x, *, k, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None):
-    values, indices = torch.topk(x, k, axis, largest=not ascending)
+def topk(x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None):
+    """The first k of a stable order: among equals the lower index wins."""
+    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
+    k = x.shape[axis] if k == -1 else k
+    values, indices = values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
     return (values, indices) if return_indices else values
+
+
+@rule()
+def argsort(x, *, axis=-1, ascending=False):
+    return torch.argsort(x, dim=axis, descending=not ascending, stable=True)

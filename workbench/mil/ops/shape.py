@@ -1,14 +1,29 @@
-"""Moving data without changing it: reshape, slice, concat, gather, pad."""
+"""Moving and making data without computing on it: reshape, concat, tile, pad, fill."""
 
 import torch
 import torch.nn.functional as F
 
-from . import rule
+from . import bounded, padded, rule
 
 
 @rule()
 def reshape(x, *, shape):
-    return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)])
+    return x.reshape([x.shape[i] if size == 0 and x.numel() else size for i, size in enumerate(shape)])
+
+
+@rule()
+def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
+    """The new shape is made of pieces of other shapes: `ref_tensors[i].shape[begins[i]:ends[i]]`, one after another."""
+    shape = []
+    for tensor, begin, end, to_end in zip(ref_tensors, begins, ends, end_masks, strict=True):
+        shape += tensor.shape[begin : None if to_end else end]
+    return x.reshape(shape)
+
+
+@rule()
+def flatten2d(x, *, axis=1):
+    axis = axis % x.dim() if axis < 0 else axis
+    return x.reshape(x.shape[:axis].numel(), -1)
 
 
 @rule()
@@ -49,7 +64,33 @@ def squeeze(x, *, axes=None):
 
 @rule()
 def tile(x, *, reps):
+    bounded(n * r for n, r in zip(x.shape, reps, strict=True))
     return x.repeat(reps)
+
+
+@rule()
+def reverse(x, *, axes=None):
+    return x.flip(list(range(x.dim())) if axes is None else axes)
+
+
+@rule()
+def reverse_sequence(x, *, lengths, seq_axis=0, batch_axis=0):
+    """Reverses the first `lengths[i]` elements along `seq_axis` of the i-th entry of `batch_axis`."""
+    rows = x.movedim((batch_axis, seq_axis), (0, 1)).clone()
+    for row, length in zip(rows, lengths, strict=True):
+        row[:length] = row[:length].flip(0)
+    return rows.movedim((0, 1), (batch_axis, seq_axis))
+
+
+@rule()
+def pad(x, *, pad, mode="constant", constant_val=0.0):
+    pairs = list(zip(pad[::2], pad[1::2], strict=True))
+    if mode == "constant":
+        return padded(x, pairs, value=constant_val)
+    lead = x.dim() - len(pairs)  # torch takes two leading axes whatever the rank
+    view = x.reshape(1, -1, *x.shape[lead:])
+    y = padded(view, pairs, "replicate" if mode == "replicate" else "reflect")
+    return y.reshape(*x.shape[:lead], *y.shape[2:])
 
 
 @rule()
@@ -59,88 +100,28 @@ def shape(x):
 
 @rule()
 def fill(*, shape, value=0.0):
-    return torch.full(shape, value)
+    return torch.full(bounded(shape), value)
 
 
-@rule("range_1d")
+@rule()
+def fill_like(ref_tensor, *, value=0.0):
+    return torch.full(ref_tensor.shape, value)
+
+
+@rule()
 def range_1d(*, start, end, step):
+    bounded([(end - start) / step])
     return torch.arange(start, end, step)
 
 
-@rule("slice_by_index")
-def slice_by_index(x, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
-    return x[_indices(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)]
-
-
-@rule("slice_update")
-def slice_update(x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
-    result = x.clone()
-    result[_indices(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)] = update
-    return result
-
-
-def _indices(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
-    """MIL's slice parameters as an index tuple; a squeezed axis takes one element, a negative stride gathers."""
-    rank = len(sizes)
-    stride, squeeze_mask = stride or [1] * rank, squeeze_mask or [False] * rank
-    begin_mask, end_mask = begin_mask or [False] * rank, end_mask or [False] * rank
-    index = []
-    for axis, size in enumerate(sizes):
-        if squeeze_mask[axis]:
-            index.append(begin[axis])
-            continue
-        first = None if begin_mask[axis] else begin[axis]
-        last = None if end_mask[axis] else end[axis]
-        if stride[axis] > 0:
-            index.append(slice(first, last, stride[axis]))
-        else:
-            index.append(torch.arange(size)[torch.tensor(range(*slice(first, last, stride[axis]).indices(size)))])
-    return tuple(index)
-
-
-@rule("slice_by_size")
-def slice_by_size(x, *, begin, size):
-    stops = [x.shape[i] if n == -1 else b + n for i, (b, n) in enumerate(zip(begin, size, strict=True))]
-    return x[tuple(map(slice, begin, stops))]
-
-
 @rule()
-def reverse(x, *, axes=None):
-    return x.flip(list(range(x.dim())) if axes is None else axes)
-
-
-@rule()
-def pad(x, *, pad, mode="constant", constant_val=0.0):
-    pairs = list(zip(pad[::2], pad[1::2], strict=True))
-    edges = [edge for pair in reversed(pairs) for edge in pair]
-    if mode == "constant":
-        return F.pad(x, edges, value=constant_val)
-    return F.pad(x[None], edges, mode="replicate" if mode == "replicate" else "reflect")[0]
-
-
-@rule()
-def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
-    axis = axis % x.dim()
-    indices = torch.where(indices < 0, indices + x.shape[axis], indices).long()
-    if batch_dims == 0:
-        taken = torch.index_select(x, axis, indices.reshape(-1))
-        return taken.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
-    rows = [gather(a, i, axis=axis - 1, batch_dims=batch_dims - 1) for a, i in zip(x, indices, strict=True)]
-    return torch.stack(rows)
-
-
-@rule("gather_along_axis")
-def gather_along_axis(x, indices, *, axis=0, validate_indices=False):
-    return torch.take_along_dim(x, torch.where(indices < 0, indices + x.shape[axis], indices).long(), axis)
-
-
-@rule("one_hot")
 def one_hot(indices, *, one_hot_vector_size, axis=-1, on_value=1, off_value=0):
-    hot = F.one_hot(indices.long(), one_hot_vector_size).movedim(-1, axis)
-    return torch.where(hot.bool(), torch.tensor(on_value), torch.tensor(off_value))
+    bounded([*indices.shape, one_hot_vector_size])
+    hot = (indices[..., None] == torch.arange(one_hot_vector_size)).movedim(-1, axis)
+    return torch.where(hot, torch.tensor(on_value), torch.tensor(off_value))
 
 
-@rule("band_part")
+@rule()
 def band_part(x, *, lower=-1, upper=-1):
     rows, columns = torch.arange(x.shape[-2])[:, None], torch.arange(x.shape[-1])
     keep = ((lower < 0) | (rows - columns <= lower)) & ((upper < 0) | (columns - rows <= upper))
@@ -148,7 +129,50 @@ def band_part(x, *, lower=-1, upper=-1):
 
 
 @rule()
-def cumsum(x, *, axis=0, exclusive=False, reverse=False):
-    x = x.flip(axis) if reverse else x
-    total = x.cumsum(axis) - (x if exclusive else 0)
-    return total.flip(axis) if reverse else total
+def sliding_windows(x, *, axis, size, stride=1):
+    return x.unfold(axis, size, stride).movedim(-1, axis % x.dim() + 1)
+
+
+@rule()
+def pixel_shuffle(x, *, upscale_factor):
+    return F.pixel_shuffle(x, upscale_factor)
+
+
+@rule()
+def pixel_unshuffle(x, *, downscale_factor):
+    return F.pixel_unshuffle(x, downscale_factor)
+
+
+@rule()
+def depth_to_space(x, *, block_size):
+    n, c, h, w = x.shape
+    x = x.reshape(n, block_size, block_size, c // block_size**2, h, w).permute(0, 3, 4, 1, 5, 2)
+    return x.reshape(n, c // block_size**2, h * block_size, w * block_size)
+
+
+@rule()
+def space_to_depth(x, *, block_size):
+    n, c, h, w = x.shape
+    x = x.reshape(n, c, h // block_size, block_size, w // block_size, block_size).permute(0, 3, 5, 1, 2, 4)
+    return x.reshape(n, c * block_size**2, h // block_size, w // block_size)
+
+
+@rule()
+def space_to_batch(x, *, block_shape, paddings):
+    """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N, C, H/a, W/b]."""
+    x, (a, b) = padded(x, paddings), block_shape
+    n, c, h, w = x.shape
+    return x.reshape(n, c, h // a, a, w // b, b).permute(3, 5, 0, 1, 2, 4).reshape(n * a * b, c, h // a, w // b)
+
+
+@rule()
+def batch_to_space(x, *, block_shape, crops):
+    a, b = block_shape
+    n, c, h, w = x.shape
+    x = x.reshape(a, b, n // (a * b), c, h, w).permute(2, 3, 4, 0, 5, 1).reshape(n // (a * b), c, h * a, w * b)
+    return padded(x, [(-before, -after) for before, after in crops])
+
+
+@rule()
+def crop(x, *, crop_height, crop_width):
+    return padded(x, [tuple(-n for n in crop_height), tuple(-n for n in crop_width)])

@@ -1,0 +1,55 @@
+"""coremltools' own tests through the shim: `python -m tests.judge SUITE [--out DIR] [pytest options]`.
+
+Writes DIR/SUITE.json (every case) and DIR/SUITE.md (by op: passed, failed, cannot pass anywhere, with reasons) and
+exits 1 if a case failed for a reason that is not known.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from .report import summarize, table
+
+ROOT = Path(__file__).parents[2]
+OPS = "converters/mil/mil/ops/tests"
+TORCH = "converters/mil/frontend/torch/test"
+SUITES = {
+    "core": [f"{OPS}/iOS18", f"{OPS}/coreml_dialect", f"{TORCH}/test_torch_stateful_model.py"],
+    "ops": [OPS],
+    "torch": [f"{TORCH}/test_torch_ops.py"],
+    "slice": [f"{OPS}/coreml_dialect", f"{OPS}/iOS18/test_states.py", f"{OPS}/iOS18/test_transformers.py"],
+}
+
+
+def run(suite: str, out: Path, options: list[str]) -> dict:
+    """Runs a suite in a process of its own; every case's outcome, by its id."""
+    home = Path(find_spec("coremltools").origin).parent
+    outcomes = out / f"{suite}.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(home), "-p", "tests.judge.plugin",
+               "-p", "no:cacheprovider", "--runxfail", "--disable-warnings", "--tb=short", "--show-capture=no",
+               "--outcomes", str(outcomes), *options, *(str(home / path) for path in SUITES[suite])]  # fmt: skip
+    environment = os.environ | {"PYMIL_TEST_TARGETS": "mlprogram", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                                "PYTHONPATH": str(ROOT)}  # fmt: skip
+    subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+    return json.loads(outcomes.read_text())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.judge", description=__doc__)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--out", type=Path, default=ROOT / "build/judge")
+    chosen, options = parser.parse_known_args(arguments)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    summary = summarize(run(chosen.suite, chosen.out.resolve(), options))
+    text = table(chosen.suite, summary)
+    (chosen.out / f"{chosen.suite}.md").write_text(text)
+    print(text)
+    return 1 if summary["total"]["failed"] or not summary["total"]["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

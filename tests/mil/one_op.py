@@ -1,0 +1,60 @@
+"""Programs of one operation, made by hand: what tests of rules need, without protobuf or conversion."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workbench.mil import Executable, Program, Type
+from workbench.mil.program import Block, Op, Ref
+
+MIL = {np.dtype(np.float16): "FLOAT16", np.dtype(np.float32): "FLOAT32", np.dtype(np.int32): "INT32",
+       np.dtype(np.int8): "INT8", np.dtype(np.uint8): "UINT8", np.dtype(np.bool_): "BOOL"}  # fmt: skip
+UNKNOWN = (None,)  # a shape of no known size: results of any rank pass
+
+
+def program(ops: list[Op], inputs: dict[str, Type], outputs: list[str], states: dict[str, Type] | None = None) -> Program:
+    block = Block([], ops, outputs)
+    return Program(Path("test.mlpackage"), "main", inputs, states or {}, outputs, block, None)
+
+
+def literal(value):
+    """A Python value as the reader hands it over: arrays for numbers, strings and lists of strings as they are."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], str)):
+        return value
+    array = np.asarray(value)
+    return array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype)) if array.dtype.kind in "fi" \
+        and not isinstance(value, np.ndarray) else array  # fmt: skip
+
+
+def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
+    """Runs one op: NumPy arrays are inputs at run time (lists of them too), all else is constant.
+
+    Args:
+        out: declared dtype of the result, or a list of them for several results.
+
+    Returns:
+        NumPy array(s), as the interpreter leaves them (fp16 values in float32).
+    """
+    inputs, values, bound = {}, {}, {}
+
+    def bind(name, array):
+        inputs[name], values[name] = Type(MIL[array.dtype], array.shape), torch.from_numpy(_widened(array))
+        return Ref(name)
+
+    for name, value in arguments.items():
+        if isinstance(value, np.ndarray):
+            bound[name] = bind(name, value)
+        elif isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+            bound[name] = [bind(f"{name}.{i}", v) for i, v in enumerate(value)]
+        elif value is not None:
+            bound[name] = literal(value)
+    declared = [out] if isinstance(out, str) else out
+    outputs = [(f"y{i}", Type(dtype, UNKNOWN)) for i, dtype in enumerate(declared)]
+    made = program([Op(kind, kind, bound, outputs)], inputs, [name for name, _ in outputs])
+    results = [v.numpy() for v in Executable(made, precision).run(values, {}).values()]
+    return results[0] if isinstance(out, str) else results
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32) if array.dtype == np.float16 else np.array(array)

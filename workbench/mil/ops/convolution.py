@@ -1,0 +1,85 @@
+"""Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C, C_out/groups, *kernel])."""
+
+import torch
+import torch.nn.functional as F
+
+from . import bounded, padded, rule
+from .linear import narrow_matmul
+
+
+def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
+    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the end), same_lower, custom."""
+    if pad_type == "custom":
+        return list(zip(pad[::2], pad[1::2], strict=True))
+    if pad_type == "valid":
+        return [(0, 0)] * len(sizes)
+    pairs = []
+    for size, taps, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        reach = (taps - 1) * dilation + 1
+        total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+        small = total // 2
+        pairs.append((total - small, small) if pad_type == "same_lower" else (small, total - small))
+    return pairs
+
+
+def _im2col_product(x, weight, bias, strides, dilations, groups):
+    """Convolution as grouped narrow products over unfolded columns; x already padded, [N, C, *spatial]."""
+    spatial = x.dim() - 2
+    columns = x
+    for i in range(spatial):  # unfold each axis, picking dilated taps
+        reach = (weight.shape[2 + i] - 1) * dilations[i] + 1
+        columns = columns.unfold(2 + i, reach, strides[i])[..., :: dilations[i]]
+    out_spatial = columns.shape[2 : 2 + spatial]
+    n, c = x.shape[:2]
+    columns = columns.flatten(2 + spatial).reshape(n, groups, c // groups, out_spatial.numel(), -1)
+    columns = columns.permute(0, 1, 2, 4, 3).reshape(n, groups, -1, out_spatial.numel())
+    kernels = weight.reshape(groups, weight.shape[0] // groups, -1)
+    y = narrow_matmul(kernels, columns).reshape(n, weight.shape[0], *out_spatial)
+    return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
+
+
+def _conv(narrow: bool):
+    def conv(x, weight, bias=None, *, strides=None, pad_type="valid", pad=None, dilations=None, groups=1):
+        spatial = x.dim() - 2
+        strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+        pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
+        if not narrow and groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
+            y = torch.matmul(weight.flatten(1), x.flatten(2))  # a 1×1 convolution is a matrix product
+            y = y if bias is None else y + bias[:, None]
+            return y.reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+        if any(map(any, pairs)):
+            x = padded(x, pairs)
+        if narrow:
+            return _im2col_product(x, weight, bias, strides, dilations, groups)
+        function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+        return function(x, weight, bias, strides, 0, dilations, groups)
+
+    return conv
+
+
+rule("conv", narrow=_conv(narrow=True))(_conv(narrow=False))
+
+
+@rule()
+def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_type="valid", strides=None,
+                   dilations=None, groups=1):  # fmt: skip
+    """The whole transposed convolution, then cut (or grown, where an output asks for more) to the padded size."""
+    spatial = x.dim() - 2
+    strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+    reach = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilations, strict=True)]
+    whole = bounded((n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True))
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
+    y = function(x, weight, None, strides, 0, 0, groups, dilations)
+    if pad_type == "custom":
+        pairs = list(zip(pad[::2], pad[1::2], strict=True))
+    elif pad_type == "same":
+        pairs = [((w - n * s) // 2, 0) for w, n, s in zip(whole, x.shape[2:], strides, strict=True)]
+    else:
+        pairs = [(0, 0)] * spatial
+    same = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+    wanted = output_shape[2:] if output_shape else same if pad_type == "same" else [
+        w - sum(pair) for w, pair in zip(whole, pairs, strict=True)
+    ]  # fmt: skip
+    cuts = [(-first, first + size - w) for (first, _), size, w in zip(pairs, wanted, whole, strict=True)]
+    y = padded(y, cuts)
+    return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
