@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "runs": {"decode", "bundle", "log"},
     "tables": {"eval", "bundle"},
     "sweep": {"export", "eval", "decode", "models", "bundle", "log", "runs"},
+    "overflow": {"export", "eval", "decode", "mil", "models", "bundle"},
     "report": {"log"},
     "notebook": {"report", "log"},
     "doctor": {"runtime", "log"},

@@ -32,6 +32,8 @@ EXPERIMENTS = {
         Experiment("05", "stateful_kv_cache", "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?"),
         Experiment("29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"),
         Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
+        Experiment("31", "error_parts", "How much of the error is storage, re-authoring, quantization, precision, device?"),
+        Experiment("32", "fp16_overflow", "Why does Qwen 2.5 give NaN on one compute unit and not on another?"),
         Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on max_seq_len and T?"),
         Experiment("35", "routed_experts", "What does routing experts on the host save?"),
     )

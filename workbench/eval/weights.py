@@ -65,19 +65,19 @@ class Weights:
         for kind, layer, executable, constant, stored in list(self._tensors()):
             if (layer, kind) in chosen:
                 undo.append((executable, constant, executable.constant(constant)))
-                _replace(executable, constant, swap(stored))
+                replace(executable, constant, swap(stored))
         try:
             yield
         finally:
             for executable, constant, value in undo:
-                _replace(executable, constant, value)
+                replace(executable, constant, value)
 
 
 def _models(decoder: Decoder) -> list:
     return [*decoder.layers, *decoder.experts.models.values()]
 
 
-def _replace(executable, constant: str, value: torch.Tensor) -> None:
+def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
     old = executable.constant(constant)
     executable.body.constants[constant] = value

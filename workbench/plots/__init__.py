@@ -10,6 +10,7 @@ from workbench.plots.cache import cache_rows
 from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, speed
 from workbench.plots.fidelity import error_parts, fidelity_grid, fidelity_heatmap, update_cosine_bars
 from workbench.plots.figure import save, style
+from workbench.plots.overflow import headroom, mask_leaks
 
 __all__ = [
     "against_peer",
@@ -17,7 +18,9 @@ __all__ = [
     "error_parts",
     "fidelity_grid",
     "fidelity_heatmap",
+    "headroom",
     "layer_ms",
+    "mask_leaks",
     "memory_bar",
     "parts_bar",
     "save",

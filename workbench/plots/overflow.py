@@ -1,0 +1,52 @@
+"""How near values come to fp16's limits: headroom in bits, and what masks let through."""
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+
+from workbench.plots.figure import axes, cells, legend_above, style
+
+
+@style()
+def headroom(rows: pd.DataFrame, *, x: str, lines: str, xlabel: str | None = None, log: bool = False,
+             ax: Axes | None = None) -> Axes:  # fmt: skip
+    """Headroom in bits over the column `x`, one line per value of the column `lines`; at 0 and below, fp16 overflows.
+
+    `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn.
+    """
+    ax = axes(ax, 6.0, 3.0)
+    for name, line in rows.groupby(lines, sort=False):
+        least = line.groupby(x)["headroom_bits"].min()
+        ax.plot(least.index, least, label=str(name))
+    low = min(ax.get_ylim()[0], -1.0)
+    ax.axhspan(low, 0, facecolor="0.92", edgecolor="0.6", hatch="////", linewidth=0, zorder=0)
+    ax.text(0.01, 0.02, "beyond 65504: inf", transform=ax.transAxes, ha="left", va="bottom",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
+    ax.set(xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear")
+    ax.set_ylim(bottom=low)
+    ax.grid(axis="y")
+    ax.set_title("distance from the largest fp16 value")
+    legend_above(ax, ax.get_legend_handles_labels()[0])
+    return ax
+
+
+@style()
+def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is black and says so.
+
+    `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to be drawn.
+    """
+    grid = table.pivot(index="mask", columns="case", values="leak")
+    grid = grid.loc[table["mask"].drop_duplicates(), table["case"].drop_duplicates()]
+    ax = axes(ax, 2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
+    colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
+    mesh = cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
+    for y, row in enumerate(grid.to_numpy()):
+        for x, value in enumerate(row):
+            dark = sum(mesh.to_rgba(min(value, 1) if value == value else 2.0)[:3]) < 1.5
+            ax.text(x + 0.5, y + 0.5, f"{value:.2f}" if value == value else "NaN ×", ha="center", va="center",
+                    color="white" if dark else "black")  # fmt: skip
+    ax.set(xlabel="", ylabel="")
+    ax.set_title("weight on positions that the mask blocks")
+    return ax
