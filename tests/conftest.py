@@ -6,6 +6,10 @@ import pytest  # noqa: E402
 from tiny import Exports  # noqa: E402
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes a minute; leave out with -m 'not slow'")
+
+
 @pytest.fixture(scope="session")
 def exports(tmp_path_factory) -> Exports:
     """Checkpoints, bundles and Hugging Face models, each made once per session."""
