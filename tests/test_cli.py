@@ -167,3 +167,27 @@ def test_a_damaged_bundle_is_refused(llama, tmp_path, damage, words):
     shutil.copytree(llama.root, copy)
     damage(copy)
     assert words in str(refused("decode", copy, "--prompt-ids", "1,2"))
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2"])
+def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
+    """`exact` gives the same tokens; `declared` the same up to a first near-tie."""
+    import torch
+
+    from workbench.eval import answers, metrics
+
+    prompt = answers.load_tasks(DATA / "tasks" / "heldout.jsonl")[3]["prompt"]
+    ids = answers.tokenizer(DATA / name).encode(prompt)[:40]
+    model = exports.hf(DATA / name)
+    with torch.inference_mode():
+        made = model.generate(torch.tensor([ids]), min_new_tokens=64, max_new_tokens=64, do_sample=False,
+                              return_dict_in_generate=True, output_logits=True)  # fmt: skip
+    wanted = made.sequences[0, len(ids) :].tolist()
+    bundle = exports.bundle(DATA / name, max_seq_len=128)
+    from workbench import Decoder
+
+    assert Decoder(bundle, "portable", "exact").generate(ids, 64, stop=()) == wanted
+    for record, token, logits in zip(Decoder(bundle, "portable").stream(ids, 64, stop=()), wanted, made.logits, strict=True):
+        if record.token != token:
+            assert metrics.near_tie(logits[0].numpy(), record.logits)
+            break

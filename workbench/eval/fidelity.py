@@ -145,7 +145,11 @@ def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
             shown = ~np.isnan(flat[1]).all(axis=1) if np.isnan(flat[1]).any() else np.ones(len(flat[1]), bool)
             parts.append(_rows(layer, name, *flat)[shown])
     parts.append(_rows(-1, "logits", golden.logits, trace.logits))
-    return pd.concat(parts, ignore_index=True).assign(**columns)
+    rows = pd.concat(parts, ignore_index=True).assign(**columns)
+    if golden.margin is not None:
+        sure = np.stack([golden.sure(layer) for layer in range(len(golden.x))])
+        rows["routing_tie"] = ~sure[rows["layer"].clip(lower=0), rows["position"]] & (rows["layer"] >= 0)
+    return rows
 
 
 def _rows(layer: int, tensor: str, reference: np.ndarray, found: np.ndarray) -> pd.DataFrame:

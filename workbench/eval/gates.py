@@ -55,6 +55,11 @@ def verdict(gates: Iterable[Gate]) -> str:
     return GREEN if GREEN in found else NOT_RUN
 
 
+# A router whose two best scores (probability plus bias) lie this close may pick either expert: rounding decides, as
+# between two near-tied tokens, and a layer's update then is another expert's. Such positions are judged apart.
+ROUTING_TIE = 1e-3
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a bundle must reach against the golden of the checkpoint's own weights."""
@@ -79,3 +84,6 @@ LIMITS = {
 T_TOLERANCE = {"exact": 1e-5, "declared": 1e-2, "narrow": 3e-2, "coreml": 3e-2}
 REAUTHORING = 1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
 TELESCOPE = 1e-6
+# |rank correlation| of position and log error of cache rows, chained, and the factor between the newest and the oldest
+# quarter: at most 0.34 and 1.4 on clean bundles of every compression, at least 0.8 and 1.9 with a damaged cache.
+TREND, TREND_GROWTH, TREND_POSITIONS = 0.7, 1.5, 15

@@ -18,6 +18,8 @@ from workbench.bundle import Bundle
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
+from . import gates
+
 HEAD_ROWS = 16_384
 Weights = Callable[[str], torch.Tensor]
 
@@ -25,7 +27,8 @@ Weights = Callable[[str], torch.Tensor]
 @dataclass(frozen=True)
 class Golden:
     """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D]; `logits`
-    [n, V]; all float32. `ids` [n]. `router` [L, n, R] is the router state that layer l hands on (ZAYA), else absent.
+    [n, V]; all float32. `ids` [n]. Where experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands
+    on, and `margin` [L, n], the best score less the second best.
 
     `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers (version).
     """
@@ -38,11 +41,16 @@ class Golden:
     logits: np.ndarray
     meta: dict[str, str]
     router: np.ndarray | None = None
+    margin: np.ndarray | None = None
 
     @property
     def update(self) -> np.ndarray:
         """What each layer adds, [L, n, C]."""
         return self.hidden - self.x
+
+    def sure(self, layer: int) -> np.ndarray:
+        """Positions [n] where the layer's choice of expert, if it makes one, is no near-tie (see `gates.ROUTING_TIE`)."""
+        return np.ones(len(self.ids), bool) if self.margin is None else self.margin[layer] >= gates.ROUTING_TIE
 
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
@@ -50,7 +58,7 @@ class Golden:
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router")}
+        arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router", "margin")}
         temporary = path.with_name(f".{path.name}.partial")
         save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
                   {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
@@ -134,14 +142,17 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
     with torch.inference_mode():
         last = base(input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True)[0][0]
         logits = _logits(checkpoint, last, weights, prefix)
-    router = [s["router"] for s in seen]
     return Golden(
         ids=ids, x=np.stack([s["x"] for s in seen]), hidden=np.stack([s["hidden"] for s in seen]),
         k=np.stack([cache.rows[i][0] for i in range(len(seen))]),
         v=np.stack([cache.rows[i][1] for i in range(len(seen))]), logits=logits,
         meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__},
-        router=None if router[0] is None else np.stack(router),
+        router=_stacked(seen, "router"), margin=_stacked(seen, "margin"),
     )  # fmt: skip
+
+
+def _stacked(seen: list[dict], name: str) -> np.ndarray | None:
+    return np.stack([s[name] for s in seen]) if name in seen[0] else None
 
 
 def _check_ids(checkpoint: Checkpoint, ids: Sequence[int]) -> np.ndarray:
@@ -194,7 +205,7 @@ def _given(layer: int, fed: np.ndarray | None, router: np.ndarray | None) -> tup
 
 def _watch(layer: nn.Module, prefix: str, read: Weights, given: tuple[torch.Tensor, ...]) -> dict:
     """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left."""
-    seen = {"router": None}
+    seen = {}
 
     def enter(module, args, kwargs):
         args = args or (kwargs.pop("hidden_states"),)
@@ -212,6 +223,14 @@ def _watch(layer: nn.Module, prefix: str, read: Weights, given: tuple[torch.Tens
         for name in module.state_dict():
             _assign(module, name, None)
 
+    def route(module, args, output):
+        scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
+        best = scores.topk(2, -1).values
+        seen["margin"] = (best[:, 0] - best[:, 1]).numpy().copy()
+
+    for module in layer.modules():
+        if hasattr(module, "balancing_biases"):
+            module.register_forward_hook(route)
     layer.register_forward_pre_hook(enter, with_kwargs=True)
     layer.register_forward_hook(leave, with_kwargs=True)
     return seen

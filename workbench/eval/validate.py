@@ -8,7 +8,7 @@ import pandas as pd
 
 from workbench.decode import Decoder
 
-from . import fidelity, gates, metrics
+from . import fidelity, gates, metrics, rangedim
 from .gates import Gate
 from .golden import Golden
 
@@ -28,7 +28,7 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        judged = self.rows[(self.rows["mode"] == "isolated") & self.rows["tensor"].isin(["update", "k", "v"])]
+        judged = _judged(self.rows, ["update", "k", "v"])
         row = judged.loc[judged["cosine"].fillna(-2).idxmin()]
         names = ("layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs")
         return {n: row[n].item() if hasattr(row[n], "item") else row[n] for n in names}
@@ -42,8 +42,7 @@ class Validation:
         }  # fmt: skip
 
     def _cosines(self, *tensors: str) -> pd.Series:
-        chosen = (self.rows["mode"] == "isolated") & self.rows["tensor"].isin(tensors)
-        return self.rows.loc[chosen, "cosine"].fillna(-1.0)
+        return _judged(self.rows, list(tensors))["cosine"].fillna(-1.0)
 
 
 def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
@@ -68,7 +67,7 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
         gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}"),
         gates.holds("finite", bool(result.rows["finite"].all()), _nonfinite(result.rows)),
         gates.at_least("update", result._cosines("update").min(), limits.update_cosine,
-                       f"worst isolated update against {weights}: {where}"),
+                       f"worst isolated update against {weights}: {where}{_ties(result.rows)}"),
         gates.at_least("kv", result._cosines("k", "v").min(), limits.kv_cosine,
                        f"worst cache row against {weights}: {_where(result.rows, ['k', 'v'])}"),
         gates.at_most("logits_kl", result.logits["kl_max"], limits.logits_kl, "worst position, chained, nats"),
@@ -77,31 +76,49 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
     if decoder.options.compress == "fp16":
         found.append(gates.at_least("logits_top1", result.logits["top1_agreement"], 1.0,
                                     "share of positions with the golden's top token, near-ties apart"))  # fmt: skip
-    return [*found, _same_for_every_t(decoder, traces, golden)]
+    return [*found, trend(result.rows), rangedim.judge(decoder, traces, golden)]
 
 
-def _same_for_every_t(decoder: Decoder, traces: dict, golden: Golden) -> Gate:
-    """Chapter 5's hazard: right at T = 1, silently wrong at T > 1. Same program, same inputs, so no golden is needed."""
-    tolerance = gates.T_TOLERANCE["coreml" if decoder.runtime == "coreml" else decoder.precision]
-    base = traces.get((1, "isolated"))
-    others = {T: trace for (T, mode), trace in traces.items() if mode == "isolated" and T > 1}
-    if base is None or not others:
-        return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
-    worst, at = 0.0, ""
-    for T, trace in others.items():
-        for layer, hidden in trace.hidden.items():
-            pairs = (("update", base.hidden[layer] - golden.x[layer], hidden - golden.x[layer]),
-                     ("k", base.k[layer], trace.k[layer]), ("v", base.v[layer], trace.v[layer]))  # fmt: skip
-            for name, one, many in pairs:
-                difference = metrics.relative_rms(np.nan_to_num(one), np.nan_to_num(many))
-                if difference > worst:
-                    worst, at = difference, f"layer {layer}, {name}, T = {T}"
-    advice = "" if worst <= tolerance else "; export fixed-T shards (--t fixed) for prefill and decode"
-    return gates.at_most("same_for_every_T", worst, tolerance, f"T > 1 against T = 1, relative RMS: {at or 'equal'}{advice}")
+def trend(rows: pd.DataFrame) -> Gate:
+    """A cache that is damaged as it is used errs more and more over its rows, or less and less (the oldest were hit most
+    often); compression errs alike in all. Rank correlation of position and error of chained K and V rows, position 0
+    apart: attention sinks there are unlike any other row."""
+    judged = rows[(rows["mode"] == "chained") & rows["tensor"].isin(["k", "v"]) & (rows["position"] > 0)].dropna(subset="cosine")
+    error = np.log((1 - judged["cosine"]).clip(lower=1e-14)) / 2
+    found = [_trend(group, T, tensor) for (T, tensor), group in judged.assign(error=error).groupby(["T", "tensor"])]
+    if not found or min(positions for *_, positions in found) < gates.TREND_POSITIONS:
+        return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
+    growth, correlation, where, _ = max(found, key=lambda f: (f[0] >= gates.TREND_GROWTH) * abs(f[1]))
+    grown = growth >= gates.TREND_GROWTH and abs(correlation) > gates.TREND
+    return Gate("trend", gates.RED if grown else gates.GREEN, correlation, gates.TREND,
+                f"rank correlation of position and error, {where}; newest and oldest quarter differ by a factor of {growth:.2f}"
+                + (": a fault of the cache" if grown else ", flat"))  # fmt: skip
+
+
+def _trend(group: pd.DataFrame, T: int, tensor: str) -> tuple[float, float, str, int]:
+    """(factor between the newest and the oldest quarter, rank correlation, where, positions) of log errors."""
+    error = group.groupby("position")["error"].mean()
+    quarter = -(-len(error) // 4)
+    correlation = error.rank().corr(pd.Series(error.index, error.index).rank())
+    growth = np.exp(abs(error.iloc[-quarter:].mean() - error.iloc[:quarter].mean()))
+    return float(growth), float(np.nan_to_num(correlation)), f"{tensor}, T = {T}", len(error)
+
+
+def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
+    """Isolated rows that gates look at: updates where the router had a clear choice, and all cache rows."""
+    judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
+    return judged[~judged["routing_tie"] | (judged["tensor"] != "update")] if "routing_tie" in rows else judged
+
+
+def _ties(rows: pd.DataFrame) -> str:
+    """How many updates the gate leaves out, in words."""
+    tied = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
+    count = int(tied["routing_tie"].sum()) if "routing_tie" in rows else 0
+    return f"; {count} of {len(tied)} with a near-tied choice of expert apart" if count else ""
 
 
 def _where(rows: pd.DataFrame, tensors: list[str]) -> str:
-    judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
+    judged = _judged(rows, tensors)
     row = judged.loc[judged["cosine"].fillna(-2).idxmin()]
     return f"layer {row['layer']}, position {row['position']}, T = {row['T']}, {row['tensor']}"
 

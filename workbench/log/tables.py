@@ -65,7 +65,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:   layer position T
         text:  tensor! mode! runtime precision
         float: cosine psnr_db max_abs
-        bool:  finite
+        bool:  finite routing_tie
     """),
 }
 

@@ -1,0 +1,69 @@
+"""Chapter 5's hazard, measured and placed: right at T = 1, silently wrong at T > 1.
+
+One program on the same inputs must compute the same for every T, so no golden is needed to see that it does not. Where
+a device shows a difference, the portable runtime runs the same program and tells whose fault it is.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.decode import Decoder
+
+from . import fidelity, gates, metrics
+from .fidelity import Trace
+from .gates import Gate
+from .golden import Golden
+
+PROGRAM, RUNTIME = "program", "runtime"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The largest relative RMS between a result at T and the same at T = 1, and where it is."""
+
+    value: float
+    T: int
+    where: str
+
+
+def drift(traces: dict[tuple[int, str], Trace], golden: Golden) -> Drift | None:
+    """The worst drift of isolated updates, keys and values; None without T = 1 and some T > 1."""
+    base = traces.get((1, "isolated"))
+    found = []
+    for (T, mode), trace in traces.items():
+        if base is not None and mode == "isolated" and T > 1:
+            for layer, hidden in trace.hidden.items():
+                x, sure = golden.x[layer], golden.sure(layer)
+                pairs = (("update", (base.hidden[layer] - x)[sure], (hidden - x)[sure]), ("k", base.k[layer], trace.k[layer]),
+                         ("v", base.v[layer], trace.v[layer]))  # fmt: skip
+                found += [Drift(_apart(one, many), T, f"layer {layer}, {name}, T = {T}") for name, one, many in pairs]
+    return max(found, key=lambda d: d.value, default=None)
+
+
+def _apart(one: np.ndarray, many: np.ndarray) -> float:
+    """Relative RMS; rows that both lack (a ring forgot them) agree."""
+    return metrics.relative_rms(np.nan_to_num(one), np.nan_to_num(many))
+
+
+def judge(decoder: Decoder, traces: dict[tuple[int, str], Trace], golden: Golden) -> Gate:
+    """GREEN when every T agrees with T = 1; RED names the worst place, whose fault it is, and the way round."""
+    found = drift(traces, golden)
+    if found is None:
+        return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
+    tolerance = gates.T_TOLERANCE["coreml" if decoder.runtime == "coreml" else decoder.precision]
+    reason = f"T > 1 against T = 1, relative RMS: {found.where if found.value else 'equal'}"
+    if not found.value <= tolerance:
+        reason += f"; {at_fault(decoder, golden, found.T)}; export fixed-T shards (--t fixed) for prefill and decode"
+    return gates.at_most("same_for_every_T", found.value, tolerance, reason)
+
+
+def at_fault(decoder: Decoder, golden: Golden, T: int) -> str:
+    """Whose fault a drift is: the program's when the portable runtime shows it too, else the runtime's."""
+    if decoder.runtime == "portable":
+        return f"the {PROGRAM} is wrong (portable runtime; no device was run)"
+    portable = Decoder(decoder.bundle, "portable")
+    again = drift({(t, "isolated"): fidelity.run(portable, golden, t) for t in (1, T)}, golden)
+    if again.value > gates.T_TOLERANCE["declared"]:
+        return f"the {PROGRAM} is wrong: the portable runtime drifts too ({again.value:.3g})"
+    return f"the {RUNTIME} is wrong: the portable runtime runs the same program right ({again.value:.3g})"
