@@ -25,7 +25,8 @@ def options(**chosen) -> Options:
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"])) or "export options"
-        raise InputError(name, repr(first.get("input")), first["msg"], "see: workbench export --help") from None
+        raise InputError(name, repr(first.get("input")), first["msg"].removeprefix("Value error, "),
+                         "see: workbench export --help") from None  # fmt: skip
 
 
 def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, **chosen) -> Bundle:
