@@ -1,8 +1,10 @@
 # On a machine with Python 3.11 or later and make: `make run` or `make test`, nothing before.
 PYTHON ?= python3
 BIN = .venv/bin
+# Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
+export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lab clean
+.PHONY: run test lab bench judge fuzz clean
 
 run: .venv/ready
 	$(BIN)/workbench run 05 34
@@ -12,6 +14,16 @@ test: .venv/ready
 
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks
+
+bench: .venv/ready
+	$(BIN)/workbench bench decode --moe
+
+# coremltools' own op tests with predictions on, through the shim; reports in build/judge
+judge: .venv/ready
+	$(BIN)/python -m tests.judge ops
+
+fuzz: .venv/ready
+	$(BIN)/python -m tests.mil.fuzz 10000
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
