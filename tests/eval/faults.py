@@ -71,9 +71,9 @@ def constant(decoder: Decoder, layer: int, tensor: str, change: Callable[[torch.
     """Changes a weight of a layer in every step that uses it, and in the shard's table of constants."""
     model = decoder.layers[layer]
     name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
-    old = model.executable.constants[name]
+    old = model.executable.body.constants[name]
     new = change(old.clone())
-    model.executable.constants[name] = new
+    model.executable.body.constants[name] = new
     for step in model.executable.body.steps:
         for parameter, value in step.constants.items():
             if value is old:
@@ -192,6 +192,33 @@ def nan_hidden_by_a_finite_read(decoder):
     for layer in range(len(decoder.layers)):
         for step in steps(decoder, layer, "read_state"):
             wrap(step, after=torch.nan_to_num)
+
+
+@fault("trend")
+def cache_rows_rounded_again_at_every_call(decoder):
+    # a quantized cache that is read, dequantized and stored anew: the oldest rows suffer most
+    rng = np.random.default_rng(0)
+    for model in decoder.layers:
+        predict = model.predict
+
+        def worn(inputs, state=None, predict=predict):
+            made = predict(inputs, state)
+            for name in state.shard.states:
+                rows = state.read(name)
+                state.write(name, (rows * (1 + 0.02 * rng.standard_normal(rows.shape))).astype(rows.dtype))
+            return made
+
+        model.predict = worn
+
+
+@fault("trend")
+def rope_base_slightly_off(decoder):
+    # keys drift further from the golden's with every position
+    def drift(made, offsets, counts, T):
+        angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * np.array(decoder.manifest.rope[0].inv_freq) ** 1.02
+        made.update(rope_cos=np.cos(angles).astype(np.float32), rope_sin=np.sin(angles).astype(np.float32))
+
+    host(decoder, drift)
 
 
 # Rope
@@ -375,7 +402,7 @@ def attention_reads_the_cache_before_the_write(decoder):
 def one_tensor_of_another_layer(decoder):
     other = decoder.layers[3].executable
     name = decoder.layers[3].shard.weights["model.layers.3.mlp.down_proj.weight"]
-    constant(decoder, 0, "mlp.down_proj.weight", lambda w: other.constants[name].clone())
+    constant(decoder, 0, "mlp.down_proj.weight", lambda w: other.body.constants[name].clone())
 
 
 @fault("update")
@@ -389,7 +416,7 @@ def gate_and_up_exchanged(decoder):
     kept = {}
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: kept.setdefault("gate", w))
     model = decoder.layers[1]
-    up = model.executable.constants[model.shard.weights["model.layers.1.mlp.up_proj.weight"]].clone()
+    up = model.executable.body.constants[model.shard.weights["model.layers.1.mlp.up_proj.weight"]].clone()
     constant(decoder, 1, "mlp.up_proj.weight", lambda w: kept["gate"].clone())
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
 
@@ -473,7 +500,7 @@ def squares_that_overflow_fp16(decoder):
 def a_slice_of_the_head_damaged(decoder):
     model = decoder.heads[0]
     name = model.shard.weights["model.embed_tokens.weight"]
-    old = model.executable.constants[name]
+    old = model.executable.body.constants[name]
     new = old.clone()
     new[: len(new) // 8] = new[: len(new) // 8].flip(0)
     for step in model.executable.body.steps:

@@ -155,3 +155,19 @@ def judge(splits: dict[str, Split]) -> list[gates.Gate]:
                       f"exact arithmetic on the stored weights against Hugging Face, relative RMS: layer {worst}"),
         gates.at_most("parts_telescope", residual, gates.TELESCOPE, "sum of the parts against the total, relative RMS"),
     ]  # fmt: skip
+
+
+def conclusion(split: Split, remedies: pd.DataFrame) -> str:
+    """What the parts of isolated layers and the remedies for their weights say, in plain words."""
+    layers, shares = split.layers(), split.shares()
+    own = pd.Series(np.diag(shares), shares.index)
+    part, worst = own.idxmax(), layers.loc[layers["total"].idxmax()]
+    lines = [f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
+             f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",
+             f"The worst layer is {worst['layer']:.0f}: an error of {worst['total']:.2%} of its update; rounding alone is {worst['precision']:.2%}."]  # fmt: skip
+    for row in remedies.to_dict("records"):
+        lines.append(f"Layer {row['layer']}: storing {row['tensors']} as int8-channel brings {row['error']:.2%} to "
+                     f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}.")  # fmt: skip
+    if "runtime" not in split.parts:
+        lines.append("The device's own part was not measured: there is no Core ML here.")
+    return "\n".join(f"- {line}" for line in lines)

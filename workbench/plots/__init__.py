@@ -8,13 +8,14 @@ ValueError when they do not say one thing.
 
 from workbench.plots.cache import cache_rows
 from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, speed
-from workbench.plots.fidelity import error_parts, fidelity_grid, fidelity_heatmap, update_cosine_bars
+from workbench.plots.fidelity import error_by_position, error_parts, fidelity_grid, fidelity_heatmap, update_cosine_bars
 from workbench.plots.figure import save, style
 from workbench.plots.overflow import headroom, mask_leaks
 
 __all__ = [
     "against_peer",
     "cache_rows",
+    "error_by_position",
     "error_parts",
     "fidelity_grid",
     "fidelity_heatmap",

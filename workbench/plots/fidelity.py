@@ -213,3 +213,25 @@ def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_title("parts of the error")
     legend_above(ax, ax.get_legend_handles_labels()[0])
     return ax
+
+
+@style()
+def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Error along the sequence: one line per part on a log scale, the median over layers; the total dashed.
+
+    `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts that are zero
+    everywhere are left out.
+    """
+    ax = axes(ax, 6.0, 2.8)
+    lines = parts.drop(columns="layer").groupby("position").median()
+    lines = lines.loc[:, (lines > 0).any()]
+    for name, line in lines.drop(columns="total").items():
+        ax.plot(line.index, line.where(line > 0), label=name)
+    ax.plot(lines.index, lines["total"], color="black", linestyle="--", marker="", label="total")
+    ax.set_yscale("log")
+    ax.set(xlabel="position", ylabel="relative RMS error")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.grid(axis="y")
+    ax.set_title("parts of the error along the sequence")
+    legend_above(ax, ax.get_legend_handles_labels()[0])
+    return ax

@@ -1,0 +1,53 @@
+"""A wrong result at T > 1 is seen, and laid at the right door: the program's, or the runtime's."""
+
+import pytest
+from faults import FAULTS
+
+from workbench import Decoder
+from workbench.eval import fidelity, rangedim
+
+FAULT = "tokens_of_a_chunk_written_in_reverse"
+
+
+def judge(decoder, golden, Ts=(1, 4)):
+    return rangedim.judge(decoder, {(T, "isolated"): fidelity.run(decoder, golden, T) for T in Ts}, golden)
+
+
+@pytest.fixture
+def device(llama_bundle):
+    """What stands in for a device: it computes at T > 1 what a planted fault makes of it."""
+    made = Decoder(llama_bundle, "portable")
+    FAULTS[FAULT].plant(made)
+    made.runtime = "coreml"
+    return made
+
+
+def test_every_t_agrees_on_a_clean_bundle(llama_bundle, llama_golden):
+    assert judge(Decoder(llama_bundle, "portable"), llama_golden, (1, 2, 3, 4)).verdict == "GREEN"
+
+
+def test_a_device_that_drifts_where_portable_does_not_is_a_wrong_runtime(device, llama_golden):
+    gate = judge(device, llama_golden)
+    assert gate.verdict == "RED"
+    assert "the runtime is wrong" in gate.reason
+    assert "--t fixed" in gate.reason
+
+
+def test_a_drift_that_portable_shows_too_is_a_wrong_program(device, llama_golden, monkeypatch):
+    class Wrong(Decoder):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            FAULTS[FAULT].plant(self)
+
+    monkeypatch.setattr(rangedim, "Decoder", Wrong)
+    assert "the program is wrong" in judge(device, llama_golden).reason
+
+
+def test_portable_alone_blames_the_program(llama_bundle, llama_golden):
+    decoder = Decoder(llama_bundle, "portable")
+    FAULTS[FAULT].plant(decoder)
+    assert "the program is wrong" in judge(decoder, llama_golden).reason
+
+
+def test_without_t_above_1_it_is_not_run(llama_bundle, llama_golden):
+    assert judge(Decoder(llama_bundle, "portable"), llama_golden, (1,)).verdict == "not_run"

@@ -1,0 +1,92 @@
+"""One bundle on every compute unit, each in a process of its own that may die, and who is to blame where it fails.
+
+A golden goes in, one row per unit comes out. Off a Mac the portable runtime's arithmetics stand in and are labelled so.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from workbench.bundle import Bundle
+from workbench.decode import Decoder
+from workbench.mil import PRECISIONS
+from workbench.runtime import COMPUTE_UNITS, coreml_available
+
+from . import gates
+from .golden import Golden
+from .validate import validate
+
+SECONDS = 3600
+Launch = Callable[[list[str]], subprocess.CompletedProcess]
+COLUMNS = ["unit", "runtime", "verdict", "min_cosine", "kl_max", "blame", "reason"]
+
+
+def launch(command: list[str]) -> subprocess.CompletedProcess:
+    """Runs a child process to its end, whatever that is; one that hangs is killed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, -9, "", f"no result after {SECONDS} s")
+
+
+def run(bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Sequence[int] = (), start: Launch = launch) -> pd.DataFrame:
+    """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
+
+    Args:
+        device: whether to try Core ML (default: where there is one).
+        Ts: tokens a call (default: as `validate`).
+        start: runs a command; tests give their own.
+
+    Returns:
+        One row per unit: `verdict` GREEN, RED or DIED, `blame` (see `blame`; null where GREEN), the first `reason`.
+    """
+    units = [("portable", precision) for precision in PRECISIONS]
+    units += [("coreml", unit) for unit in COMPUTE_UNITS] if (coreml_available() if device is None else device) else []
+    with tempfile.TemporaryDirectory() as folder:
+        path = golden.save(Path(folder) / "golden.safetensors")
+        rows = [row(bundle, path, runtime, unit, Ts, start) for runtime, unit in units]
+    table = pd.DataFrame(rows)
+    verdicts = dict(zip(table["unit"], table["verdict"], strict=True))
+    table["blame"] = [None if v == gates.GREEN else blame(r, u, verdicts)
+                      for r, u, v in zip(table["runtime"], table["unit"], table["verdict"], strict=True)]  # fmt: skip
+    return table[COLUMNS]
+
+
+def row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch) -> dict:
+    """One unit's row, all but the blame, out of what a child process printed, or of how it died."""
+    found = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
+    child = start([sys.executable, "-m", "workbench.eval.matrix", str(bundle.root), str(golden), runtime, unit, *map(str, Ts)])
+    if child.returncode:
+        last = (child.stderr or "").strip().splitlines()[-1:] or [""]
+        how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "reason": f"{how}: {last[0]}"}
+    said = json.loads(child.stdout.splitlines()[-1])
+    red = [f"{g['name']}: {g['reason']}" for g in said["gates"] if g["verdict"] == gates.RED]
+    return found | {"verdict": said["verdict"], "min_cosine": said["min_cosine"], "kl_max": said["logits"]["kl_max"],
+                    "reason": red[0] if red else "every gate passes"}  # fmt: skip
+
+
+def blame(runtime: str, unit: str, verdicts: dict[str, str]) -> str:
+    """Whose fault a failure is: the program's or the weights' when exact arithmetic fails, the precision's when only
+    rounding does, the unit's when its program passes on the portable runtime."""
+    if verdicts["portable exact"] != gates.GREEN:
+        return "program or weights"
+    if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:
+        return "precision"
+    return "the unit's arithmetic, within what narrow sums would do" if verdicts["portable narrow"] != gates.GREEN else "runtime"
+
+
+def main(root: str, golden: str, runtime: str, unit: str, *Ts: str) -> None:
+    """The child: validates on one unit and prints one line of JSON."""
+    how = {"precision": unit} if runtime == "portable" else {"compute_units": unit}
+    found = validate(Decoder(root, runtime, **how), Golden.load(golden), [int(T) for T in Ts] or None)
+    print(json.dumps(found.json(), default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
