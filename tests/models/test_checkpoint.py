@@ -50,6 +50,11 @@ def foreign(path):
     (path / "config.json").write_text('{"model_type": "no-such-model"}')
 
 
+def odd(path):
+    made = json.loads((path / "config.json").read_text()) | {"head_dim": 33}
+    (path / "config.json").write_text(json.dumps(made))
+
+
 def empty(path):
     (path / WEIGHTS).write_bytes(b"")
 
@@ -58,7 +63,7 @@ def empty(path):
     "damage, found",
     [
         (pointer, "Git LFS pointer"), (truncate, "truncated"), (scramble, "no safetensors header"), (empty, "no safetensors"),
-        (half, "model-00002.*half a download"), (escape, "folder in it"), (foreign, "no-such-model"),
+        (half, "model-00002.*half a download"), (escape, "folder in it"), (foreign, "no-such-model"), (odd, "head_dim.*33.*transformers accepts"),
         (lambda p: (p / "config.json").write_text("{"), "no JSON"), (lambda p: (p / WEIGHTS).unlink(), "no such file"),
         (lambda p: (p / "config.json").unlink(), "no config.json"), (shutil.rmtree, "no folder"),
     ],

@@ -39,7 +39,6 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
-        ("llama", {"head_dim": 33}, "head_dim 33"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50"),

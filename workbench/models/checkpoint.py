@@ -49,14 +49,20 @@ class Checkpoint:
 
     @cached_property
     def config(self):
-        """transformers' configuration, text part, with its defaults filled in."""
+        """transformers' configuration, text part, with its defaults filled in; what transformers refuses is refused."""
         import transformers
+        from huggingface_hub.errors import StrictDataclassError
 
         raw = self.raw_config
         if raw.get("model_type") not in transformers.CONFIG_MAPPING:
             raise InputError(f"checkpoint {self.path}", f"model_type {raw.get('model_type')!r}",
                              "a model_type that transformers knows", "see README: supported families")  # fmt: skip
-        return transformers.AutoConfig.from_pretrained(self.path, local_files_only=True).get_text_config(decoder=True)
+        try:
+            whole = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as problem:
+            raise InputError(str(self.path / "config.json"), f"{problem}".strip(), "a configuration that transformers accepts",
+                             FETCH) from problem  # fmt: skip
+        return whole.get_text_config(decoder=True)
 
     @cached_property
     def raw_config(self) -> dict:

@@ -79,7 +79,5 @@ def head_dim(config) -> int:
 
 
 def dims(config) -> Dims:
-    if head_dim(config) % 2:
-        refuse(config, f"head_dim {head_dim(config)}", "an even head_dim: rope turns pairs")
     return Dims(C=config.hidden_size, H=config.num_attention_heads, H_kv=config.num_key_value_heads,
                 D=head_dim(config), L=config.num_hidden_layers, V=config.vocab_size)  # fmt: skip
