@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import torch
 
@@ -13,22 +14,34 @@ MIL = {np.dtype(np.float16): "FLOAT16", np.dtype(np.float32): "FLOAT32", np.dtyp
 UNKNOWN = (None,)  # a shape of no known size: results of any rank pass
 
 
+def given(*arguments, **named):
+    """hypothesis' `given`: few examples, always the same ones, no clock."""
+    chosen = hypothesis.settings(max_examples=12, derandomize=True, deadline=None)
+    return lambda test: chosen(hypothesis.given(*arguments, **named)(test))
+
+
 def program(ops: list[Op], inputs: dict[str, Type], outputs: list[str], states: dict[str, Type] | None = None) -> Program:
     block = Block([], ops, outputs)
     return Program(Path("test.mlpackage"), "main", inputs, states or {}, outputs, block, None)
 
 
 def literal(value):
-    """A Python value as the reader hands it over: arrays for numbers, strings and lists of strings as they are."""
-    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], str)):
+    """A Python value as the reader hands it over: numbers as arrays of MIL's defaults, strings as they are."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and isinstance(value[0], str):
         return value
     array = np.asarray(value)
-    return array.astype({"f": np.float32, "i": np.int32}.get(array.dtype.kind, array.dtype)) if array.dtype.kind in "fi" \
-        and not isinstance(value, np.ndarray) else array  # fmt: skip
+    return array.astype({"f": np.float32, "i": np.int32, "b": np.bool_}[array.dtype.kind])
+
+
+def tensor(array: np.ndarray) -> torch.Tensor:
+    """An array as the runtime gives it to a program: fp16 in float32."""
+    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
 
 
 def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
-    """Runs one op: NumPy arrays are inputs at run time (lists of them too), all else is constant.
+    """Runs one op: NumPy arrays (and lists of them) are inputs at run time, all else is constant, None is left out.
 
     Args:
         out: declared dtype of the result, or a list of them for several results.
@@ -39,7 +52,7 @@ def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
     inputs, values, bound = {}, {}, {}
 
     def bind(name, array):
-        inputs[name], values[name] = Type(MIL[array.dtype], array.shape), torch.from_numpy(_widened(array))
+        inputs[name], values[name] = Type(MIL[array.dtype], array.shape), tensor(array)
         return Ref(name)
 
     for name, value in arguments.items():
@@ -54,7 +67,3 @@ def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
     made = program([Op(kind, kind, bound, outputs)], inputs, [name for name, _ in outputs])
     results = [v.numpy() for v in Executable(made, precision).run(values, {}).values()]
     return results[0] if isinstance(out, str) else results
-
-
-def _widened(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == np.float16 else np.array(array)

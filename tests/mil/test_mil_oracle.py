@@ -6,13 +6,10 @@ sigmoid) it gets float32, and our one rounding must be within 2 units in the las
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from one_op import run
-
-settings.register_profile("mil", deadline=None, max_examples=12, derandomize=True)
-settings.load_profile("mil")
+from one_op import given, run
 
 FINITE = st.floats(-8, 8, width=16)
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, max_side=5)

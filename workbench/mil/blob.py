@@ -36,14 +36,14 @@ class BlobFile:
 
     def __init__(self, path: Path):
         self.path = path
-        if not path.is_file() or path.stat().st_size < 64:
-            raise InputError(str(path), "no weight file" if not path.exists() else "a file under 64 bytes",
-                             "the weights this program refers to", "export or copy the package again")  # fmt: skip
+        if path.stat().st_size < 64:
+            raise self._bad("a file under 64 bytes")
         self.data = np.memmap(path, np.uint8, mode="c")
+        if bytes(self.data[:23]) == b"version https://git-lfs":
+            raise self._bad("a Git LFS pointer", "run: git lfs pull")
 
-    def _bad(self, found: str) -> InputError:
-        return InputError(str(self.path), found, "a whole MIL weight file of storage version 2",
-                          "export or copy the package again")  # fmt: skip
+    def _bad(self, found: str, next_step: str = "export or copy the package again") -> InputError:
+        return InputError(str(self.path), found, "a whole MIL weight file of storage version 2", next_step)
 
     def array(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
         """The blob whose record starts at `offset`, as an array of `shape`; sub-byte types one value per element."""

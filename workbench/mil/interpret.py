@@ -9,6 +9,7 @@ One hook, called as `hook(op, outputs)` after each operation, sees every interme
 profiles, range traces and interventions are all this hook. None costs nothing.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 
 from workbench.errors import InputError
 
-from .ops import RULES, TUPLES, bounded
+from .ops import MAX_ELEMENTS, RULES, TUPLES
 from .ops.state import Cell
 from .program import Block, Op, Program, Ref, Type
 
@@ -103,7 +104,13 @@ class Executable:
 
     def make_state(self) -> dict[str, Cell]:
         """A fresh state: one cell of zeros per state tensor."""
-        return {name: Cell(torch.zeros(bounded(t.shape))) for name, t in self.program.states.items()}
+        cells = {}
+        for name, declared in self.program.states.items():
+            if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
+                raise InputError(f"state {name!r}", f"shape {list(declared.shape)}",
+                                 f"known sizes and at most {MAX_ELEMENTS} elements", "export the model again")  # fmt: skip
+            cells[name] = Cell(torch.zeros(declared.shape))
+        return cells
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell], hook: Hook | None = None) -> dict:
@@ -141,7 +148,7 @@ class Executable:
             except InputError:
                 raise
             except Exception as problem:  # whatever torch makes of operands that do not fit: named, with its place
-                raise self._failure(step, problem) from problem
+                raise _failure(self.program, step.op, problem) from problem
             if hook is not None:
                 results = hook(step.op, results) or results
             for (name, _), value in zip(step.outputs, results, strict=True):
@@ -153,11 +160,6 @@ class Executable:
     def _call(self, body: Body, values: dict, hook, *arguments) -> list:
         """Runs a nested block: it sees the enclosing values, and its own stay inside."""
         return self._run(body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook)
-
-    def _failure(self, step: Step, problem: Exception) -> InputError:
-        return InputError(f"{step.op.kind} {step.op.name!r}", f"{type(problem).__name__}: {problem}",
-                          "operands this operation accepts",
-                          f"check the inputs given to {self.program.package.name}")  # fmt: skip
 
     def _fit(self, declared: Type) -> Callable:
         """What brings a value to its declared type as this mode keeps it; a wrong shape raises ValueError."""
@@ -187,18 +189,26 @@ class Builder:
         names = set(outside) | {name for name, _ in block.inputs}
         constants = dict(known)
         for op in block.ops:
-            if op.kind == "const":
-                constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = _tensor(op.inputs["val"])
-            else:
-                step = self._step(op, names, constants, body)
-                if op.kind.startswith("constexpr_"):
-                    self._fold(step, constants, body)
-                else:
-                    body.steps.append(step)
+            try:
+                self._add(op, names, constants, body)
+            except InputError:
+                raise
+            except Exception as problem:  # whatever a damaged operation leads to
+                raise _failure(self.executable.program, op, problem) from problem
             names.update(name for name, _ in op.outputs)
         self._check(names | set(constants), block.outputs)
         _mark_dead(body)
         return body
+
+    def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
+        if op.kind == "const":
+            constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = _tensor(op.inputs["val"])
+            return
+        step = self._step(op, names, constants, body)
+        if op.kind.startswith("constexpr_"):
+            self._fold(step, constants, body)
+        else:
+            body.steps.append(step)
 
     def _check(self, names, wanted) -> None:
         unknown = [name for name in wanted if name not in names]
@@ -239,6 +249,11 @@ class Builder:
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
             value = value.half().float() if declared.dtype == "FLOAT16" else value
             constants[name] = body.constants[name] = self.executable._fit(declared)(value)
+
+
+def _failure(program: Program, op: Op, problem: Exception) -> InputError:
+    return InputError(f"{op.kind} {op.name!r}", f"{type(problem).__name__}: {problem}",
+                      "operands this operation accepts", f"check the inputs, then export {program.package.name} again")  # fmt: skip
 
 
 def _literal(source, constants: dict):

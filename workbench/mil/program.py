@@ -5,6 +5,7 @@ before any operation runs. Knows nothing of how an operation is computed.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -85,24 +86,33 @@ def _refuse(path: Path, found: str, needed="a Core ML ML Program (.mlpackage)", 
     raise InputError(str(path), found, needed, next_step)
 
 
+def inside(package: Path, folder: Path, name: str) -> Path:
+    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and symlinks on the way to it."""
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        _refuse(package, f"the path {name!r}", "a path inside the package", "do not run this package")
+    path = folder / relative
+    if not os.path.isfile(path):  # also False for names that no file can have
+        _refuse(path, "no such file", "every file that the package refers to", "copy the whole package")
+    if path.resolve() != package.resolve() / path.relative_to(package):
+        _refuse(path, "a symlink", "a regular file", "do not run this package")
+    return path
+
+
 def spec_path(package: Path) -> Path:
     """The model file that a package's Manifest.json names, refusing every path that leaves the package."""
     manifest = package / "Manifest.json"
-    if not package.is_dir() or not manifest.is_file():
-        _refuse(package, "nothing there" if not package.exists() else "no Manifest.json in it")
+    if not manifest.is_file():
+        kind = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}.get(package.suffix)
+        _refuse(package, "nothing there" if not package.exists() else kind or "no Manifest.json in it")
     if manifest.stat().st_size > 1 << 20:
         _refuse(manifest, "a manifest over 1 MiB")
     try:
         entries = json.loads(manifest.read_text())
-        relative = PurePosixPath(entries["itemInfoEntries"][entries["rootModelIdentifier"]]["path"])
+        name = str(entries["itemInfoEntries"][entries["rootModelIdentifier"]]["path"])
     except (ValueError, KeyError, TypeError, RecursionError) as problem:
         _refuse(manifest, f"no root model entry ({type(problem).__name__})")
-    if relative.is_absolute() or ".." in relative.parts:
-        _refuse(manifest, f"the path {str(relative)!r}", "a path inside the package", "do not run this package")
-    path = package / "Data" / relative
-    if path.is_symlink() or not path.is_file():
-        _refuse(path, "a symlink" if path.is_symlink() else "no such file")
-    return path
+    return inside(package, package / "Data", name)
 
 
 def read_spec(package: Path):
@@ -110,7 +120,7 @@ def read_spec(package: Path):
     coremltools()
     from coremltools.proto import Model_pb2
 
-    path = spec_path(Path(package))
+    path = spec_path(package)
     if path.stat().st_size > MAX_SPEC_BYTES:
         _refuse(path, f"a model description of {path.stat().st_size} bytes")
     data = path.read_bytes()
@@ -137,7 +147,7 @@ def read(package: str | Path, function: str | None = None) -> Program:
     described = {f.name: f for f in spec.description.functions}.get(name, spec.description)
     try:
         return _Reader(package).program(name, functions[name], described)
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError, MemoryError) as problem:
+    except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
         if isinstance(problem, InputError):
             raise
         _refuse(package, f"a damaged program ({type(problem).__name__}: {problem})")
@@ -224,16 +234,10 @@ class _Reader:
         return array.reshape(declared.shape).copy()
 
     def file_value(self, blob, declared: Type) -> np.ndarray:
-        relative = PurePosixPath(blob.fileName.removeprefix("@model_path/"))
-        if relative.is_absolute() or ".." in relative.parts:
-            _refuse(self.package, f"the weight path {blob.fileName!r}", "a path inside the package",
-                    "do not run this package")  # fmt: skip
-        if relative not in self.files:
-            path = spec_path(self.package).parent / relative
-            if path.is_symlink():
-                _refuse(path, "a symlink", "a regular file", "do not run this package")
-            self.files[relative] = BlobFile(path)
-        array = self.files[relative].array(blob.offset, declared.shape)
+        name = blob.fileName.removeprefix("@model_path/")
+        if name not in self.files:
+            self.files[name] = BlobFile(inside(self.package, spec_path(self.package).parent, name))
+        array = self.files[name].array(blob.offset, declared.shape)
         if array.dtype != NUMPY[declared.dtype] and array.dtype.itemsize != np.dtype(NUMPY[declared.dtype]).itemsize:
             _refuse(self.package, f"a blob of {array.dtype} at {blob.offset}", f"{declared.dtype}")
         return array.view(NUMPY[declared.dtype])

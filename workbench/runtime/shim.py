@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,7 @@ class StateProxy:
         return self.cells[name]
 
     def read_state(self, name: str) -> np.ndarray:
-        return np.array(self._cell(name).value)
+        return self._cell(name).value.numpy().copy()
 
     def write_state(self, name: str, value) -> None:
         cell, value = self._cell(name), torch.from_numpy(np.array(value, np.float32))
@@ -130,9 +131,9 @@ class Proxy:
         if self.path.suffix == ".mlmodelc":
             return str(self.path)
         if self.compiled is None:
-            self.compiled = tempfile.TemporaryDirectory()
-            shutil.copytree(self.path, Path(self.compiled.name) / f"{self.path.stem}.mlmodelc")
-        return str(Path(self.compiled.name) / f"{self.path.stem}.mlmodelc")
+            self.compiled = self.compileModel(str(self.path))
+            weakref.finalize(self, shutil.rmtree, Path(self.compiled).parent, ignore_errors=True)
+        return self.compiled
 
     def get_load_duration_in_nano_seconds(self) -> int:
         return self.load_ns
@@ -207,11 +208,11 @@ def _output(feature, value):
     kind = feature.type.WhichOneof("Type")
     if kind == "imageType":
         return _to_image(feature.type.imageType, value[0])
-    if kind != "multiArrayType":
-        return value  # a class label, or its probabilities
+    if kind != "multiArrayType":  # a class label, or every label's probability
+        return int(value) if kind == "int64Type" else value
     array = feature.type.multiArrayType
     dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(array.dataType, np.float32)
-    return np.array(value, dtype, ndmin=1)
+    return np.atleast_1d(value.numpy().astype(dtype))  # Core ML knows no scalars
 
 
 def _to_image(kind, value: torch.Tensor):

@@ -64,4 +64,6 @@ def list_scatter(ls, value, *, indices):
 def classify(probabilities, *, classes):
     """The most probable label, and every label's probability."""
     probabilities = probabilities.reshape(-1)
-    return classes[int(probabilities.argmax())], dict(zip(classes, probabilities.tolist(), strict=True))
+    label = classes[int(probabilities.argmax())]
+    chances = dict(zip(classes, probabilities.tolist(), strict=True))
+    return label if isinstance(label, str) else torch.tensor(label), chances

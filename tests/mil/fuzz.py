@@ -1,0 +1,106 @@
+"""Hostile packages: `python -m tests.mil.fuzz N [SEED]` damages a small package N times and runs what still opens.
+
+Every attempt must end in an InputError or a finished run, within limits of time and memory. Anything else ends the
+program: another exception (the attempt's number is in its notes), a hang, a crash.
+"""
+
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workbench import mil
+from workbench.errors import InputError
+
+FILES = {"Data/com.apple.CoreML/model.mlmodel": 0.7, "Data/com.apple.CoreML/weights/weight.bin": 0.2, "Manifest.json": 0.1}
+SECONDS, BYTES = 20, 4 << 30  # for one attempt; of address space beyond what is taken at the start
+
+
+class Hang(BaseException):
+    """An attempt took too long. No Exception, so that nothing on the way can take it for a bad operand."""
+
+
+def damage(data: bytes, random: np.random.Generator) -> bytes:
+    """`data` cut short, with bits flipped, bytes replaced, a piece missing, or a piece twice."""
+    array, kind = np.frombuffer(data, np.uint8).copy(), random.integers(5)
+    places = random.integers(len(array), size=random.integers(1, 9))
+    first, last = sorted(random.integers(len(data), size=2))
+    if kind == 0:
+        return data[:first]
+    if kind == 1:
+        array[places] ^= np.uint8(1 << random.integers(8))
+        return array.tobytes()
+    if kind == 2:
+        array[places] = random.integers(256, size=len(places))
+        return array.tobytes()
+    return data[:first] + data[last:] if kind == 3 else data[:last] + data[first:]
+
+
+def attempt(package: Path) -> str:
+    """Opens and runs a damaged package: `refused` or `ran`; anything but an InputError escapes."""
+    try:
+        executable = mil.Executable(mil.read(package))
+        shapes = {n: [2 if d is None else min(d, 64) for d in t.shape] for n, t in executable.program.inputs.items()}
+        executable.run({name: torch.ones(shape) for name, shape in shapes.items()}, executable.make_state())
+        return "ran"
+    except InputError:
+        return "refused"
+
+
+@contextmanager
+def limits():
+    """More than BYTES of new memory is a MemoryError inside, more than SECONDS since `signal.alarm` a Hang."""
+
+    def late(*_):
+        raise Hang
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, before[1]))
+    handler = signal.signal(signal.SIGALRM, late)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def fuzz(package: Path, attempts: int, seed: int = 0) -> Counter:
+    """Damages a copy of `package` anew, `attempts` times; how many were refused and how many ran."""
+    outcomes, originals = Counter(), {name: (package / name).read_bytes() for name in FILES}
+    with tempfile.TemporaryDirectory() as folder, limits():
+        copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")
+        for number in range(attempts):
+            random = np.random.default_rng([seed, number])
+            name = random.choice(list(FILES), p=list(FILES.values()))
+            (copy / name).write_bytes(damage(originals[name], random))
+            signal.alarm(SECONDS)
+            try:
+                outcomes[attempt(copy)] += 1
+            except BaseException as problem:
+                problem.add_note(f"attempt {number} of seed {seed}, damage to {name}")
+                raise
+            signal.alarm(0)
+            (copy / name).write_bytes(originals[name])
+    return outcomes
+
+
+def main(attempts: int, seed: int = 0) -> None:
+    from .memory import export
+
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "memory.mlpackage"
+        export().save(str(package))
+        print(f"{attempts} damaged packages: {dict(fuzz(package, attempts, seed))}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,39 @@
+"""Every operation that coremltools 9 can put into an ML Program of iOS 13 to 18 has a rule that takes its parameters."""
+
+import inspect
+
+import pytest
+
+from workbench.mil.ops import RULES, rule
+
+NOT_IN_PACKAGES = {"const", "_const_symbolic"}  # read by the reader; for coremltools' own tests
+NEURAL_NETWORK_ONLY = {"conv_quantized"}  # has no form in ML Programs
+NESTED = {"_true_fn", "_false_fn", "_existing_blocks", "_cond", "_body"}  # these become blocks
+
+
+@pytest.fixture(scope="module")
+def versions(ct):
+    """op → the parameter names of each of its versions up to iOS 18."""
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    return {
+        kind: [set(version.input_spec.input_types) for target, version in by_target.items() if target <= ct.target.iOS18]
+        for kind, by_target in SSAOpRegistry.core_ops.items()
+    }
+
+
+def test_every_op_has_a_rule(versions):
+    assert set(versions) - set(RULES) == NOT_IN_PACKAGES | NEURAL_NETWORK_ONLY
+    assert set(RULES) - set(versions) == {"coreml_update_state", "write_state"}  # made when a package is written
+
+
+def test_rules_take_every_parameter_of_every_version(versions):
+    for kind in set(versions) & set(RULES):
+        accepted = set(inspect.signature(RULES[kind].function).parameters)
+        for parameters in versions[kind]:
+            assert parameters - NESTED <= accepted, kind
+
+
+def test_a_second_rule_for_an_op_is_refused():
+    with pytest.raises(ValueError, match="'add' has two rules"):
+        rule("add")(lambda x, y: x)

@@ -1,0 +1,303 @@
+"""coremltools scripts through the shim: what Core ML's own Python binding would give, here."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from workbench.errors import InputError
+from workbench.quiet import coremltools, quiet
+from workbench.runtime import shim
+
+
+@pytest.fixture(scope="module")
+def ct():
+    with quiet():
+        module = coremltools()
+        from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401
+    return module
+
+
+@pytest.fixture(autouse=True)
+def installed(ct):
+    shim.install()
+    yield
+    shim.uninstall()
+
+
+def convert(ct, build, path, **options):
+    """Saves a program of MIL's builder (a function of placeholders) or a traced torch module as a package."""
+    with quiet():
+        model = ct.convert(build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True, **options)
+        model.save(str(path))
+    return str(path)
+
+
+def program(ct, *shapes, **dtypes):
+    """Decorator: a MIL program whose inputs are float32 unless `dtypes` says otherwise."""
+    from coremltools.converters.mil.mil import Builder, types
+
+    specs = [Builder.TensorSpec(shape=s, dtype=dtypes.get(f"x{i}", types.fp32)) for i, s in enumerate(shapes)]
+    return lambda function: Builder.program(input_specs=specs, opset_version=ct.target.iOS18)(function)
+
+
+@pytest.fixture(scope="module")
+def doubling(ct, tmp_path_factory):
+    """x [2, 3] → doubled (float32), whole (int32)."""
+    from coremltools.converters.mil.mil import Builder as mb
+
+    @program(ct, (2, 3))
+    def build(x):
+        return mb.add(x=x, y=x, name="doubled"), mb.cast(x=x, dtype="int32", name="whole")
+
+    return convert(ct, build, tmp_path_factory.mktemp("shim") / "doubling.mlpackage")
+
+
+class Counter(torch.nn.Module):
+    def __init__(self, step=1.0):
+        super().__init__()
+        self.step = step
+        self.register_buffer("count", torch.zeros(1, 32))
+
+    def forward(self, x):
+        self.count[:] = self.count + self.step
+        return x + self.count
+
+
+def counting(ct, path, step=1.0):
+    with quiet():
+        traced = torch.jit.trace(Counter(step).eval(), torch.zeros(1, 32))
+    state = ct.StateType(ct.TensorType(shape=(1, 32), dtype=np.float16), "count")
+    shape = (ct.RangeDim(1, 4), 32)
+    return convert(ct, traced, path, inputs=[ct.TensorType("x", shape)], outputs=[ct.TensorType("y")], states=[state])
+
+
+@pytest.fixture(scope="module")
+def counter(ct, tmp_path_factory):
+    return counting(ct, tmp_path_factory.mktemp("shim") / "counter.mlpackage")
+
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def test_predict_gives_float32_and_int32(ct, doubling):
+    found = ct.models.MLModel(doubling).predict({"x": X})
+    assert found["doubled"].dtype == np.float32 and np.array_equal(found["doubled"], 2 * X)
+    assert found["whole"].dtype == np.int32 and np.array_equal(found["whole"], X)
+
+
+def test_predict_takes_lists_tensors_and_halves(ct, doubling):
+    model = ct.models.MLModel(doubling)
+    for x in (X.tolist(), torch.from_numpy(X), X.astype(np.float16), X.astype(np.int32)):
+        assert np.array_equal(model.predict({"x": x})["doubled"], 2 * X)
+
+
+def test_a_list_of_inputs_gives_a_list_of_outputs(ct, doubling):
+    found = ct.models.MLModel(doubling).predict([{"x": X}, {"x": -X}])
+    assert [np.array_equal(y["doubled"], 2 * x) for y, x in zip(found, (X, -X), strict=True)] == [True, True]
+
+
+def test_a_spec_with_its_weights_loads_too(ct, doubling):
+    saved = ct.models.MLModel(doubling, skip_model_load=True)
+    model = ct.models.MLModel(saved.get_spec(), weights_dir=saved.weights_dir)
+    assert np.array_equal(model.predict({"x": X})["doubled"], 2 * X)
+
+
+def test_conversion_loads_what_it_made(ct):
+    from coremltools.converters.mil.mil import Builder as mb
+
+    @program(ct, (2,))
+    def build(x):
+        return mb.square(x=x, name="y")
+
+    with quiet():
+        model = ct.convert(build, minimum_deployment_target=ct.target.iOS18)
+    assert model.predict({"x": np.array([2, 3.0])})["y"].tolist() == [4, 9]
+
+
+def test_state_counts_across_calls_and_belongs_to_its_maker(ct, counter):
+    model, x = ct.models.MLModel(counter), np.zeros((1, 32), np.float32)
+    one, other = model.make_state(), model.make_state()
+    assert [model.predict({"x": x}, one)["y"][0, 0] for _ in range(3)] == [1, 2, 3]
+    assert model.predict({"x": x}, state=other)["y"][0, 0] == 1
+
+
+def test_state_is_read_as_float32_and_written(ct, counter):
+    model = ct.models.MLModel(counter)
+    state = model.make_state()
+    state.write_state("count", np.full((1, 32), 1 / 3, np.float32))
+    found = state.read_state("count")
+    assert found.dtype == np.float32 and np.all(found == np.float16(1 / 3))
+    found += 1  # a copy: the state stays
+    assert state.read_state("count")[0, 0] == np.float16(1 / 3)
+
+
+def test_bad_states_are_runtime_errors(ct, counter):
+    model = ct.models.MLModel(counter)
+    state = model.make_state()
+    with pytest.raises(RuntimeError, match="no state named 'other'"):
+        state.read_state("other")
+    with pytest.raises(RuntimeError, match="shape \\[1, 32\\], not \\[2\\]"):
+        state.write_state("count", np.zeros(2))
+    with pytest.raises(RuntimeError, match="no count"):
+        model.predict({"x": np.zeros((1, 32))})
+
+
+@pytest.mark.parametrize("rows, fits", [(1, True), (4, True), (5, False)])
+def test_range_dims_bound_an_input(ct, counter, rows, fits):
+    model = ct.models.MLModel(counter)
+    state, x = model.make_state(), np.zeros((rows, 32), np.float32)
+    if fits:
+        assert model.predict({"x": x}, state)["y"].shape == (rows, 32)
+    else:
+        with pytest.raises(RuntimeError, match="For input feature 'x', the provided shape 5 × 32"):
+            model.predict({"x": x}, state)
+
+
+def test_enumerated_shapes_bound_an_input(ct, tmp_path):
+    with quiet():
+        traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, 4))
+    shapes = ct.EnumeratedShapes(shapes=[[1, 4], [2, 4]], default=[1, 4])
+    path = convert(ct, traced, tmp_path / "relu.mlpackage", inputs=[ct.TensorType("x", shapes)], outputs=[ct.TensorType("y")])
+    model = ct.models.MLModel(path)
+    assert model.predict({"x": -np.ones((2, 4))})["y"].tolist() == [[0] * 4] * 2
+    with pytest.raises(RuntimeError, match="3 × 4"):
+        model.predict({"x": np.ones((3, 4))})
+
+
+def test_bad_inputs_are_named(ct, doubling):
+    model = ct.models.MLModel(doubling)
+    with pytest.raises(RuntimeError, match="Feature x is required"):
+        model.predict({})
+    with pytest.raises(RuntimeError, match="'x', the provided shape 3 × 2"):
+        model.predict({"x": X.T})
+    with pytest.raises(KeyError, match="does not match any"):
+        model.predict({"z": X})
+
+
+def test_an_optional_input_has_its_default(ct, tmp_path):
+    with quiet():
+        traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(2))
+    default = np.full(2, 3.0, np.float32)
+    given = ct.TensorType("x", (2,), default_value=default)
+    path = convert(ct, traced, tmp_path / "optional.mlpackage", inputs=[given], outputs=[ct.TensorType("y")])
+    assert ct.models.MLModel(path).predict({})["y"].tolist() == [3, 3]
+
+
+def test_functions_of_one_package_are_chosen_by_name(ct, tmp_path):
+    descriptor = ct.utils.MultiFunctionDescriptor()
+    for step in (1.0, 10.0):
+        descriptor.add_function(counting(ct, tmp_path / f"{step}.mlpackage", step), "main", f"by_{step:.0f}")
+    descriptor.default_function_name = "by_1"
+    with quiet():
+        ct.utils.save_multifunction(descriptor, str(tmp_path / "both.mlpackage"))
+    for name, expected in (("by_1", 1), ("by_10", 10), (None, 1)):
+        model = ct.models.MLModel(str(tmp_path / "both.mlpackage"), function_name=name)
+        assert model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][0, 0] == expected
+
+
+def test_compiled_models_load(ct, counter, tmp_path):
+    path = ct.models.utils.compile_model(counter, str(tmp_path / "counter.mlmodelc"))
+    model = ct.models.CompiledMLModel(path)
+    assert model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][0, 0] == 1
+
+
+def test_a_loaded_model_tells_where_its_compiled_form_is(ct, doubling):
+    model = ct.models.MLModel(doubling)
+    compiled = ct.models.CompiledMLModel(model.get_compiled_model_path())
+    assert np.array_equal(compiled.predict({"x": X})["doubled"], 2 * X)
+
+
+@pytest.mark.parametrize("layout", ["RGB", "BGR", "GRAYSCALE"])
+def test_images_go_in_by_their_channels(ct, tmp_path, layout):
+    from PIL import Image
+
+    channels = 1 if layout == "GRAYSCALE" else 3
+    with quiet():
+        traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, channels, 2, 4))
+    image = ct.ImageType("x", (1, channels, 2, 4), color_layout=getattr(ct.colorlayout, layout))
+    path = convert(ct, traced, tmp_path / "image.mlpackage", inputs=[image], outputs=[ct.TensorType("y")])
+    model = ct.models.MLModel(path)
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 4, 3), np.uint8)
+    picture = Image.fromarray(pixels if channels == 3 else pixels[..., 0])
+    found = model.predict({"x": picture})["y"][0]
+    expected = pixels.transpose(2, 0, 1)[:channels]
+    assert np.array_equal(found, expected[::-1] if layout == "BGR" else expected)
+    with pytest.raises(RuntimeError, match="has size \\(2, 2\\), the model takes \\(4, 2\\)"):
+        model.predict({"x": picture.resize((2, 2))})
+
+
+def test_images_come_out_as_pillow_images(ct, tmp_path):
+    with quiet():
+        traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, 3, 2, 4))
+    given, made = ct.TensorType("x", (1, 3, 2, 4)), ct.ImageType("y", color_layout=ct.colorlayout.RGB)
+    model = ct.models.MLModel(convert(ct, traced, tmp_path / "out.mlpackage", inputs=[given], outputs=[made]))
+    x = np.random.default_rng(0).uniform(-10, 300, (1, 3, 2, 4)).astype(np.float32)
+    found = model.predict({"x": x})["y"]
+    assert found.mode == "RGBA" and found.size == (4, 2)
+    assert np.array_equal(np.asarray(found)[..., :3].transpose(2, 0, 1), np.clip(np.round(x[0].astype(np.float16)), 0, 255))
+
+
+@pytest.mark.parametrize("labels", [["cat", "dog", "eel"], [10, 20, 30]])
+def test_classifiers_give_a_label_and_probabilities(ct, tmp_path, labels):
+    with quiet():
+        traced = torch.jit.trace(torch.nn.Softmax(-1), torch.zeros(1, 3))
+    path = convert(ct, traced, tmp_path / "classes.mlpackage", inputs=[ct.TensorType("x", (1, 3))],
+                   classifier_config=ct.ClassifierConfig(labels))  # fmt: skip
+    found = ct.models.MLModel(path).predict({"x": np.array([[0.0, 5, 1]], np.float32)})
+    assert found.pop("classLabel") == labels[1]
+    (probabilities,) = found.values()
+    assert list(probabilities) == labels and abs(sum(probabilities.values()) - 1) < 1e-3
+
+
+def test_a_model_that_cannot_run_warns_and_says_why(ct, doubling, tmp_path):
+    import shutil
+
+    broken = shutil.copytree(doubling, tmp_path / "broken.mlpackage")
+    spec = ct.models.MLModel(doubling, skip_model_load=True).get_spec()
+    spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations[-1].type = "made_up"
+    (broken / "Data/com.apple.CoreML/model.mlmodel").write_bytes(spec.SerializeToString())
+    with pytest.warns(RuntimeWarning, match="operations without a rule: made_up"):
+        model = ct.models.MLModel(str(broken))
+    with pytest.raises(RuntimeError, match="made_up"):
+        model.predict({"x": X})
+
+
+def test_precision_is_chosen_at_install(ct, tmp_path):
+    from coremltools.converters.mil.mil import Builder as mb
+
+    @program(ct, (1,))
+    def build(x):
+        return mb.mul(x=mb.add(x=x, y=x), y=x, name="y")
+
+    path, x = convert(ct, build, tmp_path / "square.mlpackage"), np.array([0.1], np.float32)
+    rounded = ct.models.MLModel(path).predict({"x": x})["y"]
+    shim.install(precision="exact")
+    exact = ct.models.MLModel(path).predict({"x": x})["y"]
+    assert exact == (x + x) * x != rounded == rounded.astype(np.float16)
+    with pytest.raises(InputError, match="'double'"):
+        shim.install(precision="double")
+
+
+def test_uninstalling_leaves_coremltools_as_it_was(ct, doubling, counter):
+    shim.uninstall()
+    before = {name: vars(ct.models.model)[name] for name in ("_MLModelProxy", "_is_macos", "_macos_version")}
+    assert before["_MLModelProxy"] is None and not hasattr(ct, "libcoremlpython")
+    shim.install()
+    shim.install()
+    assert ct.models.model._MLModelProxy is shim.Proxy and ct.models.model._is_macos()
+    shim.uninstall()
+    assert {name: vars(ct.models.model)[name] for name in before} == before and not hasattr(ct, "libcoremlpython")
+    assert "coremltools.libcoremlpython" not in sys.modules
+    with pytest.raises(Exception, match="macOS version 10.13"), quiet():
+        ct.models.MLModel(doubling).predict({"x": X})
+    with pytest.raises(Exception, match="macOS 15"):
+        ct.models.MLModel(counter).make_state()
+
+
+def test_a_mac_is_left_alone(monkeypatch):
+    shim.uninstall()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(InputError, match="macOS, which has Core ML itself"):
+        shim.install()
