@@ -94,5 +94,5 @@ def trace(
     result = found.json()
     if log and bundle:
         result["run_id"] = _record(bundle, "trace", result)
-    worst = [f"{w['headroom_bits']:>8.2f} bits  {w['max_abs']:<12.6g}{tracing.place(w)}" for w in result["worst"]]
+    worst = [f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{tracing.place(w)}" for w in result["worst"]]
     show(result, json, [result["verdict"], *gate_lines(found.gates()), f"{result['ops']} results; the largest:", *worst])

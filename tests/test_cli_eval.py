@@ -1,0 +1,66 @@
+"""`workbench error` and `workbench trace`: their JSON, their exit codes, their messages."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from workbench.cli import app
+from workbench.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def llama(exports):
+    checkpoint = exports.checkpoint("llama")
+    return checkpoint, exports.bundle(checkpoint), exports.bundle(checkpoint, compress="int8-tensor")
+
+
+def call(*arguments) -> tuple[int, dict]:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"], catch_exceptions=False)
+    return result.exit_code, json.loads(result.stdout.splitlines()[-1])
+
+
+def test_error_splits_every_layer_and_names_what_to_store_better(llama):
+    checkpoint, plain, bundle = llama
+    code, found = call("error", bundle.root, "--checkpoint", checkpoint, "--plain", plain.root, "--prompt-ids", "1,2,3,4", "--weights")
+    assert (code, found["verdict"]) == (0, "GREEN")
+    assert [row["layer"] for row in found["layers"]] == [0, 1]
+    assert found["layers"][0].keys() >= {"storage", "reauthoring", "quantization", "precision", "runtime", "total"}
+    assert found["layers"][0]["runtime"] is None
+    assert found["residual"] < 1e-6
+    assert {row["tensor"] for row in found["weights"]} >= {"mlp.up_proj.weight", "self_attn.q_proj.weight"}
+
+
+def test_an_uncompressed_bundle_is_its_own_twin(llama):
+    checkpoint, plain, _ = llama
+    code, found = call("error", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3")
+    assert code == 0
+    assert all(row["quantization"] == 0 for row in found["layers"])
+
+
+def test_trace_takes_bundles_and_packages(llama):
+    bundle = llama[1]
+    for source in (bundle.root, bundle.root / bundle.manifest.shards[0].path):
+        code, found = call("trace", source)
+        assert (code, found["first_inf"], found["first_nan"]) == (0, None, None)
+        assert found["ops"] > 20
+        assert found["min_headroom_bits"] > 0
+        assert found["worst"][0].keys() >= {"op", "module", "max_abs"}
+
+
+def test_trace_of_an_overflow_is_red_and_says_where_first(llama, tmp_path):
+    import numpy as np
+
+    bundle = llama[1]
+    package = bundle.root / bundle.manifest.shards[0].path
+    C = bundle.manifest.dims.C
+    np.savez(tmp_path / "x.npz", x=np.full((1, C, 1, 1), np.inf, np.float32))
+    result = CliRunner().invoke(app, ["trace", str(package), "--inputs", str(tmp_path / "x.npz")])
+    assert result.exit_code == 1
+    assert result.stdout.startswith("RED")
+    assert "first inf at" in result.stdout.splitlines()[1]
+
+
+def test_a_trace_of_nothing_is_refused(tmp_path):
+    with pytest.raises(InputError, match="nothing there"):
+        CliRunner().invoke(app, ["trace", str(tmp_path / "none")], catch_exceptions=False)
