@@ -1,6 +1,6 @@
 """coremltools' own tests through the shim: `python -m tests.judge SUITE [--out DIR] [pytest options]`.
 
-Writes DIR/SUITE.json (every case) and DIR/SUITE.md (by op: passed, failed, cannot pass anywhere, with reasons) and
+Writes DIR/SUITE.json (every case) and DIR/SUITE.md (by op: passed, failed, explained, skipped, with reasons) and
 exits 1 if a case failed for a reason that is not known.
 """
 
@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from .report import summarize, table
+from .outcomes import summarize, table
 
 ROOT = Path(__file__).parents[2]
 OPS = "converters/mil/mil/ops/tests"
