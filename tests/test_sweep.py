@@ -52,6 +52,14 @@ def test_a_second_run_resumes_everything(swept):
     assert len(log.load("runs", root=folder / "log")) == 4
 
 
+def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
+    root = swept[0] / "log"
+    assert len(sweep.done_cells(root)) == 4
+    elsewhere = log.environment() | {"chip": "another chip"}
+    monkeypatch.setattr(log, "environment", lambda: elsewhere)
+    assert sweep.done_cells(root) == set()
+
+
 def test_a_cell_that_cannot_run_is_a_failed_row(swept, tmp_path):
     grid = sweep.make_grid(GRID | {"run": {"T": [1, 4], "n_gen": 4, "repetitions": 1}, "export": {"max_seq_len": [16], "t_max": [2]},
                                    "validate_ids": []})  # fmt: skip

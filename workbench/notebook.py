@@ -1,5 +1,6 @@
 """Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy in `build/`."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
         parameters: values for names that its cell tagged `parameters` sets; unknown names are refused.
 
     Returns:
-        {experiment, verdict, executed, figures, log rows' run ids, report}.
+        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new or shown in a figure.
     """
     import nbclient
     import nbformat
@@ -40,10 +41,12 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
         nbformat.write(notebook, executed)
     runs = log.load("runs", root=root)
     new = runs[~runs["run_id"].isin(before) & (runs["experiment"] == number)]
+    figures = root.parent / name / "figures"
+    shown = {i for sidecar in figures.glob("*.json") for i in json.loads(sidecar.read_text())["run_ids"]}
     return {
         "experiment": name, "verdict": _verdict(runs[runs["experiment"] == number]), "executed": str(executed),
-        "figures": sorted(str(p) for p in (root.parent / name / "figures").glob("*.png")),
-        "runs": sorted(new["run_id"]), "report": str(report.write(number, root)),
+        "figures": sorted(map(str, figures.glob("*.png"))), "runs": sorted(shown | set(new["run_id"])),
+        "report": str(report.write(number, root)),
     }  # fmt: skip
 
 

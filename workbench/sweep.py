@@ -172,9 +172,11 @@ def _find(checkpoint: str, root: Path) -> Path:
 
 
 def done_cells(root: Path) -> set[str]:
-    """Keys of the cells that ended well in the log at `root`."""
+    """Keys of the cells that ended well in the log at `root`, on a machine like this one: times belong to a machine."""
+    here = log.environment()
     found = log.load("runs", root=root)
-    configs = (json.loads(text) for text in found.loc[found["status"] == "ok", "config"].dropna())
+    found = found[(found["status"] == "ok") & (found["chip"] == here["chip"]) & (found["platform"] == here["platform"])]
+    configs = (json.loads(text) for text in found["config"].dropna())
     return {config["cell"] for config in configs if "cell" in config}
 
 
