@@ -1,6 +1,6 @@
 """coremltools' own tests through the shim: `python -m tests.judge SUITE [--out DIR] [pytest options]`.
 
-Writes DIR/SUITE.json (every case) and DIR/SUITE.md (by op: passed, failed, explained, skipped, with reasons) and
+Writes DIR/SUITE.jsonl (every case) and DIR/SUITE.md (by op: passed, failed, explained, skipped, with reasons) and
 exits 1 if a case failed for a reason that is not known.
 """
 
@@ -28,14 +28,17 @@ SUITES = {
 def run(suite: str, out: Path, options: list[str]) -> dict:
     """Runs a suite in a process of its own; every case's outcome, by its id."""
     home = Path(find_spec("coremltools").origin).parent
-    outcomes = out / f"{suite}.json"
+    outcomes = out / f"{suite}.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(home), "-p", "tests.judge.plugin",
                "-p", "no:cacheprovider", "--runxfail", "--disable-warnings", "--tb=short", "--show-capture=no",
                "--outcomes", str(outcomes), *options, *(str(home / path) for path in SUITES[suite])]  # fmt: skip
     environment = os.environ | {"PYMIL_TEST_TARGETS": "mlprogram", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
                                 "PYTHONPATH": str(ROOT)}  # fmt: skip
-    subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
-    return json.loads(outcomes.read_text())
+    code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
+    found = {result.pop("case"): result for result in map(json.loads, outcomes.read_text().splitlines())}
+    if code not in (0, 1):  # 1: some tests failed
+        found["process::whole"] = {"outcome": "failed", "reason": f"pytest ended with code {code}"}
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

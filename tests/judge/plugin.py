@@ -14,26 +14,28 @@ from workbench.runtime import shim
 
 
 class Recorder:
-    """Collects {case: outcome, reason, expected} of every test; `expected` is coremltools' reason for a failure."""
+    """Writes one JSON line per test: case, outcome, reason, and `expected`, coremltools' own reason for a failure."""
 
     def __init__(self, path: Path):
-        self.path, self.cases, self.expected = path, {}, {}
+        self.file, self.result = path.open("w"), {}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item):
         for mark in item.iter_markers("xfail"):
-            self.expected[item.nodeid] = mark.kwargs.get("reason", "no reason given")
-        pytest.xfail = lambda reason="": self.expected.setdefault(item.nodeid, reason or "no reason given")
+            self.result["expected"] = mark.kwargs.get("reason", "no reason given")
+        pytest.xfail = lambda reason="": self.result.setdefault("expected", reason or "no reason given")
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
-            reason = "" if report.outcome == "passed" else _reason(report)
-            self.cases[report.nodeid] = {"outcome": report.outcome, "reason": reason}
+            self.result |= {"outcome": report.outcome, "reason": "" if report.outcome == "passed" else _reason(report)}
 
-    def pytest_sessionfinish(self):
-        for case, reason in self.expected.items():
-            self.cases[case]["expected"] = reason
-        self.path.write_text(json.dumps(self.cases, indent=1))
+    def pytest_runtest_logfinish(self, nodeid):
+        self.file.write(json.dumps({"case": nodeid} | self.result) + "\n")
+        self.file.flush()  # what ran stays known if a later test ends the process
+        self.result = {}
+
+    def pytest_unconfigure(self):
+        self.file.close()
 
 
 def _reason(report) -> str:
@@ -45,7 +47,7 @@ def _reason(report) -> str:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--outcomes", type=Path, required=True, help="JSON file to write every case's outcome to")
+    parser.addoption("--outcomes", type=Path, required=True, help="file to write every case's outcome to")
 
 
 def pytest_configure(config):
