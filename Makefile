@@ -16,6 +16,7 @@ lab: .venv/ready
 	$(BIN)/jupyter lab notebooks
 
 bench: .venv/ready
+	$(BIN)/workbench bench decode
 	$(BIN)/workbench bench decode --moe
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge

@@ -322,31 +322,6 @@ def report(experiment: Annotated[str, typer.Argument(help="Number of the experim
     show({"report": str(path)}, json, [str(path)])
 
 
-@app.command()
-def bench(
-    what: Annotated[str, typer.Argument(metavar="decode", help="What to measure.")],
-    moe: Annotated[bool, typer.Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")] = False,
-    layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 2,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints and bundles are kept.")] = Path("build/bench"),
-    json: Json = False,
-) -> None:
-    """Benchmarks with their peers in the same run. Example: workbench bench decode --moe"""
-    from workbench import sweep
-    from workbench.eval import bench as benches
-    from workbench.export import options
-    from workbench.models import checkpoint as checkpoints
-
-    if what != "decode" or not moe:
-        raise InputError("benchmark", f"{what}{' --moe' if moe else ''}", "decode --moe", "run: workbench bench decode --moe")
-    source = folder / f"zaya-{layers}-layers"
-    if not source.exists():
-        checkpoints.random(source, "zaya", **benches.ZAYA_LAYER, num_hidden_layers=layers)
-    opened = checkpoints.Checkpoint(source)
-    rows = benches.moe(lambda kind: sweep.bundle_for(opened, options(max_seq_len=128, moe=kind), folder, progress=not json))
-    show({"rows": rows}, json, [f"{r['name']:24}{r['value']:14.4g} {r['unit']:6} {r['peer']} {r['peer_value']:.4g}, "
-                                f"ratio {r['ratio']:.2f}, n = {r['n']}" for r in rows])  # fmt: skip
-
-
 @app.command("run")
 def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")], json: Json = False) -> None:
     """Runs experiment notebooks headless: verdict, figures, log rows, report."""
@@ -361,4 +336,4 @@ def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experimen
     show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
 
 
-from workbench import cli_eval  # noqa: E402,F401  (its commands join `app`)
+from workbench import cli_bench, cli_eval  # noqa: E402,F401  (their commands join `app`)

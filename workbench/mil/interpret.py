@@ -90,10 +90,7 @@ class Executable:
     def __init__(self, program: Program, precision: str = "declared"):
         if precision not in PRECISIONS:
             raise InputError("precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these")
-        missing = sorted({op.kind for op in program.block.walk() if op.kind not in RULES and op.kind != "const"})
-        if missing:
-            raise InputError(str(program.package), f"operations without a rule: {', '.join(missing)}",
-                             "operations the portable runtime knows", "run it on a Mac, or add rules in mil/ops")  # fmt: skip
+        refuse_unknown(program)
         self.program, self.precision = program, precision
         self.fits = {name: self._fit(t) for name, t in program.inputs.items()}
         self.body = Builder(self).body(program.block, {**program.inputs, **program.states}, {})
@@ -103,14 +100,7 @@ class Executable:
         return self.body.constants[name]
 
     def make_state(self) -> dict[str, Cell]:
-        """A fresh state: one cell of zeros per state tensor."""
-        cells = {}
-        for name, declared in self.program.states.items():
-            if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
-                raise InputError(f"state {name!r}", f"shape {list(declared.shape)}",
-                                 f"known sizes and at most {MAX_ELEMENTS} elements", "export the model again")  # fmt: skip
-            cells[name] = Cell(torch.zeros(declared.shape))
-        return cells
+        return make_state(self.program)
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell], hook: Hook | None = None) -> dict:
@@ -175,6 +165,25 @@ class Executable:
             return value.half().float() if half else value.to(dtype)
 
         return fit
+
+
+def make_state(program: Program) -> dict[str, Cell]:
+    """A fresh state: one cell of zeros per state tensor."""
+    cells = {}
+    for name, declared in program.states.items():
+        if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
+            raise InputError(f"state {name!r}", f"shape {list(declared.shape)}",
+                             f"known sizes and at most {MAX_ELEMENTS} elements", "export the model again")  # fmt: skip
+        cells[name] = Cell(torch.zeros(declared.shape))
+    return cells
+
+
+def refuse_unknown(program: Program) -> None:
+    """Raises an InputError that names every operation of `program` without a rule."""
+    missing = sorted({op.kind for op in program.block.walk() if op.kind not in RULES and op.kind != "const"})
+    if missing:
+        raise InputError(str(program.package), f"operations without a rule: {', '.join(missing)}",
+                         "operations the portable runtime knows", "run it on a Mac, or add rules in mil/ops")  # fmt: skip
 
 
 class Builder:

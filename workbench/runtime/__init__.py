@@ -25,13 +25,13 @@ def resolve(runtime: str = "auto") -> str:
     return runtime
 
 
-def load(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared",
+def load(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared", fast: bool = False,
          compute_units: str = "CPU_AND_NE") -> Model:  # fmt: skip
-    """Loads one shard of `bundle`; `precision` concerns the portable runtime, `compute_units` Core ML."""
+    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, `compute_units` Core ML."""
     if resolve(runtime) == "portable":
         from .portable import PortableModel
 
-        return PortableModel(bundle, shard, precision)
+        return PortableModel(bundle, shard, precision, fast)
     if compute_units not in COMPUTE_UNITS:
         raise InputError("compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one")
     from .coreml import CoreMLModel

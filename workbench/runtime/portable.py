@@ -1,5 +1,7 @@
 """Runs the exported package itself on PyTorch, anywhere. See `workbench.mil` for the arithmetic."""
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -28,23 +30,39 @@ class PortableModel:
     """One shard, executed operation by operation.
 
     States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hook` (see `workbench.mil.interpret`) may
-    be set at any time; None costs nothing.
+    be set at any time; None costs nothing. With `fast`, `declared` calls take the decode path (`workbench.mil.fast`)
+    unless a hook is set; the literal graph is made ready when first needed.
     """
 
-    def __init__(self, bundle: Bundle, shard: Shard, precision: str):
+    def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
         self.shard, self.precision, self.hook = shard, precision, None
         self.t_max = bundle.manifest.options.t_max
-        self.executable = mil.Executable(mil.read(bundle.package(shard)), precision)
+        self.program = mil.read(bundle.package(shard))
+        self.fast = None
+        if fast and precision == "declared":
+            from workbench.mil.fast import FastProgram
+
+            self.fast = FastProgram(self.program)
+        else:
+            self.executable  # refuses now what it cannot run, not at the first call
+
+    @cached_property
+    def executable(self) -> mil.Executable:
+        return mil.Executable(self.program, self.precision)
 
     def make_state(self) -> State:
-        return State(self.shard, Cells(self.executable.make_state(), half=self.precision != "exact"))
+        return State(self.shard, Cells(mil.make_state(self.program), half=self.precision != "exact"))
 
     def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
         tensors = {
             n: torch.from_numpy(v if v.dtype == np.int32 else np.asarray(v, np.float32)) for n, v in inputs.items()
         }  # fmt: skip
-        outputs = self.executable.run(tensors, state.raw.cells if state else {}, self.hook)
+        cells = state.raw.cells if state else {}
+        if self.fast and self.hook is None:
+            outputs = self.fast.run(tensors, cells)
+        else:
+            outputs = self.executable.run(tensors, cells, self.hook)
         return {name: value.numpy() for name, value in outputs.items()}
 
     def constant(self, name: str) -> np.ndarray:

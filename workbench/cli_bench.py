@@ -1,0 +1,69 @@
+"""`workbench bench`: what things cost, beside their peers in the same run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from workbench.cli import Json, app, show
+
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks with their peers in the same run.")
+app.add_typer(bench, name="bench")
+Folder = Annotated[Path, typer.Option(help="Where checkpoints and bundles are kept.")]
+QWEN_05B = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
+                rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True)  # fmt: skip
+
+
+def source(folder: Path, name: str, model_type: str, layers: int, **config):
+    """The checkpoint `name` of random weights in `folder`, made when it is missing."""
+    from workbench.models import checkpoint
+
+    path = folder / f"{name}-{layers}-layers"
+    if not path.exists():
+        checkpoint.random(path, model_type, num_hidden_layers=layers, **config)
+    return checkpoint.Checkpoint(path)
+
+
+def show_rows(rows: list[dict], json: bool) -> None:
+    show({"rows": rows}, json, [line(row) for row in rows])
+
+
+def line(row: dict) -> str:
+    """One row in words: value, and beside it the peer's and the ratio, where there is one."""
+    peer = f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, " if row["peer"] else ""
+    return f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} {peer}n = {row['n']}"
+
+
+@bench.command()
+def decode(
+    moe: Annotated[bool, typer.Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")] = False,
+    growth: Annotated[bool, typer.Option("--growth", help="ms per call over max_seq_len and T, on two layers.")] = False,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")] = 5,
+    folder: Folder = Path("build/bench"),
+    json: Json = False,
+) -> None:
+    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
+
+    Example: workbench bench decode
+    """
+    from workbench import sweep
+    from workbench.eval import bench as benches
+    from workbench.export import options
+
+    if moe:
+        opened = source(folder, "zaya", "zaya", layers or 2, **benches.ZAYA_LAYER)
+    else:
+        opened = source(folder, "qwen2", "qwen2", layers or (2 if growth else 24), **QWEN_05B)
+
+    def make(**wanted):
+        return sweep.bundle_for(opened, options(**wanted), folder, progress=not json)
+
+    if moe:
+        rows = benches.moe(lambda kind: make(max_seq_len=128, moe=kind), rounds=rounds)
+    elif growth:
+        rows = benches.growth(lambda S: make(max_seq_len=S, t_max=64), rounds=rounds)
+    else:
+        bundles = {kind: make(max_seq_len=512, t_max=64, compress=kind) for kind in ("fp16", "int8-tensor")}
+        rows = benches.decode(bundles, opened.path, rounds=rounds)
+    show_rows(rows, json)
