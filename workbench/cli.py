@@ -242,6 +242,7 @@ def decode(
     logits: Annotated[Path | None, typer.Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")] = None,
     runtime: RuntimeName = "auto",
     precision: Precision = "declared",
+    literal: Annotated[bool, typer.Option("--literal", help="Run the graph as it stands, not the portable decode path.")] = False,
     json: Json = False,
 ) -> None:
     """Greedy decoding: tokens, tok/s, per-layer ms, head ms.
@@ -251,7 +252,7 @@ def decode(
     from workbench.decode import Decoder
     from workbench.decode.transcript import transcript
 
-    decoder = Decoder(bundle, runtime, precision)
+    decoder = Decoder(bundle, runtime, precision, fast=not literal)
     ids = _prompt(decoder, prompt_ids, prompt)
     result = transcript(decoder, ids, max_new, logits)
     d = result["decode"]

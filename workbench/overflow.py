@@ -69,7 +69,7 @@ class NaiveShape(Shape):
 
 def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None) -> Decoder:
     """A portable decoder of `bundle`, its layer shards replaced by `packages` where given."""
-    made = Decoder(bundle, "portable", precision)
+    made = Decoder(bundle, "portable", precision, fast=False)
     for model in made.layers if packages else ():
         package, found = packages[model.shard.name]
         model.executable = mil.Executable(mil.read(package), precision)

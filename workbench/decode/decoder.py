@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,17 @@ class Record:
     times: Times
 
 
+def literal(gate: Callable) -> Callable:
+    """Decorates a gate, a function whose first argument is a decoder: it judges the literal graph, see `Decoder.literal`."""
+
+    @wraps(gate)
+    def judged(decoder: "Decoder", *arguments, **options):
+        with decoder.literal():
+            return gate(decoder, *arguments, **options)
+
+    return judged
+
+
 class Decoder:
     """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three.
 
@@ -65,6 +78,21 @@ class Decoder:
     def _load(self, shard: Shard) -> runtimes.Model:
         return runtimes.load(self.bundle, shard, self.runtime, precision=self.precision,
                              fast=self.fast, compute_units=self.compute_units)  # fmt: skip
+
+    @contextmanager
+    def literal(self) -> Iterator["Decoder"]:
+        """Within, the portable runtime executes the literal graph, as with `fast=False`; sequences go on as they are."""
+        models = [*self.layers, *self.heads, *self.experts.models.values()] if self.runtime == "portable" else []
+        held, before = [(model, model.fast) for model in models], self.fast
+        self.fast = False
+        for model in models:
+            model.fast = None
+        try:
+            yield self
+        finally:
+            self.fast = before
+            for model, fast in held:
+                model.fast = fast
 
     def begin(self) -> None:
         """Starts fresh sequences: one make_state per shard."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from workbench.decode import Decoder
+from workbench.decode import Decoder, literal
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -48,6 +48,7 @@ def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Ca
     return right
 
 
+@literal
 def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
     """Answers of a bundle, with the tokenizer it carries."""
     coder = tokenizer(decoder.bundle.root / "tokenizer")

@@ -10,7 +10,7 @@ import numpy as np
 from workbench import mil
 from workbench.bundle import Bundle
 from workbench.bundle.contract import BASE, HIDDEN, V_STATE, is_cache
-from workbench.decode import Decoder
+from workbench.decode import Decoder, literal
 from workbench.errors import InputError
 
 from . import fidelity, gates, memory
@@ -21,6 +21,7 @@ SMALL = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
 
 
+@literal
 def check(decoder: Decoder, *, golden: Golden | None = None, machine: int | None = None,
           progress: bool = False) -> list[Gate]:  # fmt: skip
     """Runs every gate; see each one's reason for what was judged.
@@ -111,6 +112,7 @@ def probe_points(S: int, t_max: int, fixed: bool = False) -> list[tuple[int, int
     return [(T, pos) for T in Ts for pos in sorted({*near, S - T, S - T - 1}) if 0 <= pos <= S - T]
 
 
+@literal
 def write_probe(decoder: Decoder, rng=None, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
     """Which cache rows each call of T tokens at `pos` changed, on caches full of random rows.
 

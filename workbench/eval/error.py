@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
-from workbench.decode import Decoder
+from workbench.decode import Decoder, literal
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -128,6 +128,7 @@ def _stages(checkpoint, bundle, plain, source, T, device) -> Iterator[tuple[str,
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
 
+@literal
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
     """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls of T.
 

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from workbench.bundle.contract import K_STATE, ROUTER_STATE, V_STATE, X
-from workbench.decode import Decoder
+from workbench.decode import Decoder, literal
 from workbench.errors import InputError
 
 from . import metrics
@@ -38,6 +38,7 @@ def default_ts(t_max: int, fixed: bool = False) -> list[int]:
     return [t_max] if fixed else sorted({t for t in (1, 2, 3, 4, t_max - 1, t_max) if 1 <= t <= t_max})
 
 
+@literal
 def run(decoder: Decoder, golden: Golden, T: int, mode: str = "isolated") -> Trace:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an empty cache.
 

@@ -62,7 +62,7 @@ def at_fault(decoder: Decoder, golden: Golden, T: int) -> str:
     """Whose fault a drift is: the program's when the portable runtime shows it too, else the runtime's."""
     if decoder.runtime == "portable":
         return f"the {PROGRAM} is wrong (portable runtime; no device was run)"
-    portable = Decoder(decoder.bundle, "portable")
+    portable = Decoder(decoder.bundle, "portable", fast=False)
     again = drift({(t, "isolated"): fidelity.run(portable, golden, t) for t in (1, T)}, golden)
     if again.value > gates.T_TOLERANCE["declared"]:
         return f"the {PROGRAM} is wrong: the portable runtime drifts too ({again.value:.3g})"

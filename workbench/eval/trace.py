@@ -175,7 +175,7 @@ class Departure:
 
 def of_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
     """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p) for p in mil.PRECISIONS}
+    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in mil.PRECISIONS}
     ranges = {p: of_decoder(decoder, ids, tile) for p, decoder in decoders.items()}
     return Trace(ranges, departure(decoders["exact"], decoders["declared"], ids, tile))
 

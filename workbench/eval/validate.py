@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.decode import Decoder
+from workbench.decode import Decoder, literal
 
 from . import fidelity, gates, metrics, rangedim
 from .gates import Gate
@@ -45,6 +45,7 @@ class Validation:
         return _judged(self.rows, list(tensors))["cosine"].fillna(-1.0)
 
 
+@literal
 def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
     """Judges every layer × position × T of a bundle against `golden`."""
     rows, traces = fidelity.measure(decoder, golden, Ts, progress=progress)
