@@ -109,11 +109,9 @@ def test_int8_weights_stay_int8(exports):
     assert held < 96 * 64  # norms and biases: less than one projection
 
 
-def test_without_fp16_conversions_int8_weights_become_fp16(exports, monkeypatch):
-    bundle = exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor")
-    kept = Decoder(bundle, "portable").prefill([1, 2, 3])
+def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert tiny.relative(Decoder(bundle, "portable").prefill([1, 2, 3]), kept) < 1e-2
+    assert not any(model.fast for model in Decoder(exports.bundle(exports.checkpoint("qwen2")), "portable").layers)
 
 
 @pytest.mark.parametrize("mask", [[[1.0, 1.0], [0, 0], [0, 0]], [[0.5, 0], [0, 0], [0, 1.0]], [[1.0, 0], [1.0, 0], [0, 0]]])

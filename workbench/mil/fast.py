@@ -302,7 +302,7 @@ def _half_product(weight, x):
 def _int8_weight(graph: Graph, source):
     """A product with symmetric int8 data scaled per tensor or per row; None for any other compression."""
     op = graph.producer(source, "constexpr_blockwise_shift_scale")
-    if op is None or "offset" in op.inputs or not kernels.available():
+    if op is None or "offset" in op.inputs:
         return None
     stored = [graph.made[s.name].inputs["val"] if isinstance(s, Ref) else s for s in (op.inputs["data"], op.inputs["scale"])]
     data, scale = (np.asarray(s) for s in stored)
@@ -336,24 +336,18 @@ def cache_write(graph: Graph, op: Op):
 
 
 def _slots(mask):
-    """Where a write mask [B, 1, S, T] puts its columns: [(b, slot, t)]; None unless every column and row has one 1 or none."""
-    found = mask[:, 0].nonzero()
-    slots = found.tolist()
-    rows, columns = ({(slot[0], slot[axis]) for slot in slots} for axis in (1, 2))
-    ones = all(mask[b, 0, s, t] == 1 for b, s, t in slots)
-    return slots if len(rows) == len(columns) == len(slots) and ones else None
+    return kernels.one_hot(mask[:, 0])
 
 
 def _write_rows(transposed, cell, mask, slots, rows):
     """Writes rows [B, H, T, D] into the state [B, H, S, D]: those the mask names, or by the formula itself."""
     rows = rows.transpose(-1, -2) if transposed else rows
-    if slots is None:
-        mask = mask.float()
-        kept = (cell.value * (1 - mask.sum(-1, keepdim=True).half().float())).half().float()
-        cell.value = (kept + (mask @ rows.float()).half().float()).half().float()
+    if slots is not None:
+        kernels.write(cell.value.numpy(), slots, rows.float().numpy())
         return ()
-    for b, slot, t in slots:
-        cell.value[b, :, slot] = rows[b, :, t]
+    mask = mask.float()
+    kept = (cell.value * (1 - mask.sum(-1, keepdim=True).half().float())).half().float()
+    cell.value = (kept + (mask @ rows.float()).half().float()).half().float()
     return ()
 
 
@@ -377,23 +371,19 @@ def attention(graph: Graph, op: Op):
 
 
 def _span(mask):
-    """First and last + 1 of the columns of an additive mask [B, 1, T, S] that some query sees, if every query sees one."""
-    seen = mask > BLOCKED
-    if mask[..., 0].numel() > 1:
-        if not bool(seen.any(-1).all()):
-            return 0, mask.shape[-1]
-        seen = seen.flatten(0, 2).any(0)
-    columns = seen.view(-1).nonzero()
-    return (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (0, mask.shape[-1])
+    return kernels.visible(mask.flatten(0, 2), BLOCKED)
 
 
 def _attend(q, key, value, mask, span):
     """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T, D]."""
     first, last = span
-    B, T = mask.shape[0], mask.shape[2]
-    scores = torch.matmul(q.float(), key.value[:, :, first:last].transpose(-1, -2)).half()
-    weights = torch.softmax(scores.view(B, -1, T, last - first) + mask[..., first:last], -1)
-    return torch.matmul(weights.view(scores.shape).float(), value.value[:, :, first:last]).half()
+    key, value, mask = key.value[:, :, first:last], value.value[:, :, first:last], mask[..., first:last]
+    B, _, T, n = mask.shape
+    if B == T == 1:
+        return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0]).half().view(q.shape)
+    scores = torch.matmul(q.float(), key.transpose(-1, -2)).half()
+    weights = torch.softmax(scores.view(B, -1, T, n) + mask, -1)
+    return torch.matmul(weights.view(scores.shape).float(), value).half()
 
 
 def _operands(graph: Graph, op: Op | None, kind: str, first: str, second: str):

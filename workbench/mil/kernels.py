@@ -1,10 +1,11 @@
-"""Matrix products with int8 weights that stay int8 in memory: the weight streams once, rounded as declared on the way.
+"""What decoding does besides fp16 products, compiled by numba: int8 products, one query's attention, cache addresses.
 
-Every dequantized weight is rounded to fp16 before it meets its activation, as `constexpr_blockwise_shift_scale` says;
-products and sums are float32. Compiled by numba once per machine, then read from its cache.
+int8 weights stay int8 in memory; each dequantized weight is rounded to fp16 before it meets its activation, as
+`constexpr_blockwise_shift_scale` says. Products and sums are float32. Compiled once per machine, then read from a cache.
 """
 
 import platform
+import threading
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from llvmlite import binding, ir
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
-config.NUMBA_NUM_THREADS = torch.get_num_threads()  # idle threads of a larger pool would spin against the others
+config.THREADING_LAYER = "workqueue"  # numba's OpenMP layer changes torch's number of threads and spins against them
+LOCK = threading.Lock()  # that layer takes one caller at a time
 
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
@@ -64,9 +66,95 @@ def int8_product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torc
         set_num_threads(threads)
     x = np.ascontiguousarray(x.float().numpy())
     out = np.empty((len(x), len(weight)), np.float32)
-    if len(x) == 1:
-        _one(weight, scale, x[0], out[0])
-    else:
-        _many(weight, scale, x, out)
+    with LOCK:
+        if len(x) == 1:
+            _one(weight, scale, x[0], out[0])
+        else:
+            _many(weight, scale, x, out)
     return torch.from_numpy(out)
 
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _attend(q, key, value, mask, out):
+    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], key and value [H_kv, n, D], mask [n].
+
+    Scores, masked scores and weights are each rounded to fp16, as the program declares them.
+    """
+    H, D, n = q.shape[0], q.shape[1], mask.shape[0]
+    for h in prange(H):
+        group = h // (H // key.shape[0])
+        weights, largest = np.empty(n, np.float32), np.float32(-np.inf)
+        for s in range(n):
+            score = np.float32(0)
+            for d in range(D):
+                score += q[h, d] * key[group, s, d]
+            weights[s] = _round16(_round16(score) + mask[s])
+            largest = max(largest, weights[s])
+        total = np.float32(0)
+        for s in range(n):
+            weights[s] = np.exp(weights[s] - largest)
+            total += weights[s]
+        for d in range(D):
+            out[h, d] = 0
+        for s in range(n):
+            weight = _round16(weights[s] / total)
+            for d in range(D):
+                out[h, d] += weight * value[group, s, d]
+
+
+def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One query per head: q [H, D] fp16, key and value [H_kv, n, D] float32, mask [n] fp16 → float32 [H, D]."""
+    out = np.empty(q.shape, np.float32)
+    with LOCK:
+        _attend(q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), out)
+    return torch.from_numpy(out)
+
+
+@njit(cache=True)
+def _slots(mask):
+    B, S, T = mask.shape
+    slots = np.full((B, T), -1)
+    for b in range(B):
+        for s in range(S):
+            for t in range(T):
+                if mask[b, s, t] != 0:
+                    if mask[b, s, t] != 1 or slots[b, t] >= 0 or (slots[b] == s).any():
+                        return False, slots
+                    slots[b, t] = s
+    return True, slots
+
+
+def one_hot(mask: torch.Tensor) -> np.ndarray | None:
+    """Slots [B, T] that the columns of a write mask [B, S, T] name, -1 for an empty one.
+
+    None unless each column and each row holds one 1 or nothing.
+    """
+    sane, slots = _slots(mask.float().numpy())
+    return slots if sane else None
+
+
+@njit(cache=True)
+def write(state, slots, rows):
+    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place."""
+    for b in range(slots.shape[0]):
+        for t in range(slots.shape[1]):
+            if slots[b, t] >= 0:
+                state[b, :, slots[b, t]] = rows[b, :, t]
+
+
+@njit(cache=True)
+def _visible(mask, blocked):
+    first, last = mask.shape[1], 0
+    for t in range(mask.shape[0]):
+        seen = False
+        for s in range(mask.shape[1]):
+            if mask[t, s] > blocked:
+                seen, first, last = True, min(first, s), max(last, s + 1)
+        if not seen:
+            return 0, mask.shape[1]
+    return first, last
+
+
+def visible(mask: torch.Tensor, blocked: float) -> tuple[int, int]:
+    """First and last + 1 of the columns of an additive mask [T, S] that some query sees; all, when one sees nothing."""
+    return _visible(mask.float().numpy(), blocked)

@@ -38,13 +38,14 @@ class PortableModel:
         self.shard, self.precision, self.hook = shard, precision, None
         self.t_max = bundle.manifest.options.t_max
         self.program = mil.read(bundle.package(shard))
-        self.fast = None
-        if fast and precision == "declared":
-            from workbench.mil.fast import FastProgram
-
-            self.fast = FastProgram(self.program)
-        else:
+        self.fast = self._fast() if fast and precision == "declared" else None
+        if self.fast is None:
             self.executable  # refuses now what it cannot run, not at the first call
+
+    def _fast(self):
+        from workbench.mil import fast, kernels  # numba takes a moment to import
+
+        return fast.FastProgram(self.program) if kernels.available() else None
 
     @cached_property
     def executable(self) -> mil.Executable:
