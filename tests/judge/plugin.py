@@ -6,18 +6,32 @@ Apple's own runtime (`xfail`) is run all the same: its reason is kept, and count
 
 import gc
 import json
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from workbench.runtime import shim
 
 
 class Recorder:
-    """Writes one JSON line per test: case, outcome, reason, and `expected`, coremltools' own reason for a failure."""
+    """Appends one JSON line per test: case, outcome, reason, and `expected`, coremltools' own reason for a failure.
 
-    def __init__(self, path: Path):
-        self.file, self.result = path.open("w"), {}
+    Cases that the file already holds as passed are left out; a sample is drawn before that, so that it stays the same.
+    """
+
+    def __init__(self, path: Path, sample: int):
+        self.file, self.sample, self.result = path.open("a+"), sample, {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        self.file.seek(0)
+        known = [json.loads(line) for line in self.file]
+        self.file.write(json.dumps({"collected": len(items)}) + "\n")
+        passed = {entry["case"] for entry in known if entry.get("outcome") == "passed"}
+        chosen = random.Random(0).sample(range(len(items)), min(self.sample or len(items), len(items)))
+        items[:] = [items[i] for i in sorted(chosen) if items[i].nodeid not in passed]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item):
@@ -47,7 +61,8 @@ def _reason(report) -> str:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--outcomes", type=Path, required=True, help="file to write every case's outcome to")
+    parser.addoption("--outcomes", type=Path, required=True, help="file to append outcomes to")
+    parser.addoption("--sample", type=int, default=0, help="run so many cases, drawn with a fixed seed; 0: all")
 
 
 def pytest_configure(config):
@@ -55,7 +70,24 @@ def pytest_configure(config):
     from coremltools.converters.mil import testing_utils
 
     testing_utils._IS_MACOS = True
-    config.pluginmanager.register(Recorder(config.getoption("outcomes")))
+    _cast_arrays_of_one()
+    config.pluginmanager.register(Recorder(config.getoption("outcomes"), config.getoption("sample")))
+
+
+def _cast_arrays_of_one():
+    """coremltools 9.0's torch frontend calls `int(array([3]))`, which NumPy 2.4 refuses: give it the element."""
+    from coremltools.converters.mil.frontend.torch import ops
+
+    original = ops._cast
+
+    def cast(context, node, dtype, name):
+        value = ops._get_inputs(context, node, expected=1)[0].val
+        if isinstance(value, np.ndarray) and value.size == 1:
+            context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
+        else:
+            original(context, node, dtype, name)
+
+    ops._cast = cast
 
 
 def pytest_collection_finish(session):

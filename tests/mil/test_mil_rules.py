@@ -171,6 +171,12 @@ def test_resizing_against_torch(high, wide):
     close(run("resize_bilinear", sampling_mode="STRICT_ALIGN_CORNERS", **shared), expected)
 
 
+def test_the_nearest_element_is_the_closest_only_in_the_newest_op():
+    x = np.array([[1], [2]], np.float32).reshape(1, 1, 2, 1)
+    close(run("resize", x=x, shape=[3, 1], resized_dims=2, interpolation_mode="NEAREST_NEIGHBOR").ravel(), [1, 2, 2])
+    close(run("resize_nearest_neighbor", x=x, target_size_height=3, target_size_width=1).ravel(), [1, 1, 2])
+
+
 @pytest.mark.parametrize("factor", [2, 1.5])
 def test_upsampling_against_torch(factor):
     x = numbers(1, 2, 4, 6)
