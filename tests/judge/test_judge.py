@@ -16,8 +16,8 @@ def test_the_slice_passes_whole(tmp_path):
     command = [sys.executable, "-m", "tests.judge", "slice", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "slice.jsonl").read_text().splitlines()]
-    assert outcomes == ["passed"] * 85
+    lines = [json.loads(line) for line in (tmp_path / "slice.jsonl").read_text().splitlines()]
+    assert [line.get("outcome", "selected") for line in lines] == ["selected"] + ["passed"] * 85
     assert "85 of 85 cases that ran passed" in (tmp_path / "slice.md").read_text()
 
 
@@ -32,5 +32,6 @@ def test_outcomes_are_sorted_by_op_and_reason():
     summary = summarize(outcomes)
     assert summary["total"] == {"passed": 1, "failed": 1, "explained": 2, "skipped": 1}
     assert summary["ops"]["Add"] == {"passed": 1, "failed": 1}
-    text = table("ops", summary)
-    assert "1 of 4 cases that ran passed (25.00%); 1 failed" in text and "| failed | Add | 1 | wrong |" in text
+    text = table("ops", summary, 7)
+    assert "1 of 4 cases that ran passed (25.00%); 1 failed, 2 cannot pass, 1 were skipped by coremltools; 7 selected" in text
+    assert "Add 1/2, Mul 0/3." in text and "| failed | Add | 1 | wrong |" in text

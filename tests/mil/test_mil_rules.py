@@ -7,6 +7,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, run
 
+from workbench.errors import InputError
 from workbench.mil import Executable
 
 SIZES = st.integers(3, 7)
@@ -258,6 +259,30 @@ def test_gather_by_batch():
     close(run("gather", x=x, indices=rows, axis=1, batch_dims=1), expected)
     close(run("gather_nd", x=x, indices=rows[..., None], batch_dims=1), expected)
     close(run("gather_nd", x=x, indices=np.array([[1, 3], [0, 0]], np.int32)), x[[1, 0], [3, 0]])
+
+
+@pytest.mark.parametrize("kind", ["gather", "gather_along_axis", "gather_nd", "scatter", "scatter_along_axis", "scatter_nd"])
+def test_indices_past_the_end_are_refused_and_negative_ones_where_they_are_checked(kind):
+    def read(rows, **checked):
+        indices = np.array(rows, np.int32)[:, None]
+        if kind.startswith("scatter"):
+            indices = indices[:, 0] if kind == "scatter" else indices
+            checked |= {"data": numbers(2, 1), "updates": numbers(2, 1), "mode": "update"}
+        else:
+            checked["x"] = numbers(2, 1)
+        return run(kind, indices=indices, **checked)
+
+    close(read([0, -1]), read([0, 1]))
+    with pytest.raises(InputError, match="bounds|out of range"):
+        read([0, 2])
+    with pytest.raises(InputError, match="a negative index"):
+        read([0, -1], validate_indices=True)
+
+
+def test_a_zero_in_a_shape_keeps_the_size_as_far_from_the_right():
+    x = numbers(2, 3)
+    close(run("reshape", x=x, shape=[1, 0, -1, 0]), x.reshape(1, 1, 2, 3))
+    close(run("reshape", x=x, shape=[0, -1]), x)
 
 
 def test_blocks_go_to_batch_and_depth_and_back():
