@@ -12,6 +12,9 @@ EXPLAINED = {
     "leaves the result open; here one past the end is refused, a negative one counts from the end as on iOS 18",
     r"::TestScatter::.*mode=div.*AssertionError": "quotients over 65504, in fp16",
     r"running_mean and running_var must either both": "PyTorch 2.13 refuses the module before it is converted",
+    r"::test_pad_constant.*0-dimensional": "the case itself calls float() on an array, which NumPy 2.4 refuses",
+    r"::test_stack_dynamic_range_dim.*DID NOT RAISE": "Core ML refuses on loading what does not fit the default shapes; here "
+    "only the shapes that are given must fit",
     r"'torchvision' is not defined": "needs torchvision, which is no dependency",
 }
 
