@@ -59,7 +59,8 @@ def table(suite: str, summary: dict, selected: int) -> str:
              for name, counts in sorted(summary["ops"].items())]  # fmt: skip
     lines = [f"## `python -m tests.judge {suite}`", "",
              f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); {total['failed']} failed; "
-             f"{total['explained']} did not for a known reason, {total['skipped']} were skipped by their authors; of {selected} selected.", "",
+             f"{total['explained']} did not for a known reason, {total['skipped']} were skipped by their authors; "
+             f"of {selected} selected.", "",
              f"Passed, by op (of how many, where not all): {', '.join(named)}.", "",
              "| | op | cases | reason |", "|---|---|---|---|"]  # fmt: skip
     lines += [
