@@ -21,6 +21,7 @@ bench: .venv/ready
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready
+	rm -f build/judge/ops.jsonl
 	$(BIN)/python -m tests.judge ops
 
 fuzz: .venv/ready

@@ -8,6 +8,14 @@ EXPLAINED = {
     r"a single \.mlmodel file": "converts to a neuralNetwork, which the portable runtime does not run: it runs ML Programs",
     r"iOS15/test_image_resizing\.py::TestCropResize::test_builder_to_backend_smoke": "normalized boxes outside the documented "
     "interval [0, 1]: Core ML samples the whole image then, which nothing documents",
+    r"::TestScatter::test_ios17_invalid_indices.*validate_indices=False": "indices out of range that nothing validates: MIL "
+    "leaves the result open; here one past the end is refused, a negative one counts from the end as on iOS 18",
+    r"::TestScatter::.*mode=div.*AssertionError": "quotients over 65504, in fp16",
+    r"running_mean and running_var must either both": "PyTorch 2.13 refuses the module before it is converted",
+    r"::test_pad_constant.*0-dimensional": "the case itself calls float() on an array, which NumPy 2.4 refuses",
+    r"::test_stack_dynamic_range_dim.*DID NOT RAISE": "Core ML refuses on loading what does not fit the default shapes; here "
+    "only the shapes that are given must fit",
+    r"'torchvision' is not defined": "needs torchvision, which is no dependency",
 }
 
 
@@ -43,17 +51,18 @@ def summarize(outcomes: dict) -> dict:
     return {"total": total, "ops": ops, "reasons": reasons}
 
 
-def table(suite: str, summary: dict) -> str:
-    """The report as Markdown."""
-    kinds = ("passed", "failed", "explained", "skipped")
+def table(suite: str, summary: dict, selected: int) -> str:
+    """The report as Markdown: totals, every op in one paragraph, every case that did not pass with its reason."""
     total = summary["total"]
     ran = total["passed"] + total["failed"] + total["explained"]
-    lines = [f"# coremltools' `{suite}` tests on the portable runtime", "",
-             f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); "
-             f"{total['failed']} failed, {total['explained']} failed for a known reason, {total['skipped']} skipped.", "",
-             "| op | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]  # fmt: skip
-    lines += [f"| {name} | " + " | ".join(str(c[k]) for k in kinds) + " |" for name, c in sorted(summary["ops"].items())]
-    lines += ["", "| | op | cases | reason |", "|---|---|---|---|"]
+    named = [f"{name} {counts['passed']}" + (f"/{counts.total()}" if counts["passed"] < counts.total() else "")
+             for name, counts in sorted(summary["ops"].items())]  # fmt: skip
+    lines = [f"## `python -m tests.judge {suite}`", "",
+             f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); {total['failed']} failed; "
+             f"{total['explained']} did not for a known reason, {total['skipped']} were skipped by their authors; "
+             f"of {selected} selected.", "",
+             f"Passed, by op (of how many, where not all): {', '.join(named)}.", "",
+             "| | op | cases | reason |", "|---|---|---|---|"]  # fmt: skip
     lines += [
         f"| {kind} | {name} | {len(cases)} | {reason.replace('|', '/')} |"
         for (kind, name, reason), cases in sorted(summary["reasons"].items())

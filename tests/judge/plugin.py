@@ -1,29 +1,56 @@
 """A pytest plugin for coremltools' own tests: predictions on, run by the portable runtime, every outcome written down.
 
-coremltools' tests compare numbers only where they see macOS; here they see it. What coremltools expects to fail on
-Apple's own runtime (`xfail`) is run all the same: its reason is kept, and counts only if the case does fail here.
+coremltools' tests compare numbers only where they see macOS; here they see it. What coremltools expects to fail or skips
+because of Apple's own runtime (`xfail`, `skip` with a radar's number) or an old PyTorch is run all the same: its reason is
+kept, and counts only if the case does fail here.
 """
 
 import gc
 import json
+import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from workbench.runtime import shim
 
+NOT_OURS = re.compile("rdar|outdated PyTorch")  # reasons to skip a case that do not hold here
+
 
 class Recorder:
-    """Writes one JSON line per test: case, outcome, reason, and `expected`, coremltools' own reason for a failure."""
+    """Appends one JSON line per test: case, outcome, reason, and `expected`, coremltools' own reason for a failure.
 
-    def __init__(self, path: Path):
-        self.file, self.result = path.open("w"), {}
+    Cases that the file already holds as passed are left out; a sample is drawn before that, so that it stays the same.
+    """
+
+    def __init__(self, path: Path, sample: int):
+        self.file, self.sample, self.result = path.open("a+"), sample, {}
+
+    def pytest_sessionstart(self):  # after --runxfail has put its own function in place
+        pytest.xfail, skip = self._expected, pytest.skip
+        pytest.skip = lambda reason="", **rest: (self._expected if NOT_OURS.search(reason) else skip)(reason, **rest)
+
+    def _expected(self, reason="", **rest):
+        self.result.setdefault("expected", reason or "no reason given")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        for node in {node for item in items for node in item.listchain()}:
+            node.own_markers = [m for m in node.own_markers if not (
+                m.name.startswith("skip") and NOT_OURS.search(m.kwargs.get("reason", "")))]  # fmt: skip
+        self.file.seek(0)
+        known = [json.loads(line) for line in self.file]
+        self.file.write(json.dumps({"selected": len(items)}) + "\n")
+        passed = {entry["case"] for entry in known if entry.get("outcome") == "passed"}
+        chosen = random.Random(0).sample(range(len(items)), len(items))[: self.sample or None]
+        items[:] = [items[i] for i in sorted(chosen) if items[i].nodeid not in passed]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item):
         for mark in item.iter_markers("xfail"):
-            self.result["expected"] = mark.kwargs.get("reason", "no reason given")
-        pytest.xfail = lambda reason="": self.result.setdefault("expected", reason or "no reason given")
+            self._expected(**mark.kwargs)
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
@@ -47,7 +74,8 @@ def _reason(report) -> str:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--outcomes", type=Path, required=True, help="file to write every case's outcome to")
+    parser.addoption("--outcomes", type=Path, required=True, help="file to append outcomes to")
+    parser.addoption("--sample", type=int, default=0, help="run so many cases, drawn with a fixed seed; 0: all")
 
 
 def pytest_configure(config):
@@ -55,7 +83,24 @@ def pytest_configure(config):
     from coremltools.converters.mil import testing_utils
 
     testing_utils._IS_MACOS = True
-    config.pluginmanager.register(Recorder(config.getoption("outcomes")))
+    _cast_arrays_of_one()
+    config.pluginmanager.register(Recorder(config.getoption("outcomes"), config.getoption("sample")))
+
+
+def _cast_arrays_of_one():
+    """coremltools 9.0's torch frontend calls `int(array([3]))`, which NumPy 2.4 refuses: give it the element."""
+    from coremltools.converters.mil.frontend.torch import ops
+
+    original = ops._cast
+
+    def cast(context, node, dtype, name):
+        value = ops._get_inputs(context, node, expected=1)[0].val
+        if isinstance(value, np.ndarray) and value.size == 1:
+            context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
+        else:
+            original(context, node, dtype, name)
+
+    ops._cast = cast
 
 
 def pytest_collection_finish(session):

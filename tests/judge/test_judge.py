@@ -11,14 +11,25 @@ from outcomes import summarize, table
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_slice_passes_whole(tmp_path):
-    """State, attention and dialect ops as coremltools' authors test them, predictions compared."""
-    command = [sys.executable, "-m", "tests.judge", "slice", "--out", str(tmp_path)]
+def judged(out, *arguments):
+    """Runs the judge; its lines of outcomes."""
+    command = [sys.executable, "-m", "tests.judge", *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    outcomes = [json.loads(line)["outcome"] for line in (tmp_path / "slice.jsonl").read_text().splitlines()]
-    assert outcomes == ["passed"] * 85
+    return [json.loads(line) for line in (out / f"{arguments[0]}.jsonl").read_text().splitlines()]
+
+
+def test_the_slice_passes_whole(tmp_path):
+    """State, attention and dialect ops as coremltools' authors test them, predictions compared."""
+    assert [line.get("outcome", "selected") for line in judged(tmp_path, "slice")] == ["selected"] + ["passed"] * 85
     assert "85 of 85 cases that ran passed" in (tmp_path / "slice.md").read_text()
+    assert judged(tmp_path, "slice")[86:] == [{"selected": 85}]  # a second run has nothing left to do
+
+
+def test_a_sample_of_all_op_cases_has_no_failure_without_a_reason(tmp_path):
+    selected, *lines = judged(tmp_path, "ops", "--sample", "80")
+    assert selected["selected"] > 10_000 and len(lines) == 80
+    assert sum(line["outcome"] == "passed" for line in lines) > 60
 
 
 def test_outcomes_are_sorted_by_op_and_reason():
@@ -32,5 +43,6 @@ def test_outcomes_are_sorted_by_op_and_reason():
     summary = summarize(outcomes)
     assert summary["total"] == {"passed": 1, "failed": 1, "explained": 2, "skipped": 1}
     assert summary["ops"]["Add"] == {"passed": 1, "failed": 1}
-    text = table("ops", summary)
-    assert "1 of 4 cases that ran passed (25.00%); 1 failed" in text and "| failed | Add | 1 | wrong |" in text
+    text = table("ops", summary, 7)
+    assert "1 of 4 cases that ran passed (25.00%); 1 failed; 2 did not for a known reason, 1 were skipped" in text and "of 7" in text
+    assert "Add 1/2, Mul 0/3." in text and "| failed | Add | 1 | wrong |" in text

@@ -67,3 +67,13 @@ def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
     made = program([Op(kind, kind, bound, outputs)], inputs, [name for name, _ in outputs])
     results = [v.numpy() for v in Executable(made, precision).run(values, {}).values()]
     return results[0] if isinstance(out, str) else results
+
+
+def numbers(*shape, seed=0) -> np.ndarray:
+    """Seeded normal draws, float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def close(found, expected, tolerance=1e-5):
+    assert found.shape == tuple(np.shape(expected))
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)

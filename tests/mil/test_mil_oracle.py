@@ -79,6 +79,12 @@ def test_logic(oracle, kind, data):
     shape = data.draw(SHAPES)
     x, y = (data.draw(hnp.arrays(np.bool_, shape)) for _ in "xy")
     same(run(kind, out="BOOL", x=x, y=y), oracle(kind, x=x, y=y))
+    same(run("logical_not", out="BOOL", x=x), oracle("logical_not", x=x))
+
+
+@given(x=arrays((2, 3), elements=st.floats(0.25, 8, width=16)), y=arrays((2, 3), elements=st.floats(-2, 2, width=16)))
+def test_power(oracle, x, y):
+    near(run("pow", out="FLOAT16", x=x, y=y), oracle("pow", x=x.astype(np.float32), y=y.astype(np.float32)))
 
 
 @pytest.mark.parametrize("kind", ["abs", "ceil", "floor", "relu", "relu6", "round", "sign", "sqrt", "square", "identity"])
@@ -163,6 +169,12 @@ def test_matmul(oracle, data):
     arguments = dict(x=x, y=y, transpose_x=flip_x, transpose_y=flip_y)
     wide = oracle("matmul", **arguments | {"x": x.astype(np.float32), "y": y.astype(np.float32)})
     near(run("matmul", out="FLOAT16", **arguments), wide)
+
+
+@given(x=hnp.arrays(np.int32, (2, 3), elements=st.integers(-9, 9)), y=arrays((3, 4)))
+def test_integers_meet_floats_in_products(x, y):
+    near(run("matmul", out="FLOAT16", x=x, y=y), (x.astype(np.float32) @ y.astype(np.float32)))
+    near(run("linear", out="FLOAT16", x=np.ascontiguousarray(y.T), weight=x), y.T.astype(np.float32) @ x.T)
 
 
 @given(x=arrays(st.tuples(st.integers(1, 3), st.just(4))), weight=arrays((5, 4)), bias=arrays((5,)))

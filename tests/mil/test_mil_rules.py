@@ -5,20 +5,12 @@ import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
-from one_op import Op, Ref, Type, given, program, run
+from one_op import Op, Ref, Type, close, given, numbers, program, run
 
+from workbench.errors import InputError
 from workbench.mil import Executable
 
 SIZES = st.integers(3, 7)
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def close(found, expected, tolerance=1e-5):
-    assert found.shape == tuple(np.shape(expected))
-    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def pads(size, taps, stride, dilation, kind):
@@ -124,9 +116,10 @@ def test_pooling_with_ceil_mode(size, taps, stride, pad, count):
     close(run("avg_pool", exclude_padding_from_average=count, **shared), expected)
 
 
-def test_normalizations():
-    x, gamma, beta, mean, variance = numbers(2, 3, 4, 5), *(np.abs(numbers(3, seed=i)) for i in range(1, 5))
-    by_channel = lambda v: v.reshape(3, 1, 1)  # noqa: E731
+@given(n=st.integers(1, 2), c=st.integers(1, 5), h=st.integers(2, 5), w=st.integers(2, 5))
+def test_normalizations(n, c, h, w):
+    x, gamma, beta, mean, variance = numbers(n, c, h, w), *(np.abs(numbers(c, seed=i)) for i in range(1, 5))
+    by_channel = lambda v: v.reshape(c, 1, 1)  # noqa: E731
     shared = dict(x=x, gamma=gamma, beta=beta, epsilon=0.25)
     scaled = lambda y: y * by_channel(gamma) + by_channel(beta)  # noqa: E731
     expected = scaled((x - by_channel(mean)) / np.sqrt(by_channel(variance) + 0.25))
@@ -134,12 +127,13 @@ def test_normalizations():
     own = (x - x.mean((2, 3), keepdims=True)) / np.sqrt(x.var((2, 3), keepdims=True) + 0.25)
     close(run("instance_norm", **shared), scaled(own))
     close(run("l2_norm", x=x, epsilon=0.25), x / np.sqrt((x**2).sum((1, 2, 3), keepdims=True) + 0.25))
-    window = sum(np.pad(x**2, [(0, 0), (1, 1), (0, 0), (0, 0)])[:, i : i + 3] for i in range(3))
+    window = sum(np.pad(x**2, [(0, 0), (1, 1), (0, 0), (0, 0)])[:, i : i + c] for i in range(3))
     close(run("local_response_norm", x=x, size=3, alpha=0.5, beta=0.75, k=2.0), x / (2 + 0.5 / 3 * window) ** 0.75)
 
 
-def test_activations_by_channel():
-    x, alpha, beta = numbers(2, 3, 4), np.abs(numbers(3, seed=1)), np.abs(numbers(3, seed=2))
+@given(n=st.integers(1, 2), c=st.integers(1, 5), w=st.integers(1, 5))
+def test_activations_by_channel(n, c, w):
+    x, alpha, beta = numbers(n, c, w), np.abs(numbers(c, seed=1)), np.abs(numbers(c, seed=2))
     close(run("prelu", x=x, alpha=alpha), np.where(x > 0, x, alpha[:, None] * x))
     close(run("softplus_parametric", x=x, alpha=alpha, beta=beta), alpha[:, None] * np.log1p(np.exp(beta[:, None] * x)))
     close(run("silu", x=x), x / (1 + np.exp(-x)))
@@ -169,6 +163,12 @@ def test_resizing_against_torch(high, wide):
     close(run("resize_bilinear", sampling_mode="UNALIGN_CORNERS", **shared), resized(mode="bilinear"))
     expected = resized(mode="bilinear", align_corners=True)
     close(run("resize_bilinear", sampling_mode="STRICT_ALIGN_CORNERS", **shared), expected)
+
+
+def test_the_nearest_element_is_the_closest_only_in_the_newest_op():
+    x = np.array([[1], [2]], np.float32).reshape(1, 1, 2, 1)
+    close(run("resize", x=x, shape=[3, 1], resized_dims=2, interpolation_mode="NEAREST_NEIGHBOR").ravel(), [1, 2, 2])
+    close(run("resize_nearest_neighbor", x=x, target_size_height=3, target_size_width=1).ravel(), [1, 1, 2])
 
 
 @pytest.mark.parametrize("factor", [2, 1.5])
@@ -246,24 +246,51 @@ def test_scatter_adds_up_what_meets_in_one_place():
     assert run("scatter", data=data, indices=rows, updates=updates, axis=0, mode="add").tolist() == [[0], [3]]
 
 
-def test_gather_by_batch():
-    x, rows = numbers(2, 4, 3), np.array([[0, -1], [2, 2]], np.int32)
-    expected = np.stack([x[b][rows[b]] for b in range(2)])
+@given(rows=st.lists(st.lists(st.integers(-4, 3), min_size=2, max_size=2), min_size=1, max_size=3))
+def test_gather_by_batch(rows):
+    x, rows = numbers(len(rows), 4, 3), np.array(rows, np.int32)
+    expected = np.stack([x[b][rows[b]] for b in range(len(rows))])
     close(run("gather", x=x, indices=rows, axis=1, batch_dims=1), expected)
     close(run("gather_nd", x=x, indices=rows[..., None], batch_dims=1), expected)
-    close(run("gather_nd", x=x, indices=np.array([[1, 3], [0, 0]], np.int32)), x[[1, 0], [3, 0]])
+    close(run("gather_nd", x=x, indices=np.array([[-1, 3], [0, 0]], np.int32)), x[[-1, 0], [3, 0]])
 
 
-def test_blocks_go_to_batch_and_depth_and_back():
-    x = numbers(2, 3, 4, 6)
-    batches = run("space_to_batch", x=x, block_shape=[2, 3], paddings=[[1, 1], [0, 0]])
-    assert batches.shape == (12, 3, 3, 2)
-    close(batches[:2], np.pad(x, [(0, 0), (0, 0), (1, 1), (0, 0)])[:, :, ::2, ::3])
-    close(run("batch_to_space", x=batches, block_shape=[2, 3], crops=[[1, 1], [0, 0]]), x)
-    depth = run("space_to_depth", x=x, block_size=2)
-    close(depth[:, :3], x[:, :, ::2, ::2])
-    close(run("depth_to_space", x=depth, block_size=2), x)
-    close(run("pixel_shuffle", x=run("pixel_unshuffle", x=x, downscale_factor=2), upscale_factor=2), x)
+@pytest.mark.parametrize("kind", ["gather", "gather_along_axis", "gather_nd", "scatter", "scatter_along_axis", "scatter_nd"])
+def test_indices_past_the_end_are_refused_and_negative_ones_where_they_are_checked(kind):
+    def read(rows, **checked):
+        indices = np.array(rows, np.int32)[:, None]
+        if kind.startswith("scatter"):
+            indices = indices[:, 0] if kind == "scatter" else indices
+            checked |= {"data": numbers(2, 1), "updates": numbers(2, 1), "mode": "update"}
+        else:
+            checked["x"] = numbers(2, 1)
+        return run(kind, indices=indices, **checked)
+
+    close(read([0, -1]), read([0, 1]))
+    with pytest.raises(InputError, match="bounds|out of range"):
+        read([0, 2])
+    with pytest.raises(InputError, match="a negative index"):
+        read([0, -1], validate_indices=True)
+
+
+def test_a_zero_in_a_shape_keeps_the_size_as_far_from_the_right():
+    x = numbers(2, 3)
+    close(run("reshape", x=x, shape=[1, 0, -1, 0]), x.reshape(1, 1, 2, 3))
+    close(run("reshape", x=x, shape=[0, -1]), x)
+
+
+@given(n=st.integers(1, 2), c=st.integers(1, 3), a=st.integers(1, 3), b=st.integers(1, 3), pad=st.integers(0, 2))
+def test_blocks_go_to_batch_and_depth_and_back(n, c, a, b, pad):
+    x, pads = numbers(n, c, 2 * a, 3 * b), [[pad * a, 0], [0, b]]
+    batches = run("space_to_batch", x=x, block_shape=[a, b], paddings=pads)
+    assert batches.shape == (n * a * b, c, 2 + pad, 4)
+    close(batches[:n], np.pad(x, [(0, 0), (0, 0), *pads])[:, :, ::a, ::b])
+    close(run("batch_to_space", x=batches, block_shape=[a, b], crops=pads), x)
+    x = numbers(n, c, 2 * a, 3 * a)
+    depth = run("space_to_depth", x=x, block_size=a)
+    close(depth[:, :c], x[:, :, ::a, ::a])
+    close(run("depth_to_space", x=depth, block_size=a), x)
+    close(run("pixel_shuffle", x=run("pixel_unshuffle", x=x, downscale_factor=a), upscale_factor=a), x)
 
 
 def test_shapes_and_fills():
@@ -287,83 +314,18 @@ def test_shapes_and_fills():
 
 
 @pytest.mark.parametrize("mode, numpy_mode", [("constant", "constant"), ("reflect", "reflect"), ("replicate", "edge")])
-def test_padding(mode, numpy_mode):
+@given(pad=st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_padding(mode, numpy_mode, pad):
     x = numbers(2, 4, 5)
     extra = {"constant_values": 3.0} if mode == "constant" else {}
-    expected = np.pad(x, [(0, 0), (1, 2), (0, 3)], numpy_mode, **extra)
-    close(run("pad", x=x, pad=[1, 2, 0, 3], mode=mode, constant_val=3.0), expected)
+    expected = np.pad(x, [(0, 0), tuple(pad[:2]), tuple(pad[2:])], numpy_mode, **extra)
+    close(run("pad", x=x, pad=pad, mode=mode, constant_val=3.0), expected)
 
 
-def test_einsum():
-    x, y = numbers(2, 3, 4, 5), numbers(2, 5, 4, 6, seed=1)
+@given(n=st.integers(1, 2), c=st.integers(1, 3), h=st.integers(1, 3), w=st.integers(1, 4), u=st.integers(1, 3))
+def test_einsum(n, c, h, w, u):
+    x, y = numbers(n, c, h, w), numbers(n, w, h, u, seed=1)
     close(run("einsum", values=[x, y], equation="nchw,nwhu->nchu"), np.einsum("nchw,nwhu->nchu", x, y))
-
-
-def gates(weights, order):
-    """Rows of torch's stacked gates in MIL's order."""
-    parts = weights.detach().numpy().reshape(len(order), -1, *weights.shape[1:])
-    return np.concatenate([parts[i] for i in order])
-
-
-def both(first, second, order):
-    return gates(first, order) + gates(second, order)
-
-
-@pytest.mark.parametrize("kind, order", [("RNN", [0]), ("LSTM", [0, 1, 3, 2])])
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-def test_recurrent_layers_against_torch(kind, order, direction):
-    torch.manual_seed(0)
-    module, x = getattr(torch.nn, kind)(3, 4), numbers(5, 2, 3)
-    states = [numbers(1, 2, 4, seed=i) for i in range(1, 3 if kind == "LSTM" else 2)]
-    given_x = torch.from_numpy(x).flip(0) if direction == "reverse" else torch.from_numpy(x)
-    hx = tuple(map(torch.from_numpy, states))
-    with torch.no_grad():
-        sequence, final = module(given_x, hx if kind == "LSTM" else hx[0])
-    weights = dict(weight_ih=gates(module.weight_ih_l0, order), weight_hh=gates(module.weight_hh_l0, order),
-                   bias=both(module.bias_ih_l0, module.bias_hh_l0, order))  # fmt: skip
-    initial = {f"initial_{name}": state[0] for name, state in zip("hc", states)}
-    found = run(kind.lower(), out=["FLOAT32"] * (1 + len(states)), x=x, **initial, **weights, direction=direction,
-                output_sequence=True)  # fmt: skip
-    close(found[0], sequence.numpy())
-    for state, expected in zip(found[1:], final if kind == "LSTM" else [final]):
-        close(state, expected[0].numpy())
-    last = run(kind.lower(), out=["FLOAT32"] * (1 + len(states)), x=x, **initial, **weights, direction=direction)
-    close(last[0], found[0][-1:])
-
-
-def test_gru_resets_after_the_product_as_torch_does():
-    torch.manual_seed(0)
-    module, x, h = torch.nn.GRU(3, 4), numbers(5, 2, 3), numbers(1, 2, 4, seed=1)
-    order = [0, 2, 1]  # torch: reset, update, new
-    with torch.no_grad():
-        sequence, final = module(torch.from_numpy(x), torch.from_numpy(h))
-    arguments = dict(
-        x=x, initial_h=h[0], weight_ih=gates(module.weight_ih_l0, order), weight_hh=gates(module.weight_hh_l0, order),
-        input_bias=gates(module.bias_ih_l0, order), bias=gates(module.bias_hh_l0, order),
-    )  # fmt: skip
-    found = run("gru", out=["FLOAT32"] * 2, output_sequence=True, reset_after=True, **arguments)
-    close(found[0], sequence.numpy())
-    close(found[1], final[0].numpy())
-    before = run("gru", out=["FLOAT32"] * 2, output_sequence=True, **arguments)
-    assert not np.allclose(before[0], found[0])
-
-
-def test_bidirectional_lstm_against_torch():
-    torch.manual_seed(0)
-    module, x, order = torch.nn.LSTM(3, 4, bidirectional=True), numbers(5, 2, 3), [0, 1, 3, 2]
-    h, c = numbers(2, 2, 4, seed=1), numbers(2, 2, 4, seed=2)
-    with torch.no_grad():
-        sequence, (final_h, final_c) = module(*map(torch.from_numpy, (x,)), tuple(map(torch.from_numpy, (h, c))))
-    side = lambda v: np.concatenate(list(v), -1)  # noqa: E731
-    weights = {}
-    for end, back in (("", ""), ("_reverse", "_back")):
-        named = {n: getattr(module, f"{n}_l0{end}") for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
-        weights |= {f"weight_ih{back}": gates(named["weight_ih"], order), f"weight_hh{back}": gates(named["weight_hh"], order),
-                    f"bias{back}": both(named["bias_ih"], named["bias_hh"], order)}  # fmt: skip
-    found = run("lstm", out=["FLOAT32"] * 3, x=x, initial_h=side(h), initial_c=side(c), direction="bidirectional",
-                output_sequence=True, **weights)  # fmt: skip
-    for value, expected in zip(found, (sequence.numpy(), side(final_h.numpy()), side(final_c.numpy()))):
-        close(value, expected)
 
 
 @pytest.mark.parametrize("kind, arguments, mean, deviation", [

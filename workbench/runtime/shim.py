@@ -154,7 +154,7 @@ class Proxy:
         try:
             outputs = self.executable.run(inputs, state.cells if state else {})
         except InputError as problem:
-            raise RuntimeError(str(problem)) from problem
+            raise RuntimeError(f"Unable to compute the prediction using ML Program. {problem}") from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
 

@@ -4,17 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from . import rule
+from .elementwise import unary
 
-PLAIN = {"relu": torch.relu, "relu6": F.relu6, "sigmoid": torch.sigmoid, "silu": F.silu, "softplus": F.softplus,
-         "softsign": F.softsign, "tanh": torch.tanh}  # fmt: skip
-
-
-def _plain(name: str, function):
-    rule(name)(lambda x: function(x))
-
-
-for _name, _function in PLAIN.items():
-    _plain(_name, _function)
+for _name, _function in {
+    "relu": torch.relu, "relu6": F.relu6, "sigmoid": torch.sigmoid, "silu": F.silu, "softplus": F.softplus,
+    "softsign": F.softsign, "tanh": torch.tanh,
+}.items():  # fmt: skip
+    rule(_name)(unary(_function))
 
 
 def _by_channel(alpha: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

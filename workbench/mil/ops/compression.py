@@ -27,7 +27,7 @@ def _along(factor: torch.Tensor, axis, rank: int) -> torch.Tensor:
     return factor.float().reshape([-1 if a == axis % rank else 1 for a in range(rank)]) if factor.dim() else factor.float()
 
 
-@rule("constexpr_affine_dequantize")
+@rule()
 def constexpr_affine_dequantize(quantized_data, zero_point, scale, *, axis=0):
     return dequantize(quantized_data, scale, zero_point, axis=axis)
 

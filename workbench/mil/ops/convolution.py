@@ -70,16 +70,12 @@ def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_typ
     whole = bounded((n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True))
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
+    first, wanted = [0] * spatial, whole
     if pad_type == "custom":
-        pairs = list(zip(pad[::2], pad[1::2], strict=True))
+        first, wanted = pad[::2], [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)]
     elif pad_type == "same":
-        pairs = [((w - n * s) // 2, 0) for w, n, s in zip(whole, x.shape[2:], strides, strict=True)]
-    else:
-        pairs = [(0, 0)] * spatial
-    same = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
-    wanted = output_shape[2:] if output_shape else same if pad_type == "same" else [
-        w - sum(pair) for w, pair in zip(whole, pairs, strict=True)
-    ]  # fmt: skip
-    cuts = [(-first, first + size - w) for (first, _), size, w in zip(pairs, wanted, whole, strict=True)]
-    y = padded(y, cuts)
+        wanted = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+        first = [(w - n) // 2 for w, n in zip(whole, wanted, strict=True)]
+    wanted = output_shape[2:] if output_shape else wanted
+    y = padded(y, [(-f, f + n - w) for f, n, w in zip(first, wanted, whole, strict=True)])
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)

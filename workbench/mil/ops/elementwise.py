@@ -5,12 +5,13 @@ import torch
 from . import rule
 
 
-def _binary(name: str, function):
-    rule(name)(lambda x, y: function(x, y))
+def unary(function):
+    """A function of one tensor under the parameter name that MIL gives it."""
+    return lambda x: function(x)
 
 
-def _unary(name: str, function):
-    rule(name)(lambda x: function(x))
+def _binary(function):
+    return lambda x, y: function(x, y)
 
 
 for _name, _function in {
@@ -19,7 +20,7 @@ for _name, _function in {
     "greater": torch.gt, "greater_equal": torch.ge, "logical_and": torch.logical_and, "logical_or": torch.logical_or,
     "logical_xor": torch.logical_xor, "floor_div": torch.floor_divide, "mod": torch.remainder,
 }.items():  # fmt: skip
-    _binary(_name, _function)
+    rule(_name)(_binary(_function))
 
 for _name, _function in {
     "abs": torch.abs, "acos": torch.acos, "asin": torch.asin, "atan": torch.atan, "atanh": torch.atanh,
@@ -28,7 +29,7 @@ for _name, _function in {
     "sign": torch.sign, "sin": torch.sin, "sinh": torch.sinh, "sqrt": torch.sqrt, "square": torch.square,
     "tan": torch.tan,
 }.items():  # fmt: skip
-    _unary(_name, _function)
+    rule(_name)(unary(_function))
 
 
 @rule()

@@ -32,19 +32,17 @@ def linear(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
     return x.index_select(axis, low) * (1 - share) + x.index_select(axis, high) * share
 
 
-def nearest(x: torch.Tensor, axis: int, positions: torch.Tensor, mode: str) -> torch.Tensor:
-    """x at the element next to each position: below it in mode DEFAULT, else the closest."""
-    positions = positions if mode == "DEFAULT" else positions + 0.5
+def element(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor:
+    """x [.., n, ..] at the element below each of `positions` [n] along `axis`."""
     return x.index_select(axis, positions.floor().long().clamp(0, x.shape[axis] - 1))
 
 
-def _resized(x, sizes, mode: str, interpolation: str = "LINEAR"):
-    """x with its last axes brought to `sizes`."""
+def _resized(x, sizes, mode: str, sample=linear):
+    """x with its last axes brought to `sizes`; `sample(x, axis, positions)` says what lies between elements."""
     bounded([*x.shape[: x.dim() - len(sizes)], *sizes])
     kind, x = x.dtype, x.float()
     for axis, size in enumerate(sizes, x.dim() - len(sizes)):
-        positions = grid(x.shape[axis] - 1, size, mode)
-        x = linear(x, axis, positions) if interpolation == "LINEAR" else nearest(x, axis, positions, mode)
+        x = sample(x, axis, grid(x.shape[axis] - 1, size, mode))
     return x.to(kind)
 
 
@@ -59,7 +57,7 @@ def resize_bilinear(x, *, target_size_height=1, target_size_width=1, sampling_mo
 
 @rule()
 def resize_nearest_neighbor(x, *, target_size_height, target_size_width):
-    return _resized(x, (target_size_height, target_size_width), "DEFAULT", "NEAREST_NEIGHBOR")
+    return _resized(x, (target_size_height, target_size_width), "DEFAULT", element)
 
 
 @rule()
@@ -71,14 +69,16 @@ def upsample_bilinear(x, *, scale_factor_height=1, scale_factor_width=1, align_c
 
 @rule()
 def upsample_nearest_neighbor(x, *, scale_factor_height=1, scale_factor_width=1):
-    return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), "DEFAULT", "NEAREST_NEIGHBOR")
+    return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), "DEFAULT", element)
 
 
 @rule()
 def resize(x, *, shape, resized_dims, interpolation_mode="LINEAR", sampling_mode="DEFAULT"):
+    """Unlike the older ops, this one's nearest neighbour is the closest, not the one below."""
     wanted = shape[len(shape) - resized_dims :]
     sizes = [size or x.shape[x.dim() - resized_dims + i] for i, size in enumerate(wanted)]
-    return _resized(x, sizes, sampling_mode, interpolation_mode)
+    closest = lambda x, axis, positions: element(x, axis, positions + 0.5)  # noqa: E731
+    return _resized(x, sizes, sampling_mode, linear if interpolation_mode == "LINEAR" else closest)
 
 
 def _corners(boxes, mode: str, scale: float, extent):

@@ -1,6 +1,7 @@
 """Reading and writing parts of tensors: slices, gather and scatter.
 
-A negative index counts from the end. One out of range raises: MIL leaves it undefined.
+A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One past the end raises: MIL leaves
+it undefined.
 """
 
 import torch
@@ -57,45 +58,49 @@ def non_zero(x):
     return torch.nonzero(x)
 
 
-def _wrap(indices: torch.Tensor, size) -> torch.Tensor:
+def _wrap(indices: torch.Tensor, size, validate: bool) -> torch.Tensor:
+    if validate and bool((indices < 0).any()):
+        raise IndexError("a negative index")
     return torch.where(indices < 0, indices + size, indices).long()
 
 
-def _take(x, indices, axis: int):
+def _take(x, indices, axis: int, validate: bool):
     """x.shape[:axis] + indices.shape + x.shape[axis+1:]"""
-    indices = _wrap(indices, x.shape[axis])
+    indices = _wrap(indices, x.shape[axis], validate)
     taken = torch.index_select(x, axis, indices.reshape(-1))
     return taken.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
 
-def _take_along(x, indices, axis: int):
-    return torch.take_along_dim(x, _wrap(indices, x.shape[axis]), axis)
+def _take_along(x, indices, axis: int, validate: bool):
+    return torch.gather(x, axis, _wrap(indices, x.shape[axis], validate))  # take_along_dim checks no bounds
 
 
-def _take_nd(x, indices):
+def _take_nd(x, indices, validate: bool):
     """The last axis of `indices` addresses the first axes of x."""
     depth = indices.shape[-1]
-    return x[tuple(_wrap(indices, torch.tensor(x.shape[:depth])).unbind(-1))]
+    return x[tuple(_wrap(indices, torch.tensor(x.shape[:depth]), validate).unbind(-1))]
 
 
 @rule()
 def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
     if batch_dims:
         axis = axis % x.dim() - 1
-        return torch.stack([gather(a, i, axis=axis, batch_dims=batch_dims - 1) for a, i in zip(x, indices, strict=True)])
-    return _take(x, indices, axis % x.dim())
+        rest = dict(axis=axis, batch_dims=batch_dims - 1, validate_indices=validate_indices)
+        return torch.stack([gather(a, i, **rest) for a, i in zip(x, indices, strict=True)])
+    return _take(x, indices, axis % x.dim(), validate_indices)
 
 
 @rule()
 def gather_along_axis(x, indices, *, axis=0, validate_indices=False):
-    return _take_along(x, indices, axis)
+    return _take_along(x, indices, axis, validate_indices)
 
 
 @rule()
 def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
     if batch_dims:
-        return torch.stack([gather_nd(a, i, batch_dims=batch_dims - 1) for a, i in zip(x, indices, strict=True)])
-    return _take_nd(x, indices)
+        rest = dict(batch_dims=batch_dims - 1, validate_indices=validate_indices)
+        return torch.stack([gather_nd(a, i, **rest) for a, i in zip(x, indices, strict=True)])
+    return _take_nd(x, indices, validate_indices)
 
 
 def _combine(data, take, updates, mode: str):
@@ -116,14 +121,14 @@ def _combine(data, take, updates, mode: str):
 
 @rule()
 def scatter(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
-    return _combine(data, lambda grid: _take(grid, indices, axis % data.dim()), updates, mode)
+    return _combine(data, lambda grid: _take(grid, indices, axis % data.dim(), validate_indices), updates, mode)
 
 
 @rule()
 def scatter_along_axis(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
-    return _combine(data, lambda grid: _take_along(grid, indices, axis), updates, mode)
+    return _combine(data, lambda grid: _take_along(grid, indices, axis, validate_indices), updates, mode)
 
 
 @rule()
 def scatter_nd(data, indices, updates, *, mode="add", validate_indices=False):
-    return _combine(data, lambda grid: _take_nd(grid, indices), updates, mode)
+    return _combine(data, lambda grid: _take_nd(grid, indices, validate_indices), updates, mode)

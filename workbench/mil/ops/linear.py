@@ -21,19 +21,25 @@ def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in one dtype: iOS 17 lets integers meet floats."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
+
+
 def _matmul(product):
     def matmul(x, y, *, transpose_x=False, transpose_y=False):
         # MIL transposes the last two axes; a rank-1 operand has nothing to transpose
         x = x.transpose(-1, -2) if transpose_x and x.dim() > 1 else x
         y = y.transpose(-1, -2) if transpose_y and y.dim() > 1 else y
-        return product(x, y)
+        return product(*_alike(x, y))
 
     return matmul
 
 
 def _linear(product):
     def linear(x, weight, bias=None):
-        y = product(x, weight.transpose(-1, -2))
+        y = product(*_alike(x, weight.transpose(-1, -2)))
         return y if bias is None else y + bias
 
     return linear

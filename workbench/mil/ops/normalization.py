@@ -11,14 +11,18 @@ def softmax(x, *, axis=-1):
     return torch.softmax(x, axis)
 
 
+def _normalized(x, axes, gamma, beta, shape, epsilon):
+    """x less its mean over `axes`, over its deviation there, times gamma and plus beta laid out as `shape`."""
+    x = x - x.mean(axes, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
+    y = y if gamma is None else y * gamma.reshape(shape)
+    return y if beta is None else y + beta.reshape(shape)
+
+
 @rule()
 def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
     axes = [a % x.dim() for a in (axes or range(x.dim()))]
-    mean = x.mean(axes, keepdim=True)
-    y = (x - mean) * torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
-    shape = [x.shape[a] if a in axes else 1 for a in range(x.dim())]
-    y = y if gamma is None else y * gamma.reshape(shape)
-    return y if beta is None else y + beta.reshape(shape)
+    return _normalized(x, axes, gamma, beta, [n if a in axes else 1 for a, n in enumerate(x.shape)], epsilon)
 
 
 @rule()
@@ -29,11 +33,7 @@ def batch_norm(x, mean, variance, gamma=None, beta=None, *, epsilon=1e-5):
 @rule()
 def instance_norm(x, gamma=None, beta=None, *, epsilon=1e-5):
     axes = list(range(2, x.dim()))
-    mean = x.mean(axes, keepdim=True)
-    y = (x - mean) * torch.rsqrt((x - mean).square().mean(axes, keepdim=True) + epsilon)
-    shape = [1, -1] + [1] * len(axes)
-    y = y if gamma is None else y * gamma.reshape(shape)
-    return y if beta is None else y + beta.reshape(shape)
+    return _normalized(x, axes, gamma, beta, [1, -1] + [1] * len(axes), epsilon)
 
 
 @rule()

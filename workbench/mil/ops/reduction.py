@@ -43,28 +43,25 @@ def _prod(x, axes, keep_dims):
     return x
 
 
-def _log_sum_exp(x, axes, keep_dims):
-    return torch.logsumexp(x.float(), axes, keep_dims)
+def _sum(total, of, then):
+    return lambda x, axes, keep_dims: then(total(of(x), axes, keep_dims))
+
+
+def _same(x):
+    return x
 
 
 for _name, _of, _then in (
-    ("reduce_sum", lambda x: x, lambda y: y),
-    ("reduce_l1_norm", torch.abs, lambda y: y),
-    ("reduce_l2_norm", torch.square, torch.sqrt),
-    ("reduce_sum_square", torch.square, lambda y: y),
-    ("reduce_log_sum", lambda x: x, torch.log),
-):
-
-    def _sum(total, of=_of, then=_then):
-        return lambda x, axes, keep_dims: then(total(of(x), axes, keep_dims))
-
-    _reduce(_name, _sum(torch.sum), _sum(narrow_sum))
+    ("reduce_sum", _same, _same), ("reduce_l1_norm", torch.abs, _same), ("reduce_l2_norm", torch.square, torch.sqrt),
+    ("reduce_sum_square", torch.square, _same), ("reduce_log_sum", _same, torch.log),
+):  # fmt: skip
+    _reduce(_name, _sum(torch.sum, _of, _then), _sum(narrow_sum, _of, _then))
 
 _reduce("reduce_mean", _mean(torch.sum), _mean(narrow_sum))
 _reduce("reduce_max", torch.amax)
 _reduce("reduce_min", torch.amin)
 _reduce("reduce_prod", _prod)
-_reduce("reduce_log_sum_exp", _log_sum_exp)
+_reduce("reduce_log_sum_exp", lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims))
 
 
 @rule()

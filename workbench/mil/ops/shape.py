@@ -8,7 +8,9 @@ from . import bounded, padded, rule
 
 @rule()
 def reshape(x, *, shape):
-    return x.reshape([x.shape[i] if size == 0 and x.numel() else size for i, size in enumerate(shape)])
+    """A 0 keeps the size of the axis that stands as far from the right, and is 1 where x has none."""
+    kept = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
+    return x.reshape([old if size == 0 and x.numel() else size for size, old in zip(shape, kept, strict=True)])
 
 
 @rule()

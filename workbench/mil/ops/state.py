@@ -10,17 +10,17 @@ class Cell:
         self.value = value
 
 
-@rule("read_state")
+@rule()
 def read_state(input):
     return input.value
 
 
-@rule("write_state")
+@rule()
 def write_state(input, data):
     input.value = data
 
 
-@rule("coreml_update_state")
+@rule()
 def coreml_update_state(state, value):
     state.value = value
     return value
