@@ -304,12 +304,15 @@ def log_(
 
 @app.command()
 def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("--log")] = None, json: Json = False) -> None:
-    """Two runs side by side: what differs in their settings, and ratios of medians with intervals."""
+    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with intervals."""
     from workbench import log
 
     found = log.compare(run_a, run_b, root)
-    result = {"settings": found.settings.to_dict("records"), "ratios": found.ratios.to_dict("records"), "note": found.note}
-    show(result, json, [found.settings.to_string(), found.ratios.to_string(index=False), found.note or ""])
+    measures = jsonlib.loads(found.measures.to_json(orient="records"))
+    result = {"settings": found.settings.to_dict("records"), "measures": measures, "hidden": found.hidden}
+    shown = found.measures.dropna(axis="columns", how="all")
+    show(result, json, [found.settings.to_string(index=False), "", shown.to_string(index=False, float_format="%.4g"),
+                        f"{found.hidden} measurements without a difference left out"])  # fmt: skip
 
 
 @app.command()

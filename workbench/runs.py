@@ -40,11 +40,12 @@ def record(experiment: str, row: dict, *, root: str | Path | None = None, fideli
 
 
 SETTINGS = ["family", "checkpoint", "max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout",
-            "states", "moe", "runtime", "precision", "compute_units"]  # fmt: skip
+            "states", "moe", "runtime", "precision", "compute_units", "chip", "round"]  # fmt: skip
 
 
 def table(name: str, experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
-    """Rows of a log table with their run's settings joined on; of runs that ended well, the latest of each setting."""
+    """Rows of a log table with their run's settings joined on; of runs that ended well, the latest of each setting and
+    round."""
     found = log.load("runs", root=root)
     found = found[(found["status"] == "ok") & ((found["experiment"] == experiment) if experiment else True)]
     rows = log.load(name, root=root)
