@@ -18,10 +18,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
     "05": {"MAX_SEQ_LEN": 64, "POSITIONS": 12},
     "29": {"MAX_SEQ_LEN": 96},
-    "30": {"MAX_SEQ_LEN": 96, "POSITIONS": 8},
+    "30": {"MAX_SEQ_LEN": 96, "POSITIONS": 8, "STATES": ["separate"], "DEPTHS": [4], "N_GEN": 2},
     "31": {"POSITIONS": 17, "WORST": 1},
     "32": {"NORMS": [605.0], "QUERY_NORMS": [0, 64, 2048], "TOKENS": 4, "MAX_SEQ_LEN": 16},
-    "34": {"MAX_SEQ_LEN": [16, 32], "T": [1, 2], "DEPTH": 4, "N_GEN": 2, "REPETITIONS": 1, "PROMPT": [1, 4, 69, 173]},
+    "34": {"MAX_SEQ_LEN": [16, 32], "T": [1, 2], "COMPRESS": ["int8-tensor"], "LAYERS_PER_SHARD": [1, 4], "KV_WRITE": ["mask"],
+           "LAYOUT": ["bct1"], "DEPTH": 4, "N_GEN": 2, "REPETITIONS": 1, "PROMPT": [1, 4, 69, 173]},
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
 }  # fmt: skip
 

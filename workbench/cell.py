@@ -21,7 +21,7 @@ from workbench.bundle import Bundle, Options
 from workbench.bundle.contract import VERSION
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.eval import golden, speed
+from workbench.eval import golden, residency, speed
 from workbench.eval.validate import validate
 from workbench.models.checkpoint import Checkpoint
 
@@ -59,11 +59,16 @@ def measure(job: dict) -> None:
     """In a child: loads the bundle, times it, judges it where the job says so, and logs the run into job["root"]."""
     before, how = log.environment(), job["run"]
     bundle = Bundle.open(_path(job))
-    decoder = Decoder(bundle, how["runtime"], how["precision"], how["compute_units"], how["hints"])
+    decoder = Decoder(bundle, **{name: how[name] for name in ("runtime", "precision", "fast", "compute_units", "hints")})
     samples = speed.measure(decoder, **{name: how[name] for name in ("T", "depth", "n_gen", "repetitions")})
     row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
     config = _config(job) | {"not_timed": speed.NOT_TIMED, "flags": log.flags(samples), "load_average": os.getloadavg()[0],
                              "before": {name: before[name] for name in ("thermal", "power_source")}}  # fmt: skip
+    if decoder.runtime == "coreml":
+        try:
+            row |= residency.columns(residency.measured([*decoder.layers, *decoder.heads]))
+        except InputError as problem:
+            config["placement"] = str(problem)
     if job["judge_ids"]:
         judged = validate(decoder, golden.make(_checkpoint(job), job["judge_ids"]))
         fidelity, row["verdict"] = judged.rows, judged.verdict

@@ -216,21 +216,27 @@ def memory(
     machine: Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")] = None,
     json: Json = False,
 ) -> None:
-    """Weights + caches + embedding + buffers against a machine's memory."""
+    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach."""
     from workbench.bundle import Bundle
     from workbench.eval import memory as budgets
+    from workbench.eval import roofline
     from workbench.export import options
     from workbench.models.checkpoint import Checkpoint
 
     size = budgets.parse_bytes(machine) if machine else budgets.machine_bytes()
     if (source / "bundle.json").exists():
         budget = budgets.of_bundle(Bundle.open(source), size)
+        works = roofline.work(Bundle.open(source))
     else:
         chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
         budget = budgets.of_checkpoint(Checkpoint(source), chosen, size)
-    found = budget.json()
-    show(found, json, [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in found.items() if name != "fits"]
-         + ["fits" if found["fits"] else "does not fit"])  # fmt: skip
+        works = budgets.work(Checkpoint(source), chosen)
+    sizes, speeds = budget.json(), roofline.by_chip(works)
+    misfit = float(roofline.judged()["misfit"].abs().median())
+    lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
+    lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
+              speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
+    show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
 
 
 @app.command()
@@ -273,13 +279,14 @@ def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
 def sweep(
     grid: Annotated[Path, typer.Argument(metavar="GRID.yaml")],
     log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")] = None,
     json: Json = False,
 ) -> None:
-    """The cross product of a grid's options, one logged run per cell; resumes."""
+    """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes."""
     from workbench.sweep import load_grid
     from workbench.sweep import sweep as run
 
-    result = run(load_grid(grid), root=log, progress=not json)
+    result = run(load_grid(grid), root=log, scheduler=scheduler, progress=not json)
     show(result, json, [", ".join(f"{k} {v}" for k, v in result.items())])
     if result["failed"]:
         raise typer.Exit(1)
@@ -340,4 +347,4 @@ def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experimen
     show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
 
 
-from workbench import cli_bench, cli_eval  # noqa: E402,F401  (their commands join `app`)
+from workbench import cli_bench, cli_eval, cli_measure  # noqa: E402,F401  (their commands join `app`)

@@ -20,6 +20,7 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
     }  # fmt: skip
     if decoder is not None:
         row |= {"runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
+                "fast": decoder.fast and decoder.precision == "declared" if decoder.runtime == "portable" else None,
                 "compute_units": decoder.compute_units if decoder.runtime == "coreml" else None}  # fmt: skip
     return row
 
@@ -40,7 +41,7 @@ def record(experiment: str, row: dict, *, root: str | Path | None = None, fideli
 
 
 SETTINGS = ["family", "checkpoint", "max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout",
-            "states", "moe", "runtime", "precision", "compute_units", "chip", "round"]  # fmt: skip
+            "states", "moe", "runtime", "precision", "fast", "compute_units", "chip", "round"]  # fmt: skip
 
 
 def table(name: str, experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
@@ -49,7 +50,7 @@ def table(name: str, experiment: str | None = None, root: str | Path | None = No
     found = log.load("runs", root=root)
     found = found[(found["status"] == "ok") & ((found["experiment"] == experiment) if experiment else True)]
     rows = log.load(name, root=root)
-    joined = rows.merge(found[["run_id", *(c for c in SETTINGS if c not in rows)]], on="run_id")
+    joined = rows.merge(found[["run_id", "bundle", *(c for c in SETTINGS if c not in rows)]], on="run_id")
     by = [c for c in (*SETTINGS, "T", "depth") if c in joined]
     newest = joined.groupby(by, dropna=False)["run_id"].transform("max")  # run ids sort by time
     return joined[joined["run_id"] == newest].reset_index(drop=True)

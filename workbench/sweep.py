@@ -55,6 +55,7 @@ class Run(BaseModel):
     timeout_s: float = Field(3600, gt=0)
     runtime: list[Literal["auto", "portable", "coreml"]] = ["auto"]
     precision: list[Literal["declared", "exact", "narrow"]] = ["declared"]
+    fast: Annotated[list[bool], Field(min_length=1)] = [True]
     compute_units: list[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = ["CPU_AND_NE"]
     hints: Annotated[list[Hints], Field(min_length=1)] = [Hints()]
 
@@ -122,7 +123,7 @@ def make_grid(found: dict, subject: str = "grid") -> Grid:
 
 def cells(grid: Grid) -> Iterator[Cell]:
     """The cross product, round by round. The first way to run each bundle and runtime also judges it, once."""
-    run, axes = grid.run, ("runtime", "precision", "compute_units", "hints", "T", "depth")
+    run, axes = grid.run, ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
     common = {name: getattr(run, name) for name in ("n_gen", "repetitions", "cool_down_s", "threads")}
     for round_ in range(run.rounds):
         for values in itertools.product(*grid.export.values()):
@@ -209,4 +210,22 @@ def stored(grid: Grid, root: str | Path | None = None) -> dict[str, pd.DataFrame
     return found
 
 
-__all__ = ["Grid", "bundle_for", "cells", "done_cells", "load_grid", "make_grid", "stored", "sweep"]
+def configurations(grid: Grid, root: str | Path | None = None) -> pd.DataFrame:
+    """One row per bundle and T of a grid that the log holds, fastest first: ``name`` (its values of the axes that vary),
+    those values, ``tokens_per_s`` and ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle
+    ``worst_cosine`` (of isolated updates, any T) and ``verdict``."""
+    found = stored(grid, root)
+    varied = [axis for axis, values in grid.export.items() if len(values) > 1]
+    timed = found["samples"][~found["samples"]["warmup"].fillna(False)]
+    by_run = timed.groupby(["bundle", *varied, "T", "run_id", "phase"])["value"].median().unstack("phase")
+    rows = by_run.groupby(["bundle", *varied, "T"]).agg(
+        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")).reset_index()  # fmt: skip
+    updates = found["fidelity"].query("mode == 'isolated' and tensor == 'update'")
+    judged = log.load("runs", root=root).query("verdict.notna()").sort_values("run_id").groupby("bundle")["verdict"].last()
+    rows["worst_cosine"] = rows["bundle"].map(updates.groupby("bundle")["cosine"].min())
+    rows["verdict"] = rows["bundle"].map(judged).fillna("not_run")
+    label = lambda row: ", ".join(f"{n} {row[n]}" for n in [*varied, "T"])  # noqa: E731
+    return rows.assign(name=[label(row) for row in rows.to_dict("records")]).sort_values("tokens_per_s", ascending=False, ignore_index=True)
+
+
+__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "stored", "sweep"]

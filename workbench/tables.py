@@ -1,10 +1,12 @@
 """Results as the small DataFrames that notebooks and reports show. Knows no files and draws nothing."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pandas as pd
 
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Options
+from workbench.eval import roofline
 from workbench.eval.gates import Gate
 from workbench.eval.memory import kv_bytes
 
@@ -86,6 +88,31 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     typical = layers.groupby("T")["layer_ms"].median()
     lines.append("Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + ".")
     return "\n".join(lines)
+
+
+def choice_conclusion(found: pd.DataFrame) -> str:
+    """Which configuration of a sweep to take, what the fastest of all would cost, and what each axis is worth."""
+    passing = found[found["verdict"] == "GREEN"]
+    if passing.empty:
+        return f"None of {len(found)} configurations passes the gates."
+    best, first = passing.iloc[0], found.iloc[0]
+    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}): {best['name']}, {best['tokens_per_s']:.0f} tok/s, "
+             f"worst update cosine {best['worst_cosine']:.6f}."]  # fmt: skip
+    if first["verdict"] != "GREEN":
+        lines.append(f"Faster, and not passing: {first['name']}, {first['tokens_per_s']:.0f} tok/s, cosine {first['worst_cosine']:.6f}.")
+    for axis in [c for c in found if c in Options.model_fields]:
+        speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
+        lines.append(f"{axis}: " + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()) + " (medians).")
+    return "\n".join(lines)
+
+
+def routing_prediction(experts: int = 16) -> pd.DataFrame:
+    """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard, and a router's and one
+    expert's shard."""
+    (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
+    one = replace(dense, weight_bytes=dense.weight_bytes // experts, flops=dense.flops / experts, dispatches=2)
+    ms = [roofline.predict([w], "M4 Max")["ms"].sum() for w in (dense, one)]
+    return pd.DataFrame({"experts": ["dense", "routed"], "weight_bytes": [dense.weight_bytes, one.weight_bytes], "predicted_ms": ms})
 
 
 def parts(profile: pd.DataFrame) -> dict[str, float]:

@@ -90,3 +90,29 @@ def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row."""
     by_shard = {p.shard: {"ops": p.ops, "ane": p.ane, "cpu": p.cpu, "gpu": p.gpu} for p in placements}
     return {"placement": by_shard, "placement_source": placements[0].source}
+
+
+def known(placements: list[Placement]) -> list[str]:
+    """What a prediction contradicts, in words: experiment 30 counted all four convolutions of stateful attention shards,
+    int8 and RangeDim, on the Neural Engine of an M4 Max."""
+    lost = [p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]]
+    reasons = sorted({r["id"] for p in lost for r in p.rules if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"]})
+    return [f"{len(lost)} shards are expected to keep convolutions off the Neural Engine, because of {', '.join(reasons)}; "
+            "experiment 30 counted 4 of 4 on it (M4 Max). Only a Mac can settle it: a prediction is no measurement."] if lost else []  # fmt: skip
+
+
+def lines(placements: list[Placement]) -> list[str]:
+    """Placements as text: shards that fare alike on one line, then each rule once with its advice."""
+    groups: dict[tuple, list[str]] = {}
+    for p in placements:
+        groups.setdefault((p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions), []).append(p.shard)
+    text = [f"{placements[0].source} placement"]
+    for (ops, eligible, ane, cpu, gpu, convolutions), shards in groups.items():
+        name = shards[0] if len(shards) == 1 else f"{shards[0]} … {shards[-1]} ({len(shards)})"
+        text.append(f"{name:32}{ane} of {ops} operations on the ANE ({eligible} eligible), {cpu} CPU, {gpu} GPU; "
+                    f"convolutions {convolutions[0]} of {convolutions[1]}")  # fmt: skip
+    rules = {r["id"]: r for p in placements for r in p.rules}
+    for r in rules.values():
+        text.append(f"{r['id']:4}{r['effect']:6}{r['confidence']:3}{r['says']}. {r['advice']}. [{'; '.join(r['sources'].values())}]"
+                    + (f" Disputed: {r['disputed']}." if r["disputed"] else ""))  # fmt: skip
+    return text

@@ -7,6 +7,7 @@ ValueError when they do not say one thing.
 """
 
 from workbench.plots.cache import cache_rows
+from workbench.plots.choice import roofline, speed_against_fidelity
 from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, speed
 from workbench.plots.fidelity import error_by_position, error_parts, fidelity_grid, fidelity_heatmap, update_cosine_bars
 from workbench.plots.figure import save, style
@@ -24,8 +25,10 @@ __all__ = [
     "mask_leaks",
     "memory_bar",
     "parts_bar",
+    "roofline",
     "save",
     "speed",
+    "speed_against_fidelity",
     "style",
     "update_cosine_bars",
 ]

@@ -115,15 +115,19 @@ class CoreMLModel:
     def plan(self) -> list[Placed]:
         """Where Core ML plans to run every compute operation, nested blocks included; constants are left out."""
         plans = coremltools().models.compute_plan
-        plan = plans.MLComputePlan.load_from_path(str(self.compiled), self.units)
+        try:
+            plan = plans.MLComputePlan.load_from_path(str(self.compiled), self.units)
+        except ValueError as problem:  # coremltools' way to say that this system has none
+            raise InputError(f"plan of shard {self.shard.name}", str(problem), "MLComputePlan, from macOS 14.4 on",
+                             "ask for the placement on a Mac") from problem  # fmt: skip
         functions = plan.model_structure.program.functions
         return list(_placed(plan, functions[self.function or "main"].block))
 
 
 def compiled_path(bundle: Bundle, shard: Shard) -> Path:
     """Where a shard's compiled model is kept: beside the bundle, by what it is made from, coremltools and macOS."""
-    made_from = [sorted((f.path, f.sha256) for f in shard.files), bundle.manifest.packages.get("coremltools"),
-                 platform.mac_ver()[0], platform.version()]  # fmt: skip
+    made_from = [sorted((f.path, f.sha256) for f in shard.files), coremltools().__version__, platform.mac_ver()[0],
+                 platform.version()]  # fmt: skip
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     return bundle.root.parent / f".{bundle.root.name}.compiled" / f"{shard.name}-{key}.mlmodelc"
 
