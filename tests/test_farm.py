@@ -2,9 +2,8 @@
 
 import json
 import os
-import signal
-import time
 
+import farm_jobs
 import pytest
 
 from workbench import farm, log, sweep
@@ -15,7 +14,7 @@ from workbench.errors import InputError
 def cluster():
     from distributed import LocalCluster
 
-    with LocalCluster(n_workers=2, threads_per_worker=4, processes=True, resources={"ANE": 1}, dashboard_address=None,
+    with LocalCluster(n_workers=2, threads_per_worker=4, processes=True, resources={"ANE": 1}, dashboard_address=":0",
                       memory_limit=0) as found:  # fmt: skip
         yield found
 
@@ -24,25 +23,13 @@ def jobs(count: int, **more) -> list[dict]:
     return [{"cell": f"cell-{i}", "sweep": os.urandom(4).hex(), "attempt": 1, "index": i} | more for i in range(count)]
 
 
-def interval(job: dict) -> dict[str, bytes]:
-    start = time.time()
-    time.sleep(0.1)
-    return {"answer": json.dumps([os.getpid(), start, time.time()]).encode()}
-
-
-def dies_once(job: dict) -> dict[str, bytes]:
-    if job["index"] == 0 and job["attempt"] <= job["deaths"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return {"answer": b"[]"}
-
-
 def note_failure(job: dict, reason: str) -> None:
     log.append("runs", {"status": "failed", "reason": reason}, job["root"])
 
 
 def test_a_worker_never_runs_two_at_once(cluster):
     with farm.connect(cluster.scheduler_address) as found:
-        spans = sorted(json.loads(files["answer"]) for _, files, _ in found.results(jobs(12), interval, note_failure))
+        spans = sorted(json.loads(files["answer"]) for _, files, _ in found.results(jobs(12), farm_jobs.interval, note_failure))
     assert len(spans) == 12 and len({pid for pid, *_ in spans}) == 2
     for (pid, _, end), (next_pid, start, _) in zip(spans, spans[1:], strict=False):
         assert pid != next_pid or start >= end
@@ -51,17 +38,18 @@ def test_a_worker_never_runs_two_at_once(cluster):
 @pytest.mark.parametrize(("deaths", "ends_well"), [(1, True), (2, False)])
 def test_a_death_costs_one_more_attempt_and_is_logged(cluster, deaths, ends_well):
     with farm.connect(cluster.scheduler_address) as found:
-        answers = list(found.results(jobs(4, deaths=deaths), dies_once, note_failure))
+        answers = list(found.results(jobs(4, deaths=deaths), farm_jobs.dies, note_failure))
     last = {job["index"]: (job["attempt"], "answer" in files) for job, files, final in answers if final}
     assert last == {0: (2, ends_well)} | {i: (1, True) for i in (1, 2, 3)}
     failed = [files for _, files, _ in answers if "answer" not in files]
     assert len(failed) == deaths and all(list(files)[0].startswith("runs/") for files in failed)
 
 
-def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused():
+def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkeypatch):
+    monkeypatch.setattr(farm, "CONNECT_S", 1)
     from distributed import LocalCluster
 
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None) as bare:
+    with LocalCluster(n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0") as bare:
         with pytest.raises(InputError, match="none with ANE"), farm.connect(bare.scheduler_address):
             pass
     with pytest.raises(InputError, match="dask scheduler"), farm.connect("tcp://127.0.0.1:1"):

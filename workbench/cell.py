@@ -64,6 +64,9 @@ def measure(job: dict) -> None:
     row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
     config = _config(job) | {"not_timed": speed.NOT_TIMED, "flags": log.flags(samples), "load_average": os.getloadavg()[0],
                              "before": {name: before[name] for name in ("thermal", "power_source")}}  # fmt: skip
+    if lines := child.told():  # it ran, and not where it was meant to
+        row |= {"status": "invalid", "reason": lines[0]}
+        config["stderr"] = lines
     if decoder.runtime == "coreml":
         try:
             row |= residency.columns(residency.measured([*decoder.layers, *decoder.heads]))

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -47,11 +48,11 @@ def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | 
         clock.start()
         try:
             answer = _ask(child, argument)
+            code = child.wait()
         finally:  # on any way out: no child is left behind
             clock.cancel()
             child.kill()
-            code = child.wait()
-            child.stdout.close()
+            child.communicate()
         errors.seek(0)
         written = errors.read().decode(errors="replace").splitlines()
     if answer:
@@ -66,14 +67,17 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
     try:
         child.stdin.write(json.dumps(argument).encode() + b"\n")
         child.stdin.flush()
-        return child.stdout.read()
-    except BrokenPipeError:
-        return b""
-    finally:
-        try:
-            child.stdin.close()
-        except BrokenPipeError:
-            pass
+    except BrokenPipeError:  # it died before it could read
+        pass
+    return child.stdout.read()
+
+
+def told() -> list[str]:
+    """In a child: the telling lines on its stderr so far. Core ML reports a failed compilation there and goes on."""
+    if not stat.S_ISREG(os.fstat(2).st_mode):
+        return []
+    written = os.pread(2, os.fstat(2).st_size, 0).decode(errors="replace")
+    return [line for line in written.splitlines() if TELLING.search(line)]
 
 
 def _death(code: int, written: list[str]) -> str:

@@ -6,6 +6,7 @@ and a cluster without workers ends in a message. Knows nothing of what a job is.
 """
 
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from workbench.errors import InputError
 
 RESOURCE = "ANE"
 ATTEMPTS = 2
+CONNECT_S = 10
 PATIENCE_S = 600  # how long a job waits for a worker to come back
 
 
@@ -28,32 +30,45 @@ class Farm:
         return {(found["chip"], found["platform"]) for found in self.client.run(log.environment).values()}
 
     def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
-        """Runs every job; yields (job, its log files, whether that is the last of it)."""
-        from distributed import as_completed
-        from distributed.scheduler import KilledWorker, NoValidWorkerError
+        """Runs every job; yields (job, its log files, whether that is the last of it).
 
-        pending = {self._submit(job, run): job for job in jobs}
-        done = as_completed(list(pending), raise_errors=False)
-        for future in done:
-            job = pending.pop(future)
-            problem = future.exception()
+        Jobs are handed out one per worker: what waits at a worker that dies would be taken for another victim.
+        """
+        from distributed import as_completed
+
+        waiting, pending = deque(jobs), {}
+        done = as_completed([], loop=self.client.loop, raise_errors=False)
+        while waiting or pending:
+            while waiting and len(pending) < self._capacity():
+                job = waiting.popleft()
+                pending[future := self._submit(job, run)] = job
+                done.add(future)
+            future = next(done)
+            job, problem = pending.pop(future), future.exception()
             if problem is None:
                 yield job, future.result(), True
                 continue
-            again = isinstance(problem, KilledWorker) and job["attempt"] < ATTEMPTS
-            lost = isinstance(problem, (KilledWorker, NoValidWorkerError))
-            reason = f"attempt {job['attempt']}: {'the worker died or left' if lost else repr(problem)}"
-            with tempfile.TemporaryDirectory() as root:
-                failed(job | {"root": root, "worker": getattr(getattr(problem, "last_worker", None), "address", None)}, reason)
-                yield job, log.files(root), not again
+            again = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
             if again:
-                job = job | {"attempt": job["attempt"] + 1}
-                pending[retry := self._submit(job, run)] = job
-                done.add(retry)
+                waiting.appendleft(job | {"attempt": job["attempt"] + 1})
+            yield job, _failure(job, problem, failed), not again
+
+    def _capacity(self) -> int:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers), 1)
 
     def _submit(self, job: dict, run: Callable):
         key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
         return self.client.submit(run, job, key=key, pure=False, resources={RESOURCE: 1}, retries=0)
+
+
+def _failure(job: dict, problem: Exception, failed: Callable[[dict, str], None]) -> dict[str, bytes]:
+    """The log files of a job that brought none back."""
+    lost = isinstance(problem, _errors())
+    with tempfile.TemporaryDirectory() as root:
+        worker = getattr(getattr(problem, "last_worker", None), "address", None)
+        failed(job | {"root": root, "worker": worker}, f"attempt {job['attempt']}: {'the worker died or left' if lost else repr(problem)}")
+        return log.files(root)
 
 
 @contextmanager
@@ -66,7 +81,7 @@ def connect(address: str):
     from distributed import Client
 
     try:
-        client = Client(address, timeout=10, set_as_default=False)
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as problem:
         raise InputError(f"scheduler {address}", str(problem) or type(problem).__name__, "the address of a Dask scheduler",
                          "start one: dask scheduler") from None  # fmt: skip
@@ -77,6 +92,13 @@ def connect(address: str):
                              f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"')  # fmt: skip
         client.run_on_scheduler(_no_second_thoughts, patience_s=PATIENCE_S)
         yield Farm(client)
+
+
+def _errors() -> tuple[type, type]:
+    """What Dask raises when a job's worker died, and when none came back; imported late, since sweeps here need neither."""
+    from distributed.scheduler import KilledWorker, NoValidWorkerError
+
+    return KilledWorker, NoValidWorkerError
 
 
 def _no_second_thoughts(patience_s: float, dask_scheduler=None) -> None:

@@ -34,7 +34,7 @@ EXPERIMENTS = {
         Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
         Experiment("31", "error_parts", "How much of the error is storage, re-authoring, quantization, precision, device?"),
         Experiment("32", "fp16_overflow", "Why does Qwen 2.5 give NaN on one compute unit and not on another?"),
-        Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on max_seq_len and T?"),
+        Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?"),
         Experiment("35", "routed_experts", "What does routing experts on the host save?"),
     )
 }  # fmt: skip
@@ -77,7 +77,7 @@ def _setup(runs: pd.DataFrame) -> str:
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
     """The newest run of each setting that says anything."""
-    by = ["checkpoint", "compress", "max_seq_len", "t_max", "T", "command"]
+    by = ["checkpoint", "compress", "max_seq_len", "t_max", "T", "command", "bundle", "setting", "round"]
     return runs.groupby(by, dropna=False).tail(1)
 
 
@@ -86,8 +86,10 @@ def _verdicts(runs: pd.DataFrame) -> str:
     lines = []
     for _, run in judged.iterrows():
         found = pd.DataFrame(json.loads(run["config"]).get("gates", []))
-        title = f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']} (run {run['run_id']})"
-        lines.append(title + "\n\n" + found.to_markdown(index=False) if len(found) else title)
+        title = (f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
+                 f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (run {run['run_id']})")  # fmt: skip
+        whole = len(found) and (run["verdict"] == "RED" or len(judged) <= 4)
+        lines.append(title + "\n\n" + found.to_markdown(index=False) if whole else title)
     return "## Verdicts\n\n" + "\n\n".join(lines) if lines else ""
 
 
@@ -96,9 +98,13 @@ def _speed(runs: pd.DataFrame, root) -> str:
     if not ids:
         return ""
     samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
-    found = log.summary(samples).merge(runs[["run_id", "max_seq_len", "compress"]], on="run_id")
-    shown = found[["max_seq_len", "compress", "T", "depth", "phase", "unit", "median", "mad", "n", "run_id"]]
-    shown = shown.sort_values(["phase", "compress", "max_seq_len", "T"])
+    settings = runs[["run_id", "max_seq_len", "compress", "layers_per_shard", "kv_write", "layout", "states"]]
+    found = log.summary(samples).merge(settings, on="run_id")
+    found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
+    options = ["compress", "max_seq_len", "layers_per_shard", "kv_write", "layout", "states"]
+    shown = found[[*(o for o in options if found[o].nunique() > 1), "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful",
+                   "run_id"]]  # fmt: skip
+    shown = shown.sort_values(["phase", *(c for c in options if c in shown), "T"])
     return "## Speed\n\n" + shown.to_markdown(index=False, floatfmt=".4g")
 
 

@@ -236,19 +236,22 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
 
 
 def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(bundle, source, plan, tmp_path, monkeypatch):
-    """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr."""
+    """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr, and at
+    T = 3 Core ML complains and runs all the same, elsewhere than it was told to."""
     (tmp_path / "on_shim.py").write_text(
         "import os, signal, sys\nfrom workbench import cell\nfrom workbench.runtime import shim\n\n"
         "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"
         "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGABRT)\n    cell.measure(job)\n")  # fmt: skip
+        "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
+        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure(job)\n")  # fmt: skip
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16], "t_max": [2]},
-                            "run": {"T": [1, 2], "n_gen": 2, "repetitions": 1, "runtime": ["coreml"], "compute_units": ["CPU_ONLY"],
+    grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16], "t_max": [3]},
+                            "run": {"T": [1, 2, 3], "n_gen": 2, "repetitions": 1, "runtime": ["coreml"], "compute_units": ["CPU_ONLY"],
                                     "hints": [{"reshapeFrequency": "Infrequent"}]}})  # fmt: skip
     counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path, progress=False, measure="on_shim:measure")
-    assert (counts["done"], counts["failed"]) == (1, 1)
+    assert (counts["done"], counts["failed"]) == (1, 2)
     runs = log.load("runs", root=tmp_path / "log").set_index("T")
+    assert (runs.loc[3, "status"], runs.loc[3, "reason"]) == ("invalid", "E5RT: ANECCompile() FAILED (11)")
     assert runs.loc[2, "reason"] == "killed by SIGABRT" and "MILCompilerForANE error" in runs.loc[2, "config"]
     assert (runs.loc[1, "runtime"], runs.loc[1, "compute_units"]) == ("coreml", "CPU_ONLY")
     assert json.loads(runs.loc[1, "config"])["run"]["hints"] == {"reshapeFrequency": "Infrequent"}

@@ -82,8 +82,8 @@ class Graph:
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
         """(compressed weight, operation that reads it)."""
-        made = [(op, name) for op in self.maker.values() if op.kind in kinds for name, _ in op.outputs]
-        return [(op, reader) for op, name in made for reader in self.ops if Ref(name) in reader.inputs.values()]
+        reads = ((reader, self.maker.get(v.name)) for reader in self.ops for v in reader.inputs.values() if isinstance(v, Ref))
+        return [(maker, reader) for reader, maker in reads if maker is not None and maker.kind in kinds]
 
 
 @dataclass(frozen=True)
