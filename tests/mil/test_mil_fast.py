@@ -1,0 +1,146 @@
+"""The decode path against the literal graph: the same bits where one rounding decides, close where sums are reordered."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import strategies as st
+from one_op import Op, Ref, Type, given, program, tensor
+
+from workbench import Decoder, mil
+from workbench.mil import Executable, fast, kernels
+from workbench.mil.fast import FastProgram
+
+F16 = "FLOAT16"
+SHAPE = (2, 3, 1, 5)
+ATTRIBUTES = {
+    "clip": {"alpha": -1.0, "beta": 0.5}, "reduce_max": {"axes": [1], "keep_dims": True},
+    "reduce_min": {"axes": [1], "keep_dims": False}, "reshape": {"shape": [3, -1]}, "transpose": {"perm": [1, 0, 3, 2]},
+    "softmax": {"axis": 3}, "split": {"axis": 3, "split_sizes": [2, 3]}, "squeeze": {"axes": [2]},
+    "expand_dims": {"axes": [0]}, "tile": {"reps": [1, 2, 1, 1]}, "cast": {"dtype": "fp16"},
+    "slice_by_index": {"begin": [0, 0, 0, 1], "end": [2, 3, 1, 4]}, "concat": {"axis": 1}, "stack": {"axis": 0},
+}  # fmt: skip
+COMPARISONS = ("greater", "less", "greater_equal", "less_equal", "equal")
+ULPS = {"exp": 1, "sin": 1, "cos": 1, "sigmoid": 1, "silu": 1, "tanh": 1, "softmax": 1}  # vectorised, so not bit-equal
+BUNDLES = [("llama", {}), ("llama", {"kv_write": "slice"}), ("qwen2", {"compress": "int8-tensor"}),
+           ("qwen2", {"compress": "int8-channel", "layout": "bc1t"}), ("qwen3", {"compress": "int4-block32"}),
+           ("gemma3_text", {"sliding": "ring", "batch": 2}), ("gemma3_text", {"states": "packed"}), ("zaya", {}),
+           ("zaya", {"moe": "routed", "compress": "int8-channel"})]  # fmt: skip
+
+
+def one(kind: str, count: int):
+    """A program of one operation on `count` fp16 tensors of `SHAPE`."""
+    attributes = {name: np.asarray(v) if not isinstance(v, str) else v for name, v in ATTRIBUTES.get(kind, {}).items()}
+    names = [f"x{i}" for i in range(count)]
+    operands = {"values": [Ref(n) for n in names]} if kind in ("concat", "stack") else dict(zip("xy", map(Ref, names)))
+    if kind == "select":
+        operands = dict(zip(("cond", "a", "b"), map(Ref, names)))
+    outputs = [(f"y{i}", Type("BOOL" if kind in COMPARISONS else F16, (None,))) for i in range(2 if kind == "split" else 1)]
+    op = Op(kind, kind, operands | attributes, outputs)
+    return program([op], {n: Type(F16, SHAPE) for n in names}, [n for n, _ in outputs])
+
+
+def arity(kind: str) -> int:
+    binary = ("add", "sub", "mul", "real_div", "maximum", "minimum", "concat", "stack", *COMPARISONS)
+    return 3 if kind == "select" else 2 if kind in binary else 1
+
+
+@pytest.mark.parametrize("kind", sorted(fast.DIRECT - {"gather"}))
+@given(seed=st.integers(0, 99), scale=st.sampled_from([1e-4, 1.0, 300.0]))
+def test_an_operation_on_fp16_equals_its_rule_in_float32_rounded_once(kind, seed, scale):
+    rng, made = np.random.default_rng(seed), one(kind, arity(kind))
+    values = {name: tensor((rng.normal(size=SHAPE) * scale).astype(np.float16)) for name in made.inputs}
+    if kind == "sqrt":
+        values = {name: value.abs() for name, value in values.items()}
+    wanted, found = Executable(made).run(dict(values), {}), FastProgram(made).run(dict(values), {})
+    for name in wanted:
+        if kind in ULPS:
+            bits = (v.half().view(torch.int16).int() for v in (wanted[name], found[name]))
+            assert int(torch.sub(*bits).abs().max()) <= ULPS[kind]
+        else:
+            assert torch.equal(wanted[name], found[name])
+
+
+@given(rows=st.integers(1, 9), columns=st.integers(1, 130), count=st.integers(1, 9), seed=st.integers(0, 99))
+def test_int8_products_use_weights_rounded_to_fp16(rows, columns, count, seed):
+    rng = np.random.default_rng(seed)
+    weight = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
+    scale = rng.uniform(1e-3, 1e-1, rows).astype(np.float16).astype(np.float32)
+    x = torch.from_numpy(rng.normal(size=(count, columns)).astype(np.float16))
+    dense = (weight * scale[:, None]).astype(np.float16).astype(np.float64)
+    found = kernels.int8_product(weight, scale, x).numpy()
+    np.testing.assert_allclose(found, x.double().numpy() @ dense.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family, options", BUNDLES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+def test_decoding_stays_close_to_the_literal_graph(exports, family, options):
+    """Every logit within 1% of the largest, every state row within 4 units in the last place of its largest value."""
+    bundle = exports.bundle(exports.checkpoint(family), **options)
+    fast_one, literal = (Decoder(bundle, "portable", fast=f) for f in (True, False))
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, bundle.manifest.dims.V, (bundle.manifest.options.batch, 8)).tolist()
+    prompt = prompt if len(prompt) > 1 else prompt[0]
+    logits = [(fast_one.prefill(prompt), literal.prefill(prompt))]
+    for _ in range(6):
+        tokens = np.atleast_1d(logits[-1][1].argmax(-1)).tolist()
+        logits.append(tuple(d.decode_one_token(tokens) for d in (fast_one, literal)))
+    for found, wanted in logits:
+        assert tiny.relative(found, wanted) < 1e-2
+    for one_state, other in zip(fast_one.states, literal.states, strict=True):
+        for name in one_state.shard.states:
+            assert tiny.relative(one_state.read(name).astype(float), other.read(name).astype(float)) < 4 * 2**-10
+
+
+def calls(bundle, kind="layers"):
+    made = FastProgram(mil.read(bundle.package(bundle.shards(kind)[0])))
+    return [getattr(n.function, "func", n.function).__name__ for n in made.nodes], made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
+def test_caches_and_attention_of_every_family_are_recognised(exports, family):
+    names, _ = calls(exports.bundle(exports.checkpoint(family)))
+    assert names.count("_write_rows") == 2 and names.count("_slots") == 1 and names.count("_attend") == 1
+    assert names.count("_linear") >= (7 if family != "zaya" else 3)
+
+
+def test_int8_weights_stay_int8(exports):
+    _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor"))
+    held = sum(v.nbytes for v in made.values if isinstance(v, torch.Tensor))
+    assert held < 96 * 64  # norms and biases: less than one projection
+
+
+def test_without_fp16_conversions_int8_weights_become_fp16(exports, monkeypatch):
+    bundle = exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor")
+    kept = Decoder(bundle, "portable").prefill([1, 2, 3])
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert tiny.relative(Decoder(bundle, "portable").prefill([1, 2, 3]), kept) < 1e-2
+
+
+@pytest.mark.parametrize("mask", [[[1.0, 1.0], [0, 0], [0, 0]], [[0.5, 0], [0, 0], [0, 1.0]], [[1.0, 0], [1.0, 0], [0, 0]]])
+def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
+    mask, rows = torch.tensor([[mask]]).half(), torch.arange(8.0).reshape(1, 2, 2, 2).half()
+    cell = mil.interpret.Cell(torch.ones(1, 2, 3, 2))
+    assert fast._slots(mask) is None
+    fast._write_rows(False, cell, mask, fast._slots(mask), rows)
+    expected = 1 - mask.float().sum(-1, keepdim=True) + mask.float() @ rows.float()
+    assert torch.equal(cell.value, expected)
+
+
+def test_columns_blocked_for_some_queries_only_are_kept():
+    blocked = torch.full((1, 1, 2, 6), fast.BLOCKED).half()
+    blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
+    assert fast._span(blocked) == (1, 4)
+    blocked[..., 1, :] = fast.BLOCKED
+    assert fast._span(blocked) == (0, 6)  # a query that sees nothing attends to everything alike
+
+
+def test_hooks_and_gates_see_the_literal_graph(exports):
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
+    path = [model.fast for model in decoder.layers]
+    with decoder.literal():
+        assert not any(model.fast for model in decoder.layers + decoder.heads) and not decoder.fast
+    assert [model.fast for model in decoder.layers] == path and decoder.fast
+    seen = []
+    decoder.layers[0].hook = lambda op, results: seen.append(op.kind)
+    decoder.prefill([1, 2])
+    assert "softmax" in seen
