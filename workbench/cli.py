@@ -64,11 +64,14 @@ def gate_lines(gates: list) -> list[str]:
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """What this machine can do, and what a Mac would add."""
+    """What this machine can do, and what a Mac would add.
+
+    Example: workbench doctor --json
+    """
     from workbench.doctor import examine
 
     found = examine()
-    show(found, json, [f"{k:20}{v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]])
+    show(found, json, [f"{k:20}{'–' if v is None else v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]])
 
 
 @app.command()
@@ -120,7 +123,10 @@ def golden(
     bundle: Annotated[Path | None, typer.Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
     json: Json = False,
 ) -> None:
-    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden."""
+    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
+
+    Example: workbench golden data/tiny-llama --out build/llama.golden
+    """
     from workbench.bundle import Bundle
     from workbench.eval import golden as goldens
     from workbench.models.checkpoint import Checkpoint
@@ -155,7 +161,10 @@ def check(
     runtime: RuntimeName = "auto",
     json: Json = False,
 ) -> None:
-    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory."""
+    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
+
+    Example: workbench check build/llama --memory 16G
+    """
     from workbench.decode import Decoder
     from workbench.eval import checklist, gates
     from workbench.eval.golden import Golden
@@ -216,7 +225,10 @@ def memory(
     machine: Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")] = None,
     json: Json = False,
 ) -> None:
-    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach."""
+    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
+
+    Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
+    """
     from workbench.bundle import Bundle
     from workbench.eval import memory as budgets
     from workbench.eval import roofline
@@ -282,7 +294,10 @@ def sweep(
     scheduler: Annotated[str | None, typer.Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")] = None,
     json: Json = False,
 ) -> None:
-    """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes."""
+    """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
+
+    Example: workbench sweep grid.yaml
+    """
     from workbench.sweep import load_grid
     from workbench.sweep import sweep as run
 
@@ -299,7 +314,10 @@ def log_(
     root: Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")] = None,
     json: Json = False,
 ) -> None:
-    """Rows of the experiment log."""
+    """Rows of the experiment log.
+
+    Example: workbench log --where "compress == 'fp16' and T == 1"
+    """
     from workbench import log
 
     found = log.load(table, root=root, where=where)
@@ -311,7 +329,10 @@ def log_(
 
 @app.command()
 def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("--log")] = None, json: Json = False) -> None:
-    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with intervals."""
+    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with intervals.
+
+    Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
+    """
     from workbench import log
 
     found = log.compare(run_a, run_b, root)
@@ -326,7 +347,10 @@ def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("-
 def report(experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")],
            log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
            json: Json = False) -> None:  # fmt: skip
-    """The Markdown a write-up starts from, out of the log and the saved figures."""
+    """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
+
+    Example: workbench report 05
+    """
     from workbench.report import write
 
     path = write(experiment, root=log)
@@ -334,17 +358,38 @@ def report(experiment: Annotated[str, typer.Argument(help="Number of the experim
 
 
 @app.command("run")
-def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")], json: Json = False) -> None:
-    """Runs experiment notebooks headless: verdict, figures, log rows, report."""
+def run_(
+    numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")],
+    set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")] = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """Runs experiment notebooks headless: verdict, figures, log rows, report.
+
+    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
+    """
     from workbench.notebook import run
 
-    results = [run(number, progress=not json) for number in numbers]
+    parameters = dict(_parameter(text) for text in set_)
+    results = [run(number, parameters, progress=not json) for number in numbers]
     verdicts = [r["verdict"] for r in results]
     lines = []
     for r in results:
         lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),
                   *(f"  log row {i}" for i in r["runs"]), f"  report  {r['report']}", f"  notebook {r['executed']}"]  # fmt: skip
     show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
+
+
+def _parameter(text: str) -> tuple[str, object]:
+    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]."""
+    import yaml
+
+    name, _, value = text.partition("=")
+    try:
+        if name and value:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 
 from workbench import cli_bench, cli_eval, cli_measure  # noqa: E402,F401  (their commands join `app`)

@@ -4,11 +4,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 
 from workbench.bundle import Bundle, Options
 from workbench.eval import roofline
 from workbench.eval.gates import Gate
-from workbench.eval.memory import kv_bytes
+from workbench.eval.memory import Budget, kv_bytes
+from workbench.eval.residency import Placement
+
+_SIGNS = {"GREEN": "✓ GREEN", "RED": "✗ RED", "not_run": "– not_run"}
 
 
 def interface(bundle: Bundle, shard: str | None = None) -> pd.DataFrame:
@@ -22,6 +26,17 @@ def interface(bundle: Bundle, shard: str | None = None) -> pd.DataFrame:
     frame["dtype"] = ["int32" if name == "pos" else "fp16" for name in frame["name"]]
     frame["bytes"] = [2 * pd.Series([1 if n == "T" else n for n in dims]).prod() for dims in frame.pop("dims")]
     return frame
+
+
+def shown(frame: pd.DataFrame) -> Styler:
+    """A table as notebooks show it: whole sentences, text to the left, six digits, gaps as –, verdicts with a sign."""
+    flat = (frame if frame.index.name is None and frame.index.nlevels == 1 else frame.reset_index()).reset_index(drop=True)
+    floats = [c for c in flat.columns if pd.api.types.is_float_dtype(flat[c])]
+    texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
+    look = flat.style.format(lambda v: _SIGNS.get(str(v), v), na_rep="–", subset=texts)
+    look = look.format("{:.6g}", subset=floats, na_rep="–").hide(axis="index")
+    look = look.set_properties(texts, **{"text-align": "left", "white-space": "normal", "max-width": "44em"})
+    return look.set_table_styles([{"selector": "th", "props": "text-align: left"}])
 
 
 def gates(found: Iterable[Gate]) -> pd.DataFrame:
@@ -46,6 +61,19 @@ def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
     """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds `kv_bytes`'s keywords."""
     return pd.DataFrame([{"setting": name, "part": "KV cache", "bytes": kv_bytes(**case)} for name, case in cases.items()])
+
+
+def budget(found: Budget, setting: str) -> pd.DataFrame:
+    """Bytes by part, as `plots.memory_bar` wants them."""
+    names = {"weights": "weights", "kv": "KV cache", "side_states": "side states", "embedding": "embedding", "buffers": "buffers"}
+    return pd.DataFrame([{"setting": setting, "part": name, "bytes": getattr(found, part)} for part, name in names.items()])
+
+
+def rules(placements: list[Placement]) -> pd.DataFrame:
+    """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what it says, advice."""
+    rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
+    frame = pd.DataFrame(rows, columns=["id", "confidence", "effect", "shard", "says", "advice"])
+    return frame.groupby(["id", "confidence", "effect", "says", "advice"], as_index=False)["shard"].nunique().rename(columns={"shard": "shards"})
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:

@@ -70,9 +70,13 @@ SCHEMAS: dict[str, pa.Schema] = {
         float: cosine psnr_db max_abs
         bool:  finite routing_tie
     """),
+    # A figure (`plot` names the function that draws it) or a table of a write-up, with the data it shows.
+    "exhibits": _schema("""
+        text: run_id! name! caption! plot data! options!
+    """),
 }
 
-JSON_COLUMNS = {"config", "versions", "placement"}
+JSON_COLUMNS = {"config", "versions", "placement", "data", "options"}
 
 ALLOWED = {
     "status": {"ok", "invalid", "failed", "skipped"},

@@ -26,7 +26,6 @@ from .ops import RULES, TUPLES
 from .ops.state import Cell
 from .program import Op, Program, Ref
 
-FEW = 8  # vectors that an fp16 product takes before a float32 one overtakes it
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 # torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
 DIRECT = frozenset("""add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
@@ -291,12 +290,7 @@ def _half_weight(graph: Graph, source):
         graph.folded.pop(getattr(source, "name", None), None)
     if weight is None or weight[0, 0].numel() != 1:
         return None
-    return partial(_half_product, weight.flatten(1))
-
-
-def _half_product(weight, x):
-    """x [N, K] by weight [R, K]: torch's fp16 products are fast for few vectors only."""
-    return F.linear(x, weight) if len(x) < FEW else F.linear(x.float(), weight.float())
+    return partial(F.linear, weight=weight.flatten(1))
 
 
 def _int8_weight(graph: Graph, source):
