@@ -10,7 +10,7 @@ run: .venv/ready
 	$(BIN)/workbench run 05 34
 
 test: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks

@@ -2,6 +2,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: idle threads spin, and tiny tensors gain nothing from a second
 
+from pathlib import Path  # noqa: E402
+
 import pytest  # noqa: E402
 from tiny import Exports  # noqa: E402
 
@@ -17,3 +19,20 @@ def exports(tmp_path_factory) -> Exports:
 
     torch.set_num_threads(1)  # tiny tensors: a second thread only costs
     return Exports(tmp_path_factory.mktemp("exports"))
+
+
+@pytest.fixture(scope="session")
+def grid() -> dict:
+    """A sweep of four cells: two bundles, two T."""
+    return {"checkpoint": str(Path(__file__).parents[1] / "data" / "tiny-llama"), "experiment": "34",
+            "validate_ids": [1, 4, 69, 173, 13, 4], "export": {"max_seq_len": [16, 32], "t_max": [2]},
+            "run": {"T": [1, 2], "depth": [4], "n_gen": 4, "repetitions": 2}}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory, grid):
+    """(folder with log/ and bundles/, counts) of that sweep, run in this machine's child processes."""
+    from workbench import sweep
+
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, sweep.sweep(sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False)

@@ -1,25 +1,18 @@
 """Sweeps: every cell logged once, resumed without loss, refused before anything runs when the grid is wrong."""
 
-from pathlib import Path
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import yaml
 
-from workbench import log, sweep
+from workbench import cell, log, sweep
 from workbench.errors import InputError
-
-DATA = Path(__file__).parents[1] / "data"
-GRID = {"checkpoint": str(DATA / "tiny-llama"), "experiment": "34", "validate_ids": [1, 4, 69, 173, 13, 4],
-        "export": {"max_seq_len": [16, 32], "t_max": [2]},
-        "run": {"T": [1, 2], "n_gen": 4, "repetitions": 2}}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sweep")
-    counts = sweep.sweep(sweep.make_grid(GRID), root=folder / "log", bundles=folder / "bundles", progress=False)
-    return folder, counts
-
 
 def test_every_cell_is_logged_with_raw_samples(swept):
     folder, counts = swept
@@ -28,7 +21,7 @@ def test_every_cell_is_logged_with_raw_samples(swept):
     assert sorted(zip(runs["max_seq_len"], runs["T"], strict=True)) == [(16, 1), (16, 2), (32, 1), (32, 2)]
     samples = log.load("samples", root=folder / "log")
     timed = samples[(samples["phase"] == "call") & ~samples["warmup"]]
-    assert timed.groupby("run_id").size().tolist() == [8, 4, 8, 4] or sorted(timed.groupby("run_id").size()) == [4, 4, 8, 8]
+    assert sorted(timed.groupby("run_id").size()) == [4, 4, 8, 8]
     layers = log.load("layers", root=folder / "log")
     assert set(layers["layer"]) == {0, 1, 2, 3} and (layers["layer_ms"] > 0).all()
 
@@ -45,9 +38,22 @@ def test_nothing_claims_placement_off_a_mac(swept):
     assert runs["placement"].isna().all() and runs["placement_source"].isna().all() and runs["compute_units"].isna().all()
 
 
-def test_a_second_run_resumes_everything(swept):
+def test_a_run_says_how_it_came_about(swept):
+    runs = log.load("runs", root=swept[0] / "log")
+    configs = [json.loads(text) for text in runs["config"]]
+    assert len({c["measured"]["worker"] for c in configs}) == 1 and len({c["cell"] for c in configs}) == 4
+    spans = sorted((c["measured"]["started"], c["measured"]["ended"]) for c in configs)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all("loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs)
+    samples = log.load("samples", root=swept[0] / "log")
+    assert (samples[samples["phase"] == "load"].groupby("run_id").size() == 5).all()  # 4 layers and a head
+    prefills = samples[samples["phase"] == "prefill"]
+    assert (prefills["n_prompt"] == 4).all() and prefills.groupby("run_id")["warmup"].sum().eq(1).all()
+
+
+def test_a_second_run_resumes_everything(swept, grid):
     folder, _ = swept
-    counts = sweep.sweep(sweep.make_grid(GRID), root=folder / "log", bundles=folder / "bundles", progress=False)
+    counts = sweep.sweep(sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False)
     assert (counts["done"], counts["resumed"]) == (0, 4)
     assert len(log.load("runs", root=folder / "log")) == 4
 
@@ -58,15 +64,59 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     elsewhere = log.environment() | {"chip": "another chip"}
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
     assert sweep.done_cells(root) == set()
+    assert len(sweep.done_cells(root, {(c, p) for c, p in log.load("runs", root)[["chip", "platform"]].itertuples(index=False)})) == 4
 
 
-def test_a_cell_that_cannot_run_is_a_failed_row(swept, tmp_path):
-    grid = sweep.make_grid(GRID | {"run": {"T": [1, 4], "n_gen": 4, "repetitions": 1}, "export": {"max_seq_len": [16], "t_max": [2]},
-                                   "validate_ids": []})  # fmt: skip
-    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False)
-    assert (counts["done"], counts["failed"]) == (1, 1)
-    failed = log.load("runs", root=tmp_path / "log", where={"status": "failed"})
-    assert "t_max" in failed["reason"].iloc[0]
+def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(swept, grid, tmp_path, monkeypatch):
+    (tmp_path / "crashing.py").write_text(
+        "import os, signal, sys\nfrom workbench import cell\n\n"
+        "def measure(job):\n    if job['run']['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.measure(job)\n")  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    small = sweep.make_grid(grid | {"run": grid["run"] | {"T": [1, 4, 2]}, "export": {"max_seq_len": [16], "t_max": [2]}})
+    counts = sweep.sweep(small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False, measure="crashing:measure")
+    assert (counts["done"], counts["failed"]) == (1, 2)
+    failed = log.load("runs", root=tmp_path / "log", where={"status": "failed"}).set_index("T")
+    assert failed.loc[1, "reason"] == "killed by SIGSEGV" and "t_max" in failed.loc[4, "reason"]
+    assert json.loads(failed.loc[1, "config"])["stderr"][0] == "ANECCompile() FAILED"
+    assert failed["setting"].notna().all() and (failed["max_seq_len"] == 16).all()
+    retried = sweep.sweep(small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False)
+    assert (retried["resumed"], retried["done"], retried["failed"]) == (1, 1, 1)
+
+
+def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp_path):
+    """Killed once in the middle of a cell, once as soon as a row is there; then resumed."""
+    changed = grid | {"run": grid["run"] | {"n_gen": 2, "repetitions": 1}, "export": {"max_seq_len": [16], "t_max": [2]}}
+    code = (f"from workbench import sweep\nfrom pathlib import Path\nsweep.sweep(sweep.make_grid({changed!r}), "
+            f"root={str(tmp_path / 'log')!r}, bundles=Path({str(swept[0] / 'bundles')!r}), progress=False)")  # fmt: skip
+    runs = lambda: sorted((tmp_path / "log" / "runs").glob("[!.]*.parquet"))  # noqa: E731
+    for enough in (lambda p: p.children(recursive=True), lambda p: runs()):
+        killed = psutil.Popen([sys.executable, "-c", code])
+        while not enough(killed):
+            assert killed.poll() is None
+            time.sleep(0.02)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(10)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    found = log.load("runs", root=tmp_path / "log")
+    assert sorted(found["T"]) == [1, 2] and set(found["status"]) == {"ok"}
+    for table in ("samples", "layers"):
+        assert set(log.load(table, root=tmp_path / "log")["run_id"]) == set(found["run_id"])
+    assert len(log.load("fidelity", root=tmp_path / "log")["run_id"].unique()) == 1
+
+
+def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
+    made = sweep.make_grid(grid | {"run": {"T": [1, 2], "rounds": 3}})
+    found = list(sweep.cells(made))
+    assert len(found) == 12 and len({c.key("x") for c in found}) == 12 and len({c.setting("x") for c in found}) == 4
+    assert sum(bool(c.judge_ids) for c in found) == 2 and all(c.round == 0 for c in found if c.judge_ids)
+
+
+def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid, tmp_path):
+    made = sweep.make_grid(grid)
+    job = sweep._job(next(sweep.cells(made)), made, sweep.Checkpoint(grid["checkpoint"]), tmp_path, here=True)
+    with pytest.raises(InputError, match="copy the same checkpoint"):
+        cell.prepare(job | {"checkpoint_hash": "0" * 64})
 
 
 @pytest.mark.parametrize(
@@ -78,9 +128,11 @@ def test_a_cell_that_cannot_run_is_a_failed_row(swept, tmp_path):
         ({"run": {"T": []}}, "run.T"),
         ({"run": {"deep": [1]}}, "run.deep"),
         ({"run": {"runtime": ["cuda"]}}, "run.runtime"),
+        ({"run": {"hints": [{"reshapeFrequency": "Often"}]}}, "reshapeFrequency"),
+        ({"run": {"rounds": 0}}, "run.rounds"),
     ],
 )
-def test_unknown_keys_and_values_are_refused(change, words, tmp_path):
-    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(GRID | change))
+def test_unknown_keys_and_values_are_refused(change, words, grid, tmp_path):
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid | change))
     with pytest.raises(InputError, match=words):
         sweep.load_grid(tmp_path / "grid.yaml")

@@ -64,11 +64,14 @@ def gate_lines(gates: list) -> list[str]:
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """What this machine can do, and what a Mac would add."""
+    """What this machine can do, and what a Mac would add.
+
+    Example: workbench doctor --json
+    """
     from workbench.doctor import examine
 
     found = examine()
-    show(found, json, [f"{k:20}{v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]])
+    show(found, json, [f"{k:20}{'–' if v is None else v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]])
 
 
 @app.command()
@@ -120,7 +123,10 @@ def golden(
     bundle: Annotated[Path | None, typer.Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
     json: Json = False,
 ) -> None:
-    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden."""
+    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
+
+    Example: workbench golden data/tiny-llama --out build/llama.golden
+    """
     from workbench.bundle import Bundle
     from workbench.eval import golden as goldens
     from workbench.models.checkpoint import Checkpoint
@@ -155,7 +161,10 @@ def check(
     runtime: RuntimeName = "auto",
     json: Json = False,
 ) -> None:
-    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory."""
+    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
+
+    Example: workbench check build/llama --memory 16G
+    """
     from workbench.decode import Decoder
     from workbench.eval import checklist, gates
     from workbench.eval.golden import Golden
@@ -216,21 +225,30 @@ def memory(
     machine: Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")] = None,
     json: Json = False,
 ) -> None:
-    """Weights + caches + embedding + buffers against a machine's memory."""
+    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
+
+    Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
+    """
     from workbench.bundle import Bundle
     from workbench.eval import memory as budgets
+    from workbench.eval import roofline
     from workbench.export import options
     from workbench.models.checkpoint import Checkpoint
 
     size = budgets.parse_bytes(machine) if machine else budgets.machine_bytes()
     if (source / "bundle.json").exists():
         budget = budgets.of_bundle(Bundle.open(source), size)
+        works = roofline.work(Bundle.open(source))
     else:
         chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
         budget = budgets.of_checkpoint(Checkpoint(source), chosen, size)
-    found = budget.json()
-    show(found, json, [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in found.items() if name != "fits"]
-         + ["fits" if found["fits"] else "does not fit"])  # fmt: skip
+        works = budgets.work(Checkpoint(source), chosen)
+    sizes, speeds = budget.json(), roofline.by_chip(works)
+    misfit = float(roofline.judged()["misfit"].abs().median())
+    lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
+    lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
+              speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
+    show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
 
 
 @app.command()
@@ -273,13 +291,17 @@ def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
 def sweep(
     grid: Annotated[Path, typer.Argument(metavar="GRID.yaml")],
     log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")] = None,
     json: Json = False,
 ) -> None:
-    """The cross product of a grid's options, one logged run per cell; resumes."""
+    """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
+
+    Example: workbench sweep grid.yaml
+    """
     from workbench.sweep import load_grid
     from workbench.sweep import sweep as run
 
-    result = run(load_grid(grid), root=log, progress=not json)
+    result = run(load_grid(grid), root=log, scheduler=scheduler, progress=not json)
     show(result, json, [", ".join(f"{k} {v}" for k, v in result.items())])
     if result["failed"]:
         raise typer.Exit(1)
@@ -292,7 +314,10 @@ def log_(
     root: Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")] = None,
     json: Json = False,
 ) -> None:
-    """Rows of the experiment log."""
+    """Rows of the experiment log.
+
+    Example: workbench log --where "compress == 'fp16' and T == 1"
+    """
     from workbench import log
 
     found = log.load(table, root=root, where=where)
@@ -304,19 +329,28 @@ def log_(
 
 @app.command()
 def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("--log")] = None, json: Json = False) -> None:
-    """Two runs side by side: what differs in their settings, and ratios of medians with intervals."""
+    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with intervals.
+
+    Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
+    """
     from workbench import log
 
     found = log.compare(run_a, run_b, root)
-    result = {"settings": found.settings.to_dict("records"), "ratios": found.ratios.to_dict("records"), "note": found.note}
-    show(result, json, [found.settings.to_string(), found.ratios.to_string(index=False), found.note or ""])
+    measures = jsonlib.loads(found.measures.to_json(orient="records"))
+    result = {"settings": found.settings.to_dict("records"), "measures": measures, "hidden": found.hidden}
+    shown = found.measures.dropna(axis="columns", how="all")
+    show(result, json, [found.settings.to_string(index=False), "", shown.to_string(index=False, float_format="%.4g"),
+                        f"{found.hidden} measurements without a difference left out"])  # fmt: skip
 
 
 @app.command()
 def report(experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")],
            log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
            json: Json = False) -> None:  # fmt: skip
-    """The Markdown a write-up starts from, out of the log and the saved figures."""
+    """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
+
+    Example: workbench report 05
+    """
     from workbench.report import write
 
     path = write(experiment, root=log)
@@ -324,11 +358,19 @@ def report(experiment: Annotated[str, typer.Argument(help="Number of the experim
 
 
 @app.command("run")
-def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")], json: Json = False) -> None:
-    """Runs experiment notebooks headless: verdict, figures, log rows, report."""
+def run_(
+    numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")],
+    set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")] = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """Runs experiment notebooks headless: verdict, figures, log rows, report.
+
+    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
+    """
     from workbench.notebook import run
 
-    results = [run(number, progress=not json) for number in numbers]
+    parameters = dict(_parameter(text) for text in set_)
+    results = [run(number, parameters, progress=not json) for number in numbers]
     verdicts = [r["verdict"] for r in results]
     lines = []
     for r in results:
@@ -337,4 +379,17 @@ def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experimen
     show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
 
 
-from workbench import cli_bench, cli_eval  # noqa: E402,F401  (their commands join `app`)
+def _parameter(text: str) -> tuple[str, object]:
+    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]."""
+    import yaml
+
+    name, _, value = text.partition("=")
+    try:
+        if name and value:
+            return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        pass
+    raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
+
+
+from workbench import cli_bench, cli_eval, cli_measure  # noqa: E402,F401  (their commands join `app`)

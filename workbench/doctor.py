@@ -25,9 +25,12 @@ def examine() -> dict:
 def _notes(available: bool) -> list[str]:
     if available:
         return ["Core ML runs here: decode, sweep and validate use it unless told --runtime portable.",
-                "Times are this Mac's; the plan says what is preferred, timing each T says what happens."]  # fmt: skip
+                "Times are this Mac's; a plan says what is preferred, timing each T says what happens.",
+                "Exports, goldens and logs of other machines can be used here as they are."]  # fmt: skip
+    mac = platform.mac_ver()[0]
     return [
-        "No Core ML here (it needs macOS 15): exports, checks, validation and decoding run on the portable runtime.",
+        f"No Core ML here ({f'macOS {mac}' if mac else platform.system()}; it needs macOS 15), so the portable runtime runs the packages.",
+        "Works here: export, check, validate, error, trace, decode, sweep, report, all notebooks and tests.",
         "Its values judge the exported program itself; its times are this machine's, never the Neural Engine's.",
-        "On a Mac, with the same bundles: device values (the runtime part of the error), placement, tok/s on the ANE.",
+        "A Mac adds, from the same bundles and goldens: device values, placement on the Neural Engine, its tok/s.",
     ]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 from workbench import log, report
@@ -17,6 +18,7 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
     Returns:
         {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new or shown in a figure.
     """
+    import jupyter_client
     import nbclient
     import nbformat
     from tqdm.auto import tqdm
@@ -27,18 +29,20 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
     if not source.is_file():
         raise InputError(f"notebook {source}", "no such file", "a checkout of this project", "run inside the checkout")
     notebook = nbformat.read(source, as_version=4)
-    _set_parameters(notebook, parameters or {})
+    set_parameters(notebook, parameters or {})
     before = set(log.load("runs", root=root)["run_id"])
     bar = tqdm(total=len(notebook.cells), desc=name, unit="cell", disable=not progress)
-    client = nbclient.NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(source.parent)}},
-                                     on_cell_complete=lambda **_: bar.update())  # fmt: skip
     executed = root.parent.parent / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        client.execute()
-    finally:
-        bar.close()
-        nbformat.write(notebook, executed)
+    with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user of this machine could listen
+        kernel = jupyter_client.AsyncKernelManager(transport="ipc", connection_file=f"{sockets}/kernel.json")
+        client = nbclient.NotebookClient(notebook, kernel, timeout=1800, on_cell_complete=lambda **_: bar.update(),
+                                         resources={"metadata": {"path": str(source.parent)}})  # fmt: skip
+        try:
+            client.execute()
+        finally:
+            bar.close()
+            nbformat.write(notebook, executed)
     runs = log.load("runs", root=root)
     new = runs[~runs["run_id"].isin(before) & (runs["experiment"] == number)]
     figures = root.parent / name / "figures"
@@ -56,7 +60,8 @@ def _verdict(runs) -> str:
     return "RED" if (judged == "RED").any() else "GREEN" if len(judged) else "not_run"
 
 
-def _set_parameters(notebook, parameters: dict) -> None:
+def set_parameters(notebook, parameters: dict) -> None:
+    """Sets names of the notebook's cell tagged `parameters`; unknown names are refused."""
     cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
     known = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
     unknown = sorted(parameters.keys() - known)

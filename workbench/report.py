@@ -1,15 +1,17 @@
-"""The Markdown an author starts from: an experiment's runs, verdicts, figures, and what was not measured.
+"""The write-up an author starts from, drawn out of the log: tables, figures, verdicts, and what was not measured.
 
-Every number comes from the log and every figure from a sidecar that names its runs; nothing is typed in here.
+In: an experiment's newest run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table, and per
+figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what the log lacks, no report says.
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from workbench import log
+from workbench import log, plots
 from workbench.errors import InputError
 
 
@@ -34,7 +36,7 @@ EXPERIMENTS = {
         Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
         Experiment("31", "error_parts", "How much of the error is storage, re-authoring, quantization, precision, device?"),
         Experiment("32", "fp16_overflow", "Why does Qwen 2.5 give NaN on one compute unit and not on another?"),
-        Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on max_seq_len and T?"),
+        Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?"),
         Experiment("35", "routed_experts", "What does routing experts on the host save?"),
     )
 }  # fmt: skip
@@ -53,31 +55,127 @@ def folder(number: str, root: Path | str | None = None) -> Path:
     return path
 
 
+def exhibit(name: str, data: pd.DataFrame, caption: str, plot: str | None = None, options: Mapping | None = None,
+            run_ids: Iterable[str] = ()) -> dict:  # fmt: skip
+    """A row of the log's `exhibits`: everything that draws a figure again (`plot` None: a table).
+
+    `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is logged with.
+    """
+    flat = data.set_axis([" ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in data.columns], axis=1)
+    flat = flat.reset_index() if data.index.name or data.index.nlevels > 1 else flat
+    found = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
+    found["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
+    return {"name": name, "caption": caption, "plot": plot, "data": _json(found), "options": _json(options or {})}
+
+
+def _json(value: Mapping) -> str:
+    return json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else list(v), ensure_ascii=False)
+
+
+def data_of(row: Mapping) -> pd.DataFrame:
+    """The data of a row of `exhibits`."""
+    found = json.loads(row["data"])
+    return pd.DataFrame(found["data"], columns=found["columns"])
+
+
+def runs_of(row: Mapping) -> list[str]:
+    """The runs that a row of `exhibits` stands on."""
+    return [row["run_id"], *json.loads(row["data"])["run_ids"]]
+
+
+def draw(row: Mapping):
+    """The figure of a row of `exhibits`, drawn."""
+    return getattr(plots, row["plot"])(data_of(row), **json.loads(row["options"]))
+
+
+def export(row: Mapping, place: Path, number: str) -> list[Path]:
+    """Writes the files of one exhibit below `place`: the same row gives the same bytes."""
+    data = data_of(row)
+    if row["plot"] is None:
+        path = place / "tables" / f"{row['name']}.tex"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(data.to_latex(index=False, escape=True, na_rep="--", float_format="%.4g", caption=_latex(row["caption"]),
+                                      label=f"tab:{number}-{row['name']}"))  # fmt: skip
+        return [path]
+    return plots.save(lambda: draw(row), place / "figures" / row["name"], run_ids=runs_of(row), alt=row["caption"])
+
+
+def _latex(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)
+
+
 def write(number: str, root: Path | str | None = None) -> Path:
-    """Writes `report.md` of an experiment from the log at `root` and the figures saved for it."""
+    """Writes the report of an experiment, its figures and its tables from the log at `root`; returns `report.md`."""
     chosen, place = experiment(number), folder(number, root)
     runs = log.load("runs", root=root, where={"experiment": number})
     if runs.empty:
         raise InputError(f"experiment {number}", "no run in the log", "at least one run",
                          f"run the notebook: workbench run {number}")  # fmt: skip
-    runs = runs.sort_values("run_id")
-    parts = [f"# Experiment {number}: {chosen.question}", _setup(runs), _verdicts(runs), _speed(runs, root),
-             _figures(place), _unmeasured(runs), f"Reproduce: `workbench run {number}`\n"]  # fmt: skip
+    runs, exhibits = _behind(runs.sort_values("run_id"), root)
+    for row in exhibits:
+        export(row, place, number)
+    parts = [f"# Experiment {number}: {chosen.question}", _conclusion(runs), _setup(runs), _results(exhibits, place, number),
+             _verdicts(runs), _speed(runs, root), _unmeasured(runs), _reproduce(runs, number)]  # fmt: skip
     path = place / "report.md"
-    path.write_text("\n\n".join(p for p in parts if p))
+    path.write_text("\n\n".join(p for p in parts if p) + "\n")
     return path
 
 
+def _behind(runs: pd.DataFrame, root) -> tuple[pd.DataFrame, list[dict]]:
+    """The runs a report is about and its exhibits: the newest of the notebook, then what was saved from widgets since."""
+    notebooks = runs[runs["command"].fillna("").str.startswith("notebook")]["run_id"]
+    kept = runs[runs["run_id"].ge(notebooks.max()) & runs["command"].eq("explorer") | runs["run_id"].eq(notebooks.max())]
+    found = log.load("exhibits", root=root, where={"run_id": kept["run_id"].tolist()}).sort_values("run_id", kind="stable")
+    exhibits = found.drop_duplicates("name", keep="last").astype(object).where(found.notna(), None).to_dict("records")
+    return (runs[runs["run_id"].isin({i for row in exhibits for i in runs_of(row)})], exhibits) if exhibits else (runs, [])
+
+
+def _config(runs: pd.DataFrame, command: str) -> dict:
+    """What the newest run of a command kept in `config`."""
+    found = runs[runs["command"] == command]["config"].dropna()
+    return json.loads(found.iloc[-1]) if len(found) else {}
+
+
+def _notebook(runs: pd.DataFrame) -> dict:
+    return _config(runs, f"notebook {runs['experiment'].iloc[0]}")
+
+
+def _conclusion(runs: pd.DataFrame) -> str:
+    return _notebook(runs).get("conclusion", "")
+
+
 def _setup(runs: pd.DataFrame) -> str:
-    columns = ["checkpoint", "family", "compress", "t_max", "runtime", "precision", "platform", "chip", "power_source"]
+    columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "chip", "power_source"]
     rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
+    rows += [(f"parameter {name}", str(value)) for name, value in _notebook(runs).get("parameters", {}).items()]
     table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])
     return "## Setup\n\n" + table.to_markdown(index=False)
 
 
+def _results(exhibits: list[dict], place: Path, number: str) -> str:
+    """Tables and figures in the order the notebook showed them; without exhibits, the figures that were saved."""
+    parts = []
+    for row in exhibits:
+        if row["plot"] is None:
+            latex = f"LaTeX: [`tables/{row['name']}.tex`](tables/{row['name']}.tex). "
+            parts.append(f"{row['caption']}\n\n{data_of(row).to_markdown(index=False, floatfmt='.4g')}\n\n"
+                         f"{latex}Log rows {', '.join(runs_of(row))}.")  # fmt: skip
+        else:
+            parts.append(_figure(place / "figures" / f"{row['name']}.json", f"workbench report {number}"))
+    if not exhibits:
+        parts = [_figure(sidecar, f"workbench run {number}") for sidecar in sorted((place / "figures").glob("*.json"))]
+    return "## Results\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _figure(sidecar: Path, command: str) -> str:
+    about = json.loads(sidecar.read_text())
+    return (f"![{about['alt']}](figures/{sidecar.stem}.svg)\n\n{about['alt']} "
+            f"Log rows {', '.join(about['run_ids'])}; drawn again by `{command}`.")  # fmt: skip
+
+
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
     """The newest run of each setting that says anything."""
-    by = ["checkpoint", "compress", "max_seq_len", "t_max", "T", "command"]
+    by = ["checkpoint", "compress", "max_seq_len", "t_max", "T", "command", "bundle", "setting", "round"]
     return runs.groupby(by, dropna=False).tail(1)
 
 
@@ -86,8 +184,12 @@ def _verdicts(runs: pd.DataFrame) -> str:
     lines = []
     for _, run in judged.iterrows():
         found = pd.DataFrame(json.loads(run["config"]).get("gates", []))
-        title = f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']} (run {run['run_id']})"
-        lines.append(title + "\n\n" + found.to_markdown(index=False) if len(found) else title)
+        title = (f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
+                 f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (log row {run['run_id']})")  # fmt: skip
+        if len(found) and (run["verdict"] == "RED" or len(judged) <= 4):
+            found = found[["verdict", "name", "value", "threshold", "reason"]]
+            title += "\n\n" + found.to_markdown(index=False, floatfmt=".6g", missingval="–")
+        lines.append(title)
     return "## Verdicts\n\n" + "\n\n".join(lines) if lines else ""
 
 
@@ -96,18 +198,14 @@ def _speed(runs: pd.DataFrame, root) -> str:
     if not ids:
         return ""
     samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
-    found = log.summary(samples).merge(runs[["run_id", "max_seq_len", "compress"]], on="run_id")
-    shown = found[["max_seq_len", "compress", "T", "depth", "phase", "unit", "median", "mad", "n", "run_id"]]
-    shown = shown.sort_values(["phase", "compress", "max_seq_len", "T"])
+    settings = runs[["run_id", "max_seq_len", "compress", "layers_per_shard", "kv_write", "layout", "states"]]
+    found = log.summary(samples).merge(settings, on="run_id")
+    found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
+    options = ["compress", "max_seq_len", "layers_per_shard", "kv_write", "layout", "states"]
+    shown = found[[*(o for o in options if found[o].nunique() > 1), "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful",
+                   "run_id"]]  # fmt: skip
+    shown = shown.sort_values(["phase", *(c for c in options if c in shown), "T"])
     return "## Speed\n\n" + shown.to_markdown(index=False, floatfmt=".4g")
-
-
-def _figures(place: Path) -> str:
-    parts = []
-    for sidecar in sorted((place / "figures").glob("*.json")):
-        about = json.loads(sidecar.read_text())
-        parts.append(f"![{about['alt']}](figures/{sidecar.stem}.svg)\n\n{about['alt']} Runs: {', '.join(about['run_ids'])}.")
-    return "## Figures\n\n" + "\n\n".join(parts) if parts else ""
 
 
 def _unmeasured(runs: pd.DataFrame) -> str:
@@ -118,3 +216,9 @@ def _unmeasured(runs: pd.DataFrame) -> str:
     if not runs["placement"].notna().any():
         missing.append("Placement (ANE, GPU, CPU): *not measured*.")
     return "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
+
+
+def _reproduce(runs: pd.DataFrame, number: str) -> str:
+    chosen = _notebook(runs).get("parameters", {})
+    settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in chosen.items())
+    return f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `workbench report {number}`."

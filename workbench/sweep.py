@@ -1,9 +1,16 @@
-"""The cross product of export and run options, one logged run per cell; what is in the log already is not run again."""
+"""The cross product of export and run options: every cell measured once a round and logged, what the log holds left out.
+
+Cells run one after the other in this machine's child processes, or on the workers of a Dask cluster; either way one
+process, this one, writes the log, so a sweep that is killed loses at most the cell it was at.
+"""
 
 import hashlib
 import itertools
 import json
+import random
+import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,30 +19,45 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from workbench import log, runs
+from workbench import cell as cell_
 from workbench import export as exporting
-from workbench.bundle import Bundle, Options
-from workbench.bundle.contract import VERSION
-from workbench.decode import Decoder
+from workbench import farm, log, runs
+from workbench.bundle import Options
+from workbench.cell import bundle_for
 from workbench.errors import InputError
-from workbench.eval import golden, speed
-from workbench.eval.validate import validate
 from workbench.models.checkpoint import Checkpoint
 
-Several = Annotated[list[int], Field(min_length=1)]
+Several = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class Hints(BaseModel):
+    """Core ML's optimization hints, by its own names."""
+
+    model_config = ConfigDict(extra="forbid")
+    reshapeFrequency: Literal["Frequent", "Infrequent"] | None = None
+    specializationStrategy: Literal["Default", "FastPrediction"] | None = None
+    allowLowPrecisionAccumulationOnGPU: bool | None = None
 
 
 class Run(BaseModel):
-    """How each bundle is run; every list is an axis."""
+    """How each bundle is run; every list is an axis. `repetitions` are sequences within one process, `rounds` are
+    processes: each round measures every cell once, in an order of its own, `cool_down_s` seconds apart."""
 
     model_config = ConfigDict(extra="forbid")
     T: Several = [1]
-    depth: Several = [0]
+    depth: Depths = [0]
     n_gen: int = Field(16, ge=1)
     repetitions: int = Field(3, ge=1)
+    rounds: int = Field(1, ge=1)
+    cool_down_s: float = Field(0, ge=0)
+    threads: int = Field(1, ge=1)
+    timeout_s: float = Field(3600, gt=0)
     runtime: list[Literal["auto", "portable", "coreml"]] = ["auto"]
     precision: list[Literal["declared", "exact", "narrow"]] = ["declared"]
+    fast: Annotated[list[bool], Field(min_length=1)] = [True]
     compute_units: list[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = ["CPU_AND_NE"]
+    hints: Annotated[list[Hints], Field(min_length=1)] = [Hints()]
 
 
 class Grid(BaseModel):
@@ -51,20 +73,26 @@ class Grid(BaseModel):
 
 @dataclass(frozen=True)
 class Cell:
-    """One bundle and one way to run it."""
+    """One bundle, one way to run it, one round; `judge_ids` where this is the cell that also judges its bundle."""
 
     checkpoint: str
     options: Options
     run: dict
-    validate_ids: tuple[int, ...]
+    round: int
+    judge_ids: tuple[int, ...]
 
-    def config(self, checkpoint_hash: str) -> dict:
-        return {"cell": self.key(checkpoint_hash), "export": self.options.model_dump(), "run": self.run}
+    def setting(self, checkpoint_hash: str) -> str:
+        """What rounds repeat: checkpoint contents, export options, run options."""
+        return _hash([checkpoint_hash, self.options.model_dump(), self.run])
 
     def key(self, checkpoint_hash: str) -> str:
-        """Identity of the cell: checkpoint contents, export options, run options."""
-        text = json.dumps([checkpoint_hash, self.options.model_dump(), self.run, self.validate_ids], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Identity of the cell: its setting, its round, and what it is judged on."""
+        judged = f"-{_hash(list(self.judge_ids))[:6]}" if self.judge_ids else ""
+        return f"{self.setting(checkpoint_hash)}-{self.round}{judged}"
+
+
+def _hash(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_grid(path: str | Path) -> Grid:
@@ -94,34 +122,28 @@ def make_grid(found: dict, subject: str = "grid") -> Grid:
 
 
 def cells(grid: Grid) -> Iterator[Cell]:
-    """The cross product, bundles outermost, so that each is exported and loaded once."""
-    names, lists = list(grid.export), list(grid.export.values())
-    run = grid.run
-    for values in itertools.product(*lists):
-        options = exporting.options(**dict(zip(names, values, strict=True)))
-        for runtime, precision, units, T, depth in itertools.product(
-            run.runtime, run.precision, run.compute_units, run.T, run.depth
-        ):
-            how = {"T": T, "depth": depth, "n_gen": run.n_gen, "repetitions": run.repetitions, "runtime": runtime,
-                   "precision": precision, "compute_units": units}  # fmt: skip
-            yield Cell(grid.checkpoint, options, how, tuple(grid.validate_ids))
+    """The cross product, round by round. The first way to run each bundle and runtime also judges it, once."""
+    run, axes = grid.run, ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
+    common = {name: getattr(run, name) for name in ("n_gen", "repetitions", "cool_down_s", "threads")}
+    for round_ in range(run.rounds):
+        for values in itertools.product(*grid.export.values()):
+            options = exporting.options(**dict(zip(grid.export, values, strict=True)))
+            for chosen in itertools.product(*(getattr(run, axis) for axis in axes)):
+                how = dict(zip(axes, chosen, strict=True)) | common
+                how["hints"] = how["hints"].model_dump(exclude_none=True)
+                judges = round_ == 0 and (how["T"], how["depth"]) == (min(run.T), min(run.depth))
+                yield Cell(grid.checkpoint, options, how, round_, tuple(grid.validate_ids) if judges else ())
 
 
-def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False) -> Bundle:
-    """The bundle of a checkpoint and options, exported into `folder` when it is not there yet."""
-    text = json.dumps([VERSION, checkpoint.sha256, options.model_dump(), exporting.versions()], sort_keys=True)
-    path = folder / f"{checkpoint.path.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    if (path / "bundle.json").exists():
-        return Bundle.open(path)
-    return exporting.export(checkpoint.path, path, progress=progress, **options.model_dump())
-
-
-def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = None, progress: bool = True) -> dict:
-    """Runs every cell that the log does not hold yet.
+def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = None, scheduler: str | None = None,
+          progress: bool = True, measure: str = cell_.MEASURE, seed: int = 0) -> dict:  # fmt: skip
+    """Measures every cell that the log does not hold yet, in a random order within each round.
 
     Args:
         root: the log's folder.
-        bundles: where bundles are cached (default: data/bundles beside the experiments).
+        bundles: where bundles are cached (default: data/bundles of the project that measures).
+        scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure; default: this machine.
+        measure: the function that the child process of a cell calls.
 
     Returns:
         {cells, done, resumed, failed, log}: counts, and the log's folder.
@@ -129,28 +151,51 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
     from tqdm.auto import tqdm
 
     root = Path(root) if root else log.default_root()
-    bundles = bundles or root.parent.parent / "data" / "bundles"
-    checkpoint = Checkpoint(_find(grid.checkpoint, root))
-    todo, finished = list(cells(grid)), done_cells(root)
-    counts = {"cells": len(todo), "done": 0, "resumed": 0, "failed": 0, "log": str(root)}
-    decoder, loaded, validated = None, None, set()
-    for cell in tqdm(todo, desc="sweep", unit="cell", disable=not progress):
-        if cell.key(checkpoint.sha256) in finished:
-            counts["resumed"] += 1
-            continue
-        wanted = (cell.options, cell.run["runtime"], cell.run["precision"], cell.run["compute_units"])
-        try:
-            if wanted != loaded:
-                bundle = bundle_for(checkpoint, cell.options, bundles)
-                decoder, loaded = Decoder(bundle, *wanted[1:]), wanted
-            first = wanted not in validated and bool(cell.validate_ids)
-            _run_cell(cell, decoder, checkpoint, grid.experiment, root, first)
-            validated.add(wanted)
-            counts["done"] += 1
-        except InputError as problem:
-            _record_failure(cell, checkpoint, grid.experiment, root, problem)
-            counts["failed"] += 1
+    checkpoint = Checkpoint(cell_.find(grid.checkpoint, root))
+    everything = list(cells(grid))
+    random.Random(seed).shuffle(everything)
+    with _workers(scheduler, measure) as (machines, results):
+        finished = done_cells(root, machines)
+        todo = sorted((c for c in everything if c.key(checkpoint.sha256) not in finished), key=lambda c: c.round)
+        jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in todo]
+        counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(todo), "failed": 0, "log": str(root)}
+        with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
+            for _, files, last in results(jobs):
+                run_id = log.adopt(files, root)
+                ended = log.load("runs", root=root, where={"run_id": run_id})["status"].iloc[0]
+                counts["done" if ended == "ok" else "failed"] += last
+                bar.update(last)
     return counts
+
+
+def _job(cell: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
+    """A cell as what can travel to another process or, where paths are other ones, to another machine."""
+    sha256 = checkpoint.sha256
+    return {"checkpoint": str(checkpoint.path.resolve()) if here else cell.checkpoint, "checkpoint_hash": sha256, "options": cell.options.model_dump(), "run": cell.run,
+            "setting": cell.setting(sha256), "round": cell.round, "cell": cell.key(sha256), "judge_ids": list(cell.judge_ids),
+            "experiment": grid.experiment, "bundles": str(bundles) if bundles else None, "timeout_s": grid.run.timeout_s,
+            "attempt": 1, "started": None, "worker": None, "sweep": secrets.token_hex(4)}  # fmt: skip
+
+
+@contextmanager
+def _workers(scheduler: str | None, measure: str):
+    """(machines that measure, function from jobs to results) here or on a cluster."""
+    if scheduler is None:
+        here = log.environment()
+        yield {(here["chip"], here["platform"])}, lambda jobs: ((job, cell_.run(job, measure), True) for job in jobs)
+        return
+    with farm.connect(scheduler) as found:
+        yield found.machines(), lambda jobs: found.results(jobs, cell_.run, cell_.failed)
+
+
+def done_cells(root: Path, machines: set[tuple] | None = None) -> set[str]:
+    """Keys of the cells that ended well in the log at `root`, on machines like these (chip, platform; default: this one):
+    times belong to a machine."""
+    here = log.environment()
+    machines = machines or {(here["chip"], here["platform"])}
+    found = log.load("runs", root=root, where={"status": "ok", "command": "sweep"})
+    rows = found[["chip", "platform", "config"]].itertuples(index=False)
+    return {json.loads(config)["cell"] for chip, platform, config in rows if (chip, platform) in machines}
 
 
 def stored(grid: Grid, root: str | Path | None = None) -> dict[str, pd.DataFrame]:
@@ -165,36 +210,22 @@ def stored(grid: Grid, root: str | Path | None = None) -> dict[str, pd.DataFrame
     return found
 
 
-def _find(checkpoint: str, root: Path) -> Path:
-    """A checkpoint path as given, or relative to the project that the log belongs to (notebooks run elsewhere)."""
-    here = Path(checkpoint)
-    return here if here.exists() or here.is_absolute() else root.parent.parent / checkpoint
+def configurations(grid: Grid, root: str | Path | None = None) -> pd.DataFrame:
+    """One row per bundle and T of a grid that the log holds, fastest first: ``name`` (its values of the axes that vary),
+    those values, ``tokens_per_s`` and ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle
+    ``worst_cosine`` (of isolated updates, any T) and ``verdict``."""
+    found = stored(grid, root)
+    varied = [axis for axis, values in grid.export.items() if len(values) > 1]
+    timed = found["samples"][~found["samples"]["warmup"].fillna(False)]
+    by_run = timed.groupby(["bundle", *varied, "T", "run_id", "phase"])["value"].median().unstack("phase")
+    rows = by_run.groupby(["bundle", *varied, "T"]).agg(
+        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")).reset_index()  # fmt: skip
+    updates = found["fidelity"].query("mode == 'isolated' and tensor == 'update'")
+    judged = log.load("runs", root=root).query("verdict.notna()").sort_values("run_id").groupby("bundle")["verdict"].last()
+    rows["worst_cosine"] = rows["bundle"].map(updates.groupby("bundle")["cosine"].min())
+    rows["verdict"] = rows["bundle"].map(judged).fillna("not_run")
+    label = lambda row: ", ".join(f"{n} {row[n]}" for n in [*varied, "T"])  # noqa: E731
+    return rows.assign(name=[label(row) for row in rows.to_dict("records")]).sort_values("tokens_per_s", ascending=False, ignore_index=True)
 
 
-def done_cells(root: Path) -> set[str]:
-    """Keys of the cells that ended well in the log at `root`, on a machine like this one: times belong to a machine."""
-    here = log.environment()
-    found = log.load("runs", root=root)
-    found = found[(found["status"] == "ok") & (found["chip"] == here["chip"]) & (found["platform"] == here["platform"])]
-    configs = (json.loads(text) for text in found["config"].dropna())
-    return {config["cell"] for config in configs if "cell" in config}
-
-
-def _run_cell(cell: Cell, decoder: Decoder, checkpoint: Checkpoint, experiment: str, root: Path, judge: bool) -> None:
-    how = {name: cell.run[name] for name in ("T", "depth", "n_gen", "repetitions")}
-    samples = speed.measure(decoder, **how)
-    row = runs.describe(decoder.bundle, decoder) | {"T": cell.run["T"], "command": "sweep"}
-    fidelity, config = None, cell.config(checkpoint.sha256)
-    if judge:
-        judged = validate(decoder, golden.make(checkpoint, cell.validate_ids))
-        fidelity, row["verdict"] = judged.rows, judged.verdict
-        config["gates"] = [g.json() for g in judged.gates]
-    runs.record(experiment, row | {"config": config}, root=root, fidelity=fidelity, samples=samples,
-                layers=speed.layer_table(samples, decoder))  # fmt: skip
-
-
-def _record_failure(cell: Cell, checkpoint: Checkpoint, experiment: str, root: Path, problem: InputError) -> None:
-    row = {"checkpoint": checkpoint.path.name, "checkpoint_hash": checkpoint.sha256, "status": "failed",
-           "reason": str(problem), "command": "sweep", "config": cell.config(checkpoint.sha256), "T": cell.run["T"],
-           "max_seq_len": cell.options.max_seq_len, "t_max": cell.options.t_max}  # fmt: skip
-    runs.record(experiment, row, root=root)
+__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "stored", "sweep"]

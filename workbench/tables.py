@@ -1,12 +1,18 @@
 """Results as the small DataFrames that notebooks and reports show. Knows no files and draws nothing."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pandas as pd
+from pandas.io.formats.style import Styler
 
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Options
+from workbench.eval import roofline
 from workbench.eval.gates import Gate
-from workbench.eval.memory import kv_bytes
+from workbench.eval.memory import Budget, kv_bytes
+from workbench.eval.residency import Placement
+
+_SIGNS = {"GREEN": "✓ GREEN", "RED": "✗ RED", "not_run": "– not_run"}
 
 
 def interface(bundle: Bundle, shard: str | None = None) -> pd.DataFrame:
@@ -20,6 +26,17 @@ def interface(bundle: Bundle, shard: str | None = None) -> pd.DataFrame:
     frame["dtype"] = ["int32" if name == "pos" else "fp16" for name in frame["name"]]
     frame["bytes"] = [2 * pd.Series([1 if n == "T" else n for n in dims]).prod() for dims in frame.pop("dims")]
     return frame
+
+
+def shown(frame: pd.DataFrame) -> Styler:
+    """A table as notebooks show it: whole sentences, text to the left, six digits, gaps as –, verdicts with a sign."""
+    flat = (frame if frame.index.name is None and frame.index.nlevels == 1 else frame.reset_index()).reset_index(drop=True)
+    floats = [c for c in flat.columns if pd.api.types.is_float_dtype(flat[c])]
+    texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
+    look = flat.style.format(lambda v: _SIGNS.get(str(v), v), na_rep="–", subset=texts)
+    look = look.format("{:.6g}", subset=floats, na_rep="–").hide(axis="index")
+    look = look.set_properties(texts, **{"text-align": "left", "white-space": "normal", "max-width": "44em"})
+    return look.set_table_styles([{"selector": "th", "props": "text-align: left"}])
 
 
 def gates(found: Iterable[Gate]) -> pd.DataFrame:
@@ -44,6 +61,19 @@ def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
     """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds `kv_bytes`'s keywords."""
     return pd.DataFrame([{"setting": name, "part": "KV cache", "bytes": kv_bytes(**case)} for name, case in cases.items()])
+
+
+def budget(found: Budget, setting: str) -> pd.DataFrame:
+    """Bytes by part, as `plots.memory_bar` wants them."""
+    names = {"weights": "weights", "kv": "KV cache", "side_states": "side states", "embedding": "embedding", "buffers": "buffers"}
+    return pd.DataFrame([{"setting": setting, "part": name, "bytes": getattr(found, part)} for part, name in names.items()])
+
+
+def rules(placements: list[Placement]) -> pd.DataFrame:
+    """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what it says, advice."""
+    rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
+    frame = pd.DataFrame(rows, columns=["id", "confidence", "effect", "shard", "says", "advice"])
+    return frame.groupby(["id", "confidence", "effect", "says", "advice"], as_index=False)["shard"].nunique().rename(columns={"shard": "shards"})
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
@@ -86,6 +116,31 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     typical = layers.groupby("T")["layer_ms"].median()
     lines.append("Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + ".")
     return "\n".join(lines)
+
+
+def choice_conclusion(found: pd.DataFrame) -> str:
+    """Which configuration of a sweep to take, what the fastest of all would cost, and what each axis is worth."""
+    passing = found[found["verdict"] == "GREEN"]
+    if passing.empty:
+        return f"None of {len(found)} configurations passes the gates."
+    best, first = passing.iloc[0], found.iloc[0]
+    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}): {best['name']}, {best['tokens_per_s']:.0f} tok/s, "
+             f"worst update cosine {best['worst_cosine']:.6f}."]  # fmt: skip
+    if first["verdict"] != "GREEN":
+        lines.append(f"Faster, and not passing: {first['name']}, {first['tokens_per_s']:.0f} tok/s, cosine {first['worst_cosine']:.6f}.")
+    for axis in [c for c in found if c in Options.model_fields]:
+        speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
+        lines.append(f"{axis}: " + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()) + " (medians).")
+    return "\n".join(lines)
+
+
+def routing_prediction(experts: int = 16) -> pd.DataFrame:
+    """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard, and a router's and one
+    expert's shard."""
+    (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
+    one = replace(dense, weight_bytes=dense.weight_bytes // experts, flops=dense.flops / experts, dispatches=2)
+    ms = [roofline.predict([w], "M4 Max")["ms"].sum() for w in (dense, one)]
+    return pd.DataFrame({"experts": ["dense", "routed"], "weight_bytes": [dense.weight_bytes, one.weight_bytes], "predicted_ms": ms})
 
 
 def parts(profile: pd.DataFrame) -> dict[str, float]:

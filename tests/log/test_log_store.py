@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from workbench import log
 from workbench.errors import InputError
-from workbench.log import tables
+from workbench.log import cache, tables
 
 LAYER = {"layer": 0, "layer_ms": 1.5}
 
@@ -109,6 +110,94 @@ def test_run_ids_are_unique_and_sort_by_time():
     first = [log.new_run_id() for _ in range(200)]
     assert len(set(first)) == 200
     assert [run_id[:16] for run_id in first] == sorted(run_id[:16] for run_id in first)
+
+
+def test_sixteen_writers_killed_at_random_leave_every_finished_run_readable(tmp_path):
+    """Each writes runs until it is killed at a moment of its own; what they reported as written must be there, whole."""
+    loop = "import sys\nfrom workbench import log\nfor i in range(200):\n    run = log.new_run_id()\n" \
+           "    log.append('layers', [{'layer': n, 'n': i} for n in range(64)], sys.argv[1], run)\n    print(run, flush=True)\n"  # fmt: skip
+    rng, reports = np.random.default_rng(0), [tmp_path / f"{i}.txt" for i in range(16)]
+    writers = [subprocess.Popen([sys.executable, "-c", loop, str(tmp_path / "log")], stdout=r.open("w")) for r in reports]
+    goals = rng.integers(1, 200, 16)
+    while any(w.poll() is None for w in writers):
+        for w, report, goal in zip(writers, reports, goals, strict=True):
+            if w.poll() is None and report.read_text().count("\n") >= goal:
+                w.send_signal(signal.SIGKILL)
+                w.wait(10)
+        time.sleep(0.02)
+    reported = {line for report in reports for line in report.read_text().splitlines()}
+    rows = log.load("layers", tmp_path / "log").groupby("run_id").size()
+    assert reported <= set(rows.index) and len(rows) <= len(reported) + 16 and (rows == 64).all()
+    assert sum(w.returncode == -signal.SIGKILL for w in writers) >= 8
+
+
+# --- many files, and merging -----------------------------------------------------------------------------------------
+
+
+def filled(root: Path, runs: int, first: int = 0) -> None:
+    for i in range(first, first + runs):
+        log.append("layers", [LAYER | {"T": i}, LAYER], root, f"run{i:04}")
+
+
+def test_gathered_rows_are_those_of_the_files(tmp_path):
+    filled(tmp_path, cache.WORTH + 3)
+    plain = log.load("layers", tmp_path)
+    assert (tmp_path / "layers" / cache.NAME).exists()
+    pd.testing.assert_frame_equal(log.load("layers", tmp_path), plain)
+    filled(tmp_path, 2, first=900)
+    log.append("layers", LAYER, tmp_path, "early")
+    found = log.load("layers", tmp_path)
+    (tmp_path / "layers" / cache.NAME).unlink()
+    pd.testing.assert_frame_equal(found, log.load("layers", tmp_path))
+    assert len(found) == len(plain) + 5
+
+
+@pytest.mark.parametrize("change", ["removed", "rewritten", "torn cache", "other schema"])
+def test_gathered_rows_are_not_believed_when_anything_changed(tmp_path, change, monkeypatch):
+    filled(tmp_path, cache.WORTH)
+    log.load("layers", tmp_path)
+    first, kept = tmp_path / "layers" / "run0000.parquet", tmp_path / "layers" / cache.NAME
+    expected = 2 * cache.WORTH
+    if change == "removed":
+        first.unlink()
+        expected -= 2
+    elif change == "rewritten":
+        first.unlink()
+        log.append("layers", LAYER, tmp_path, "run0000")
+        expected -= 1
+    elif change == "torn cache":
+        kept.write_bytes(kept.read_bytes()[:100])
+    else:
+        monkeypatch.setattr(log.store, "_fingerprint", lambda table: "another")
+    assert len(log.load("layers", tmp_path)) == expected
+
+
+def test_the_gathered_log_needs_no_right_to_write(tmp_path, monkeypatch):
+    filled(tmp_path, cache.WORTH)
+    monkeypatch.setattr(cache.feather, "write_feather", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+    assert len(log.load("layers", tmp_path)) == 2 * cache.WORTH
+    assert not [p for p in (tmp_path / "layers").iterdir() if p.name.startswith(".")]
+
+
+def test_logs_of_two_machines_merge_by_copying(tmp_path):
+    for machine in ("one", "two"):
+        run = log.append("runs", {"status": "ok", "chip": machine}, tmp_path / machine, f"run-{machine}").stem
+        log.append("layers", LAYER, tmp_path / machine, run)
+    assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
+    assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"  # again changes nothing
+    shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True)
+    for machine in ("one", "two"):
+        assert log.load("runs", tmp_path / machine)["chip"].tolist() == ["one", "two"]
+        assert len(log.load("layers", tmp_path / machine)) == 2
+
+
+def test_a_run_is_listed_only_when_its_tables_are_there(tmp_path, monkeypatch):
+    log.append("runs", {"status": "ok"}, tmp_path / "a", "r")
+    log.append("layers", LAYER, tmp_path / "a", "r")
+    written = []
+    monkeypatch.setattr(log.store, "_write_whole", lambda data, path: written.append(path.parent.name))
+    log.adopt(log.files(tmp_path / "a"), tmp_path / "b")
+    assert written == ["layers", "runs"]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -311,3 +312,34 @@ def test_a_figure_without_a_text_alternative_is_refused(tmp_path):
     with pytest.raises(ValueError, match="text alternative"):
         plots.save(lambda: Figure(), tmp_path / "f", run_ids=[], alt=" ")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_backend_that_loads_with_the_first_figure_stays_interactive():
+    before = matplotlib.is_interactive()
+    try:
+        matplotlib.interactive(False)
+        with plots.style():
+            matplotlib.interactive(True)  # as inline backends do
+        assert matplotlib.is_interactive()
+    finally:
+        matplotlib.interactive(before)
+
+
+# --- widgets' figures -------------------------------------------------------------------------------------------------
+
+
+def test_the_split_of_a_layer_has_a_bar_and_a_figure_for_every_part():
+    parts = pd.DataFrame({"layer": [0, 1], "storage": [1e-4, 0], "quantization": [1e-2, 2e-2], "runtime": [None, None], "total": [1e-2, 2e-2]})
+    ax = plots.layer_parts(parts, layer=1)
+    said = {label: text.get_text() for label, text in zip(ticks(ax.yaxis), ax.texts)}
+    assert said == {"storage": "0", "quantization": "0.02", "runtime": "not measured", "total": "0.02"}
+    assert ax.get_title("left") == "error of layer 1, split"
+
+
+def test_a_ratio_without_an_interval_is_hollow():
+    rows = pd.DataFrame({"phase": ["call", "head"], "shard": [None, "head_00"], "T": [1, 1], "depth": [0, 0],
+                         "ratio": [2.0, 0.5], "low": [1.5, np.nan], "high": [2.5, np.nan]})  # fmt: skip
+    ax = plots.ratios(rows)
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert [dot.get_markerfacecolor() for dot in dots] == ["#0072B2", "white"]
+    assert [text.get_text() for text in ax.texts] == ["2×", "0.5×"] and ticks(ax.yaxis)[1] == "head head_00 T 1 depth 0"

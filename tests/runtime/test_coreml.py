@@ -1,21 +1,33 @@
-"""The coreml runtime over the shim: the same code that talks to Core ML on a Mac, and the same results as portable."""
+"""The coreml runtime over the shim and a faked compute plan: the code that talks to Core ML on a Mac, and the same results
+as portable. Whatever is faked has the signature that the installed coremltools expects."""
+
+import inspect
+import json
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from workbench import Decoder
+from workbench import Decoder, log, sweep
+from workbench.errors import InputError
+from workbench.eval import residency
 from workbench.models import checkpoint
-from workbench.runtime import load, shim
+from workbench.quiet import coremltools
+from workbench.runtime import coreml, load, shim
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
+def source(tmp_path_factory):
+    return checkpoint.random(tmp_path_factory.mktemp("coreml") / "source", "llama", hidden_size=64, intermediate_size=96,
+                             num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2, vocab_size=97)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bundle(source):
     from workbench.export import export
 
-    folder = tmp_path_factory.mktemp("coreml")
-    source = checkpoint.random(folder / "source", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=2,
-                               num_key_value_heads=1, head_dim=32, num_hidden_layers=2, vocab_size=97)  # fmt: skip
-    return export(source, folder / "bundle", progress=False, max_seq_len=16, t_max=4, compress="int8-channel")
+    return export(source, source.parent / "bundle", progress=False, max_seq_len=16, t_max=4, compress="int8-channel")
 
 
 @pytest.fixture(autouse=True)
@@ -25,21 +37,224 @@ def installed():
     shim.uninstall()
 
 
+@pytest.fixture
+def shard(bundle):
+    return bundle.shards("layers")[0]
+
+
 def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
     prompt = [5, 17, 42, 3, 88]
     records = {
-        runtime: list(Decoder(bundle, runtime=runtime).stream(prompt, 6, stop=[])) for runtime in ("coreml", "portable")
+        runtime: list(Decoder(bundle, runtime=runtime, fast=False).stream(prompt, 6, stop=[])) for runtime in ("coreml", "portable")
     }
     assert [r.token for r in records["coreml"]] == [r.token for r in records["portable"]]
     for ours, theirs in zip(records["coreml"], records["portable"], strict=True):
         assert np.array_equal(ours.logits, theirs.logits)
 
 
-def test_states_read_and_write_alike(bundle):
-    shard = next(iter(bundle.shards("layers")))
+def test_states_read_and_write_alike(bundle, shard):
     model = load(bundle, shard, "coreml")
     one, other = model.make_state(), model.make_state()
     for name in shard.states:
         value = np.random.default_rng(0).normal(size=one.read(name).shape).astype(np.float16)
         one.write(name, value)
         assert np.array_equal(one.read(name), value) and not other.read(name).any()
+
+
+# --- compiled shards -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Paths that Core ML was asked to compile."""
+    made, compile_ = [], shim.Proxy.compileModel
+    monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(lambda path: made.append(path) or compile_(path)))
+    return made
+
+
+def forget(bundle, shard):
+    import shutil
+
+    shutil.rmtree(coreml.compiled_path(bundle, shard), ignore_errors=True)
+
+
+def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilations):
+    forget(bundle, shard)
+    first, second = load(bundle, shard, "coreml"), load(bundle, shard, "coreml")
+    assert len(compilations) == 1 and first.compiled == second.compiled == coreml.compiled_path(bundle, shard)
+    assert first.loading_ms["compile"] > 0 and second.loading_ms["compile"] is None
+    assert first.loading_ms["load"] > 0 and first.loading_ms["first_predict"] is None
+    decoder = Decoder(bundle, "coreml")
+    decoder.prefill([1, 2, 3])
+    told = [model.loading_ms["first_predict"] for model in decoder.layers]
+    decoder.prefill([4])
+    assert all(told) and told == [model.loading_ms["first_predict"] for model in decoder.layers]
+
+
+@pytest.mark.parametrize("changed", ["weights", "macOS", "coremltools"])
+def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(bundle, shard, monkeypatch, changed):
+    before = coreml.compiled_path(bundle, shard)
+    assert before.parent.parent == bundle.root.parent and not before.is_relative_to(bundle.root)
+    if changed == "weights":
+        shard = shard.model_copy(update={"files": [f.model_copy(update={"sha256": "0" * 64}) for f in shard.files]})
+    elif changed == "macOS":
+        monkeypatch.setattr(coreml.platform, "mac_ver", lambda: ("26.1", (), ""))
+    else:
+        monkeypatch.setattr(coremltools(), "__version__", "10.0")
+    assert coreml.compiled_path(bundle, shard) != before
+
+
+def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(bundle, shard, monkeypatch):
+    forget(bundle, shard)
+    with monkeypatch.context() as patch:
+        patch.setattr(coreml.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            load(bundle, shard, "coreml")
+    assert not [p for p in coreml.compiled_path(bundle, shard).parent.iterdir() if p.name.startswith(shard.name)]
+    load(bundle, shard, "coreml")
+
+
+def test_what_core_ml_refuses_is_one_message(bundle, shard, monkeypatch):
+    forget(bundle, shard)
+
+    def refuse(path):
+        raise RuntimeError('Error compiling model: "Failed to parse the model specification."')
+
+    monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(refuse))
+    with pytest.raises(InputError, match=f"shard {shard.name}.*Failed to parse"):
+        load(bundle, shard, "coreml")
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
+    seen, init = {}, shim.Proxy.__init__
+
+    def spy(self, path, compute_units, function_name="", hints=None, asset=None):
+        seen.update(units=compute_units, function=function_name, hints=hints)
+        init(self, path, compute_units, function_name, hints, asset)
+
+    monkeypatch.setattr(shim.Proxy, "__init__", spy)
+    hints = {"reshapeFrequency": "Infrequent", "specializationStrategy": "FastPrediction", "allowLowPrecisionAccumulationOnGPU": True}
+    load(bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main")
+    assert seen == {"units": "CPU_ONLY", "function": "main", "hints": {k: str(v) for k, v in hints.items()}}
+
+
+@pytest.mark.parametrize(("hints", "words"), [({"speed": "fast"}, "speed"), ({"reshapeFrequency": "Often"}, "Often")])
+def test_unknown_hints_are_refused(bundle, shard, hints, words):
+    with pytest.raises(InputError, match=words):
+        load(bundle, shard, "coreml", hints=hints)
+
+
+# --- compute plan, faked ---------------------------------------------------------------------------------------------
+
+
+def devices(ct):
+    """One object of each of coremltools' device classes, past the checks for native proxies."""
+    kinds = ct.models.compute_device
+    return {name: object.__new__(kind) for name, kind in
+            (("ane", kinds.MLNeuralEngineComputeDevice), ("gpu", kinds.MLGPUComputeDevice), ("cpu", kinds.MLCPUComputeDevice))}  # fmt: skip
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """Puts a plan under coremltools' own `MLComputePlan`: operations as (name, preferred, cost), nested in a `cond`."""
+    ct = coremltools()
+    plans, unit = ct.models.compute_plan, devices(ct)
+
+    def op(name, preferred=None, cost=None, blocks=()):
+        made = plans.MLModelStructureProgramOperation(
+            inputs={}, operator_name=name, outputs=[plans.MLModelStructureProgramNamedValueType(name=f"{name}_out", type=None)],
+            blocks=[plans.MLModelStructureProgramBlock(inputs=[], operations=list(b), output_names=[]) for b in blocks],
+            __proxy__=SimpleNamespace(preferred=preferred, cost=cost))  # fmt: skip
+        return made
+
+    class Proxy:
+        def __init__(self, ops):
+            block = plans.MLModelStructureProgramBlock(inputs=[], operations=ops, output_names=[])
+            function = plans.MLModelStructureProgramFunction(inputs=[], block=block)
+            program = plans.MLModelStructureProgram(functions={"main": function})
+            self.model_structure = plans.MLModelStructure(neuralnetwork=None, program=program, pipeline=None)
+
+        def get_compute_device_usage_for_mlprogram_operation(self, operation):
+            preferred = operation.__proxy__.preferred
+            return preferred and plans.MLComputePlanDeviceUsage(
+                preferred_compute_device=unit[preferred], supported_compute_devices=[unit["cpu"], unit[preferred]])  # fmt: skip
+
+        def get_estimated_cost_for_mlprogram_operation(self, operation):
+            cost = operation.__proxy__.cost
+            return None if cost is None else plans.MLComputePlanCost(weight=cost)
+
+    def install(ops):
+        asked = []
+        native = SimpleNamespace(get_compute_plan=lambda path, units: asked.append((path, units)) or plans.MLComputePlan(Proxy(ops)))
+        monkeypatch.setattr(plans, "_MLComputePlanProxy", Proxy)
+        monkeypatch.setattr(plans, "_MLModelProxy", native)
+        return asked
+
+    return SimpleNamespace(op=op, install=install)
+
+
+def test_the_plan_counts_every_compute_operation_and_no_constant(bundle, shard, plan):
+    inner = plan.op("ios18.add", "cpu", 0.1)
+    asked = plan.install([plan.op("const"), plan.op("ios18.constexpr_blockwise_shift_scale"), plan.op("ios18.conv", "ane", 0.5),
+                          plan.op("ios18.conv", "gpu", 0.2), plan.op("ios16.cond", "cpu", 0.0, [[inner]]), plan.op("ios18.mul")])  # fmt: skip
+    model = load(bundle, shard, "coreml")
+    found = residency.counted(shard.name, model.plan())
+    assert asked == [(str(model.compiled), "CPU_AND_NE")] and model.compiled.suffix == ".mlmodelc"
+    assert (found.source, found.ops, found.ane, found.gpu, found.cpu) == ("measured", 5, 1, 1, 2)
+    assert found.convolutions == (1, 2) and found.eligible == 1 and found.cost_ane == pytest.approx(0.5 / 0.8)
+    assert not found.rules
+
+
+def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
+    """An API that drifts fails here, not on someone's Mac."""
+    ct = coremltools()
+    plans, models = ct.models.compute_plan, ct.models
+
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(plans.MLComputePlan.load_from_path) == ["path", "compute_units"]
+    for method in ("get_compute_device_usage_for_mlprogram_operation", "get_estimated_cost_for_mlprogram_operation"):
+        assert names(getattr(plans.MLComputePlan, method)) == ["self", "operation"]
+    assert names(models.CompiledMLModel.__init__)[1:5] == ["path", "compute_units", "function_name", "optimization_hints"]
+    assert names(models.CompiledMLModel.predict) == ["self", "data", "state"]
+    assert names(models.CompiledMLModel.make_state) == ["self"]
+    assert names(models.utils.compile_model) == ["model", "destination_path"]
+    state = inspect.signature(models.model.MLState.write_state).parameters, inspect.signature(models.model.MLState.read_state).parameters
+    assert [list(p)[:2] for p in state] == [["self", "name"], ["self", "name"]]
+    calls = inspect.getsource(models._compiled_model) + inspect.getsource(models.compute_plan) + inspect.getsource(models.utils)
+    for native in ("_MLModelProxy(", "_proxy.newState()", ".get_compute_plan(path, compute_units.name)", "_MLModelProxy.compileModel("):
+        assert native in calls
+    assert {"reshapeFrequency", "specializationStrategy", "allowLowPrecisionAccumulationOnGPU"} == set(coreml.HINTS)
+    assert all(hasattr(ct, kind) for kind in coreml.HINTS.values() if kind)
+
+
+# --- the whole path, in children -------------------------------------------------------------------------------------
+
+
+def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(bundle, source, plan, tmp_path, monkeypatch):
+    """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr, and at
+    T = 3 Core ML complains and runs all the same, elsewhere than it was told to."""
+    (tmp_path / "on_shim.py").write_text(
+        "import os, signal, sys\nfrom workbench import cell\nfrom workbench.runtime import shim\n\n"
+        "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"
+        "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
+        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure(job)\n")  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16], "t_max": [3]},
+                            "run": {"T": [1, 2, 3], "n_gen": 2, "repetitions": 1, "runtime": ["coreml"], "compute_units": ["CPU_ONLY"],
+                                    "hints": [{"reshapeFrequency": "Infrequent"}]}})  # fmt: skip
+    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path, progress=False, measure="on_shim:measure")
+    assert (counts["done"], counts["failed"]) == (1, 2)
+    runs = log.load("runs", root=tmp_path / "log").set_index("T")
+    assert (runs.loc[3, "status"], runs.loc[3, "reason"]) == ("invalid", "E5RT: ANECCompile() FAILED (11)")
+    assert runs.loc[2, "reason"] == "killed by SIGABRT" and "MILCompilerForANE error" in runs.loc[2, "config"]
+    assert (runs.loc[1, "runtime"], runs.loc[1, "compute_units"]) == ("coreml", "CPU_ONLY")
+    assert json.loads(runs.loc[1, "config"])["run"]["hints"] == {"reshapeFrequency": "Infrequent"}
+    assert runs["placement"].isna().all() and "MLComputePlan" in json.loads(runs.loc[1, "config"])["placement"]
+    phases = set(log.load("samples", root=tmp_path / "log")["phase"])
+    assert {"compile", "load", "first_predict", "call", "layer", "head", "host"} <= phases

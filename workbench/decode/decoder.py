@@ -61,13 +61,15 @@ class Decoder:
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`).
         fast: whether `declared` may take the portable decode path; gates run the literal graph, `fast=False`.
         compute_units: Core ML's compute units.
+        hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
 
     def __init__(self, bundle: Bundle | str | Path, runtime: str = "auto", precision: str = "declared",
-                 fast: bool = True, compute_units: str = "CPU_AND_NE"):  # fmt: skip
+                 fast: bool = True, compute_units: str = "CPU_AND_NE", hints: dict | None = None):  # fmt: skip
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        self.runtime, self.precision, self.compute_units = runtimes.resolve(runtime), precision, compute_units
-        self.fast, self.manifest, self.options = fast, self.bundle.manifest, self.bundle.manifest.options
+        self.runtime, self.precision, self.fast = runtimes.resolve(runtime), precision, fast
+        self.compute_units, self.hints = compute_units, hints or {}
+        self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
 
         self.layers = [self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")]
@@ -77,7 +79,7 @@ class Decoder:
 
     def _load(self, shard: Shard) -> runtimes.Model:
         return runtimes.load(self.bundle, shard, self.runtime, precision=self.precision,
-                             fast=self.fast, compute_units=self.compute_units)  # fmt: skip
+                             fast=self.fast, compute_units=self.compute_units, hints=self.hints)  # fmt: skip
 
     @contextmanager
     def literal(self) -> Iterator["Decoder"]:

@@ -6,6 +6,8 @@ from workbench.bundle import Bundle, Dims, Options
 from workbench.bundle.contract import is_cache
 from workbench.errors import InputError
 
+from .roofline import Work
+
 STORED_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4.5, "lut4": 4, "lut6": 6}
 
 
@@ -52,12 +54,8 @@ def of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
 
 def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
     """Predicted from a checkpoint's tensor shapes and export options: nothing is read but headers."""
-    from workbench.models import family_of
-
-    plan = family_of(checkpoint.config).plan(checkpoint.config)
+    plan, elements, table = _elements_of(checkpoint)
     d, B = plan.dims, options.batch
-    elements = {name: _elements(shape) for name, (_, _, shape) in checkpoint.header.items()}
-    table = next(n for n in elements if n.endswith("embed_tokens.weight"))
     matrices = sum(n for name, n in elements.items() if name != table and len(checkpoint.shape(name)) > 1)
     matrices += elements[table] if plan.tied else 0  # the head stores its own copy, compressed
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
@@ -65,6 +63,29 @@ def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> B
     return Budget(int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2,
                   kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B), side, elements[table] * 2,
                   _buffers(d, options), machine)  # fmt: skip
+
+
+def work(checkpoint, options: Options, T: int = 1) -> list[Work]:
+    """What one call of T tokens would make the shards of a checkpoint do, as `roofline.work` tells of a bundle."""
+    plan, elements, table = _elements_of(checkpoint)
+    budget, d = of_checkpoint(checkpoint, options), plan.dims
+    head = int(d.V * d.C * STORED_BITS[options.compress] / 8)
+    experts = sum(n for name, n in elements.items() if ".experts." in name)
+    idle = experts * (1 - 1 / plan.experts) if options.moe == "routed" else 0
+    layers = budget.weights - head - int(idle * STORED_BITS[options.compress] / 8)
+    products = 2 * T * options.batch * (sum(elements.values()) - elements[table] - (0 if plan.tied else d.V * d.C) - idle)
+    calls = -(-d.L // options.layers_per_shard) * (2 if options.moe == "routed" else 1)
+    return [Work("layers", layers, budget.kv + budget.side_states, products, calls),
+            Work("head", head, 0, 2.0 * T * options.batch * d.V * d.C)]  # fmt: skip
+
+
+def _elements_of(checkpoint):
+    """(the family's plan, elements of each tensor, name of the embedding table)."""
+    from workbench.models import family_of
+
+    plan = family_of(checkpoint.config).plan(checkpoint.config)
+    elements = {name: _elements(shape) for name, (_, _, shape) in checkpoint.header.items()}
+    return plan, elements, next(n for n in elements if n.endswith("embed_tokens.weight"))
 
 
 def _elements(shape) -> int:

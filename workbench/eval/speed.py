@@ -1,8 +1,8 @@
 """How long calls take: warm-ups apart, raw samples kept, every clock named. Numbers of a portable run are this
 machine's, never the Neural Engine's.
 
-Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers).
-Not timed: loading, the first calls, picking a token, writing the log.
+Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers); the
+prefill to a depth as a whole; and apart from all that, how long each shard took to compile, to load and to run first.
 """
 
 import time
@@ -15,17 +15,18 @@ from workbench.decode.decoder import Times
 from workbench.errors import InputError
 
 WARMUP_CALLS = 2
+NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
 def measure(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3, seed: int = 0) -> pd.DataFrame:
     """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
 
     Args:
-        repetitions: fresh sequences, each prefilled to `depth` (untimed) and then timed.
+        repetitions: fresh sequences, each prefilled to `depth` and then timed.
 
     Returns:
-        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, and
-        `tokens_per_s` per repetition.
+        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, `prefill` in
+        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `load`, `first_predict` per shard.
     """
     S, t_max = decoder.options.max_seq_len, decoder.options.t_max
     calls = -(-n_gen // T)
@@ -38,7 +39,10 @@ def measure(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, re
     for repetition in range(repetitions):
         decoder.begin()
         if depth:
+            start = time.perf_counter()
             decoder.prefill(_ids(decoder, rng, depth))
+            rows.append({"phase": "prefill", "value": (time.perf_counter() - start) * 1e3, "unit": "ms", "n_prompt": depth,
+                         "repetition": repetition, "order": order, "warmup": repetition == 0 < repetitions - 1})  # fmt: skip
         spent = 0.0
         for call in range(WARMUP_CALLS + calls):
             times = _timed_call(decoder, _ids(decoder, rng, T), T)
@@ -49,7 +53,14 @@ def measure(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, re
             order += 1
         rows.append(common | {"phase": "tokens_per_s", "value": calls * T * decoder.options.batch / spent * 1e3,
                               "unit": "tok/s", "warmup": False})  # fmt: skip
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows + _loading(decoder))
+
+
+def _loading(decoder: Decoder) -> list[dict]:
+    """What happened once per shard, where the runtime knows it."""
+    once = {"repetition": 0, "warmup": False, "unit": "ms"}
+    return [once | {"phase": phase, "shard": model.shard.name, "value": value}
+            for model in (*decoder.layers, *decoder.heads) for phase, value in model.loading_ms.items() if value is not None]  # fmt: skip
 
 
 def _ids(decoder: Decoder, rng, count: int):

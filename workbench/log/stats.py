@@ -19,9 +19,11 @@ from workbench.log.tables import JSON_COLUMNS
 MEASURE = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """What makes two samples repetitions of one measurement, within a run."""
 
-MIN_REPETITIONS = 3
-_DRIFT_P, _DRIFT_SIZE, _OUTLIER = 0.05, 0.05, 1.5
+MIN_ROUNDS = 3
+_DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
 _IDENTITY = ["run_id", "time"]
+_INCIDENTAL = {"round", "config.cell", "config.measured", "config.before", "config.flags", "config.load_average", "config.gates"}
+_SAME = ["setting", "commit", "versions", "platform", "chip", "os_build", "power_source"]
 
 
 def summary(samples: pd.DataFrame) -> pd.DataFrame:
@@ -36,6 +38,13 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
     groups = _timed(samples).groupby(keys, dropna=False)["value"].agg(list).reset_index()
     figures = [_describe(np.array(values)) for values in groups.pop("value")]
     return groups.join(pd.DataFrame(figures, columns=list(_describe(np.ones(1)))))
+
+
+def flags(samples: pd.DataFrame) -> list[str]:
+    """In words, what makes a run's own samples doubtful: whole calls and rates that drift, or have far outliers."""
+    found = summary(samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this"))
+    drifts = [f"{row.phase} drifts by {row.drift:+.0%}" for row in found[found["drifting"]].itertuples()]
+    return drifts + [f"{row.phase} is unstable" for row in found[found["unstable"]].itertuples()]
 
 
 def _timed(samples: pd.DataFrame) -> pd.DataFrame:
@@ -62,12 +71,11 @@ def _describe(values: np.ndarray) -> dict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs side by side.
+    """Two settings side by side, each with every run that repeats it.
 
-    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASURE` with ``n_a, n_b``
-    repetitions, the medians over them ``median_a, median_b``, ``ratio`` (b over a), its 95% bootstrap interval ``low,
-    high``, and ``note`` where there is no interval. `hidden`: how many measurements were left out because their
-    interval holds 1.
+    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASURE` with ``n_a, n_b`` runs, the
+    medians over them ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``, and ``note`` where there
+    is no interval. `hidden`: how many measurements were left out because their interval holds 1.
     """
 
     settings: pd.DataFrame
@@ -76,58 +84,86 @@ class Comparison:
 
 
 def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Comparison:
-    """Compare two logged runs. Raises InputError when the log lacks one of them."""
-    runs = [_settings(run_id, root) for run_id in (run_a, run_b)]
-    names = [name for name in dict.fromkeys([*runs[0], *runs[1]]) if runs[0].get(name) != runs[1].get(name)]
-    differing = [(name, *(run.get(name) for run in runs)) for name in names]
+    """Compares what two logged runs stand for: each run with all that repeat its setting on the same machine and code.
+
+    A run is one process, and processes differ by more than calls within one do, so runs are the evidence: one value
+    each, its median over repetitions. Fewer than three rounds in which both were measured answer "not enough runs",
+    and so does one measured after the other, since a machine that warms up meanwhile would look like a difference.
+
+    The interval is Student's for the difference of mean logarithms, at a confidence that makes one false alarm in a
+    hundred comparisons, however many measurements a comparison holds (Bonferroni). Raises InputError when the log lacks
+    one of the runs.
+    """
+    runs = load("runs", root)
+    a, b = (_repeats(run_id, runs) for run_id in (run_a, run_b))
+    if set(a["run_id"]) & set(b["run_id"]):  # two runs of one setting: each stands for itself
+        a, b = (runs[runs["run_id"] == run_id] for run_id in (run_a, run_b))
+    described = [_settings(group.loc[group["run_id"] == run_id].iloc[0]) for run_id, group in ((run_a, a), (run_b, b))]
+    names = [name for name in dict.fromkeys([*described[0], *described[1]]) if described[0].get(name) != described[1].get(name)]
+    differing = [(name, *(run.get(name) for run in described)) for name in names]
     settings = pd.DataFrame(differing, columns=["setting", "a", "b"], dtype=object)
-    measures = _ratios(load("samples", root, {"run_id": run_a}), load("samples", root, {"run_id": run_b}))
+    samples = [load("samples", root, {"run_id": group["run_id"].tolist()}) for group in (a, b)]
+    measures = _ratios(*samples, rounds(a["run_id"].tolist(), b["run_id"].tolist()))
     same = (measures["low"] <= 1) & (measures["high"] >= 1)
     return Comparison(settings, measures[~same].reset_index(drop=True), int(same.sum()))
 
 
-def _settings(run_id: str, root: Path | str | None) -> dict:
-    """What a run row says, without what identifies it; JSON columns opened to ``config.depth`` and the like."""
-    found = load("runs", root, {"run_id": run_id})
+def rounds(a: list[str], b: list[str]) -> int:
+    """How many interleaved repetitions two sets of runs hold: how often, in time, both had been run equally often."""
+    order = sorted([(run_id, 1) for run_id in a] + [(run_id, -1) for run_id in b])  # run ids sort by time
+    return int((np.cumsum([side for _, side in order]) == 0).sum())
+
+
+def _repeats(run_id: str, runs: pd.DataFrame) -> pd.DataFrame:
+    """The run and the good ones that repeat it: same setting, machine and code. A run without a setting repeats nothing."""
+    found = runs[runs["run_id"] == run_id]
     if found.empty:
         raise InputError("run", run_id, "a run in the log", "list them with `workbench log`")
-    row = found.drop(columns=_IDENTITY).iloc[0].dropna().to_dict()
+    if found["setting"].isna().iloc[0]:
+        return found
+    alike = runs[(runs["status"] == "ok") | (runs["run_id"] == run_id)]
+    for name in _SAME:
+        value = found[name].iloc[0]
+        alike = alike[alike[name].isna() if pd.isna(value) else alike[name] == value]
+    return alike
+
+
+def _settings(run: pd.Series) -> dict:
+    """What a run row says, without what identifies it; JSON columns opened to ``config.depth`` and the like."""
+    row = run.drop(_IDENTITY).dropna().to_dict()
     for name in sorted(JSON_COLUMNS & row.keys()):
         row |= {f"{name}.{key}": value for key, value in json.loads(row.pop(name)).items()}
-    return row
+    return {name: value for name, value in row.items() if name not in _INCIDENTAL}
 
 
-def _ratios(a: pd.DataFrame, b: pd.DataFrame) -> pd.DataFrame:
-    """Every measurement that either run has, with the ratio of medians where both have it."""
-    pairs = pd.merge(_repetitions(a), _repetitions(b), on=MEASURE, how="outer", suffixes=("_a", "_b"))
-    values = zip(pairs.pop("value_a"), pairs.pop("value_b"))
-    ratios = [_ratio(*(np.array(v if isinstance(v, list) else []) for v in pair)) for pair in values]
-    return pairs.join(pd.DataFrame(ratios, columns=list(_ratio(np.ones(1), np.ones(1)))))
+def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
+    """Every measurement that either side has, with the ratio of medians where both have it."""
+    pairs = pd.merge(_by_run(a), _by_run(b), on=MEASURE, how="outer", suffixes=("_a", "_b"))
+    values = [[np.array(v if isinstance(v, list) else []) for v in pair] for pair in zip(pairs.pop("value_a"), pairs.pop("value_b"))]
+    confidence = 1 - _FALSE_ALARMS / max(sum(len(x) > 0 < len(y) for x, y in values), 1)
+    ratios = [_ratio(*pair, interleaved, confidence) for pair in values]
+    return pairs.join(pd.DataFrame(ratios, columns=list(_ratio(np.ones(1), np.ones(1), 0, 0.9))))
 
 
-def _repetitions(samples: pd.DataFrame) -> pd.DataFrame:
-    """One value per repetition, its median: calls of one sequence are no independent evidence."""
-    values = _timed(samples).groupby([*MEASURE, "repetition"], dropna=False)["value"].median()
+def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
+    """One value per run: the median over its repetitions of their medians, since calls of one sequence are no evidence."""
+    each = _timed(samples).groupby([*MEASURE, "run_id", "repetition"], dropna=False)["value"].median()
+    values = each.groupby([*MEASURE, "run_id"], dropna=False).median()
     return values.groupby(MEASURE, dropna=False).agg(list).reset_index()
 
 
-def _ratio(a: np.ndarray, b: np.ndarray) -> dict:
+def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) -> dict:
     row = {"n_a": len(a), "n_b": len(b), "median_a": np.nan, "median_b": np.nan, "ratio": np.nan}
     row |= {"low": np.nan, "high": np.nan, "note": None}
     row |= {f"median_{name}": np.median(values) for name, values in (("a", a), ("b", b)) if len(values)}
     if not (len(a) and len(b)):
-        return row | {"note": "in one run only"}
+        return row | {"note": "on one side only"}
     if min(a.min(), b.min()) <= 0:
         return row | {"note": "not positive"}
     row["ratio"] = row["median_b"] / row["median_a"]
-    if min(len(a), len(b)) < MIN_REPETITIONS:
+    if min(interleaved, len(a), len(b)) < MIN_ROUNDS:
         return row | {"note": "not enough runs"}
-    interval = stats.bootstrap(
-        (b, a),
-        lambda b, a, axis: np.median(b, axis) / np.median(a, axis),
-        paired=False,
-        n_resamples=2000,
-        method="percentile",  # BCa is undefined where medians of resamples tie, as they do here
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return row | {"low": interval.low, "high": interval.high}
+    if not (np.ptp(a) or np.ptp(b)):  # such as counts: no spread, nothing to infer
+        return row | {"low": row["ratio"], "high": row["ratio"]}
+    interval = stats.ttest_ind(np.log(b), np.log(a)).confidence_interval(confidence)
+    return row | {"low": float(np.exp(interval.low)), "high": float(np.exp(interval.high))}

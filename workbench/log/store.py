@@ -18,7 +18,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError
-from workbench.log import tables
+from workbench.log import cache, tables
 from workbench.log.tables import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
 
 _VERSION_KEY = b"workbench.log.version"
@@ -67,7 +67,9 @@ def append(
     if path.exists():
         raise InputError(f"log table {table}", f"run {run_id} written already", "one file per run", "use a new run id")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(data, path)
+    buffer = pa.BufferOutputStream()
+    pq.write_table(data, buffer)
+    _write_whole(buffer.getvalue(), path)
     return path
 
 
@@ -80,15 +82,49 @@ def load(table: str, root: Path | str | None = None, where: Mapping | str | None
     Raises InputError for an unknown table, column or value, and for a file that is torn, of an unknown version, or has
     columns that the table has not.
     """
-    folder, schema = _folder(table, root), SCHEMAS[table]
+    folder = _folder(table, root)
     keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
-    versions = {path: _file_version(path, table) for path in sorted(folder.glob("[!.]*.parquet"))}
+    if isinstance(where, Mapping) and where.get("run_id") is not None:  # a file is named after its run
+        wanted = (folder / f"{run_id}.parquet" for run_id in _several(where["run_id"]))
+        found = _read([path for path in wanted if path.is_file()], table)
+    else:
+        found = cache.gathered(folder, _fingerprint(table), lambda paths: _read(paths, table))
+    frame = found.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
+    return _query(frame, where) if isinstance(where, str) else frame
+
+
+def files(root: Path | str) -> dict[str, bytes]:
+    """Every file of the log at `root`: ``table/run_id.parquet`` → contents, what `adopt` takes."""
+    found = sorted(Path(root).glob("*/[!.]*.parquet"))
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+
+
+def adopt(found: Mapping[str, bytes], root: Path | str | None = None) -> str:
+    """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed is whole.
+
+    Files that are there already are left alone, since a run's files never change. Returns the run id.
+    """
+    for name, contents in sorted(found.items(), key=lambda item: item[0].startswith("runs/")):
+        table, _, file = name.partition("/")
+        path = _folder(table, root) / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _write_whole(contents, path)
+    return path.stem
+
+
+def _fingerprint(table: str) -> str:
+    """What gathered rows of this table must have been made with."""
+    return f"{tables.version(table)} {SCHEMAS[table].to_string()}"
+
+
+def _read(paths: Sequence[Path], table: str) -> pa.Table:
+    """The rows of some files in the current schema; whatever cannot be read faithfully is refused by name."""
+    schema, versions = SCHEMAS[table], {path: _file_version(path, table) for path in paths}
     current = [path for path, version in versions.items() if version == tables.version(table)]
     older = [_migrated(path, table, version) for path, version in versions.items() if version < tables.version(table)]
-    lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default").filter(keep)
-    found = ds.dataset(current, schema=schema, format="parquet").to_table(filter=keep)
-    frame = pa.concat_tables([lifted, found]).to_pandas(types_mapper=_PANDAS_TYPES.get)
-    return _query(frame, where) if isinstance(where, str) else frame
+    lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default")
+    return pa.concat_tables([lifted, ds.dataset(current, schema=schema, format="parquet").to_table()])
 
 
 def _folder(table: str, root: Path | str | None) -> Path:
@@ -136,12 +172,12 @@ def _json_text(value: Mapping | str) -> str:
     return text
 
 
-def _write_whole(data: pa.Table, path: Path) -> None:
+def _write_whole(data: bytes | pa.Buffer, path: Path) -> None:
     """Write to a dot-file beside the target, flush it to disk, rename: the target is whole or absent."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("wb") as file:
-            pq.write_table(data, file)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -179,13 +215,17 @@ def _expression(table: str, where: Mapping) -> ds.Expression:
     for name, wanted in where.items():
         if name not in schema.names:
             raise InputError(f"filter on {table}", f"column {name!r}", f"one of {schema.names}", "correct the name")
-        values = list(wanted) if isinstance(wanted, (list, tuple, set)) else [wanted]
+        values = _several(wanted)
         try:
             keep &= ds.field(name).isin(pa.array(values, schema.field(name).type))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             kind = str(schema.field(name).type)
             raise InputError(f"filter on {table}, {name}", repr(wanted), f"type {kind}", "correct the value") from error
     return keep
+
+
+def _several(wanted) -> list:
+    return list(wanted) if isinstance(wanted, (list, tuple, set)) else [wanted]
 
 
 def _query(frame: pd.DataFrame, where: str) -> pd.DataFrame:

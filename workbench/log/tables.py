@@ -27,7 +27,8 @@ def _schema(lines: str) -> pa.Schema:
 
 
 SCHEMAS: dict[str, pa.Schema] = {
-    # One row: what ran, on what, with which settings, and how it ended.
+    # One row: what ran, on what, with which settings, and how it ended. Runs of one `setting` are its repetitions, each in
+    # a process of its own; `round` numbers them.
     "runs": _schema("""
         text: run_id!
         time: time
@@ -36,6 +37,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: commit versions platform chip os_build power_source thermal
         int:  memory_bytes
         text: runtime precision compute_units placement placement_source
+        text: setting
+        int:  round
         bool: fast
         int:  max_seq_len t_max T batch layers_per_shard
         text: compress kv_write layout states moe
@@ -67,9 +70,13 @@ SCHEMAS: dict[str, pa.Schema] = {
         float: cosine psnr_db max_abs
         bool:  finite routing_tie
     """),
+    # A figure (`plot` names the function that draws it) or a table of a write-up, with the data it shows.
+    "exhibits": _schema("""
+        text: run_id! name! caption! plot data! options!
+    """),
 }
 
-JSON_COLUMNS = {"config", "versions", "placement"}
+JSON_COLUMNS = {"config", "versions", "placement", "data", "options"}
 
 ALLOWED = {
     "status": {"ok", "invalid", "failed", "skipped"},

@@ -7,8 +7,9 @@ ValueError when they do not say one thing.
 """
 
 from workbench.plots.cache import cache_rows
-from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, speed
-from workbench.plots.fidelity import error_by_position, error_parts, fidelity_grid, fidelity_heatmap, update_cosine_bars
+from workbench.plots.choice import roofline, speed_against_fidelity
+from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, ratios, speed
+from workbench.plots.fidelity import error_by_position, error_parts, fidelity_grid, fidelity_heatmap, layer_parts, update_cosine_bars
 from workbench.plots.figure import save, style
 from workbench.plots.overflow import headroom, mask_leaks
 
@@ -21,11 +22,15 @@ __all__ = [
     "fidelity_heatmap",
     "headroom",
     "layer_ms",
+    "layer_parts",
     "mask_leaks",
     "memory_bar",
     "parts_bar",
+    "ratios",
+    "roofline",
     "save",
     "speed",
+    "speed_against_fidelity",
     "style",
     "update_cosine_bars",
 ]

@@ -74,11 +74,13 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     """Stacked bars of what must be resident, one per setting, over hollow bars of what machines have.
 
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
-    in the order given. `budget` maps a machine's name to its memory in bytes.
+    in the order given. `budget` maps a machine's name to its memory in bytes; it may be empty.
     """
-    table = parts.pivot(index="setting", columns="part", values="bytes").astype(float).fillna(0) / _GIB
+    table = parts.pivot(index="setting", columns="part", values="bytes").astype(float).fillna(0)
     table = table.loc[parts["setting"].drop_duplicates(), parts["part"].drop_duplicates()]
-    machines = pd.Series(budget, dtype=float) / _GIB
+    widest = max(table.sum(axis=1).max(), *budget.values(), 0)
+    scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
+    table, machines = table / scale, pd.Series(budget, dtype=float) / scale
     ax = axes(ax, 6.5, 0.9 + 0.25 * (len(table) + len(machines)))
     left = pd.Series(0.0, table.index)
     for hatch, part in zip(_HATCHES, table):
@@ -87,10 +89,10 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
     ax.vlines(machines, -0.5, range(len(table), len(table) + len(machines)), "black", "dashed", linewidth=0.8)
     for name, total in pd.concat([left, machines]).items():
-        text = ax.annotate(f"{total:.2f} GiB", (total, name), (4, 0), textcoords="offset points", va="center")
+        text = ax.annotate(f"{total:.2f} {unit}", (total, name), (4, 0), textcoords="offset points", va="center")
         text.set_bbox(_ON_LINES)
-    bars, widest = len(table) + len(machines), max(left.max(), machines.max())
-    ax.set(xlabel="GiB", xlim=(0, 1.14 * widest), ylim=(bars - 0.5, -0.5))
+    bars = len(table) + len(machines)
+    ax.set(xlabel=unit, xlim=(0, 1.14 * widest / scale), ylim=(bars - 0.5, -0.5))
     ax.tick_params(axis="y", length=0)
     ax.set_title("resident memory")
     legend_above(ax, ax.get_legend_handles_labels()[0])
@@ -120,3 +122,27 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
         ax.set(title=f"{row.name.replace('_', ' ')}: {row.ratio:.2f}×", ylabel=row.unit)
         ax.grid(axis="y")
     return figure
+
+
+@style()
+def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Run B over run A: a dot per measurement with its interval; hollow where there are too few runs for one.
+
+    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives.
+    """
+    shown = measures.dropna(subset="ratio")
+    names = [" ".join(str(v) for v in (r.phase, r.shard, f"T {r.T}", f"depth {r.depth}") if "<NA>" not in str(v) and v == v and v)
+             for r in shown.itertuples()]  # fmt: skip
+    ax = axes(ax, 6.0, 1.0 + 0.22 * len(shown))
+    for y, row in enumerate(shown.itertuples()):
+        sure = row.low == row.low
+        if sure:
+            ax.plot([row.low, row.high], [y, y], "-", color="#0072B2", marker="|")
+        ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor="#0072B2" if sure else "white")
+        ax.annotate(f"{row.ratio:.3g}×", (row.ratio, y), (0, 5), textcoords="offset points", ha="center", fontsize=7)
+    ax.axvline(1, color="black", linewidth=1, linestyle="--")
+    ax.set_yticks(range(len(shown)), labels=names)
+    ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))
+    ax.grid(axis="x")
+    ax.set_title("B against A")
+    return ax

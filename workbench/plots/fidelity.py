@@ -216,6 +216,26 @@ def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 @style()
+def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> Axes:
+    """How the error of one layer splits: a bar per part on a log scale, with its figure; parts not measured say so.
+
+    `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``, ``cross`` are left out.
+    """
+    row = parts[parts["layer"] == layer].iloc[0].drop(["layer", "rss", "cross", "run_id"], errors="ignore").astype(float)
+    ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
+    least = row[row > 0].min() / 10
+    ax.barh(row.index, row.where(row > 0, least), 0.6, color=["#0072B2" if name != "total" else "0.4" for name in row.index])
+    for name, value in row.items():
+        said = "not measured" if value != value else f"{value:.2g}"
+        ax.annotate(said, (value if value > 0 else least, name), (4, 0), textcoords="offset points", va="center")
+    ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", length=0)
+    ax.set_title(f"error of layer {layer}, split")
+    return ax
+
+
+@style()
 def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Error along the sequence: one line per part on a log scale, the median over layers; the total dashed.
 

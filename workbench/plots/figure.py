@@ -5,8 +5,8 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
@@ -53,9 +53,13 @@ _UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
 
 
-def style() -> AbstractContextManager:
+@contextmanager
+def style() -> Iterator[None]:
     """The look of every figure here, as a context or a decorator for figures of your own."""
-    return matplotlib.rc_context(STYLE)
+    with matplotlib.rc_context(STYLE):
+        yield
+        interactive = matplotlib.is_interactive()
+    matplotlib.interactive(interactive)  # a notebook's backend loads with its first figure: leave on what it turned on
 
 
 def save(

@@ -26,8 +26,8 @@ def resolve(runtime: str = "auto") -> str:
 
 
 def load(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared", fast: bool = False,
-         compute_units: str = "CPU_AND_NE") -> Model:  # fmt: skip
-    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, `compute_units` Core ML."""
+         compute_units: str = "CPU_AND_NE", hints: dict | None = None, function: str | None = None) -> Model:  # fmt: skip
+    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML."""
     if resolve(runtime) == "portable":
         from .portable import PortableModel
 
@@ -36,7 +36,7 @@ def load(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str 
         raise InputError("compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one")
     from .coreml import CoreMLModel
 
-    return CoreMLModel(bundle, shard, compute_units)
+    return CoreMLModel(bundle, shard, compute_units, hints, function)
 
 
 __all__ = ["COMPUTE_UNITS", "Model", "RUNTIMES", "State", "coreml_available", "load", "resolve"]

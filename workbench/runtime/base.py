@@ -22,6 +22,7 @@ class Model(Protocol):
     """One loaded shard."""
 
     shard: Shard
+    loading_ms: dict[str, float | None]  # compile, load, first_predict; None where it did not happen or is not known
 
     def make_state(self) -> "State":
         """Fresh state, zeros; it belongs to this model alone."""

@@ -1,11 +1,43 @@
-"""Runs a shard through coremltools and Core ML (macOS 15 or later). Nothing of this is measured off a Mac."""
+"""Runs a shard through coremltools and Core ML (macOS 15 or later). Nothing of this is measured off a Mac.
+
+Shards are compiled once and kept beside the bundle, under a hash of what they were compiled from and by; every later
+process loads the compiled model.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from workbench.bundle import Bundle, Shard
+from workbench.errors import InputError
 from workbench.quiet import coremltools
 
 from .base import State, check_inputs
+
+HINTS = {"reshapeFrequency": "ReshapeFrequency", "specializationStrategy": "SpecializationStrategy",
+         "allowLowPrecisionAccumulationOnGPU": None}  # fmt: skip  (hint → coremltools' enumeration; None: a bool)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One compute operation of a compute plan: where Core ML prefers to run it, what else could, its share of the cost.
+
+    `preferred` is ane, gpu or cpu; None where the plan says nothing. `cost` is a fraction of the model, no time.
+    """
+
+    op: str
+    name: str
+    preferred: str | None
+    supported: tuple[str, ...]
+    cost: float | None
 
 
 class Handle:
@@ -22,13 +54,51 @@ class Handle:
 
 
 class CoreMLModel:
-    """One shard as an `MLModel`; `compute_units` is a name of coremltools' ComputeUnit."""
+    """One shard as a `CompiledMLModel`.
 
-    def __init__(self, bundle: Bundle, shard: Shard, compute_units: str):
+    Args:
+        compute_units: a name of coremltools' ComputeUnit.
+        hints: optimization hints by Core ML's names, values as their enumerations spell them.
+        function: the function to run (default: the model's own default).
+
+    Raises:
+        InputError: a shard that Core ML does not compile or load; a hint that it does not know.
+    """
+
+    def __init__(self, bundle: Bundle, shard: Shard, compute_units: str, hints: dict | None = None,
+                 function: str | None = None):  # fmt: skip
         ct = coremltools()
-
         self.shard, self.t_max = shard, bundle.manifest.options.t_max
-        self.model = ct.models.MLModel(str(bundle.package(shard)), compute_units=ct.ComputeUnit[compute_units])
+        self.function, self.units = function, ct.ComputeUnit[compute_units]
+        self.loading_ms: dict[str, float | None] = {"compile": None, "load": None, "first_predict": None}
+        chosen = _hints(ct, hints or {})
+        try:
+            self.compiled = self._compile(bundle)
+            start = time.perf_counter()
+            self.model = ct.models.CompiledMLModel(str(self.compiled), self.units, function, chosen or None)
+        except RuntimeError as problem:  # what Core ML's binding raises for models it does not take
+            raise InputError(f"shard {shard.name}", str(problem).strip(), f"a model that Core ML runs on {compute_units}",
+                             "see the message; try other --compute-units") from problem  # fmt: skip
+        self.loading_ms["load"] = (time.perf_counter() - start) * 1e3
+
+    def _compile(self, bundle: Bundle) -> Path:
+        """The compiled shard: from the cache, or compiled into it, whole or not at all."""
+        target = compiled_path(bundle, self.shard)
+        if target.exists():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
+        start = time.perf_counter()
+        try:
+            coremltools().models.utils.compile_model(str(bundle.package(self.shard)), str(temporary))
+            self.loading_ms["compile"] = (time.perf_counter() - start) * 1e3
+            os.rename(temporary, target)
+        except OSError:
+            if not target.exists():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return target
 
     def make_state(self) -> State:
         return State(self.shard, Handle(self.model.make_state()))
@@ -36,5 +106,58 @@ class CoreMLModel:
     def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
         typed = {n: v if v.dtype == np.int32 else v.astype(np.float16) for n, v in inputs.items()}
-        outputs = self.model.predict(typed, state.raw.state) if state else self.model.predict(typed)
+        start = time.perf_counter()
+        outputs = self.model.predict(typed, state.raw.state if state else None)
+        if self.loading_ms["first_predict"] is None:
+            self.loading_ms["first_predict"] = (time.perf_counter() - start) * 1e3
         return {name: np.asarray(value, np.float32) for name, value in outputs.items()}
+
+    def plan(self) -> list[Placed]:
+        """Where Core ML plans to run every compute operation, nested blocks included; constants are left out."""
+        plans = coremltools().models.compute_plan
+        try:
+            plan = plans.MLComputePlan.load_from_path(str(self.compiled), self.units)
+        except ValueError as problem:  # coremltools' way to say that this system has none
+            raise InputError(f"plan of shard {self.shard.name}", str(problem), "MLComputePlan, from macOS 14.4 on",
+                             "ask for the placement on a Mac") from problem  # fmt: skip
+        functions = plan.model_structure.program.functions
+        return list(_placed(plan, functions[self.function or "main"].block))
+
+
+def compiled_path(bundle: Bundle, shard: Shard) -> Path:
+    """Where a shard's compiled model is kept: beside the bundle, by what it is made from, coremltools and macOS."""
+    made_from = [sorted((f.path, f.sha256) for f in shard.files), coremltools().__version__, platform.mac_ver()[0],
+                 platform.version()]  # fmt: skip
+    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    return bundle.root.parent / f".{bundle.root.name}.compiled" / f"{shard.name}-{key}.mlmodelc"
+
+
+def _hints(ct, hints: dict) -> dict:
+    """Hints as coremltools takes them."""
+    unknown = sorted(hints.keys() - HINTS.keys())
+    if unknown:
+        raise InputError("optimization hints", ", ".join(unknown), f"some of {', '.join(HINTS)}", "correct the name")
+    found = {}
+    for name, value in hints.items():
+        kinds = getattr(ct, HINTS[name]) if HINTS[name] else {"True": True, "False": False}
+        known = list(kinds.__members__) if HINTS[name] else list(kinds)
+        if str(value) not in known:
+            raise InputError(f"optimization hint {name}", repr(value), f"one of {', '.join(known)}", "choose one")
+        found[name] = kinds[str(value)]
+    return found
+
+
+def _placed(plan, block):
+    kind = coremltools().models.compute_device
+    devices = {kind.MLNeuralEngineComputeDevice: "ane", kind.MLGPUComputeDevice: "gpu", kind.MLCPUComputeDevice: "cpu"}
+    for op in block.operations:
+        name = op.operator_name.rpartition(".")[2]
+        if name != "const" and not name.startswith("constexpr_"):
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
+            cost = plan.get_estimated_cost_for_mlprogram_operation(op)
+            yield Placed(name, op.outputs[0].name if op.outputs else "",
+                         devices.get(type(usage.preferred_compute_device)) if usage else None,
+                         tuple(devices[type(d)] for d in usage.supported_compute_devices if type(d) in devices) if usage else (),
+                         cost.weight if cost else None)  # fmt: skip
+        for inner in op.blocks:
+            yield from _placed(plan, inner)

@@ -1,0 +1,178 @@
+"""JupyterLab in headless Chromium, as a researcher uses it: a server on a copy of the project, and an open notebook.
+
+Everything JupyterLab would read from or write to the user's home goes to a folder of its own.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+)
+SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
+            "apputils-extension/notification": {"fetchNews": "false"}}  # fmt: skip
+LIMIT_S = 300
+
+
+def chromium() -> str | None:
+    """The browser of this machine, or None."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+@contextmanager
+def serve(project: Path, home: Path):
+    """Runs JupyterLab on `project`; gives its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in SETTINGS.items():
+        path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(value))
+    names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_WORKSPACES_DIR")
+    homes = {name: str(home / name.lower()) for name in names} | {"JUPYTERLAB_SETTINGS_DIR": str(home / "settings")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
+    command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
+    command += ["--KernelManager.transport=ipc"]
+    with (home / "server.log").open("w") as said:
+        server = subprocess.Popen(command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait(lambda: _answers(f"{address}/api"), 60, f"JupyterLab did not start, see {home / 'server.log'}")
+        yield address
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def _wait(ready, seconds: float, otherwise: str, every: float = 0.2):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := ready():
+            return found
+        time.sleep(every)
+    raise AssertionError(otherwise)
+
+
+class Notebook:
+    """One notebook in the browser.
+
+    Args:
+        page: a Playwright page.
+        address: of the server.
+        path: the notebook in the project.
+        shots: folder for screenshots.
+    """
+
+    def __init__(self, page, address: str, path: Path, shots: Path):
+        self.page, self.path, self.shots = page, path, shots
+        shots.mkdir(parents=True, exist_ok=True)
+        page.goto(f"{address}/lab/tree/notebooks/{path.name}?reset", wait_until="load")
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        self._in_lab("sessionContext.ready.then(() => true)")
+
+    def _in_lab(self, expression: str):
+        return self.page.evaluate(f"window.jupyterapp.shell.currentWidget.{expression}")
+
+    def run_all(self) -> None:
+        """Run > Run All Cells, until the kernel rests and every code cell has run or one has failed."""
+        self.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
+        self.page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
+        cells = "content.model.sharedModel.cells.filter(c => c.cell_type === 'code')"
+        failed = "some(c => c.outputs.some(o => o.output_type === 'error'))"
+        _wait(
+            lambda: (
+                self._in_lab("sessionContext.session.kernel.status") == "idle"
+                and (self._in_lab(f"{cells}.every(c => c.execution_count)") or self._in_lab(f"{cells}.{failed}"))
+            ),
+            LIMIT_S,
+            f"{self.path.name} did not finish in {LIMIT_S} s",
+        )
+
+    def save(self) -> nbformat.NotebookNode:
+        """Saves; gives what is on disk."""
+        self._in_lab("context.save().then(() => true)")
+        return nbformat.read(self.path, as_version=4)
+
+    def errors(self) -> list[str]:
+        """What went wrong: error outputs of cells, and callback errors that widgets show."""
+        raised = [
+            o["ename"] + ": " + o["evalue"]
+            for c in self.save().cells
+            for o in c.get("outputs", [])
+            if o["output_type"] == "error"
+        ]
+        return raised + self.page.locator(".workbench-error").all_inner_texts()
+
+    def widget(self, name: str) -> "Widget | None":
+        """The first widget of a kind (`explorer`, `planner`, `compare`), if there is one."""
+        found = self.page.locator(f".workbench-{name}")
+        return Widget(self, found.first) if found.count() else None
+
+    def shoot(self, suffix: str = "") -> None:
+        """Keeps the notebook as pictures of one screen each."""
+        height = self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
+        for i, top in enumerate(range(0, height, 900)):
+            self.page.evaluate(f"document.querySelector('.jp-WindowedPanel-outer').scrollTop = {top}")
+            self.page.wait_for_timeout(150)
+            self.page.screenshot(path=self.shots / f"{self.path.stem}{suffix}-{i}.png")
+
+
+class Widget:
+    """A widget of the workbench in an open notebook, moved as a person would."""
+
+    def __init__(self, notebook: Notebook, box):
+        self.notebook, self.box, self.picture = notebook, box, box.locator("img.workbench-picture").first
+
+    def changes(self, action) -> None:
+        """Does `action` and waits until the picture is another one."""
+        before = self.picture.get_attribute("src")
+        action()
+        _wait(
+            lambda: self.notebook.errors() or self.picture.get_attribute("src") != before,
+            60,
+            "the picture did not change",
+        )
+        assert not self.notebook.errors(), self.notebook.errors()
+
+    def move_slider(self, name: str, steps: int = 1) -> None:
+        """Moves a slider with the keyboard."""
+        handle = self.box.locator(f".widget-hslider:has(label:text-is('{name}')) .noUi-handle").first
+        handle.scroll_into_view_if_needed()
+        handle.focus()
+        for _ in range(abs(steps)):
+            self.notebook.page.keyboard.press("ArrowRight" if steps > 0 else "ArrowLeft")
+
+    def select(self, name: str, **entry) -> None:
+        """Chooses an entry of a dropdown by `label` or `index`."""
+        self.box.locator(f".widget-dropdown:has(label:text-is('{name}')) select").first.select_option(**entry)
+
+    def click_picture(self, x: float, y: float) -> None:
+        """Clicks at fractions of the picture's size."""
+        size = self.picture.bounding_box()
+        self.picture.click(position={"x": size["width"] * x, "y": size["height"] * y})
+
+    def press(self, label: str) -> None:
+        self.box.locator(f"button:has-text('{label}')").first.click()

@@ -1,0 +1,162 @@
+"""Every notebook in JupyterLab: Run All ends without an error, widgets follow, figures are on disk and in the log.
+
+Screenshots stay in build/screens. Without Chromium the notebooks run headless in tests/test_notebooks.py instead.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+from browser.lab import FLAGS, Notebook, chromium, serve
+from safetensors.numpy import load_file, save_file
+from test_notebooks import SMALL
+
+from workbench import log, report
+from workbench.models import checkpoint
+from workbench.notebook import set_parameters
+
+pytestmark = pytest.mark.skipif(
+    chromium() is None,
+    reason="no Chromium here: install it (apt-get install chromium) to test the notebooks in a browser",
+)
+ROOT = Path(__file__).parents[2]
+SHOTS = ROOT / "build" / "screens"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of what notebooks read, with the notebooks at test size."""
+    copy = tmp_path_factory.mktemp("project")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    shutil.copytree(ROOT / "data", copy / "data", ignore=shutil.ignore_patterns("bundles", "golden"))
+    (copy / "notebooks").mkdir()
+    for source in (ROOT / "notebooks").glob("*.ipynb"):
+        found = nbformat.read(source, as_version=4)
+        set_parameters(found, SMALL[source.stem[:2]])
+        nbformat.write(found, copy / "notebooks" / source.name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def lab(project, tmp_path_factory):
+    """Opens a notebook by name: lab("05_stateful_kv_cache") → Notebook."""
+    from playwright.sync_api import sync_playwright
+
+    with serve(project, tmp_path_factory.mktemp("home")) as address, sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
+        yield lambda name: Notebook(
+            browser.new_page(viewport={"width": 1280, "height": 1000}),
+            address,
+            project / "notebooks" / f"{name}.ipynb",
+            SHOTS,
+        )
+        browser.close()
+
+
+def opened(lab, name: str) -> Notebook:
+    notebook = lab(name)
+    notebook.run_all()
+    notebook.shoot()
+    assert not notebook.errors(), notebook.errors()
+    for cell in notebook.save().cells:
+        if "study.figure(" in cell.source:
+            assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
+    return notebook
+
+
+def plotted(project: Path, number: str) -> pd.DataFrame:
+    """The experiment's figures: each in three formats, with a text alternative and runs that the log has."""
+    root, figures = project / "experiments" / "log", report.folder(number, project / "experiments" / "log") / "figures"
+    sidecars = [json.loads(path.read_text()) | {"stem": path.stem} for path in figures.glob("*.json")]
+    known = set(log.load("runs", root=root)["run_id"])
+    for about in sidecars:
+        assert about["alt"] and set(about["run_ids"]) <= known
+        assert all((figures / f"{about['stem']}.{suffix}").stat().st_size > 1000 for suffix in ("svg", "pdf", "png"))
+    return pd.DataFrame(sidecars)
+
+
+def move(notebook: Notebook) -> None:
+    """Moves every control of every widget, chooses a cell: each changes the picture."""
+    if explorer := notebook.widget("explorer"):
+        explorer.changes(lambda: explorer.move_slider("T"))
+        explorer.changes(lambda: explorer.select("tensor", label="k"))
+        explorer.changes(lambda: explorer.select("metric", label="PSNR (dB)"))
+        explorer.changes(lambda: explorer.click_picture(0.4, 0.25))
+        explorer.changes(lambda: explorer.select("tensor", label="update"))
+    if planner := notebook.widget("planner"):
+        planner.changes(lambda: planner.move_slider("max_seq_len", 2))
+        planner.changes(lambda: planner.select("compress", label="int8-tensor"))
+    if compare := notebook.widget("compare"):
+        compare.changes(lambda: compare.select("A", index=2))
+    notebook.shoot("-moved")
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "notebooks").glob("*.ipynb")))
+def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
+    notebook = opened(lab, name)
+    move(notebook)
+    assert len(plotted(project, name[:2]))
+    assert report.experiment(name[:2]).question in (project / "experiments" / name / "report.md").read_text()
+    notebook.page.close()
+
+
+def written(project: Path, name: str, *cells: str) -> str:
+    """A notebook of these cells, beside the others."""
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbformat.write(made, project / "notebooks" / f"{name}.ipynb")
+    return name
+
+
+EXPLORER = """from workbench.widgets import Explorer
+explorer = Explorer({"checkpoint": "data/tiny-llama", "experiment": "34", "validate_ids": [1, 4, 69, 173],
+                     "export": {"max_seq_len": [16], "t_max": [2]}, "run": {"T": [1, 2], "n_gen": 2, "repetitions": 1}})
+explorer"""
+
+
+def test_the_run_button_makes_what_is_missing_and_the_figure_can_be_saved(lab, project):
+    notebook = opened(lab, written(project, "run_button", EXPLORER))
+    explorer = notebook.widget("explorer")
+    explorer.changes(lambda: explorer.press("Run what is missing"))
+    explorer.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=60_000)
+    explorer.press("Save figure")
+    explorer.box.locator("text=saved explorer-update-S16-T1-fp16").wait_for(timeout=60_000)
+    notebook.shoot()
+    assert "explorer-update-S16-T1-fp16-declared" in set(plotted(project, "34")["stem"])
+    notebook.page.close()
+
+
+def test_a_callback_that_fails_is_seen(lab, project):
+    notebook = opened(lab, written(project, "planted", EXPLORER, "explorer.stored = None"))
+    with pytest.raises(AssertionError, match="TypeError"):
+        notebook.widget("explorer").changes(lambda: notebook.widget("explorer").move_slider("T"))
+    notebook.shoot()
+    notebook.page.close()
+
+
+def test_a_cell_that_fails_is_seen(lab, project):
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        opened(lab, written(project, "broken", "1 / 0", "2"))
+
+
+def test_a_checkpoint_never_seen_goes_to_a_heatmap_with_no_code(lab, project):
+    """A Llama of odd sizes in several files, without a tokenizer: its path is all that is typed."""
+    stranger = project / "data" / "stranger"
+    checkpoint.random(stranger, "llama", hidden_size=72, intermediate_size=100, num_attention_heads=3, num_key_value_heads=1,
+                      head_dim=24, num_hidden_layers=3, vocab_size=211)  # fmt: skip
+    tensors = load_file(stranger / "model.safetensors")
+    (stranger / "model.safetensors").unlink()
+    index = {name: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, name in enumerate(tensors)}
+    for part in set(index.values()):
+        save_file({name: tensors[name] for name in tensors if index[name] == part}, stranger / part)
+    (stranger / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    found = nbformat.read(project / "notebooks" / "05_stateful_kv_cache.ipynb", as_version=4)
+    set_parameters(found, {"CHECKPOINT": "data/stranger"})
+    nbformat.write(found, project / "notebooks" / "stranger.ipynb")
+    notebook = opened(lab, "stranger")
+    shown = plotted(project, "05").set_index("stem").loc["fidelity"]
+    run = log.load("runs", root=project / "experiments" / "log", where={"run_id": shown["run_ids"]})
+    assert set(run["checkpoint"]) == {"stranger"}
+    move(notebook)

@@ -1,0 +1,95 @@
+"""A call in a process of its own: its answer, its refusal, and every way of dying, none of which the caller shares."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from workbench import child
+
+MODULE = """
+import os, signal, sys, threading, time
+from workbench.errors import InputError
+
+def answer(argument):
+    print("chatter on stdout")
+    os.write(2, b"chatter on stderr")
+    return {"got": argument, "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"]}
+
+def refuse(argument):
+    raise InputError("x", "1", "2", "write 2")
+
+def crash(argument):
+    print("E5RT: ANECCompile() FAILED (-14)", file=sys.stderr)
+    print("a line", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), getattr(signal, argument["signal"]))
+
+def raises(argument):
+    raise RuntimeError("Error compiling model: no")
+
+def sleeps(argument):
+    open(argument["pid"], "w").write(str(os.getpid()))
+    time.sleep(600)
+
+def late_thread(argument):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return 7
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "called.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_answers_come_from_another_process_whatever_it_prints(module):
+    found = child.call("called:answer", {"a": [1, None]}, threads=3)
+    assert found.failure is None and found.value["got"] == {"a": [1, None]}
+    assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
+
+
+def test_a_refusal_is_its_message(module):
+    assert child.call("called:refuse", {}).failure == "x: found 1; needs 2. Next: write 2."
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL", "SIGABRT"])
+def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
+    found = child.call("called:crash", {"signal": name})
+    assert found.failure == f"killed by {name}"
+    assert found.lines[0] == "E5RT: ANECCompile() FAILED (-14)" and "a line" in found.lines
+
+
+def test_an_exception_is_its_last_line(module):
+    found = child.call("called:raises", {})
+    assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
+    assert any("Traceback" in line for line in found.lines)
+
+
+def test_what_takes_too_long_is_ended(module, tmp_path):
+    found = child.call("called:sleeps", {"pid": str(tmp_path / "pid")}, timeout_s=1.5)
+    assert found.failure == "no answer in 1.5 s"
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_a_thread_left_behind_does_not_hold_the_answer(module):
+    assert child.call("called:late_thread", {}).value == 7
+
+
+def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
+    code = f"from workbench import child; child.call('called:sleeps', {{'pid': {str(tmp_path / 'pid')!r}}})"
+    caller = subprocess.Popen([sys.executable, "-c", code])
+    while not ((pid := tmp_path / "pid").exists() and pid.read_text()):
+        time.sleep(0.02)
+    caller.send_signal(signal.SIGKILL)
+    caller.wait(10)
+    orphan = int(Path(pid).read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,84 @@
+"""What README and the guide tell people to type exists and is spelled right; links and notebooks named there are there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from workbench.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> list[str]:
+    """Lines of fenced blocks that start with a program, comments cut off, `&&` split."""
+    found = []
+    for page in PAGES:
+        for fence in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            for line in fence.splitlines():
+                found += [
+                    part.strip()
+                    for part in line.split("  #")[0].split(" && ")
+                    if part.startswith(("workbench ", "make "))
+                ]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_in_the_documents_parses(line):
+    program, name, *arguments = shlex.split(line)
+    if program == "make":
+        assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
+    group, arguments = get_command(app), [name, *arguments]
+    while hasattr(group, "commands"):
+        group = group.commands[arguments.pop(0)]
+    group.make_context(group.name, arguments)  # raises UsageError for an option or value it does not know
+
+
+def test_the_tour_runs_as_written(tmp_path, monkeypatch):
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    tour = [c for c in commands() if re.match(r"workbench (doctor|export|check|decode|memory|trace) ", c + " ")]
+    assert len(tour) >= 6
+    for line in tour:
+        if "/models/" not in line and "golden" not in line:
+            arguments = shlex.split(line)[1:]
+            if arguments[0] == "export" and Path(arguments[2]).exists():
+                continue
+            result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+    assert "amber" in result.output or any("decode" in c for c in tour)
+
+
+@pytest.mark.parametrize("name", [None, *sorted(get_command(app).commands)])
+def test_every_command_helps_with_an_example(name):
+    shown = CliRunner().invoke(app, [*([name] if name else []), "--help"])
+    assert shown.exit_code == 0
+    command = get_command(app).commands.get(name)
+    if command is not None and not hasattr(command, "commands"):
+        example = re.search(r"Example: (workbench [^\n]+)", command.help)
+        assert example, f"workbench {name} --help shows no example"
+        group, arguments = get_command(app), shlex.split(example[1])[1:]
+        group.commands[arguments[0]].make_context(name, arguments[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_files_named_in_the_documents_exist():
+    for page in PAGES:
+        for name in re.findall(r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / name).exists() or name.startswith("data/bundles"), f"{page.name}: {name}"
+
+
+def test_readme_names_every_notebook():
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`{p.stem}`" in text for p in (ROOT / "notebooks").glob("*.ipynb"))

@@ -1,0 +1,141 @@
+"""One cell of a sweep, measured: a job (plain JSON values) in, the files of one logged run out.
+
+`run` is the whole of it and the same wherever it runs: it exports the bundle that is missing and measures, each in a
+fresh process, and gives back the log files of that one run, so that whoever asked writes them. What does not come to an
+end is a run too: status `failed`, the reason, and what Core ML said. Knows no grid and no scheduler.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from workbench import child, log, runs
+from workbench import export as exporting
+from workbench.bundle import Bundle, Options
+from workbench.bundle.contract import VERSION
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.eval import golden, residency, speed
+from workbench.eval.validate import validate
+from workbench.models.checkpoint import Checkpoint
+
+MEASURE = "workbench.cell:measure"
+
+
+def run(job: dict, measure: str = MEASURE) -> dict[str, bytes]:
+    """Exports what is missing, measures in a child, and returns the run's log files: path in the log → contents.
+
+    Args:
+        job: {checkpoint, checkpoint_hash, options, run, setting, round, cell, judge_ids, experiment, bundles, timeout_s,
+            attempt}.
+        measure: the function that a fresh process calls; it logs one run into job["root"].
+    """
+    started = time.time()
+    with tempfile.TemporaryDirectory() as root:
+        inner = job | {"root": root, "started": started, "worker": f"{socket.gethostname()}:{os.getpid()}"}
+        outcome = child.Outcome()
+        if not (_path(job) / "bundle.json").exists():
+            outcome = child.call("workbench.cell:prepare", inner, timeout_s=job["timeout_s"])
+        if outcome.failure is None:
+            time.sleep(job["run"]["cool_down_s"])
+            outcome = child.call(measure, inner, threads=job["run"]["threads"], timeout_s=job["timeout_s"])
+        if outcome.failure is not None:
+            failed(inner, outcome.failure, outcome.lines)
+        return log.files(root)
+
+
+def prepare(job: dict) -> None:
+    """In a child: makes the bundle of a job if it is not there yet."""
+    bundle_for(_checkpoint(job), Options(**job["options"]), _path(job).parent)
+
+
+def measure(job: dict) -> None:
+    """In a child: loads the bundle, times it, judges it where the job says so, and logs the run into job["root"]."""
+    before, how = log.environment(), job["run"]
+    bundle = Bundle.open(_path(job))
+    decoder = Decoder(bundle, **{name: how[name] for name in ("runtime", "precision", "fast", "compute_units", "hints")})
+    samples = speed.measure(decoder, **{name: how[name] for name in ("T", "depth", "n_gen", "repetitions")})
+    row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
+    config = _config(job) | {"not_timed": speed.NOT_TIMED, "flags": log.flags(samples), "load_average": os.getloadavg()[0],
+                             "before": {name: before[name] for name in ("thermal", "power_source")}}  # fmt: skip
+    if lines := child.told():  # it ran, and not where it was meant to
+        row |= {"status": "invalid", "reason": lines[0]}
+        config["stderr"] = lines
+    if decoder.runtime == "coreml":
+        try:
+            row |= residency.columns(residency.measured([*decoder.layers, *decoder.heads]))
+        except InputError as problem:
+            config["placement"] = str(problem)
+    if job["judge_ids"]:
+        judged = validate(decoder, golden.make(_checkpoint(job), job["judge_ids"]))
+        fidelity, row["verdict"] = judged.rows, judged.verdict
+        config["gates"] = [g.json() for g in judged.gates]
+    runs.record(job["experiment"], row | {"config": config}, root=job["root"], fidelity=fidelity, samples=samples,
+                layers=speed.layer_table(samples, decoder))  # fmt: skip
+
+
+def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
+    """Logs a run that did not come to an end."""
+    options = {name: value for name, value in job["options"].items() if name in log.SCHEMAS["runs"].names}
+    row = {"checkpoint": Path(job["checkpoint"]).name, "checkpoint_hash": job["checkpoint_hash"], "status": "failed",
+           "reason": reason, "config": _config(job) | {"stderr": list(lines)}}  # fmt: skip
+    runs.record(job["experiment"], options | row | _identity(job), root=job["root"])
+
+
+def _identity(job: dict) -> dict:
+    return {"command": "sweep", "T": job["run"]["T"], "setting": job["setting"], "round": job["round"]}
+
+
+def _config(job: dict) -> dict:
+    where = {"worker": job["worker"], "started": job["started"], "ended": time.time(), "attempt": job["attempt"]}
+    return {"cell": job["cell"], "export": job["options"], "run": job["run"], "measured": where}
+
+
+def _checkpoint(job: dict) -> Checkpoint:
+    """The job's checkpoint on this machine: the path as given, or the same path in the project this process runs in."""
+    found = Checkpoint(find(job["checkpoint"], log.default_root()))
+    if found.sha256 != job["checkpoint_hash"]:
+        raise InputError(f"checkpoint {found.path}", found.sha256[:12], f"the sweep's, {job['checkpoint_hash'][:12]}",
+                         "copy the same checkpoint to every worker")  # fmt: skip
+    return found
+
+
+def find(checkpoint: str, root: Path) -> Path:
+    """A checkpoint path as given, or relative to the project that the log belongs to (notebooks run elsewhere)."""
+    here = Path(checkpoint)
+    return here if here.exists() or here.is_absolute() else root.parent.parent / checkpoint
+
+
+def _path(job: dict) -> Path:
+    """Where this machine keeps the bundle of a job."""
+    folder = Path(job["bundles"]) if job["bundles"] else log.default_root().parent.parent / "data" / "bundles"
+    return folder / _bundle_name(Path(job["checkpoint"]).name, job["checkpoint_hash"], Options(**job["options"]))
+
+
+def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
+    text = json.dumps([VERSION, sha256, options.model_dump(), exporting.versions()], sort_keys=True)
+    return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+
+
+def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False) -> Bundle:
+    """The bundle of a checkpoint and options, exported into `folder` when it is not there yet, by one process at a time."""
+    path = folder / _bundle_name(checkpoint.path.name, checkpoint.sha256, options)
+    with _alone(folder, path.name):
+        if (path / "bundle.json").exists():
+            return Bundle.open(path)
+        return exporting.export(checkpoint.path, path, progress=progress, **options.model_dump())
+
+
+@contextmanager
+def _alone(folder: Path, name: str):
+    """Holds a lock that ends with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,107 @@
+"""The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the order they end.
+
+A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no worker ever measures
+two at once. Dask's own ideas of retrying and waiting are set aside: a worker that dies costs one more attempt, logged,
+and a cluster without workers ends in a message. Knows nothing of what a job is.
+"""
+
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from workbench import log
+from workbench.errors import InputError
+
+RESOURCE = "ANE"
+ATTEMPTS = 2
+CONNECT_S = 10
+PATIENCE_S = 600  # how long a job waits for a worker to come back
+
+
+class Farm:
+    """A connection to a scheduler."""
+
+    def __init__(self, client):
+        self.client = client
+
+    def machines(self) -> set[tuple]:
+        """(chip, platform) of every worker."""
+        return {(found["chip"], found["platform"]) for found in self.client.run(log.environment).values()}
+
+    def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
+        """Runs every job; yields (job, its log files, whether that is the last of it).
+
+        Jobs are handed out one per worker: what waits at a worker that dies would be taken for another victim.
+        """
+        from distributed import as_completed
+
+        waiting, pending = deque(jobs), {}
+        done = as_completed([], loop=self.client.loop, raise_errors=False)
+        while waiting or pending:
+            while waiting and len(pending) < self._capacity():
+                job = waiting.popleft()
+                pending[future := self._submit(job, run)] = job
+                done.add(future)
+            future = next(done)
+            job, problem = pending.pop(future), future.exception()
+            if problem is None:
+                yield job, future.result(), True
+                continue
+            again = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
+            if again:
+                waiting.appendleft(job | {"attempt": job["attempt"] + 1})
+            yield job, _failure(job, problem, failed), not again
+
+    def _capacity(self) -> int:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers), 1)
+
+    def _submit(self, job: dict, run: Callable):
+        key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
+        return self.client.submit(run, job, key=key, pure=False, resources={RESOURCE: 1}, retries=0)
+
+
+def _failure(job: dict, problem: Exception, failed: Callable[[dict, str], None]) -> dict[str, bytes]:
+    """The log files of a job that brought none back."""
+    lost = isinstance(problem, _errors())
+    with tempfile.TemporaryDirectory() as root:
+        worker = getattr(getattr(problem, "last_worker", None), "address", None)
+        failed(job | {"root": root, "worker": worker}, f"attempt {job['attempt']}: {'the worker died or left' if lost else repr(problem)}")
+        return log.files(root)
+
+
+@contextmanager
+def connect(address: str):
+    """A `Farm` on the scheduler at `address` (tcp://host:port).
+
+    Raises:
+        InputError: no scheduler there, or no worker with the resource.
+    """
+    from distributed import Client
+
+    try:
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, ValueError) as problem:
+        raise InputError(f"scheduler {address}", str(problem) or type(problem).__name__, "the address of a Dask scheduler",
+                         "start one: dask scheduler") from None  # fmt: skip
+    with client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        if not any(RESOURCE in worker["resources"] for worker in workers.values()):
+            raise InputError(f"scheduler {address}", f"{len(workers)} workers, none with {RESOURCE}", "at least one",
+                             f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"')  # fmt: skip
+        client.run_on_scheduler(_no_second_thoughts, patience_s=PATIENCE_S)
+        yield Farm(client)
+
+
+def _errors() -> tuple[type, type]:
+    """What Dask raises when a job's worker died, and when none came back; imported late, since sweeps here need neither."""
+    from distributed.scheduler import KilledWorker, NoValidWorkerError
+
+    return KilledWorker, NoValidWorkerError
+
+
+def _no_second_thoughts(patience_s: float, dask_scheduler=None) -> None:
+    """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers ends."""
+    dask_scheduler.allowed_failures = 0
+    dask_scheduler.no_workers_timeout = patience_s

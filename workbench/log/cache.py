@@ -1,0 +1,64 @@
+"""A table's rows gathered in one file beside the many, so that ten thousand runs load as fast as one.
+
+Derived and disposable: it is believed only while every file it was made from is there unchanged, and a log without it, or
+with one that cannot be read or written, loads the same rows more slowly. Knows nothing of what the columns mean.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.feather as feather
+
+NAME, KEY = ".gathered", b"workbench.log.gathered"
+WORTH = 64  # files read one by one before it pays to gather them
+
+
+def gathered(folder: Path, version: str, read: Callable[[list[Path]], pa.Table]) -> pa.Table:
+    """All rows of the table in `folder`, by file name.
+
+    Args:
+        version: what the rows' schema is called; rows gathered under another are read again.
+        read: the rows of some files, refusing what cannot be read.
+    """
+    files = _files(folder)
+    known, rows = _load(folder / NAME, version)
+    if not known.items() <= files.items():
+        known, rows = {}, None
+    new = [folder / name for name in files if name not in known]
+    added = read(new)
+    together = added if rows is None else pa.concat_tables([rows, added])
+    if len(new) >= WORTH:
+        _save(folder / NAME, version, files, together)
+    return together.take(pc.sort_indices(together["run_id"])) if rows is not None and new else together
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Name → [bytes, time of change in ns] of every file of the table, by name."""
+    if not folder.is_dir():
+        return {}
+    found = (e for e in os.scandir(folder) if e.name.endswith(".parquet") and not e.name.startswith("."))
+    return {e.name: [e.stat().st_size, e.stat().st_mtime_ns] for e in sorted(found, key=lambda e: e.name)}
+
+
+def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
+    try:
+        table = feather.read_table(path)
+        about = json.loads(table.schema.metadata[KEY])
+        return (about["files"], table.replace_schema_metadata(None)) if about["version"] == version else ({}, None)
+    except (OSError, ValueError, KeyError, TypeError):  # none, torn, or someone else's
+        return {}, None
+
+
+def _save(path: Path, version: str, files: dict, rows: pa.Table) -> None:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    about = {KEY: json.dumps({"version": version, "files": files})}
+    try:
+        feather.write_feather(rows.replace_schema_metadata(about), temporary, compression="zstd")
+        os.replace(temporary, path)
+    except OSError:  # a read-only or full disk only costs time
+        temporary.unlink(missing_ok=True)

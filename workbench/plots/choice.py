@@ -1,0 +1,52 @@
+"""What to choose and what to believe: speed against fidelity of whole configurations, predicted against published times."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from workbench.plots.figure import PALETTE, axes, legend_above, style
+
+_VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("s", "0.6")}
+
+
+@style()
+def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes named.
+
+    `configurations`: ``tokens_per_s``, ``worst_cosine``, ``verdict`` (GREEN, RED or not_run) and ``name``, one row each.
+    """
+    ax = axes(ax, 5.5, 3.2)
+    error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
+    for verdict, (marker, colour) in _VERDICTS.items():
+        these = configurations["verdict"] == verdict
+        if these.any():
+            ax.plot(error[these], configurations.loc[these, "tokens_per_s"], marker, color=colour, label=verdict, alpha=0.8)
+    passing = configurations[configurations["verdict"] == "GREEN"]
+    if len(passing):
+        best = passing["tokens_per_s"].astype(float).idxmax()
+        ax.plot(error[best], passing.loc[best, "tokens_per_s"], "o", ms=11, mfc="none", mec="black", ls="none",
+                label=f"fastest that passes: {passing.loc[best, 'name']}")  # fmt: skip
+    ax.set_xscale("log")
+    ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
+    ax.set_ylim(bottom=0)
+    ax.grid()
+    ax.set_title("speed against fidelity")
+    legend_above(ax, ax.get_legend_handles_labels()[0])
+    return ax
+
+
+@style()
+def roofline(judged: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
+
+    `judged`: ``figure``, ``published_ms``, ``predicted_ms``.
+    """
+    ax = axes(ax, 4.2, 3.6)
+    low, high = judged[["published_ms", "predicted_ms"]].min(axis=None) / 2, judged[["published_ms", "predicted_ms"]].max(axis=None) * 2
+    ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
+    ax.fill_between([low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%")
+    for model, rows in judged.groupby(judged["figure"].str.split(",").str[0], sort=False):
+        ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=model)
+    ax.set(xscale="log", yscale="log", xlabel="published ms", ylabel="predicted ms", xlim=(low, high), ylim=(low, high))
+    ax.set_title(f"roofline, median misfit {(judged['predicted_ms'] / judged['published_ms'] - 1).abs().median():.0%}")
+    legend_above(ax, ax.get_legend_handles_labels()[0])
+    return ax

@@ -1,0 +1,255 @@
+"""The Explorer: how far an exported model is from Hugging Face's, at every setting that the log holds."""
+
+import html
+from pathlib import Path
+
+import ipywidgets as ui
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from workbench import log, plots, report, runs, splits, sweep
+from workbench.bundle import Options
+from workbench.errors import InputError
+from workbench.eval import answers
+from workbench.eval.gates import LIMITS
+from workbench.models.checkpoint import Checkpoint
+from workbench.widgets.panel import Job, Panel, absent, choice, slider
+
+METRICS = {"1 − cosine": "1-cosine", "largest error": "max_abs", "PSNR (dB)": "psnr_db"}
+WORST = 8
+
+
+class Explorer(Panel):
+    """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split into causes; speed.
+
+    The sliders stop at the grid's settings. What the log holds is drawn at once; the Run button measures the rest of the
+    grid, the shown setting first. A cell is chosen by clicking on it or on a line of the list.
+
+    Args:
+        grid: a sweep (see `workbench.sweep.make_grid`).
+        root: the log's folder.
+    """
+
+    def __init__(self, grid: dict, root: str | Path | None = None):
+        self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
+        project = self.root.parent.parent
+        self.bundles, named = project / "data" / "bundles", Path(self.grid.checkpoint)
+        self.checkpoint = Checkpoint(named if named.exists() else project / named)
+        self.tokens, self.cell, self.rows = _tokens(self.checkpoint, self.grid.validate_ids), None, None
+        cells = list(sweep.cells(self.grid))
+        self.options = {_label(c.options, self.grid.export): c.options for c in cells}
+        lengths = sorted({c.options.max_seq_len for c in cells})
+        self.worst = ui.Select(rows=WORST + 1, layout=ui.Layout(width="420px"))
+        self.worst.observe(lambda change: self.choose(change["new"]), names="value")
+        self.saved = ui.Button(description="Save figure", icon="download", layout=ui.Layout(width="auto"))
+        self.saved.on_click(lambda _: self.guarded(self.save))
+        self.split = ui.HTML()
+        lists = ui.HBox([ui.VBox([ui.Label("worst cells"), self.worst]), self.split])
+        super().__init__({"bundle": choice("bundle", list(self.options)), "max_seq_len": slider("max_seq_len", lengths, max(lengths)),
+                          "T": slider("T", sorted(self.grid.run.T)), "precision": choice("precision", self.grid.run.precision),
+                          "tensor": choice("tensor", ["update", "k", "v", "hidden", "logits"]),
+                          "metric": choice("metric", list(METRICS.items()))}, lists)  # fmt: skip
+        self.picture.observe(lambda change: self.guarded(lambda: self.click(*change["new"])), names="clicked")
+        self.refresh()
+        self.job = Job(self.missing, self, self.refresh)
+        self.box.children = (*self.box.children[:1], ui.HBox([self.job.box, self.saved]), *self.box.children[1:])
+
+    def refresh(self) -> None:
+        """Reads the log again and draws."""
+        self.guarded(lambda: setattr(self, "stored", sweep.stored(self.grid, self.root)))
+        self.draw()
+
+    @property
+    def setting(self) -> Options:
+        """Export options that the controls name."""
+        return self.options[self.value("bundle")].model_copy(update={"max_seq_len": self.value("max_seq_len")})
+
+    def missing(self) -> list:
+        """What the log lacks, as steps for a `Job`: one per bundle and precision, one per bundle's error split."""
+        done, steps = sweep.done_cells(self.root), {}
+        for o in dict.fromkeys(cell.options for cell in sweep.cells(self.grid)):
+            name = f"{o.compress}, max_seq_len {o.max_seq_len}"
+            for precision in self.grid.run.precision:
+                part = self._part(o, precision)
+                if any(cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)):
+                    steps[f"{name}, {precision}: speed and fidelity", o] = lambda part=part: self._measure(part)
+            if self.grid.validate_ids and splits.stored(self.checkpoint, o, self.root) is None:
+                steps[f"{name}: error split", o] = lambda o=o: self._split(o)
+        return [(label, step) for (label, o), step in sorted(steps.items(), key=lambda found: found[0][1] != self.setting)]
+
+    def _part(self, options: Options, precision: str) -> sweep.Grid:
+        """The grid's part with one bundle and one precision; each part judges its bundle."""
+        export = {name: [getattr(options, name)] for name in self.grid.export}
+        run = self.grid.run.model_copy(update={"precision": [precision]})
+        return self.grid.model_copy(update={"export": export, "run": run})
+
+    def _measure(self, part: sweep.Grid) -> None:
+        counts = sweep.sweep(part, root=self.root, progress=False)
+        if counts["failed"]:
+            raise InputError("sweep", f"{counts['failed']} of {counts['cells']} cells failed", "cells that fit",
+                             "see their reasons: workbench log --where \"status == 'failed'\"")  # fmt: skip
+
+    def _split(self, options: Options) -> None:
+        splits.make(self.checkpoint, options, self.grid.validate_ids, self.grid.experiment, self.root, self.bundles)
+
+    def click(self, x: float, y: float) -> None:
+        """Chooses the heatmap's cell at a place of the picture (fractions from the top left)."""
+        wide, high = self.figure.get_size_inches() * self.figure.dpi
+        column, row = self.figure.axes[0].transData.inverted().transform((x * wide, (1 - y) * high))
+        layers, positions = self._axes()
+        if 0 <= row < len(layers) and 0 <= column < len(positions):
+            self.choose((layers[int(row)], positions[int(column)]))
+
+    def _axes(self) -> tuple[list[int], list[int]]:
+        """Layers and positions of the heatmap, in order."""
+        return tuple(
+            [] if self.rows is None else sorted(map(int, self.rows[name].unique())) for name in ("layer", "position")
+        )
+
+    def choose(self, cell: tuple[int, int] | None) -> None:
+        """Marks a (layer, position) and shows how the error of its layer splits."""
+        if cell is not None and cell != self.cell:
+            self.cell = cell
+            self.draw()
+
+    def _draw(self) -> None:
+        T, S, rows = self.value("T"), self.value("max_seq_len"), self._stored("fidelity")
+        rows = rows[
+            (rows["T"] == T)
+            & (rows["tensor"] == self.value("tensor"))
+            & (rows["mode"] == "isolated")
+            & (rows["max_seq_len"] == S)
+        ]
+        self.rows = rows[rows["run_id"] == rows["run_id"].max()] if len(rows) else None
+        with plots.style():
+            figure = plt.figure(figsize=(8, 5.6))
+            grid = figure.add_gridspec(2, 2, height_ratios=[5, 4])
+            self._heatmap(figure.add_subplot(grid[0, :]))
+            self._list_worst()
+            self._parts(figure.add_subplot(grid[1, 0]))
+            self._speed(figure.add_subplot(grid[1, 1]))
+        name = f"{self.checkpoint.path.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
+        self.show(figure, f"{self.value('tensor')} of {name}: fidelity by layer and position, error split, speed")
+        layers = self._stored("layers")
+        layers = layers[(layers["T"] == T) & (layers["max_seq_len"] == S)]
+        ms = f"{layers['layer_ms'].median():.3f} ms per layer" if len(layers) else "not measured: press Run"
+        self.message.value = html.escape(f"{name}: {ms}")
+
+    def _stored(self, table: str) -> pd.DataFrame:
+        """Rows of the bundle and precision shown, at every max_seq_len and T."""
+        rows = self.stored[table]
+        wanted = {name: getattr(self.setting, name) for name in self.grid.export} | {
+            "precision": self.value("precision")
+        }
+        for name, value in wanted.items():
+            rows = rows[rows[name] == value] if name in rows and name != "max_seq_len" else rows
+        return rows
+
+    def _options(self) -> dict:
+        """Keywords of the heatmap as it is shown."""
+        tensor, metric, limits = self.value("tensor"), self.value("metric"), LIMITS[self.setting.compress]
+        least = {
+            "update": limits.update_cosine,
+            "logits": limits.logits_cosine,
+            "k": limits.kv_cosine,
+            "v": limits.kv_cosine,
+        }
+        fits = self.tokens and self._axes()[1][-1] < len(self.tokens)
+        return {"T": self.value("T"), "tensor": tensor, "metric": metric, "tokens": self.tokens if fits else None,
+                "threshold": 1 - least[tensor] if tensor in least and metric == "1-cosine" else None}  # fmt: skip
+
+    def _heatmap(self, ax: Axes) -> None:
+        if self.rows is None:
+            return absent(ax, "fidelity not measured at this setting")
+        plots.fidelity_heatmap(self.rows, **self._options(), ax=ax)
+        layers, positions = self._axes()
+        if self.cell and self.cell[0] in layers and self.cell[1] in positions:
+            spot = positions.index(self.cell[1]), layers.index(self.cell[0])
+            ax.add_patch(Rectangle(spot, 1, 1, fill=False, edgecolor="#D55E00", linewidth=2))
+
+    def _list_worst(self) -> None:
+        """The cells furthest from the golden; the first line stands for none chosen."""
+        metric, lines = self.value("metric"), [("click on a cell, or choose one here", None)]
+        if self.rows is not None:
+            column = "cosine" if metric == "1-cosine" else metric
+            for r in (
+                self.rows.sort_values(column, ascending=column != "max_abs", na_position="first")
+                .head(WORST)
+                .itertuples()
+            ):
+                token = f" “{self.tokens[r.position]}”" if self.tokens and r.position < len(self.tokens) else ""
+                lines.append(
+                    (
+                        f"layer {r.layer}, position {r.position}{token}: {column} {getattr(r, column):.6g}",
+                        (int(r.layer), int(r.position)),
+                    )
+                )
+        if list(self.worst.options) != lines:
+            self.worst.options = lines
+
+    def _parts(self, ax: Axes) -> None:
+        found = splits.stored(self.checkpoint, self.setting, self.root)
+        if found is None:
+            self.split.value = ""
+            return absent(ax, "error split not measured at this setting")
+        layer = (
+            self.cell[0]
+            if self.cell and self.cell[0] in set(found["layer"])
+            else int(found.loc[found["total"].idxmax(), "layer"])
+        )
+        plots.layer_parts(found, layer=layer, ax=ax)
+        shown = (
+            found[found["layer"] == layer]
+            .drop(columns=["run_id", "layer"])
+            .T.set_axis([f"layer {layer}, relative RMS"], axis=1)
+        )
+        self.split.value = shown.astype(float).to_html(border=0, float_format="{:.3g}".format, na_rep="not measured")
+
+    def _speed(self, ax: Axes) -> None:
+        rates = self._stored("samples")
+        rates = rates[rates["phase"] == "tokens_per_s"]
+        if rates.empty:
+            return absent(ax, "speed not measured at this setting")
+        plots.speed(rates, ax=ax)
+        here = rates[(rates["max_seq_len"] == self.value("max_seq_len")) & (rates["T"] == self.value("T"))]
+        if len(here):
+            ax.plot(
+                [self.value("max_seq_len")], [here["value"].median()], "o", ms=11, mfc="none", mec="black", zorder=5
+            )
+
+    def save(self) -> list[Path]:
+        """Keeps the heatmap shown as an exhibit of the experiment: a log row, SVG, PDF, PNG and a sidecar."""
+        if self.rows is None:
+            raise InputError("figure", "nothing measured at this setting", "a heatmap", "press Run first")
+        s, T, tensor = self.setting, self.value("T"), self.value("tensor")
+        name = f"explorer-{tensor}-S{s.max_seq_len}-T{T}-{s.compress}-{self.value('precision')}"
+        alt = f"{tensor} of {self.checkpoint.path.name} against Hugging Face by layer and position: {self.value('bundle')}, max_seq_len {s.max_seq_len}, T = {T}."
+        shown = report.exhibit(name, self.rows.dropna(axis=1, how="all"), alt, "fidelity_heatmap", self._options())
+        row = {
+            "command": "explorer",
+            "checkpoint": self.checkpoint.path.name,
+            "max_seq_len": s.max_seq_len,
+            "T": T,
+            "compress": s.compress,
+        }
+        run_id = runs.record(self.grid.experiment, row, root=self.root, exhibits=[shown])
+        paths = report.export(
+            shown | {"run_id": run_id}, report.folder(self.grid.experiment, self.root), self.grid.experiment
+        )
+        self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
+        return paths
+
+
+def _label(options, axes: dict) -> str:
+    """What tells a bundle of the grid from the others, max_seq_len apart."""
+    told = [str(getattr(options, name)) for name, values in axes.items() if name != "max_seq_len" and len(values) > 1]
+    return ", ".join([options.compress, *(t for t in told if t != options.compress)])
+
+
+def _tokens(checkpoint: Checkpoint, ids: list[int]) -> list[str] | None:
+    try:
+        return answers.tokenizer(checkpoint.path).convert_ids_to_tokens(ids) if ids else None
+    except InputError:
+        return [str(i) for i in ids]

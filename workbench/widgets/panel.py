@@ -1,0 +1,172 @@
+"""What all widgets share: controls above a picture that can be clicked, a message, and work that runs beside the notebook.
+
+Subclasses say what to draw. Knows nothing of what is shown.
+"""
+
+import html
+import io
+import threading
+import traceback
+from collections.abc import Callable
+
+import anywidget
+import ipywidgets as ui
+import matplotlib.pyplot as plt
+import traitlets
+from matplotlib.axes import Axes
+
+from workbench.errors import InputError
+
+WIDTH_PX, DPI = 960, 120
+_ONE_FIGURE = threading.RLock()  # pyplot and its style are global; a finished job draws from its own thread
+
+
+class Picture(anywidget.AnyWidget):
+    """A PNG that says where it was clicked: `clicked` is [x, y] as fractions of its size, from the top left."""
+
+    _esm = """
+    function render({ model, el }) {
+      const image = document.createElement("img");
+      image.className = "workbench-picture";
+      image.style.maxWidth = "100%";
+      const show = () => {
+        URL.revokeObjectURL(image.src);
+        image.src = URL.createObjectURL(new Blob([model.get("png")], { type: "image/png" }));
+        image.alt = model.get("alt");
+        image.width = model.get("width");
+      };
+      image.addEventListener("click", (event) => {
+        model.set("clicked", [event.offsetX / image.clientWidth, event.offsetY / image.clientHeight]);
+        model.save_changes();
+      });
+      model.on("change:png", show);
+      show();
+      el.appendChild(image);
+    }
+    export default { render };
+    """
+    png = traitlets.Bytes(b"").tag(sync=True)
+    alt = traitlets.Unicode("").tag(sync=True)
+    width = traitlets.Int(WIDTH_PX).tag(sync=True)
+    clicked = traitlets.List(default_value=[]).tag(sync=True)
+
+
+class Panel:
+    """Controls above a picture; `draw` follows every control. What a callback raises is shown and kept in `errors`."""
+
+    def __init__(self, controls: dict[str, ui.Widget], *below: ui.Widget):
+        self.controls, self.errors, self.figure = controls, [], None
+        self.picture, self.message = Picture(), ui.HTML()
+        for control in controls.values():
+            control.observe(lambda _: self.draw(), names="value")
+        row = ui.HBox(list(controls.values()), layout=ui.Layout(flex_flow="row wrap"))
+        self.box = ui.VBox([row, self.message, self.picture, *below])
+        self.box.add_class(f"workbench-{type(self).__name__.lower()}")
+
+    def value(self, name: str):
+        return self.controls[name].value
+
+    def guarded(self, action: Callable[[], None]) -> None:
+        """Runs a callback; what it raises is kept and shown."""
+        try:
+            action()
+        except Exception as problem:  # noqa: BLE001  (shown in the widget, kept, raised by check())
+            self.errors.append(problem)
+            text = str(problem) if isinstance(problem, InputError) else traceback.format_exc(limit=2)
+            self.message.value = f"<pre class='workbench-error' style='color:#b00'>{html.escape(text)}</pre>"
+
+    def check(self) -> None:
+        """Raises the first error of any callback so far."""
+        if self.errors:
+            raise self.errors[0]
+
+    def draw(self) -> None:
+        with _ONE_FIGURE:
+            self.guarded(self._draw)
+
+    def _draw(self) -> None:
+        raise TypeError(f"{type(self).__name__} draws nothing")
+
+    def show(self, figure: plt.Figure, alt: str) -> None:
+        """Puts a figure into the picture."""
+        stream = io.BytesIO()
+        figure.savefig(stream, format="png", dpi=DPI)
+        plt.close(figure)
+        self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        display(self.box)
+
+
+def absent(ax: Axes, why: str) -> None:
+    """Axes that say what is not there."""
+    ax.set_axis_off()
+    ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", color="0.4")
+
+
+def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
+    """A slider that stops at `values` only."""
+    return ui.SelectionSlider(options=values, value=start if start in values else values[0], description=name,
+                              continuous_update=False, style={"description_width": "initial"})  # fmt: skip
+
+
+def choice(name: str, values: list, start=None) -> ui.Dropdown:
+    """One of `values`, which may be (label, value) pairs."""
+    found = ui.Dropdown(
+        options=values, description=name, style={"description_width": "initial"}, layout=ui.Layout(width="auto")
+    )
+    if start is not None:
+        found.value = start
+    return found
+
+
+class Job:
+    """A Run and a Cancel button over steps that are done one after the other in a thread, with progress.
+
+    Args:
+        steps: gives what is to do now, as (label, function) pairs.
+        panel: whose `guarded` runs each step; an error ends the job.
+        done: called at the end, cancelled or not.
+    """
+
+    def __init__(self, steps: Callable[[], list], panel: Panel, done: Callable[[], None]):
+        self.steps, self.panel, self.done, self.thread = steps, panel, done, None
+        self.stopped = threading.Event()
+        self.run = ui.Button(icon="play", layout=ui.Layout(width="auto"))
+        self.cancel = ui.Button(description="Cancel", icon="stop", disabled=True, layout=ui.Layout(width="auto"))
+        self.progress = ui.IntProgress(layout=ui.Layout(width="12em", visibility="hidden"))
+        self.label = ui.Label()
+        self.run.on_click(lambda _: self.start())
+        self.cancel.on_click(lambda _: self.stopped.set())
+        self.box = ui.HBox([self.run, self.cancel, self.progress, self.label])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Says how much there is to do."""
+        count = len(self.steps())
+        self.run.description, self.run.disabled = (
+            (f"Run what is missing ({count})", False) if count else ("Nothing is missing", True)
+        )
+
+    def start(self) -> None:
+        self.stopped.clear()
+        self.run.disabled, self.cancel.disabled, self.progress.layout.visibility = True, False, "visible"
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        todo, errors = self.steps(), len(self.panel.errors)
+        self.progress.max, self.progress.value = len(todo), 0
+        for label, step in todo:
+            if self.stopped.is_set() or len(self.panel.errors) > errors:
+                break
+            self.label.value = label
+            self.panel.guarded(step)
+            self.progress.value += 1
+        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
+        self.cancel.disabled, self.progress.layout.visibility = True, "hidden"
+        if len(self.panel.errors) == errors:
+            self.done()
+        self.panel.guarded(self.refresh)

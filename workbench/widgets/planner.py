@@ -1,0 +1,62 @@
+"""The Planner: what an export would need and what it may meet on a device, before anything runs there."""
+
+from pathlib import Path
+
+import ipywidgets as ui
+
+from workbench import log, plots, sweep, tables
+from workbench.bundle import Options
+from workbench.eval import memory, residency, roofline
+from workbench.export import options
+from workbench.models.checkpoint import Checkpoint
+from workbench.widgets.panel import Job, Panel, choice, slider
+
+MACHINES = {f"{n} GiB": n << 30 for n in (6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
+
+
+class Planner(Panel):
+    """Memory against a machine, tok/s predicted for a chip, and the lint rules that the exported graph breaks.
+
+    Memory and speed come from the checkpoint's headers. Rules need a graph: the Run button exports one.
+
+    Args:
+        checkpoint: a Hugging Face folder.
+        bundles: where exports are kept; default: data/bundles of the checkout.
+    """
+
+    def __init__(self, checkpoint: str | Path, bundles: Path | None = None):
+        self.checkpoint, self.linted = Checkpoint(checkpoint), {}
+        self.bundles = bundles or log.default_root().parent.parent / "data" / "bundles"
+        self.misfit = roofline.judged()["misfit"].abs().median()
+        self.rules = ui.HTML()
+        super().__init__({"max_seq_len": slider("max_seq_len", [2**n for n in range(6, 16)], 512), "T": slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
+                          "compress": choice("compress", list(memory.STORED_BITS)), "chip": choice("chip", sorted(roofline.chips()), "M4"),
+                          "machine": choice("machine", list(MACHINES), "16 GiB")}, self.rules)  # fmt: skip
+        self.job = Job(lambda: [] if self.chosen in self.linted else [("export and lint", self._lint)], self, self.draw)
+        self.box.children = (*self.box.children, self.job.box)
+        for control in self.controls.values():
+            control.observe(lambda _: self.job.refresh(), names="value")
+        self.draw()
+
+    @property
+    def chosen(self) -> Options:
+        return options(max_seq_len=self.value("max_seq_len"), t_max=self.value("T"), compress=self.value("compress"))
+
+    def _lint(self) -> None:
+        chosen = self.chosen
+        self.linted[chosen] = residency.predicted(sweep.bundle_for(self.checkpoint, chosen, self.bundles), int(self.value("chip")[1]))
+
+    def _draw(self) -> None:
+        size, name = MACHINES[self.value("machine")], self.checkpoint.path.name
+        budget = memory.of_checkpoint(self.checkpoint, self.chosen, size)
+        machine = {self.value("machine"): size} if budget.total > size / 50 else {}  # else the bar would not be seen
+        self.show(plots.memory_bar(tables.budget(budget, name), machine).figure, f"memory of {name}")
+        rates = {T: 1e3 * T / roofline.predict(memory.work(self.checkpoint, self.chosen, T), self.value("chip"))["ms"].sum()
+                 for T in sorted({1, self.value("T")})}  # fmt: skip
+        self.message.value = (
+            f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {self.value('machine')}. "
+            f"Predicted on {self.value('chip')}: " + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
+            + f" (a roofline; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
+        )  # fmt: skip
+        found = self.linted.get(self.chosen)
+        self.rules.value = "Rules: not checked, they need the exported graph." if found is None else tables.shown(tables.rules(found)).to_html()
