@@ -105,6 +105,16 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp
     assert len(log.load("fidelity", root=tmp_path / "log")["run_id"].unique()) == 1
 
 
+def test_configurations_join_speed_and_the_verdict_of_the_same_bundle(swept, grid):
+    found = sweep.configurations(sweep.make_grid(grid), root=swept[0] / "log")
+    assert sorted(found["name"]) == [f"max_seq_len {S}, T {T}" for S in (16, 32) for T in (1, 2)]
+    assert found["tokens_per_s"].is_monotonic_decreasing and (found["n"] == 1).all() and set(found["verdict"]) == {"GREEN"}
+    fidelity = log.load("fidelity", root=swept[0] / "log").query("mode == 'isolated' and tensor == 'update'")
+    assert set(found["worst_cosine"]) == set(fidelity.groupby("run_id")["cosine"].min())
+    rates = log.load("samples", root=swept[0] / "log").query("phase == 'tokens_per_s'").groupby("run_id")["value"].median()
+    assert sorted(found["tokens_per_s"]) == pytest.approx(sorted(rates))
+
+
 def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
     made = sweep.make_grid(grid | {"run": {"T": [1, 2], "rounds": 3}})
     found = list(sweep.cells(made))

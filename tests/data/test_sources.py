@@ -169,3 +169,17 @@ def test_the_slot_after_merge_follows_from_the_tokens_that_ran():
     f = Figures("batch2_cache_bug")
     assert f("_idx after merge", "context 1024") == f("context", "called 1K") - 1
     assert f.corrected("_idx after merge", "context 1024") == f.corrected("context", "called 1K") - 1
+
+
+def test_times_on_the_neural_engine_say_what_ran_and_where_they_are_from():
+    rows = pd.read_csv(FOLDER / "ane_decode.csv", keep_default_na=False)
+    assert not rows.duplicated(["model", "part"]).any() and (rows[["condition", "source"]] != "").all(axis=None)
+    assert (rows[["weight_bytes", "flops", "dispatches", "ms"]] > 0).all(axis=None) and (rows["state_bytes"] >= 0).all()
+    ms, states, weights = (rows.set_index("part")[n] for n in ("ms", "state_bytes", "weight_bytes"))
+    f = Figures("experiment30")
+    layers, attention = f("layers per token", "experiment 30"), f("attention per layer", "experiment 30")
+    assert ms["MoE shard"] == (layers - 40 * attention) / 40 and ms["attention shard"] == attention
+    assert states["attention shard"] == 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2
+    assert math.isclose(ms["token"], 1000 / 37.2, rel_tol=1e-4) and states["token"] == 2 * 32 * 4 * 512 * 128 * 2
+    assert states["8 layer shards"] == 2 * 32 * 8 * 2048 * 128 * 2 and math.isclose(ms["64-token window"], 1000 / 7.02, rel_tol=1e-4)
+    assert weights["head"].tolist() == [262272 * 2048, 200064 * 3072] and set(weights[weights.index.str.endswith("layer shards")]) == {3_075_000_000}

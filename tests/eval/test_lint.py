@@ -181,7 +181,7 @@ def attention_shard(folder):
     T = ct.RangeDim(1, 4, default=1)
     shapes = {"x": (1, 2048, T, 1), "attn_mask": (1, 1, T, 2048), "kv_write_mask": (1, 1, 2048, T)}
     traced = torch.jit.trace(Attention().half().float(), [torch.zeros([2 if n is T else n for n in s]) for s in shapes.values()])
-    states = [ct.StateType(ct.TensorType((1, 2, 2048, 128), dtype=np.float16), n) for n in ("k_state", "v_state")]
+    states = [ct.StateType(ct.TensorType(shape=(1, 2, 2048, 128), dtype=np.float16), name=n) for n in ("k_state", "v_state")]
     model = ct.convert(traced, inputs=[ct.TensorType(n, s, dtype=np.float16) for n, s in shapes.items()], states=states,
                        minimum_deployment_target=ct.target.macOS15, skip_model_load=True)  # fmt: skip
     config = OptimizationConfig(OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", granularity="per_tensor"))

@@ -150,16 +150,26 @@ def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
 
 
 def flops(program: mil.Program, T: int) -> float:
-    """Operations of a program's products at T columns, a multiply-add as two."""
-    types = {name: t for op in program.block.walk() for name, t in op.outputs} | program.inputs | program.states
+    """Operations of a program's products at T columns, a multiply-add as two.
+
+    A program does not say what its varying sizes are: they are T, and what a reshape makes of it where it folds heads in.
+    """
+    types = program.inputs | program.states
+    varying = {name: T for name in types}  # value → its size on the axis that varies
+    total = 0.0
 
     def sizes(value) -> list[int]:
-        return [n or T for n in (types[value.name].shape if isinstance(value, Ref) else np.shape(value))]
+        return [n or varying[value.name] for n in types[value.name].shape] if isinstance(value, Ref) else list(np.shape(value))
 
-    total = 0.0
     for op in program.block.walk():
+        values = [v for v in op.inputs.values() if isinstance(v, Ref)]
+        size = next((varying[v.name] for v in values if None in types[v.name].shape), T)
+        for name, declared in op.outputs:
+            if op.kind == "reshape":
+                size = prod(sizes(op.inputs["x"])) // prod(n for n in declared.shape if n)
+            types[name], varying[name] = declared, size
         if op.kind in ("conv", "linear", "matmul"):
-            made = [n or T for n in op.outputs[0][1].shape]
+            made = sizes(Ref(op.outputs[0][0]))
             terms = prod(sizes(op.inputs["x"])[-2:]) / made[-2] if op.kind == "matmul" else prod(sizes(op.inputs["weight"])[1:])
             total += 2 * prod(made) * terms
     return total

@@ -10,9 +10,9 @@ _VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("
 
 @style()
 def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes named.
+    """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
 
-    `configurations`: ``tokens_per_s``, ``worst_cosine``, ``verdict`` (GREEN, RED or not_run) and ``name``, one row each.
+    `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each.
     """
     ax = axes(ax, 5.5, 3.2)
     error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
@@ -23,8 +23,7 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     passing = configurations[configurations["verdict"] == "GREEN"]
     if len(passing):
         best = passing["tokens_per_s"].astype(float).idxmax()
-        ax.plot(error[best], passing.loc[best, "tokens_per_s"], "o", ms=11, mfc="none", mec="black", ls="none",
-                label=f"fastest that passes: {passing.loc[best, 'name']}")  # fmt: skip
+        ax.plot(error[best], passing.loc[best, "tokens_per_s"], "o", ms=11, mfc="none", mec="black", label="fastest that passes")
     ax.set_xscale("log")
     ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
     ax.set_ylim(bottom=0)
@@ -48,5 +47,5 @@ def roofline(judged: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=model)
     ax.set(xscale="log", yscale="log", xlabel="published ms", ylabel="predicted ms", xlim=(low, high), ylim=(low, high))
     ax.set_title(f"roofline, median misfit {(judged['predicted_ms'] / judged['published_ms'] - 1).abs().median():.0%}")
-    legend_above(ax, ax.get_legend_handles_labels()[0])
+    ax.legend(loc="upper left")
     return ax
