@@ -18,6 +18,7 @@ lab: .venv/ready
 bench: .venv/ready
 	$(BIN)/workbench bench decode
 	$(BIN)/workbench bench decode --moe
+	$(BIN)/workbench bench log
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready
