@@ -141,7 +141,8 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
 
     Args:
         root: the log's folder.
-        bundles: where bundles are cached (default: data/bundles of the project that measures).
+        bundles: where bundles are cached (default: data/bundles of the project that the log belongs to; on a cluster, of
+            the one that each worker runs in).
         scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure; default: this machine.
         measure: the function that the child process of a cell calls.
 
@@ -151,6 +152,8 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
     from tqdm.auto import tqdm
 
     root = Path(root) if root else log.default_root()
+    if scheduler is None:
+        bundles = bundles or root.parent.parent / "data" / "bundles"
     checkpoint = Checkpoint(cell_.find(grid.checkpoint, root))
     everything = list(cells(grid))
     random.Random(seed).shuffle(everything)
