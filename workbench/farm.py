@@ -64,10 +64,10 @@ class Farm:
 
 def _failure(job: dict, problem: Exception, failed: Callable[[dict, str], None]) -> dict[str, bytes]:
     """The log files of a job that brought none back."""
-    lost = isinstance(problem, _errors())
+    reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
     with tempfile.TemporaryDirectory() as root:
         worker = getattr(getattr(problem, "last_worker", None), "address", None)
-        failed(job | {"root": root, "worker": worker}, f"attempt {job['attempt']}: {'the worker died or left' if lost else repr(problem)}")
+        failed(job | {"root": root, "worker": worker}, f"attempt {job['attempt']}: {reason}")
         return log.files(root)
 
 

@@ -173,11 +173,12 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
 
 def _job(cell: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
     """A cell as what can travel to another process or, where paths are other ones, to another machine."""
-    sha256 = checkpoint.sha256
-    return {"checkpoint": str(checkpoint.path.resolve()) if here else cell.checkpoint, "checkpoint_hash": sha256, "options": cell.options.model_dump(), "run": cell.run,
-            "setting": cell.setting(sha256), "round": cell.round, "cell": cell.key(sha256), "judge_ids": list(cell.judge_ids),
-            "experiment": grid.experiment, "bundles": str(bundles) if bundles else None, "timeout_s": grid.run.timeout_s,
-            "attempt": 1, "started": None, "worker": None, "sweep": secrets.token_hex(4)}  # fmt: skip
+    sha256, path = checkpoint.sha256, str(checkpoint.path.resolve()) if here else cell.checkpoint
+    return {"checkpoint": path, "checkpoint_hash": sha256, "options": cell.options.model_dump(), "run": cell.run,
+            "setting": cell.setting(sha256), "round": cell.round, "cell": cell.key(sha256),
+            "judge_ids": list(cell.judge_ids), "experiment": grid.experiment, "bundles": str(bundles) if bundles else None,
+            "timeout_s": grid.run.timeout_s, "attempt": 1, "started": None, "worker": None,
+            "sweep": secrets.token_hex(4)}  # fmt: skip
 
 
 @contextmanager
@@ -227,8 +228,8 @@ def configurations(grid: Grid, root: str | Path | None = None) -> pd.DataFrame:
     judged = log.load("runs", root=root).query("verdict.notna()").sort_values("run_id").groupby("bundle")["verdict"].last()
     rows["worst_cosine"] = rows["bundle"].map(updates.groupby("bundle")["cosine"].min())
     rows["verdict"] = rows["bundle"].map(judged).fillna("not_run")
-    label = lambda row: ", ".join(f"{n} {row[n]}" for n in [*varied, "T"])  # noqa: E731
-    return rows.assign(name=[label(row) for row in rows.to_dict("records")]).sort_values("tokens_per_s", ascending=False, ignore_index=True)
+    rows["name"] = [", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")]
+    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)
 
 
 __all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "stored", "sweep"]

@@ -124,10 +124,9 @@ def choice_conclusion(found: pd.DataFrame) -> str:
     if passing.empty:
         return f"None of {len(found)} configurations passes the gates."
     best, first = passing.iloc[0], found.iloc[0]
-    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}): {best['name']}, {best['tokens_per_s']:.0f} tok/s, "
-             f"worst update cosine {best['worst_cosine']:.6f}."]  # fmt: skip
-    if first["verdict"] != "GREEN":
-        lines.append(f"Faster, and not passing: {first['name']}, {first['tokens_per_s']:.0f} tok/s, cosine {first['worst_cosine']:.6f}.")
+    tell = lambda row: f"{row['name']}, {row['tokens_per_s']:.0f} tok/s, worst update cosine {row['worst_cosine']:.6f}."  # noqa: E731
+    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}): {tell(best)}"]
+    lines += [f"Faster, and not passing: {tell(first)}"] if first["verdict"] != "GREEN" else []
     for axis in [c for c in found if c in Options.model_fields]:
         speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
         lines.append(f"{axis}: " + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()) + " (medians).")
@@ -139,8 +138,9 @@ def routing_prediction(experts: int = 16) -> pd.DataFrame:
     expert's shard."""
     (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
     one = replace(dense, weight_bytes=dense.weight_bytes // experts, flops=dense.flops / experts, dispatches=2)
-    ms = [roofline.predict([w], "M4 Max")["ms"].sum() for w in (dense, one)]
-    return pd.DataFrame({"experts": ["dense", "routed"], "weight_bytes": [dense.weight_bytes, one.weight_bytes], "predicted_ms": ms})
+    rows = [{"experts": name, "weight_bytes": w.weight_bytes, "predicted_ms": roofline.predict([w], "M4 Max")["ms"].sum()}
+            for name, w in (("dense", dense), ("routed", one))]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def parts(profile: pd.DataFrame) -> dict[str, float]:

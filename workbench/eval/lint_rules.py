@@ -163,7 +163,8 @@ def loose_update(g):
 
 @rule("K6", "fails", "M", "JR", "a cache shifted by concatenation: error −14", "write k·(1−m) + k_new·m")
 def shifted(g):
-    return [op for op in g.of("write_state") if _through(g, op, "data", {"slice_by_index": "x", "slice_update": "update"}) == "concat"]
+    through = {"slice_by_index": "x", "slice_update": "update"}
+    return [op for op in g.of("write_state") if _through(g, op, "data", through) == "concat"]
 
 
 @rule("K9", "cpu", "H", "CT", "scatter", "write through a mask")
@@ -282,7 +283,8 @@ def masks(g):
     return [op for op, v in named if v.size and v.min() < -4e4]
 
 
-@rule("N3", "wrong", "H", "CT ANM JR", "squares of values that were not scaled: inf from 256 on", "scale by a power of two before, and back after")
+@rule("N3", "wrong", "H", "CT ANM JR", "squares of values that were not scaled: inf from 256 on",
+      "scale by a power of two before, and back after")  # fmt: skip
 def squares(g):
     product_ = [op for op in g.of("mul") if op.inputs["x"] == op.inputs["y"] and not _makers(g, op, "x") & {"real_div", "mul"}]
     power = [op for op in g.of("pow") if _scalar(g, op, "y", 0) == 2]

@@ -65,8 +65,9 @@ def judge(name: str, graph: Graph) -> Placement:
 def _rule(finding: Finding) -> dict:
     r = finding.rule
     sources = {word: SOURCES[key] for word in r.source.split() if (key := word.partition("#")[0]) in SOURCES}
-    return {"id": r.id, "effect": r.effect, "confidence": r.confidence, "says": r.says, "advice": r.advice,
-            "sources": sources, "disputed": r.disputed or None, "count": len(finding.names), "names": list(finding.names[:5])}  # fmt: skip
+    about = {name: getattr(r, name) for name in ("id", "effect", "confidence", "says", "advice")}
+    return about | {"sources": sources, "disputed": r.disputed or None, "count": len(finding.names),
+                    "names": list(finding.names[:5])}  # fmt: skip
 
 
 def measured(models: list[CoreMLModel]) -> list[Placement]:
@@ -96,9 +97,12 @@ def known(placements: list[Placement]) -> list[str]:
     """What a prediction contradicts, in words: experiment 30 counted all four convolutions of stateful attention shards,
     int8 and RangeDim, on the Neural Engine of an M4 Max."""
     lost = [p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]]
-    reasons = sorted({r["id"] for p in lost for r in p.rules if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"]})
-    return [f"{len(lost)} shards are expected to keep convolutions off the Neural Engine, because of {', '.join(reasons)}; "
-            "experiment 30 counted 4 of 4 on it (M4 Max). Only a Mac can settle it: a prediction is no measurement."] if lost else []  # fmt: skip
+    if not lost:
+        return []
+    moving = (r for p in lost for r in p.rules if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"])
+    return [f"{len(lost)} shards are expected to keep convolutions off the Neural Engine, because of "
+            f"{', '.join(sorted({r['id'] for r in moving}))}; experiment 30 counted 4 of 4 on it (M4 Max). "
+            "Only a Mac can settle it: a prediction is no measurement."]  # fmt: skip
 
 
 def lines(placements: list[Placement]) -> list[str]:

@@ -127,8 +127,9 @@ def judged(by_model: bool = False) -> pd.DataFrame:
         rest = [f for f in every if (f[0] != one[0] if by_model else f is not one)]
         model, work, on, ms = one
         predicted = fit(rest).ms(work, on)
-        rows.append({"figure": work.name, "chip": on.name, "published_ms": ms, "predicted_ms": predicted, "misfit": predicted / ms - 1})
-    return pd.DataFrame(rows)
+        rows.append({"figure": work.name, "chip": on.name, "published_ms": ms, "predicted_ms": predicted})
+    frame = pd.DataFrame(rows)
+    return frame.assign(misfit=frame["predicted_ms"] / frame["published_ms"] - 1)
 
 
 def work(bundle: Bundle, T: int = 1) -> list[Work]:

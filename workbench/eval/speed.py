@@ -58,9 +58,9 @@ def measure(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, re
 
 def _loading(decoder: Decoder) -> list[dict]:
     """What happened once per shard, where the runtime knows it."""
-    once = {"repetition": 0, "warmup": False, "unit": "ms"}
+    once, models = {"repetition": 0, "warmup": False, "unit": "ms"}, (*decoder.layers, *decoder.heads)
     return [once | {"phase": phase, "shard": model.shard.name, "value": value}
-            for model in (*decoder.layers, *decoder.heads) for phase, value in model.loading_ms.items() if value is not None]  # fmt: skip
+            for model in models for phase, value in model.loading_ms.items() if value is not None]  # fmt: skip
 
 
 def _ids(decoder: Decoder, rng, count: int):

@@ -139,7 +139,8 @@ def _settings(run: pd.Series) -> dict:
 def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
     """Every measurement that either side has, with the ratio of medians where both have it."""
     pairs = pd.merge(_by_run(a), _by_run(b), on=MEASURE, how="outer", suffixes=("_a", "_b"))
-    values = [[np.array(v if isinstance(v, list) else []) for v in pair] for pair in zip(pairs.pop("value_a"), pairs.pop("value_b"))]
+    sides = zip(pairs.pop("value_a"), pairs.pop("value_b"))
+    values = [[np.array(v if isinstance(v, list) else []) for v in pair] for pair in sides]
     confidence = 1 - _FALSE_ALARMS / max(sum(len(x) > 0 < len(y) for x, y in values), 1)
     ratios = [_ratio(*pair, interleaved, confidence) for pair in values]
     return pairs.join(pd.DataFrame(ratios, columns=list(_ratio(np.ones(1), np.ones(1), 0, 0.9))))

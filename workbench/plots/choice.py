@@ -40,7 +40,8 @@ def roofline(judged: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     `judged`: ``figure``, ``published_ms``, ``predicted_ms``.
     """
     ax = axes(ax, 4.2, 3.6)
-    low, high = judged[["published_ms", "predicted_ms"]].min(axis=None) / 2, judged[["published_ms", "predicted_ms"]].max(axis=None) * 2
+    ms = judged[["published_ms", "predicted_ms"]]
+    low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
     ax.fill_between([low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%")
     for model, rows in judged.groupby(judged["figure"].str.split(",").str[0], sort=False):
