@@ -15,11 +15,17 @@ from .golden import Golden
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, the gates judged on them, and the comparison of logits (worst over T, chained)."""
+    """Rows of the `fidelity` table, the gates judged on them, and the comparison of chained logits; `found` are these
+    [n, V].
+    Where experts are routed and choices are seen, layers go on with the golden's expert, and `free_logits` compares the
+    logits of a chained run that goes on with the program's own (else None).
+    """
 
     rows: pd.DataFrame
     gates: list[Gate]
     logits: dict[str, float]
+    found: np.ndarray
+    free_logits: dict[str, float] | None = None
 
     @property
     def verdict(self) -> str:
@@ -38,7 +44,7 @@ class Validation:
         return {
             "verdict": self.verdict, "gates": [g.json() for g in self.gates], "worst": self.worst,
             "min_cosine": float(updates.min()), "mean_cosine": float(updates.mean()), "rows": len(self.rows),
-            "logits": self.logits,
+            "logits": self.logits, "free_logits": self.free_logits,
         }  # fmt: skip
 
     def _cosines(self, *tensors: str) -> pd.Series:
@@ -48,15 +54,27 @@ class Validation:
 @literal
 def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
     """Judges every layer × position × T of a bundle against `golden`."""
-    rows, traces = fidelity.measure(decoder, golden, Ts, progress=progress)
-    chained = [trace.logits for (_, mode), trace in traces.items() if mode == "chained"]
-    compared = [metrics.compare_logits(golden.logits, found) for found in chained]
-    worst = {
-        name: (max if name == "kl_max" else min)(c[name] for c in compared) for name in compared[0]
-    }  # fmt: skip
-    result = Validation(rows, [], worst)
+    rows, traces, chained = fidelity.measure(decoder, golden, Ts, progress=progress)
+    result = Validation(rows, [], metrics.compare_logits(golden.logits, chained.logits), chained.logits)
+    choices = fidelity.choices({f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden)
     result.gates = _gates(result, decoder, traces, golden)
+    if len(choices):
+        free = fidelity.run(decoder, golden, list(traces), "chained", forced=False)
+        result.free_logits = metrics.compare_logits(golden.logits, free.logits)
+        result.gates += [routing(choices, gates.LIMITS[decoder.options.compress].routing_margin, result.free_logits)]
     return result
+
+
+def routing(choices: pd.DataFrame, limit: float, free: dict[str, float]) -> Gate:
+    """Only near-tied experts are picked differently. Another expert's update is judged nowhere else: every other gate
+    looks at layers that went on with the golden's choice."""
+    differ = choices[choices["differs"]]
+    reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
+    if len(differ):
+        worst = differ.loc[differ["margin"].idxmax()]
+        reason += f", the surest at layer {worst['layer']}, position {worst['position']}, {worst['run']}"
+    reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
+    return gates.at_most("routing", float(differ["margin"].max()) if len(differ) else 0.0, limit, reason)
 
 
 def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -> list[Gate]:
@@ -86,7 +104,7 @@ def trend(rows: pd.DataFrame) -> Gate:
     apart: attention sinks there are unlike any other row."""
     judged = rows[(rows["mode"] == "chained") & rows["tensor"].isin(["k", "v"]) & (rows["position"] > 0)].dropna(subset="cosine")
     error = np.log((1 - judged["cosine"]).clip(lower=1e-14)) / 2
-    found = [_trend(group, T, tensor) for (T, tensor), group in judged.assign(error=error).groupby(["T", "tensor"])]
+    found = [_trend(group, tensor) for tensor, group in judged.assign(error=error).groupby("tensor")]
     if not found or min(positions for *_, positions in found) < gates.TREND_POSITIONS:
         return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
     growth, correlation, where, _ = max(found, key=lambda f: (f[0] >= gates.TREND_GROWTH) * abs(f[1]))
@@ -96,13 +114,13 @@ def trend(rows: pd.DataFrame) -> Gate:
                 + (": a fault of the cache" if grown else ", flat"))  # fmt: skip
 
 
-def _trend(group: pd.DataFrame, T: int, tensor: str) -> tuple[float, float, str, int]:
+def _trend(group: pd.DataFrame, tensor: str) -> tuple[float, float, str, int]:
     """(factor between the newest and the oldest quarter, rank correlation, where, positions) of log errors."""
     error = group.groupby("position")["error"].mean()
     quarter = -(-len(error) // 4)
     correlation = error.rank().corr(pd.Series(error.index, error.index).rank())
     growth = np.exp(abs(error.iloc[-quarter:].mean() - error.iloc[:quarter].mean()))
-    return float(growth), float(np.nan_to_num(correlation)), f"{tensor}, T = {T}", len(error)
+    return float(growth), float(np.nan_to_num(correlation)), tensor, len(error)
 
 
 def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
@@ -113,9 +131,8 @@ def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
 
 def _ties(rows: pd.DataFrame) -> str:
     """How many updates the gate leaves out, in words."""
-    tied = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
-    count = int(tied["routing_tie"].sum()) if "routing_tie" in rows else 0
-    return f"; {count} of {len(tied)} with a near-tied choice of expert apart" if count else ""
+    count = int(rows.loc[(rows["mode"] == "isolated") & (rows["tensor"] == "update"), "routing_tie"].sum()) if "routing_tie" in rows else 0
+    return f"; {count} with a near-tied choice of expert apart" if count else ""
 
 
 def _where(rows: pd.DataFrame, tensors: list[str]) -> str:
