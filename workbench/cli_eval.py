@@ -1,5 +1,5 @@
-"""`workbench error`, `trace`, `matrix` and `bench validate`: where a bundle's error comes from, how near it comes to fp16's
-limits, what each compute unit makes of it, and what looking costs."""
+"""`workbench error`, `trace` and `matrix`: where a bundle's error comes from, how near it comes to fp16's limits, and what
+each compute unit makes of it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -124,18 +124,3 @@ def matrix(
         result["run_id"] = _record(opened, "matrix", result)
     note = [] if device else ["no compute unit was measured: there is no Core ML here"]
     show(result, json, [result["verdict"], table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g"), *note])
-
-
-def bench_validate(folder: Path, layers: int, progress: bool) -> list[dict]:
-    """Rows of `workbench bench validate`: a trace and a validation on a random stack of Qwen2.5-0.5B's dimensions."""
-    from workbench import sweep
-    from workbench.eval import bench_gates
-    from workbench.export import options
-    from workbench.models import checkpoint as checkpoints
-
-    source = folder / f"qwen2-{layers}-layers"
-    if not source.exists():
-        checkpoints.random(source, "qwen2", **bench_gates.HALF_B, num_hidden_layers=layers)
-    opened = checkpoints.Checkpoint(source)
-    made = sweep.bundle_for(opened, options(max_seq_len=128, compress="int8-tensor"), folder, progress)
-    return [*bench_gates.tracing(made), *bench_gates.validating(made, opened)]

@@ -17,11 +17,6 @@ from . import golden, trace, validate
 from .bench import row
 
 
-# Qwen2.5-0.5B as transformers' configuration states it.
-HALF_B = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151_936,
-              tie_word_embeddings=True, use_sliding_window=False, rope_theta=1e6)  # fmt: skip
-
-
 def _ms(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
