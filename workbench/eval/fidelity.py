@@ -1,8 +1,9 @@
 """Every layer × position × T of a bundle against a golden, as rows of the log's `fidelity` table.
 
 Isolated: each layer is fed the golden's input, so its error is its own; one pass per T. Chained: each layer is fed the
-one before, so errors add up as they do in use; one pass whose calls take every T in turn. Inner layers of a multi-layer shard are fed and read through the portable runtime's
-hook; Core ML shows them only by their K/V rows, and what it cannot show is absent.
+one before, so errors add up as they do in use; one pass whose calls take every T in turn. Inner layers of a multi-layer
+shard are fed and read through the portable runtime's hook; Core ML shows them only by their K/V rows, and what it cannot
+show is absent.
 
 Choosing an expert is a jump: rounding that moves two scores past each other changes the layer's whole update. So the
 portable runtime notes each choice and goes on with the golden's; choices are judged for themselves.

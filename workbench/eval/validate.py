@@ -34,21 +34,17 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        judged = _judged(self.rows, ["update", "k", "v"])
-        row = judged.loc[judged["cosine"].fillna(-2).idxmin()]
+        row = _worst(self.rows, "update", "k", "v")
         names = ("layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs")
         return {n: row[n].item() if hasattr(row[n], "item") else row[n] for n in names}
 
     def json(self) -> dict:
-        updates = self._cosines("update")
+        updates = _judged(self.rows, "update")["cosine"].fillna(-1.0)
         return {
             "verdict": self.verdict, "gates": [g.json() for g in self.gates], "worst": self.worst,
             "min_cosine": float(updates.min()), "mean_cosine": float(updates.mean()), "rows": len(self.rows),
             "logits": self.logits, "free_logits": self.free_logits,
         }  # fmt: skip
-
-    def _cosines(self, *tensors: str) -> pd.Series:
-        return _judged(self.rows, list(tensors))["cosine"].fillna(-1.0)
 
 
 @literal
@@ -78,24 +74,23 @@ def routing(choices: pd.DataFrame, limit: float, free: dict[str, float]) -> Gate
 
 
 def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -> list[Gate]:
-    limits = gates.LIMITS[decoder.options.compress]
+    limits, rows, logits = gates.LIMITS[decoder.options.compress], result.rows, result.logits
     weights = "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
-    where = _where(result.rows, ["update"])
+    update, cached = _worst(rows, "update"), _worst(rows, "k", "v")
     theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
     found = [
         gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}"),
-        gates.holds("finite", bool(result.rows["finite"].all()), _nonfinite(result.rows)),
-        gates.at_least("update", result._cosines("update").min(), limits.update_cosine,
-                       f"worst isolated update against {weights}: {where}{_ties(result.rows)}"),
-        gates.at_least("kv", result._cosines("k", "v").min(), limits.kv_cosine,
-                       f"worst cache row against {weights}: {_where(result.rows, ['k', 'v'])}"),
-        gates.at_most("logits_kl", result.logits["kl_max"], limits.logits_kl, "worst position, chained, nats"),
-        gates.at_least("logits_cosine", result.logits["cosine_min"], limits.logits_cosine, "worst position, chained"),
+        gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows)),
+        gates.at_least("update", update["cosine"], limits.update_cosine,
+                       f"worst isolated update against {weights}: {_place(update)}{_ties(rows)}"),
+        gates.at_least("kv", cached["cosine"], limits.kv_cosine, f"worst cache row against {weights}: {_place(cached)}"),
+        gates.at_most("logits_kl", logits["kl_max"], limits.logits_kl, "worst position, chained, nats"),
+        gates.at_least("logits_cosine", logits["cosine_min"], limits.logits_cosine, "worst position, chained"),
     ]  # fmt: skip
     if decoder.options.compress == "fp16":
-        found.append(gates.at_least("logits_top1", result.logits["top1_agreement"], 1.0,
+        found.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0,
                                     "share of positions with the golden's top token, near-ties apart"))  # fmt: skip
-    return [*found, trend(result.rows), rangedim.judge(decoder, traces, golden)]
+    return [*found, trend(rows), rangedim.judge(decoder, traces, golden)]
 
 
 def trend(rows: pd.DataFrame) -> Gate:
@@ -123,7 +118,7 @@ def _trend(group: pd.DataFrame, tensor: str) -> tuple[float, float, str, int]:
     return float(growth), float(np.nan_to_num(correlation)), tensor, len(error)
 
 
-def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
+def _judged(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
     """Isolated rows that gates look at: updates where the router had a clear choice, and all cache rows."""
     judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
     return judged[~judged["routing_tie"] | (judged["tensor"] != "update")] if "routing_tie" in rows else judged
@@ -131,13 +126,19 @@ def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
 
 def _ties(rows: pd.DataFrame) -> str:
     """How many updates the gate leaves out, in words."""
-    count = int(rows.loc[(rows["mode"] == "isolated") & (rows["tensor"] == "update"), "routing_tie"].sum()) if "routing_tie" in rows else 0
-    return f"; {count} with a near-tied choice of expert apart" if count else ""
+    if "routing_tie" not in rows:
+        return ""
+    count = (rows["routing_tie"] & (rows["mode"] == "isolated") & (rows["tensor"] == "update")).sum()
+    return f"; {count} with a near-tied choice of expert apart"
 
 
-def _where(rows: pd.DataFrame, tensors: list[str]) -> str:
-    judged = _judged(rows, tensors)
-    row = judged.loc[judged["cosine"].fillna(-2).idxmin()]
+def _worst(rows: pd.DataFrame, *tensors: str) -> pd.Series:
+    """The judged row with the smallest cosine; one that is no number is worse than any."""
+    judged = _judged(rows, *tensors)
+    return judged.loc[judged["cosine"].fillna(-2).idxmin()]
+
+
+def _place(row: pd.Series) -> str:
     return f"layer {row['layer']}, position {row['position']}, T = {row['T']}, {row['tensor']}"
 
 
@@ -145,5 +146,4 @@ def _nonfinite(rows: pd.DataFrame) -> str:
     bad = rows[~rows["finite"]]
     if bad.empty:
         return "every value is finite"
-    row = bad.iloc[0]
-    return f"{len(bad)} rows hold inf or nan, first: layer {row['layer']}, position {row['position']}, {row['tensor']}"
+    return f"{len(bad)} rows hold inf or nan, first: {_place(bad.iloc[0])}"
