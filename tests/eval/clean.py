@@ -32,7 +32,8 @@ def draw(seed: int) -> tuple[str, dict, dict]:
     if family == "gemma3_text":
         changes["layer_types"] = rng.choice(["sliding_attention", "full_attention"], changes["num_hidden_layers"]).tolist()
     if family in ("llama", "qwen2", "qwen3"):
-        changes |= dict(zip(("num_attention_heads", "num_key_value_heads"), ((4, 2), (3, 1), (3, 3))[rng.integers(3)], strict=True))
+        heads = [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]  # Llama's must divide the width
+        changes |= dict(zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True))
     options = {"compress": PRESETS[seed // len(FAMILIES) % len(PRESETS)], "t_max": int(rng.choice([2, 4])),
                "layers_per_shard": int(rng.choice([1, 2])), "kv_write": str(rng.choice(["mask", "slice"])),
                "layout": str(rng.choice(["bct1", "bc1t"])), "states": str(rng.choice(["separate", "packed"]))}  # fmt: skip
