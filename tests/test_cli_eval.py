@@ -1,4 +1,4 @@
-"""`workbench error` and `workbench trace`: their JSON, their exit codes, their messages."""
+"""`workbench error`, `trace` and `matrix`: their JSON, their exit codes, their messages."""
 
 import json
 
@@ -36,6 +36,20 @@ def test_an_uncompressed_bundle_is_its_own_twin(llama):
     code, found = call("error", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3")
     assert code == 0
     assert all(row["quantization"] == 0 for row in found["layers"])
+
+
+def test_matrix_names_every_arithmetic_and_what_was_not_measured(llama):
+    checkpoint, plain, _ = llama
+    code, found = call("matrix", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4")
+    assert (code, found["verdict"], found["device_measured"]) == (0, "GREEN", False)
+    assert [u["unit"] for u in found["units"]] == ["portable declared", "portable exact", "portable narrow"]
+    assert found["units"][1]["min_cosine"] > 0.99999
+    assert found["units"][1]["kl_portable"] > found["units"][0]["kl_portable"] == 0
+
+
+def test_matrix_without_a_golden_is_refused(llama):
+    with pytest.raises(InputError, match="--golden"):
+        CliRunner().invoke(app, ["matrix", str(llama[1].root)], catch_exceptions=False)
 
 
 def test_trace_takes_bundles_and_packages(llama):

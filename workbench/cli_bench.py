@@ -67,3 +67,22 @@ def decode(
         bundles = {kind: make(max_seq_len=512, t_max=64, compress=kind) for kind in ("fp16", "int8-tensor")}
         rows = benches.decode(bundles, opened.path, rounds=rounds)
     show_rows(rows, json)
+
+
+@bench.command()
+def validate(
+    layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
+    folder: Folder = Path("build/bench"),
+    json: Json = False,
+) -> None:
+    """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
+
+    Example: workbench bench validate
+    """
+    from workbench import sweep
+    from workbench.eval import bench_gates
+    from workbench.export import options
+
+    opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
+    made = sweep.bundle_for(opened, options(max_seq_len=128, compress="int8-tensor"), folder, progress=not json)
+    show_rows([*bench_gates.tracing(made), *bench_gates.validating(made, opened)], json)

@@ -1,11 +1,12 @@
-"""`workbench error` and `workbench trace`: where a bundle's error comes from, and how near it comes to fp16's limits."""
+"""`workbench error`, `trace` and `matrix`: where a bundle's error comes from, how near it comes to fp16's limits, and what
+each compute unit makes of it."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from workbench.cli import BundlePath, Ids, Json, app, gate_lines, parse_ids, show, some_ids
+from workbench.cli import BundlePath, Ids, Json, app, gate_lines, load_golden, parse_ids, show, some_ids
 
 Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
 
@@ -96,3 +97,30 @@ def trace(
         result["run_id"] = _record(bundle, "trace", result)
     worst = [f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{tracing.place(w)}" for w in result["worst"]]
     show(result, json, [result["verdict"], *gate_lines(found.gates()), f"{result['ops']} results; the largest:", *worst])
+
+
+@app.command()
+def matrix(
+    bundle: BundlePath,
+    checkpoint: Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")] = None,
+    golden: Annotated[Path | None, typer.Option(help="Golden store.")] = None,
+    prompt_ids: Ids = None,
+    log: Log = False,
+    json: Json = False,
+) -> None:
+    """The validation once per compute unit, each in a process that may die; off a Mac the portable arithmetics alone.
+
+    Example: workbench matrix build/llama --checkpoint data/tiny-llama
+    """
+    from workbench.bundle import Bundle
+    from workbench.eval import gates
+    from workbench.eval import matrix as units
+
+    opened = Bundle.open(bundle)
+    table = units.run(opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V))
+    device = bool((table["runtime"] == "coreml").any())
+    result = {"verdict": units.verdict(table), "device_measured": device, "units": gates.records(table.astype(object).where(table.notna(), None))}
+    if log:
+        result["run_id"] = _record(opened, "matrix", result)
+    note = [] if device else ["no compute unit was measured: there is no Core ML here"]
+    show(result, json, [result["verdict"], table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g"), *note])

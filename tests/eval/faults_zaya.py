@@ -1,21 +1,15 @@
 """Faults of what only ZAYA has: states beside the cache, a router state across layers, CCA's and the experts' ingredients."""
 
+from functools import partial
+
 import numpy as np
 import torch
-from faults import Fault, constant, host, steps
+from faults import constant, fault, host, steps, wrap
 
 from workbench import Decoder
+from workbench.bundle.contract import ROUTER_STATE
 
-ZAYA_FAULTS: dict[str, Fault] = {}
-
-
-def fault(gate: str):
-    def register(plant):
-        assert plant.__name__ not in ZAYA_FAULTS
-        ZAYA_FAULTS[plant.__name__] = Fault(plant.__name__, gate, plant)
-        return plant
-
-    return register
+fault = partial(fault, bundle="zaya")
 
 
 def forget(decoder: Decoder, name: str) -> None:
@@ -83,3 +77,118 @@ def experts_exchanged(decoder):
 def another_activation_in_the_router(decoder):
     for step in steps(decoder, 0, "gelu"):
         step.function = lambda x, **_: torch.relu(x)
+
+
+# Compressed convolutional attention
+
+
+@fault("kv")
+def means_of_queries_and_keys_left_out(decoder):
+    wrap(halved(decoder, 1), after=torch.zeros_like)
+
+
+@fault("kv")
+def key_pulled_to_one_query_instead_of_their_mean(decoder):
+    steps(decoder, 1, "reduce_mean", "qkv_proj")[0].function = lambda x, **_: x[:, :1]
+
+
+def halved(decoder: Decoder, layer: int):
+    """The step that halves query plus key."""
+    return next(s for s in steps(decoder, layer, "mul", "qkv_proj") if "y" in s.constants)
+
+
+@fault("update")
+def length_of_queries_left_as_it_is(decoder):
+    peak, norm, *_ = steps(decoder, 1, "real_div", "qk_norm")  # x / peak, then / sqrt(Σ), for queries first
+    for step in (peak, norm):
+        step.function = lambda x, y: x
+
+
+@fault("kv")
+def length_of_keys_left_as_it_is(decoder):
+    *_, peak, norm = steps(decoder, 1, "real_div", "qk_norm")
+    for step in (peak, norm):
+        step.function = lambda x, y: x
+
+
+@fault("kv")
+def temperature_of_the_first_head_for_all(decoder):
+    constant(decoder, 2, "self_attn.qk_norm.temp", lambda t: t[:, :1].expand_as(t).clone())
+
+
+@fault("update")
+def temperature_left_out(decoder):
+    constant(decoder, 0, "self_attn.qk_norm.temp", lambda t: t / 2)
+
+
+@fault("kv")
+def value_not_delayed(decoder):
+    delayed = next(s for s in steps(decoder, 1, "slice_by_index", "qkv_proj") if s.constants["end"][-1] == -1)
+    original = delayed.function
+    delayed.function = lambda x, **rest: original(x=x.roll(-1, 3), **rest)
+
+
+@fault("kv")
+def second_convolution_left_out(decoder):
+    wrap(steps(decoder, 0, "conv", "conv_qk_grouped")[0], after=torch.zeros_like)
+
+
+@fault("kv")
+def each_convolution_padded_alone(decoder):
+    # what lies before the first token is the first convolution's bias, not zero
+    step = steps(decoder, 0, "conv", "conv_qk_depthwise")[0]
+    original = step.function
+
+    def padded(x, **rest):
+        made = original(x=x, **rest)
+        if not x[..., :2].any():
+            made[..., 0] = 0
+        return made
+
+    step.function = padded
+
+
+# Router and experts
+
+
+@fault("routing")
+def balancing_biases_left_out(decoder):
+    for layer in range(len(decoder.layers)):
+        constant(decoder, layer, "mlp.gate.balancing_biases", torch.zeros_like)
+
+
+@fault("routing")
+def second_best_expert_picked(decoder):
+    steps(decoder, 2, "reduce_argmax")[0].function = lambda x, **_: x.topk(2, 1).indices[:, 1:].int()
+
+
+@fault("routing")
+def router_state_lost_between_two_shards(decoder):
+    run = decoder.run_layers
+
+    def forgetful(index, io, counts):
+        made = run(index, io, counts)
+        return made | {ROUTER_STATE: np.zeros_like(made[ROUTER_STATE])}
+
+    decoder.run_layers = forgetful
+
+
+def weighing(decoder: Decoder, layer: int):
+    """The step that multiplies probabilities with the one-hot choice."""
+    return steps(decoder, layer, "mul", f"layers.{layer}")[0]
+
+
+@fault("update")
+def soft_mix_of_all_experts(decoder):
+    wrap(weighing(decoder, 1), before=lambda g: g | {"y": torch.ones_like(g["y"])})
+
+
+@fault("update")
+def probability_of_the_expert_left_out(decoder):
+    wrap(weighing(decoder, 1), before=lambda g: g | {"x": torch.ones_like(g["x"])})
+
+
+@fault("update")
+def gate_and_up_of_the_experts_exchanged(decoder):
+    E = 4
+    constant(decoder, 1, "mlp.experts.gate_up_proj", lambda w: w.reshape(E, 2, -1, *w.shape[1:]).flip(1).reshape(w.shape))

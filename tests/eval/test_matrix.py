@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import numpy as np
 import pytest
 
 from workbench.eval import matrix
@@ -57,10 +58,32 @@ def test_off_a_mac_only_portable_modes_run_and_say_so(llama_bundle, llama_golden
     assert found["blame"].isna().all()
 
 
+def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
+    rng = np.random.default_rng(0)
+    logits = {"declared": rng.standard_normal((4, 9)), "CPU_ONLY": rng.standard_normal((4, 9))}
+
+    def child(command):
+        unit, out = command[6:8]
+        if unit in logits:
+            np.save(out, logits[unit])
+        return start({})(command)
+
+    found = matrix.run(llama_bundle, llama_golden, device=True, start=child).set_index("unit")["kl_portable"]
+    assert found["portable declared"] == 0
+    assert found["CPU_ONLY"] > 0.1
+    assert np.isnan(found["ALL"])
+
+
+@pytest.mark.parametrize(("outcomes", "verdict"), [({}, "GREEN"), ({"narrow": "RED"}, "GREEN"), ({"exact": "RED"}, "RED"), ({"ALL": "11"}, "RED")])
+def test_the_verdict_is_of_units_and_not_of_the_bound(llama_bundle, llama_golden, outcomes, verdict):
+    assert matrix.verdict(table(llama_bundle, llama_golden, outcomes).reset_index()) == verdict
+
+
 def test_a_real_child_validates_and_one_that_hangs_is_killed(llama_bundle, llama_golden, tmp_path, monkeypatch):
     path = llama_golden.save(tmp_path / "golden.safetensors")
     row = matrix.row(llama_bundle, path, "portable", "exact", [1], matrix.launch)
     assert row["verdict"] == "GREEN"
+    assert row["logits"].shape == llama_golden.logits.shape
     assert row["min_cosine"] > 0.99999
     monkeypatch.setattr(matrix, "SECONDS", 0.1)
     assert matrix.launch(["sleep", "5"]).returncode == -9

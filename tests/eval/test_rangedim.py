@@ -10,7 +10,7 @@ FAULT = "tokens_of_a_chunk_written_in_reverse"
 
 
 def judge(decoder, golden, Ts=(1, 4)):
-    return rangedim.judge(decoder, {(T, "isolated"): fidelity.run(decoder, golden, T) for T in Ts}, golden)
+    return rangedim.judge(decoder, {T: fidelity.run(decoder, golden, T) for T in Ts}, golden)
 
 
 @pytest.fixture

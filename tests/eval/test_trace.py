@@ -93,7 +93,8 @@ def test_counts_of_a_range_are_exact():
 def test_departure_is_where_rounding_first_grows(traced, llama_bundle):
     assert traced.departure["shard"] == "layers_00_00"
     assert traced.departure["roundings"] > 1
-    assert trace.departure(*(Decoder(llama_bundle, "portable", "exact") for _ in range(2)), IDS) is None
+    exact, again = (Decoder(llama_bundle, "portable", "exact") for _ in range(2))
+    assert trace.run({"exact": exact, "declared": again}, IDS).departure is None
 
 
 def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):

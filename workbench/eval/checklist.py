@@ -103,9 +103,10 @@ def lifetime(decoder: Decoder, rng) -> list[Gate]:
     ]  # fmt: skip
 
 
-def probe_points(S: int, t_max: int, fixed: bool = False) -> list[tuple[int, int]]:
-    """(T, pos) pairs: all of them on a small cache, else the ends, the middle and powers of two ± 1."""
-    Ts = [t_max] if fixed else range(1, t_max + 1) if t_max <= 4 else sorted({1, 2, 3, 4, t_max // 2, t_max - 1, t_max})
+def probe_points(S: int, t_max: int, whole: bool = False) -> list[tuple[int, int]]:
+    """(T, pos) pairs: all of them on a small cache, else the ends, the middle and powers of two ± 1; `whole`: T = t_max
+    alone."""
+    Ts = [t_max] if whole else range(1, t_max + 1) if t_max <= 4 else sorted({1, 2, 3, 4, t_max // 2, t_max - 1, t_max})
     if S <= SMALL:
         return [(T, pos) for T in Ts for pos in range(S - T + 1)]
     near = {p + d for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2) for d in (-1, 0, 1)}
@@ -114,7 +115,7 @@ def probe_points(S: int, t_max: int, fixed: bool = False) -> list[tuple[int, int
 
 @literal
 def write_probe(decoder: Decoder, rng=None, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
-    """Which cache rows each call of T tokens at `pos` changed, on caches full of random rows.
+    """Which cache rows each call of T valid tokens at `pos` changed, on caches full of random rows.
 
     Returns:
         One record per (layer, state, T, pos): `changed` and `expected`, sorted lists of slots.
@@ -122,7 +123,7 @@ def write_probe(decoder: Decoder, rng=None, points: Iterable[tuple[int, int]] | 
     from tqdm.auto import tqdm
 
     o, records, rng = decoder.options, [], rng or np.random.default_rng(0)
-    points = list(points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed"))
+    points = list(points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed" and o.kv_write == "slice"))
     for model in tqdm(decoder.layers, desc="write addresses", unit="shard", disable=not progress):
         full = {n: rng.standard_normal(s.shape).astype(np.float16) for n, s in model.shard.states.items()}
         state = model.make_state()

@@ -1,36 +1,42 @@
 """Every layer × position × T of a bundle against a golden, as rows of the log's `fidelity` table.
 
-Isolated: each layer is fed the golden's input, so its error is its own. Chained: each layer is fed the one before, so
-errors add up as they do in use. Inner layers of a multi-layer shard are fed and read through the portable runtime's
-hook; Core ML shows them only by their K/V rows, and what it cannot show is absent.
+Isolated: each layer is fed the golden's input, so its error is its own; one pass per T. Chained: each layer is fed the
+one before, so errors add up as they do in use; one pass whose calls take every T in turn. Inner layers of a multi-layer
+shard are fed and read through the portable runtime's hook; Core ML shows them only by their K/V rows, and what it cannot
+show is absent.
+
+Choosing an expert is a jump: rounding that moves two scores past each other changes the layer's whole update. So the
+portable runtime notes each choice and goes on with the golden's; choices are judged for themselves.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle.contract import K_STATE, ROUTER_STATE, V_STATE, X
+from workbench.bundle.contract import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.decode import Decoder, literal
 from workbench.errors import InputError
 
-from . import metrics
+from . import gates, metrics
 from .golden import Golden
-
-TENSORS = ("update", "hidden", "k", "v", "logits")
 
 
 @dataclass
 class Trace:
     """What one pass over the golden's tokens produced: `hidden` [n, C] per layer (where it can be seen), cache rows
-    `k`, `v` [H_kv, n, D] per layer, `logits` [n, V]."""
+    `k`, `v` [H_kv, n, D] per layer, `logits` [n, V] (chained); `chosen` [n] per layer, the expert it would have picked (where
+    that can be seen). `T` [n]: tokens of the call that each position was in."""
 
-    hidden: dict[int, np.ndarray]
-    k: dict[int, np.ndarray]
-    v: dict[int, np.ndarray]
-    logits: np.ndarray
+    T: np.ndarray
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)
+    k: dict[int, np.ndarray] = field(default_factory=dict)
+    v: dict[int, np.ndarray] = field(default_factory=dict)
+    logits: np.ndarray | None = None
+    chosen: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 def default_ts(t_max: int, fixed: bool = False) -> list[int]:
@@ -39,82 +45,109 @@ def default_ts(t_max: int, fixed: bool = False) -> list[int]:
 
 
 @literal
-def run(decoder: Decoder, golden: Golden, T: int, mode: str = "isolated") -> Trace:
+def run(decoder: Decoder, golden: Golden, T: int | Sequence[int], mode: str = "isolated", *, forced: bool = True) -> Trace:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an empty cache.
 
     Args:
+        T: tokens a call; several are taken in turn.
         mode: `isolated` or `chained`.
+        forced: go on with the golden's choice of experts, whatever the program's own is (portable only).
     """
     n = len(golden.ids)
     if n > decoder.options.max_seq_len:
         raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {decoder.options.max_seq_len}",
                          "validate with a shorter prompt, or export with a larger --max-seq-len")  # fmt: skip
-    decoder.begin()
-    hidden = {i: np.zeros_like(golden.x[0]) for i in range(decoder.manifest.dims.L)}
-    seen: set[int] = set()
-    for start in range(0, n, T):
-        span = slice(start, min(start + T, n))
-        _run_chunk(decoder, golden, span, T, mode == "isolated", hidden, seen)
-    k, v = _cache_rows(decoder, n)
-    last = golden.hidden[-1] if mode == "isolated" else hidden[len(hidden) - 1]
-    logits = decoder.logits(_batched(decoder, last.T / 2.0**decoder.manifest.residual_exponent))[0]
-    return Trace({i: h for i, h in hidden.items() if i in seen}, k, v, logits)
+    return _Pass(decoder, golden, mode == "isolated", forced).run(T)
 
 
-def _batched(decoder: Decoder, row: np.ndarray) -> np.ndarray:
-    """One sequence's array as every slot's: [B, ...]."""
-    return np.repeat(row[None], decoder.options.batch, axis=0)
+class _Pass:
+    """One pass over a golden's tokens: what replaces the program's own values, and what is kept of them."""
 
+    def __init__(self, decoder: Decoder, golden: Golden, isolated: bool, forced: bool):
+        self.decoder, self.golden, self.isolated, self.forced = decoder, golden, isolated, forced
+        self.grow = np.float32(2.0**decoder.manifest.residual_exponent)
+        self.trace = Trace(np.zeros(len(golden.ids), int))
 
-def _run_chunk(decoder, golden, span, T, isolated, hidden, seen) -> None:
-    """One call of every shard over positions `span`, padded with dummy columns to T when it is shorter on a fixed T."""
-    B, count = decoder.options.batch, span.stop - span.start
-    counts = np.full(B, count)
-    width = decoder.options.t_max if decoder.options.t == "fixed" else count
-    grow = np.float32(2.0**decoder.manifest.residual_exponent)
-    io = decoder.host.inputs(np.full(B, span.start), counts, width)
-    io[X] = _columns(decoder, decoder.bundle.embed(golden.ids[None, span])[0], width)
-    for index, model in enumerate(decoder.layers):
-        first, last = model.shard.layers
-        if isolated:
-            io[X] = _columns(decoder, golden.x[first][span] / grow, width)
-            if golden.router is not None and first:
-                io[ROUTER_STATE] = _columns(decoder, golden.router[first - 1][span], width)
-        model.hook = _tap(decoder, model.shard, golden, span, isolated, hidden, seen)
-        io = decoder.run_layers(index, io, counts)
-        model.hook = None
-        hidden[last - 1][span] = io[X].reshape(B, -1, width)[0, :, :count].T * grow
-        seen.add(last - 1)
+    def run(self, T: int | Sequence[int]) -> Trace:
+        decoder, n, start = self.decoder, len(self.golden.ids), 0
+        decoder.begin()
+        for size in itertools.cycle([T] if isinstance(T, int) else T):
+            self.chunk(slice(start, min(start + size, n)))
+            start += size
+            if start >= n:
+                break
+        self.trace.k, self.trace.v = _cache_rows(decoder, n)
+        if not self.isolated:
+            self.trace.logits = decoder.logits(self.batched(self.trace.hidden[len(self.golden.x) - 1].T / self.grow))[0]
+        return self.trace
 
+    def chunk(self, span: slice) -> None:
+        """One call of every shard over positions `span`, padded with dummy columns to a fixed T when it is shorter."""
+        decoder, golden, B = self.decoder, self.golden, self.decoder.options.batch
+        counts, self.trace.T[span] = np.full(B, span.stop - span.start), span.stop - span.start
+        width = decoder.options.t_max if decoder.options.t == "fixed" else span.stop - span.start
+        io = decoder.host.inputs(np.full(B, span.start), counts, width)
+        io[X] = self.columns(decoder.bundle.embed(golden.ids[None, span])[0], width)
+        for index, model in enumerate(decoder.layers):
+            first, last = model.shard.layers
+            if self.isolated:
+                io[X] = self.columns(golden.x[first][span] / self.grow, width)
+                if golden.router is not None and first:
+                    io[ROUTER_STATE] = self.columns(golden.router[first - 1][span], width)
+            model.hook = self.hook(model.shard, span)
+            io = decoder.run_layers(index, io, counts)
+            model.hook = None
+            self.keep(self.trace.hidden, last - 1, span, io[X] * self.grow)
 
-def _columns(decoder: Decoder, rows: np.ndarray, width: int) -> np.ndarray:
-    """[count, C] → the bundle's plane [B, C, width, 1], zero beyond count."""
-    padded = np.zeros((width, rows.shape[1]), np.float32)
-    padded[: len(rows)] = rows
-    return decoder.plane(_batched(decoder, padded.T))
-
-
-def _tap(decoder, shard, golden, span, isolated, hidden, seen):
-    """A hook that reads the hidden output of a shard's inner layers and, isolated, puts the golden's in its place."""
-    inner = {name: layer for layer, name in shard.taps.items() if layer < shard.layers[1] - 1}
-    if not inner:
-        return None
-
-    def hook(op, outputs):
-        layer = inner.get(op.outputs[0][0]) if op.outputs else None
-        if layer is None:
+    def hook(self, shard, span: slice):
+        """Reads the hidden output of inner layers and the choice of experts; puts the golden's in their place."""
+        inner = {name: layer for layer, name in shard.taps.items() if layer < shard.layers[1] - 1}
+        if not inner and self.golden.expert is None:
             return None
-        grow = np.float32(2.0**decoder.manifest.residual_exponent)
-        flat = outputs[0].reshape(*outputs[0].shape[:2], -1)
-        hidden[layer][span] = flat[0, :, : span.stop - span.start].T.numpy() * grow
-        seen.add(layer)
-        if not isolated:
-            return None
-        fed = _columns(decoder, golden.x[layer + 1][span] / grow, flat.shape[2])
-        fed = fed if decoder.precision == "exact" else fed.astype(np.float16).astype(np.float32)
-        return [torch.from_numpy(fed)]
 
-    return hook
+        def look(op, outputs):
+            name = op.outputs[0][0] if op.outputs else ""
+            if name in inner:
+                self.keep(self.trace.hidden, inner[name], span, outputs[0].numpy() * self.grow)
+                return self.fed(inner[name], span, outputs[0]) if self.isolated else None
+            if op.kind == "reduce_argmax" or name == ROUTER_SCORES:
+                layer = int(shard.modules[name].split(".")[1])
+                own = outputs[0] if op.kind == "reduce_argmax" else outputs[0].argmax(1, keepdim=True)
+                self.keep(self.trace.chosen, layer, span, own.numpy())
+                return self.routed(layer, span, outputs[0]) if self.forced else None
+            return None
+
+        return look
+
+    def keep(self, kept: dict[int, np.ndarray], layer: int, span: slice, plane: np.ndarray) -> None:
+        """Files the valid columns of the first sequence of a plane [B, W, T, 1] under rows `span` of [n, W]."""
+        rows = plane.reshape(*plane.shape[:2], -1)[0, :, : span.stop - span.start].T
+        kept.setdefault(layer, np.zeros((len(self.golden.ids), rows.shape[1]), rows.dtype))[span] = rows
+
+    def fed(self, layer: int, span: slice, own: torch.Tensor) -> list[torch.Tensor]:
+        """The golden's input of the layer after `layer`, as its shard would hold it."""
+        rows = self.columns(self.golden.x[layer + 1][span] / self.grow, own.shape[2] * own.shape[3])
+        return [torch.from_numpy(rows if self.decoder.precision == "exact" else rows.astype(np.float16).astype(np.float32))]
+
+    def routed(self, layer: int, span: slice, own: torch.Tensor) -> list[torch.Tensor]:
+        """The golden's choice in the place of an argmax, or of the scores that the host takes it from."""
+        chosen = torch.from_numpy(self.golden.expert[layer][span])
+        made, count = own.clone().reshape(*own.shape[:2], -1), len(chosen)
+        if own.shape[1] == 1:
+            made[:, 0, :count] = chosen.to(made.dtype)
+        else:
+            made[:, :, :count] = torch.nn.functional.one_hot(chosen, own.shape[1]).T.to(made.dtype)
+        return [made.reshape(own.shape)]
+
+    def columns(self, rows: np.ndarray, width: int) -> np.ndarray:
+        """[count, C] → the bundle's plane [B, C, width, 1], zero beyond count."""
+        padded = np.zeros((width, rows.shape[1]), np.float32)
+        padded[: len(rows)] = rows
+        return self.decoder.plane(self.batched(padded.T))
+
+    def batched(self, row: np.ndarray) -> np.ndarray:
+        """One sequence's array as every slot's: [B, ...]."""
+        return np.repeat(row[None], self.decoder.options.batch, axis=0)
 
 
 def _cache_rows(decoder: Decoder, n: int) -> tuple[dict, dict]:
@@ -135,7 +168,8 @@ def _cache_rows(decoder: Decoder, n: int) -> tuple[dict, dict]:
 
 
 def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
-    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are constant columns (T, mode …)."""
+    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are constant ones (mode, runtime …); `T`
+    is that of each position's call unless it is among them."""
     parts = []
     for layer, hidden in trace.hidden.items():
         parts.append(_rows(layer, "hidden", golden.hidden[layer], hidden))
@@ -145,12 +179,29 @@ def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
             flat = [a.transpose(1, 0, 2).reshape(a.shape[1], -1) for a in (reference[layer], rows)]
             shown = ~np.isnan(flat[1]).all(axis=1) if np.isnan(flat[1]).any() else np.ones(len(flat[1]), bool)
             parts.append(_rows(layer, name, *flat)[shown])
-    parts.append(_rows(-1, "logits", golden.logits, trace.logits))
-    rows = pd.concat(parts, ignore_index=True).assign(**columns)
-    if golden.margin is not None:
-        sure = np.stack([golden.sure(layer) for layer in range(len(golden.x))])
-        rows["routing_tie"] = ~sure[rows["layer"].clip(lower=0), rows["position"]] & (rows["layer"] >= 0)
-    return rows
+    if trace.logits is not None:
+        parts.append(_rows(-1, "logits", golden.logits, trace.logits))
+    rows = pd.concat(parts, ignore_index=True)
+    return rows.assign(T=trace.T[rows["position"]]).assign(**columns)
+
+
+def choices(traces: dict[str, Trace], golden: Golden) -> pd.DataFrame:
+    """One row per choice of an expert that a program was seen to make: layer, position, T, `run` (the trace's name),
+    whether it `differs` from the golden's, and the `margin` of the golden's."""
+    parts = [
+        pd.DataFrame({"layer": layer, "position": np.arange(len(own)), "T": trace.T, "run": name,
+                      "differs": own[:, 0] != golden.expert[layer], "margin": golden.margin[layer]})
+        for name, trace in traces.items() for layer, own in trace.chosen.items()
+    ]  # fmt: skip
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
+    """Choices of experts [L, n] that the bundle's compression may turn: where a runtime does not show them, a layer's
+    update may be another expert's there."""
+    if golden.margin is None:
+        return np.zeros(golden.x.shape[:2], bool)
+    return golden.margin < gates.LIMITS[decoder.options.compress].routing_margin
 
 
 def _rows(layer: int, tensor: str, reference: np.ndarray, found: np.ndarray) -> pd.DataFrame:
@@ -161,12 +212,11 @@ def _rows(layer: int, tensor: str, reference: np.ndarray, found: np.ndarray) -> 
     })  # fmt: skip
 
 
-def measure(decoder: Decoder, golden: Golden, Ts: Iterable[int] | None = None,
-            modes: Sequence[str] = ("isolated", "chained"), progress: bool = False):  # fmt: skip
-    """Runs every (T, mode) and compares it.
+def measure(decoder: Decoder, golden: Golden, Ts: Iterable[int] | None = None, progress: bool = False):
+    """Runs every T isolated and all of them chained, and compares.
 
     Returns:
-        (fidelity rows, traces by (T, mode)).
+        (fidelity rows, isolated traces by T, the chained trace).
     """
     from tqdm.auto import tqdm
 
@@ -174,11 +224,13 @@ def measure(decoder: Decoder, golden: Golden, Ts: Iterable[int] | None = None,
     over = [t for t in Ts if not 1 <= t <= decoder.options.t_max]
     if over:
         raise InputError("T", f"{over}", f"1 to t_max = {decoder.options.t_max}", "export with a larger --t-max")
-    traces, frames = {}, []
-    for T, mode in tqdm([(T, m) for T in Ts for m in modes], desc="validate", unit="pass", disable=not progress):
-        traces[T, mode] = run(decoder, golden, T, mode)
-        frames.append(compare(traces[T, mode], golden, T=T, mode=mode, runtime=decoder.runtime,
-                              precision=decoder.precision))  # fmt: skip
-    rows = pd.concat(frames, ignore_index=True)
+    how = {"runtime": decoder.runtime, "precision": decoder.precision}
+    bar = tqdm([*Ts, Ts], desc="validate", unit="pass", disable=not progress)
+    *isolated, chained = [run(decoder, golden, T, "chained" if T is Ts else "isolated") for T in bar]
+    traces = dict(zip(Ts, isolated, strict=True))
+    frames = [compare(trace, golden, T=T, mode="isolated", **how) for T, trace in traces.items()]
+    rows = pd.concat([*frames, compare(chained, golden, mode="chained", **how)], ignore_index=True)
+    if golden.margin is not None and not chained.chosen:
+        rows["routing_tie"] = near_ties(decoder, golden)[rows["layer"], rows["position"]] & (rows["layer"] >= 0)
     names = {layer: m.shard.name for m in decoder.layers for layer in range(*m.shard.layers)}
-    return rows.assign(shard=rows["layer"].map(names).fillna("head")), traces
+    return rows.assign(shard=rows["layer"].map(names).fillna("head")), traces, chained

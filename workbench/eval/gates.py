@@ -55,11 +55,6 @@ def verdict(gates: Iterable[Gate]) -> str:
     return GREEN if GREEN in found else NOT_RUN
 
 
-# A router whose two best scores (probability plus bias) lie this close may pick either expert: rounding decides, as
-# between two near-tied tokens, and a layer's update then is another expert's. Such positions are judged apart.
-ROUTING_TIE = 1e-3
-
-
 @dataclass(frozen=True)
 class Limits:
     """What a bundle must reach against the golden of the checkpoint's own weights."""
@@ -68,16 +63,19 @@ class Limits:
     kv_cosine: float
     logits_kl: float  # nats, worst position
     logits_cosine: float
+    # Another expert may be picked only where the golden's best two scores (probability plus bias) lie this close. Largest
+    # margins overturned on clean bundles: 0.0019 (int8-channel), 0.0067 (int8-tensor), 0.012 (int4), 0.023 (lut4).
+    routing_margin: float
 
 
 # The int8-tensor limit is experiment 30's 0.97, applied to the worst position of the update instead of the mean of hidden.
 LIMITS = {
-    "fp16": Limits(0.9999, 0.9999, 1e-3, 0.9999),
-    "int8-channel": Limits(0.98, 0.98, 0.05, 0.99),
-    "int8-tensor": Limits(0.97, 0.97, 0.1, 0.98),
-    "lut6": Limits(0.97, 0.97, 0.2, 0.97),
-    "int4-block32": Limits(0.90, 0.90, 1.0, 0.90),
-    "lut4": Limits(0.85, 0.85, 2.0, 0.85),
+    "fp16": Limits(0.9999, 0.9999, 1e-3, 0.9999, 0.002),
+    "int8-channel": Limits(0.98, 0.98, 0.05, 0.99, 0.01),
+    "int8-tensor": Limits(0.97, 0.97, 0.1, 0.98, 0.02),
+    "lut6": Limits(0.97, 0.97, 0.2, 0.97, 0.05),
+    "int4-block32": Limits(0.90, 0.90, 1.0, 0.90, 0.05),
+    "lut4": Limits(0.85, 0.85, 2.0, 0.85, 0.1),
 }
 # One program on the same inputs, T > 1 against T = 1: relative RMS of the layer updates. fp32 kernels sum in another
 # order for another T (measured 7e-7); fp16 roundings then fall differently.

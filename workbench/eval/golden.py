@@ -18,8 +18,6 @@ from workbench.bundle import Bundle
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-from . import gates
-
 HEAD_ROWS = 16_384
 Weights = Callable[[str], torch.Tensor]
 
@@ -28,7 +26,7 @@ Weights = Callable[[str], torch.Tensor]
 class Golden:
     """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D]; `logits`
     [n, V]; all float32. `ids` [n]. Where experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands
-    on, and `margin` [L, n], the best score less the second best.
+    on, `expert` [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
 
     `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers (version).
     """
@@ -41,6 +39,7 @@ class Golden:
     logits: np.ndarray
     meta: dict[str, str]
     router: np.ndarray | None = None
+    expert: np.ndarray | None = None
     margin: np.ndarray | None = None
 
     @property
@@ -48,17 +47,13 @@ class Golden:
         """What each layer adds, [L, n, C]."""
         return self.hidden - self.x
 
-    def sure(self, layer: int) -> np.ndarray:
-        """Positions [n] where the layer's choice of expert, if it makes one, is no near-tie (see `gates.ROUTING_TIE`)."""
-        return np.ones(len(self.ids), bool) if self.margin is None else self.margin[layer] >= gates.ROUTING_TIE
-
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
         from safetensors.numpy import save_file
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router", "margin")}
+        arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router", "expert", "margin")}
         temporary = path.with_name(f".{path.name}.partial")
         save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
                   {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
@@ -78,11 +73,6 @@ class Golden:
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
             raise InputError(f"golden {path}", f"no golden ({type(problem).__name__})", "a file that workbench golden wrote",
                              "run: workbench golden CHECKPOINT") from None  # fmt: skip
-
-
-def fp16_weights(checkpoint: Checkpoint) -> Weights:
-    """The values an uncompressed bundle stores: rounded to fp16 once."""
-    return lambda name: checkpoint.tensor(name).half().float()
 
 
 def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
@@ -127,7 +117,7 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
     with _parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32, attn_implementation="eager")
     model.eval()
-    base, prefix = model.model, _prefix(checkpoint)
+    base, prefix = model.model, checkpoint.prefix
     rows, remapped = np.unique(ids, return_inverse=True)
     embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
     base.embed_tokens.weight = nn.Parameter(embedded if weights is None else embedded.half().float(), False)
@@ -147,7 +137,7 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
         k=np.stack([cache.rows[i][0] for i in range(len(seen))]),
         v=np.stack([cache.rows[i][1] for i in range(len(seen))]), logits=logits,
         meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__},
-        router=_stacked(seen, "router"), margin=_stacked(seen, "margin"),
+        router=_stacked(seen, "router"), expert=_stacked(seen, "expert"), margin=_stacked(seen, "margin"),
     )  # fmt: skip
 
 
@@ -160,10 +150,6 @@ def _check_ids(checkpoint: Checkpoint, ids: Sequence[int]) -> np.ndarray:
     if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= V:
         raise InputError("prompt ids", f"{ids.tolist()}", f"at least one id from 0 to {V - 1}", "check --prompt-ids")
     return ids
-
-
-def _prefix(checkpoint: Checkpoint) -> str:
-    return next(n for n in checkpoint.header if n.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
 
 
 @contextmanager
@@ -225,8 +211,9 @@ def _watch(layer: nn.Module, prefix: str, read: Weights, given: tuple[torch.Tens
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
-        best = scores.topk(2, -1).values
-        seen["margin"] = (best[:, 0] - best[:, 1]).numpy().copy()
+        best = scores.topk(2, -1)
+        seen["expert"] = best.indices[:, 0].numpy().copy()
+        seen["margin"] = (best.values[:, 0] - best.values[:, 1]).numpy().copy()
 
     for module in layer.modules():
         if hasattr(module, "balancing_biases"):

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
@@ -17,13 +18,13 @@ from workbench.decode import Decoder
 from workbench.mil import PRECISIONS
 from workbench.runtime import COMPUTE_UNITS, coreml_available
 
-from . import gates
+from . import gates, metrics
 from .golden import Golden
 from .validate import validate
 
 SECONDS = 3600
 Launch = Callable[[list[str]], subprocess.CompletedProcess]
-COLUMNS = ["unit", "runtime", "verdict", "min_cosine", "kl_max", "blame", "reason"]
+COLUMNS = ["unit", "runtime", "verdict", "min_cosine", "kl_max", "kl_portable", "blame", "reason"]
 
 
 def launch(command: list[str]) -> subprocess.CompletedProcess:
@@ -43,7 +44,9 @@ def run(bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Seque
         start: runs a command; tests give their own.
 
     Returns:
-        One row per unit: `verdict` GREEN, RED or DIED, `blame` (see `blame`; null where GREEN), the first `reason`.
+        One row per unit, three comparisons in each: with Hugging Face's golden (`verdict` GREEN, RED or DIED, worst update
+        cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
+        and what both together say of the fault (`blame`, null where GREEN); then the first `reason`.
     """
     units = [("portable", precision) for precision in PRECISIONS]
     units += [("coreml", unit) for unit in COMPUTE_UNITS] if (coreml_available() if device is None else device) else []
@@ -52,22 +55,26 @@ def run(bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Seque
         rows = [row(bundle, path, runtime, unit, Ts, start) for runtime, unit in units]
     table = pd.DataFrame(rows)
     verdicts = dict(zip(table["unit"], table["verdict"], strict=True))
+    declared = table["logits"][table["unit"] == "portable declared"].iloc[0]
+    table["kl_portable"] = [None if x is None or declared is None else float(metrics.kl(declared, x).max()) for x in table["logits"]]
     table["blame"] = [None if v == gates.GREEN else blame(r, u, verdicts)
                       for r, u, v in zip(table["runtime"], table["unit"], table["verdict"], strict=True)]  # fmt: skip
     return table[COLUMNS]
 
 
 def row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch) -> dict:
-    """One unit's row, all but the blame, out of what a child process printed, or of how it died."""
+    """One unit's row, all but the comparisons with others, out of what a child process left, or of how it died."""
     found = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
-    child = start([sys.executable, "-m", "workbench.eval.matrix", str(bundle.root), str(golden), runtime, unit, *map(str, Ts)])
+    out = golden.with_name(f"{runtime}-{unit}.npy")
+    child = start([sys.executable, "-m", "workbench.eval.matrix", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)])
     if child.returncode:
         last = (child.stderr or "").strip().splitlines()[-1:] or [""]
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "reason": f"{how}: {last[0]}"}
+        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": f"{how}: {last[0]}"}
     said = json.loads(child.stdout.splitlines()[-1])
     red = [f"{g['name']}: {g['reason']}" for g in said["gates"] if g["verdict"] == gates.RED]
     return found | {"verdict": said["verdict"], "min_cosine": said["min_cosine"], "kl_max": said["logits"]["kl_max"],
+                    "logits": np.load(out) if out.exists() else None,
                     "reason": red[0] if red else "every gate passes"}  # fmt: skip
 
 
@@ -81,10 +88,16 @@ def blame(runtime: str, unit: str, verdicts: dict[str, str]) -> str:
     return "the unit's arithmetic, within what narrow sums would do" if verdicts["portable narrow"] != gates.GREEN else "runtime"
 
 
-def main(root: str, golden: str, runtime: str, unit: str, *Ts: str) -> None:
-    """The child: validates on one unit and prints one line of JSON."""
+def verdict(table: pd.DataFrame) -> str:
+    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only says whom to blame."""
+    return gates.GREEN if (table.loc[table["unit"] != "portable narrow", "verdict"] == gates.GREEN).all() else gates.RED
+
+
+def main(root: str, golden: str, runtime: str, unit: str, out: str, *Ts: str) -> None:
+    """The child: validates on one unit, keeps the logits in `out` and prints one line of JSON."""
     how = {"precision": unit} if runtime == "portable" else {"compute_units": unit}
     found = validate(Decoder(root, runtime, **how), Golden.load(golden), [int(T) for T in Ts] or None)
+    np.save(out, found.found)
     print(json.dumps(found.json(), default=str))
 
 

@@ -15,8 +15,6 @@ from .fidelity import Trace
 from .gates import Gate
 from .golden import Golden
 
-PROGRAM, RUNTIME = "program", "runtime"
-
 
 @dataclass(frozen=True)
 class Drift:
@@ -27,14 +25,14 @@ class Drift:
     where: str
 
 
-def drift(traces: dict[tuple[int, str], Trace], golden: Golden) -> Drift | None:
-    """The worst drift of isolated updates, keys and values; None without T = 1 and some T > 1."""
-    base = traces.get((1, "isolated"))
+def drift(decoder: Decoder, traces: dict[int, Trace], golden: Golden) -> Drift | None:
+    """The worst drift of isolated updates, keys and values by T; None without T = 1 and some T > 1."""
+    base, near_ties = traces.get(1), fidelity.near_ties(decoder, golden)
     found = []
-    for (T, mode), trace in traces.items():
-        if base is not None and mode == "isolated" and T > 1:
+    for T, trace in traces.items():
+        if base is not None and T > 1:
             for layer, hidden in trace.hidden.items():
-                x, sure = golden.x[layer], golden.sure(layer)
+                x, sure = golden.x[layer], slice(None) if trace.chosen else ~near_ties[layer]
                 pairs = (("update", (base.hidden[layer] - x)[sure], (hidden - x)[sure]), ("k", base.k[layer], trace.k[layer]),
                          ("v", base.v[layer], trace.v[layer]))  # fmt: skip
                 found += [Drift(_apart(one, many), T, f"layer {layer}, {name}, T = {T}") for name, one, many in pairs]
@@ -46,9 +44,9 @@ def _apart(one: np.ndarray, many: np.ndarray) -> float:
     return metrics.relative_rms(np.nan_to_num(one), np.nan_to_num(many))
 
 
-def judge(decoder: Decoder, traces: dict[tuple[int, str], Trace], golden: Golden) -> Gate:
+def judge(decoder: Decoder, traces: dict[int, Trace], golden: Golden) -> Gate:
     """GREEN when every T agrees with T = 1; RED names the worst place, whose fault it is, and the way round."""
-    found = drift(traces, golden)
+    found = drift(decoder, traces, golden)
     if found is None:
         return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
     tolerance = gates.T_TOLERANCE["coreml" if decoder.runtime == "coreml" else decoder.precision]
@@ -61,9 +59,9 @@ def judge(decoder: Decoder, traces: dict[tuple[int, str], Trace], golden: Golden
 def at_fault(decoder: Decoder, golden: Golden, T: int) -> str:
     """Whose fault a drift is: the program's when the portable runtime shows it too, else the runtime's."""
     if decoder.runtime == "portable":
-        return f"the {PROGRAM} is wrong (portable runtime; no device was run)"
+        return "the program is wrong (portable runtime; no device was run)"
     portable = Decoder(decoder.bundle, "portable", fast=False)
-    again = drift({(t, "isolated"): fidelity.run(portable, golden, t) for t in (1, T)}, golden)
+    again = drift(portable, {t: fidelity.run(portable, golden, t) for t in (1, T)}, golden)
     if again.value > gates.T_TOLERANCE["declared"]:
-        return f"the {PROGRAM} is wrong: the portable runtime drifts too ({again.value:.3g})"
-    return f"the {RUNTIME} is wrong: the portable runtime runs the same program right ({again.value:.3g})"
+        return f"the program is wrong: the portable runtime drifts too ({again.value:.3g})"
+    return f"the runtime is wrong: the portable runtime runs the same program right ({again.value:.3g})"

@@ -144,50 +144,70 @@ def place(at: dict) -> str:
 
 
 class Departure:
-    """Compares `declared` with `exact`, result by result: hooks for both, run call by call, exact first."""
+    """Watches `exact`, then `declared`, call by call, until their results are further apart than one rounding."""
 
     def __init__(self):
         self.exact: dict[tuple[str, str], torch.Tensor] = {}
         self.first: dict | None = None
 
-    def keep(self, shard: str):
-        def look(op, outputs):
-            self.exact.update({(shard, value): x for (value, _), x in zip(op.outputs, outputs, strict=True)})
+    def hook(self, precision: str, ranges: Ranges, shard: str, modules: dict[str, str]):
+        """What a program run in `precision` calls: the ranges, and this comparison as long as it has not ended."""
+        look = ranges.hook(shard, modules)
+        beside = {"exact": self._keep, "declared": self._compare}.get(precision)
 
-        return look
+        def both(op, outputs):
+            look(op, outputs)
+            if beside and self.first is None:
+                beside(op, outputs, shard, modules)
 
-    def compare(self, shard: str, modules: dict[str, str]):
-        def look(op, outputs):
-            for (value, _), x in zip(op.outputs, outputs, strict=True):
-                reference = self.exact.pop((shard, value), None)
-                if self.first is None and isinstance(x, torch.Tensor) and x.is_floating_point() and reference is not None:
-                    self._judge(x, reference, shard, op, modules.get(value, ""))
+        return both
 
-        return look
+    def _keep(self, op, outputs, shard, modules) -> None:
+        self.exact.update({(shard, value): x for (value, _), x in zip(op.outputs, outputs, strict=True)})
 
-    def _judge(self, x, reference, shard, op, module) -> None:
-        own = ROUNDING * float(reference.abs().max())
-        away = float((x - reference).abs().max())
-        if not away <= own:
-            self.first = {"shard": shard, "op": op.name, "kind": op.kind, "module": module,
-                          "roundings": gates.jsonable(away / own if own else math.inf)}  # fmt: skip
+    def _compare(self, op, outputs, shard, modules) -> None:
+        for (value, _), x in zip(op.outputs, outputs, strict=True):
+            reference = self.exact.pop((shard, value), None)
+            if reference is None or not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                continue
+            own, away = ROUNDING * float(reference.abs().max()), float((x - reference).abs().max())
+            if not away <= own and self.first is None:
+                self.first = {"shard": shard, "op": op.name, "kind": op.kind, "module": modules.get(value, ""),
+                              "roundings": gates.jsonable(away / own if own else math.inf)}  # fmt: skip
 
 
 def of_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
     """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in mil.PRECISIONS}
-    ranges = {p: of_decoder(decoder, ids, tile) for p, decoder in decoders.items()}
-    return Trace(ranges, departure(decoders["exact"], decoders["declared"], ids, tile))
+    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
+    for decoder in decoders.values():
+        decoder.begin()
+    return run(decoders, ids, tile)
 
 
 def of_decoder(decoder: Decoder, ids: Sequence[int], tile: int | None = None) -> Ranges:
     """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a fresh state."""
-    ranges = Ranges()
-    _hook(decoder, lambda shard: ranges.hook(shard.name, shard.modules))
     decoder.begin()
-    decoder.prefill([list(ids)] * decoder.options.batch if decoder.options.batch > 1 else list(ids), tile)
-    _hook(decoder, lambda shard: None)
-    return ranges
+    return run({decoder.precision: decoder}, ids, tile).ranges[decoder.precision]
+
+
+def run(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None) -> Trace:
+    """Continues every decoder's sequences by `ids`, call by call side by side, in the order given.
+
+    Args:
+        decoders: portable ones by precision; `exact`, where there is one, before `declared`.
+    """
+    found, ranges = Departure(), {p: Ranges() for p in decoders}
+    for precision, decoder in decoders.items():
+        _hook(decoder, lambda shard, p=precision: found.hook(p, ranges[p], shard.name, shard.modules))
+    size = tile or next(iter(decoders.values())).options.t_max
+    for start in range(0, len(ids), size):
+        for decoder in decoders.values():
+            chunk = [list(ids[start : start + size])] * decoder.options.batch
+            hidden = decoder.advance(chunk, len(chunk[0]))
+            decoder.logits(hidden[:, :, : len(chunk[0])])
+    for decoder in decoders.values():
+        _hook(decoder, lambda shard: None)
+    return Trace(ranges, found.first)
 
 
 def _hook(decoder: Decoder, make) -> None:
@@ -204,24 +224,6 @@ def _hook(decoder: Decoder, make) -> None:
     decoder.experts.load = load_hooked
 
 
-def departure(exact: Decoder, declared: Decoder, ids: Sequence[int], tile: int | None = None) -> dict | None:
-    """First result where `declared` leaves `exact` by more than its own rounding; both run side by side, call by call."""
-    found, size = Departure(), tile or exact.options.t_max
-    _hook(exact, lambda shard: found.keep(shard.name))
-    _hook(declared, lambda shard: found.compare(shard.name, shard.modules))
-    exact.begin()
-    declared.begin()
-    for start in range(0, len(ids), size):
-        chunk = [list(ids[start : start + size])] * exact.options.batch
-        for decoder in (exact, declared):
-            decoder.logits(decoder.advance(chunk, len(chunk[0])))
-        if found.first:
-            break
-    for decoder in (exact, declared):
-        _hook(decoder, lambda shard: None)
-    return found.first
-
-
 def of_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None, seed: int = 0) -> Trace:
     """Traces one call of any ML Program package from a fresh state.
 
@@ -231,23 +233,11 @@ def of_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None, se
     program, name = mil.read(path), Path(path).stem
     rng = np.random.default_rng(seed)
     given = {n: torch.from_numpy(np.array(v)) for n, v in (_random_inputs(program, rng) | (inputs or {})).items()}
-    ranges, found = {}, Departure()
-    beside = {"exact": found.keep(name), "declared": found.compare(name, {})}
-    for precision in ("exact", "declared", "narrow"):
-        executable, ranges[precision] = mil.Executable(program, precision), Ranges()
-        hooks = [ranges[precision].hook(name, {}), *([beside[precision]] if precision in beside else [])]
-        executable.run(given, executable.make_state(), _all(hooks))
+    ranges, found = {p: Ranges() for p in ("exact", "declared", "narrow")}, Departure()
+    for precision, seen in ranges.items():
+        executable = mil.Executable(program, precision)
+        executable.run(given, executable.make_state(), found.hook(precision, seen, name, {}))
     return Trace(ranges, found.first)
-
-
-def _all(hooks: list):
-    """One hook that calls several, none of which replaces anything."""
-
-    def look(op, outputs):
-        for hook in hooks:
-            hook(op, outputs)
-
-    return look
 
 
 def _random_inputs(program: mil.Program, rng) -> dict[str, np.ndarray]:

@@ -15,11 +15,17 @@ from .golden import Golden
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, the gates judged on them, and the comparison of logits (worst over T, chained)."""
+    """Rows of the `fidelity` table, the gates judged on them, and the comparison of chained logits; `found` are these
+    [n, V].
+    Where experts are routed and choices are seen, layers go on with the golden's expert, and `free_logits` compares the
+    logits of a chained run that goes on with the program's own (else None).
+    """
 
     rows: pd.DataFrame
     gates: list[Gate]
     logits: dict[str, float]
+    found: np.ndarray
+    free_logits: dict[str, float] | None = None
 
     @property
     def verdict(self) -> str:
@@ -28,56 +34,63 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        judged = _judged(self.rows, ["update", "k", "v"])
-        row = judged.loc[judged["cosine"].fillna(-2).idxmin()]
+        row = _worst(self.rows, "update", "k", "v")
         names = ("layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs")
         return {n: row[n].item() if hasattr(row[n], "item") else row[n] for n in names}
 
     def json(self) -> dict:
-        updates = self._cosines("update")
+        updates = _judged(self.rows, "update")["cosine"].fillna(-1.0)
         return {
             "verdict": self.verdict, "gates": [g.json() for g in self.gates], "worst": self.worst,
             "min_cosine": float(updates.min()), "mean_cosine": float(updates.mean()), "rows": len(self.rows),
-            "logits": self.logits,
+            "logits": self.logits, "free_logits": self.free_logits,
         }  # fmt: skip
-
-    def _cosines(self, *tensors: str) -> pd.Series:
-        return _judged(self.rows, list(tensors))["cosine"].fillna(-1.0)
 
 
 @literal
 def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
     """Judges every layer × position × T of a bundle against `golden`."""
-    rows, traces = fidelity.measure(decoder, golden, Ts, progress=progress)
-    chained = [trace.logits for (_, mode), trace in traces.items() if mode == "chained"]
-    compared = [metrics.compare_logits(golden.logits, found) for found in chained]
-    worst = {
-        name: (max if name == "kl_max" else min)(c[name] for c in compared) for name in compared[0]
-    }  # fmt: skip
-    result = Validation(rows, [], worst)
+    rows, traces, chained = fidelity.measure(decoder, golden, Ts, progress=progress)
+    result = Validation(rows, [], metrics.compare_logits(golden.logits, chained.logits), chained.logits)
+    choices = fidelity.choices({f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden)
     result.gates = _gates(result, decoder, traces, golden)
+    if len(choices):
+        free = fidelity.run(decoder, golden, list(traces), "chained", forced=False)
+        result.free_logits = metrics.compare_logits(golden.logits, free.logits)
+        result.gates += [routing(choices, gates.LIMITS[decoder.options.compress].routing_margin, result.free_logits)]
     return result
 
 
+def routing(choices: pd.DataFrame, limit: float, free: dict[str, float]) -> Gate:
+    """Only near-tied experts are picked differently. Another expert's update is judged nowhere else: every other gate
+    looks at layers that went on with the golden's choice."""
+    differ = choices[choices["differs"]]
+    reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
+    if len(differ):
+        worst = differ.loc[differ["margin"].idxmax()]
+        reason += f", the surest at layer {worst['layer']}, position {worst['position']}, {worst['run']}"
+    reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
+    return gates.at_most("routing", float(differ["margin"].max()) if len(differ) else 0.0, limit, reason)
+
+
 def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -> list[Gate]:
-    limits = gates.LIMITS[decoder.options.compress]
+    limits, rows, logits = gates.LIMITS[decoder.options.compress], result.rows, result.logits
     weights = "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
-    where = _where(result.rows, ["update"])
+    update, cached = _worst(rows, "update"), _worst(rows, "k", "v")
     theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
     found = [
         gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}"),
-        gates.holds("finite", bool(result.rows["finite"].all()), _nonfinite(result.rows)),
-        gates.at_least("update", result._cosines("update").min(), limits.update_cosine,
-                       f"worst isolated update against {weights}: {where}{_ties(result.rows)}"),
-        gates.at_least("kv", result._cosines("k", "v").min(), limits.kv_cosine,
-                       f"worst cache row against {weights}: {_where(result.rows, ['k', 'v'])}"),
-        gates.at_most("logits_kl", result.logits["kl_max"], limits.logits_kl, "worst position, chained, nats"),
-        gates.at_least("logits_cosine", result.logits["cosine_min"], limits.logits_cosine, "worst position, chained"),
+        gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows)),
+        gates.at_least("update", update["cosine"], limits.update_cosine,
+                       f"worst isolated update against {weights}: {_place(update)}{_ties(rows)}"),
+        gates.at_least("kv", cached["cosine"], limits.kv_cosine, f"worst cache row against {weights}: {_place(cached)}"),
+        gates.at_most("logits_kl", logits["kl_max"], limits.logits_kl, "worst position, chained, nats"),
+        gates.at_least("logits_cosine", logits["cosine_min"], limits.logits_cosine, "worst position, chained"),
     ]  # fmt: skip
     if decoder.options.compress == "fp16":
-        found.append(gates.at_least("logits_top1", result.logits["top1_agreement"], 1.0,
+        found.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0,
                                     "share of positions with the golden's top token, near-ties apart"))  # fmt: skip
-    return [*found, trend(result.rows), rangedim.judge(decoder, traces, golden)]
+    return [*found, trend(rows), rangedim.judge(decoder, traces, golden)]
 
 
 def trend(rows: pd.DataFrame) -> Gate:
@@ -86,7 +99,7 @@ def trend(rows: pd.DataFrame) -> Gate:
     apart: attention sinks there are unlike any other row."""
     judged = rows[(rows["mode"] == "chained") & rows["tensor"].isin(["k", "v"]) & (rows["position"] > 0)].dropna(subset="cosine")
     error = np.log((1 - judged["cosine"]).clip(lower=1e-14)) / 2
-    found = [_trend(group, T, tensor) for (T, tensor), group in judged.assign(error=error).groupby(["T", "tensor"])]
+    found = [_trend(group, tensor) for tensor, group in judged.assign(error=error).groupby("tensor")]
     if not found or min(positions for *_, positions in found) < gates.TREND_POSITIONS:
         return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
     growth, correlation, where, _ = max(found, key=lambda f: (f[0] >= gates.TREND_GROWTH) * abs(f[1]))
@@ -96,16 +109,16 @@ def trend(rows: pd.DataFrame) -> Gate:
                 + (": a fault of the cache" if grown else ", flat"))  # fmt: skip
 
 
-def _trend(group: pd.DataFrame, T: int, tensor: str) -> tuple[float, float, str, int]:
+def _trend(group: pd.DataFrame, tensor: str) -> tuple[float, float, str, int]:
     """(factor between the newest and the oldest quarter, rank correlation, where, positions) of log errors."""
     error = group.groupby("position")["error"].mean()
     quarter = -(-len(error) // 4)
     correlation = error.rank().corr(pd.Series(error.index, error.index).rank())
     growth = np.exp(abs(error.iloc[-quarter:].mean() - error.iloc[:quarter].mean()))
-    return float(growth), float(np.nan_to_num(correlation)), f"{tensor}, T = {T}", len(error)
+    return float(growth), float(np.nan_to_num(correlation)), tensor, len(error)
 
 
-def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
+def _judged(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
     """Isolated rows that gates look at: updates where the router had a clear choice, and all cache rows."""
     judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
     return judged[~judged["routing_tie"] | (judged["tensor"] != "update")] if "routing_tie" in rows else judged
@@ -113,14 +126,19 @@ def _judged(rows: pd.DataFrame, tensors: list[str]) -> pd.DataFrame:
 
 def _ties(rows: pd.DataFrame) -> str:
     """How many updates the gate leaves out, in words."""
-    tied = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
-    count = int(tied["routing_tie"].sum()) if "routing_tie" in rows else 0
-    return f"; {count} of {len(tied)} with a near-tied choice of expert apart" if count else ""
+    if "routing_tie" not in rows:
+        return ""
+    count = (rows["routing_tie"] & (rows["mode"] == "isolated") & (rows["tensor"] == "update")).sum()
+    return f"; {count} with a near-tied choice of expert apart"
 
 
-def _where(rows: pd.DataFrame, tensors: list[str]) -> str:
-    judged = _judged(rows, tensors)
-    row = judged.loc[judged["cosine"].fillna(-2).idxmin()]
+def _worst(rows: pd.DataFrame, *tensors: str) -> pd.Series:
+    """The judged row with the smallest cosine; one that is no number is worse than any."""
+    judged = _judged(rows, *tensors)
+    return judged.loc[judged["cosine"].fillna(-2).idxmin()]
+
+
+def _place(row: pd.Series) -> str:
     return f"layer {row['layer']}, position {row['position']}, T = {row['T']}, {row['tensor']}"
 
 
@@ -128,5 +146,4 @@ def _nonfinite(rows: pd.DataFrame) -> str:
     bad = rows[~rows["finite"]]
     if bad.empty:
         return "every value is finite"
-    row = bad.iloc[0]
-    return f"{len(bad)} rows hold inf or nan, first: layer {row['layer']}, position {row['position']}, {row['tensor']}"
+    return f"{len(bad)} rows hold inf or nan, first: {_place(bad.iloc[0])}"

@@ -44,9 +44,11 @@ def _conv(narrow: bool):
         strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
         pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
         if not narrow and groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
-            y = torch.matmul(weight.flatten(1), x.flatten(2))  # a 1×1 convolution is a matrix product
-            y = y if bias is None else y + bias[:, None]
-            return y.reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+            # a 1×1 convolution is a matrix product: a row per position; libraries take 4 rows faster than 2 or 3
+            rows = x.flatten(2).transpose(1, 2).contiguous()
+            more = -rows.shape[1] % 4 if rows.shape[1] > 1 else 0
+            y = F.linear(F.pad(rows, (0, 0, 0, more)), weight.flatten(1), bias)[:, : rows.shape[1]]
+            return y.transpose(1, 2).reshape(x.shape[0], weight.shape[0], *x.shape[2:])
         if any(map(any, pairs)):
             x = padded(x, pairs)
         if narrow:

@@ -1,0 +1,71 @@
+"""Clean bundles of random family, seed, dimensions, compression and options, judged by every gate: none may be RED.
+
+`python -m tests.eval.clean 30` draws that many, one line each, and exits 1 on any RED. What goes in is a number; what
+comes out are the reasons of the RED gates.
+"""
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+from tiny import DIMS, Exports, prompt  # noqa: E402
+
+from workbench import Decoder  # noqa: E402
+from workbench.bundle.contract import Options  # noqa: E402
+from workbench.eval import golden  # noqa: E402
+from workbench.eval.checklist import check  # noqa: E402
+from workbench.eval.gates import LIMITS  # noqa: E402
+from workbench.eval.validate import validate  # noqa: E402
+
+FAMILIES, PRESETS = sorted(DIMS), sorted(LIMITS)
+
+
+def draw(seed: int) -> tuple[str, dict, dict]:
+    """A family, changes to its tiny dimensions, and export options; families and presets take turns."""
+    rng = np.random.default_rng(seed)
+    changes = {"seed": seed, "hidden_size": int(rng.choice([64, 96, 128])), "num_hidden_layers": int(rng.choice([2, 3]))}
+    family = FAMILIES[seed % len(FAMILIES)]
+    if family == "gemma3_text":
+        changes["layer_types"] = rng.choice(["sliding_attention", "full_attention"], changes["num_hidden_layers"]).tolist()
+    if family in ("llama", "qwen2", "qwen3"):
+        heads = [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]  # Llama's must divide the width
+        changes |= dict(zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True))
+    options = {"compress": PRESETS[seed // len(FAMILIES) % len(PRESETS)], "t_max": int(rng.choice([2, 4])),
+               "layers_per_shard": int(rng.choice([1, 2])), "kv_write": str(rng.choice(["mask", "slice"])),
+               "layout": str(rng.choice(["bct1", "bc1t"])), "states": str(rng.choice(["separate", "packed"]))}  # fmt: skip
+    return family, changes, Options(max_seq_len=32, **options).model_dump(include={"max_seq_len", *options})
+
+
+def judge(exports: Exports, seed: int) -> dict[str, str]:
+    """Reasons of the RED gates of the bundle that `seed` draws."""
+    family, changes, options = draw(seed)
+    checkpoint = exports.checkpoint(family, **changes)
+    decoder = Decoder(exports.bundle(checkpoint, **options), "portable")
+    reference = golden.make(checkpoint, prompt(decoder.manifest.dims.V, 20, seed))
+    found = [*check(decoder, golden=reference), *validate(decoder, reference).gates]
+    return {g.name: g.reason for g in found if g.verdict == "RED"}
+
+
+def main(count: int, first: int = 0) -> int:
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "states of width")  # odd head widths are drawn too; the portable runtime takes them
+    red = 0
+    with tempfile.TemporaryDirectory() as folder:
+        exports = Exports(Path(folder))
+        for seed in range(first, first + count):
+            found = judge(exports, seed)
+            family, changes, options = draw(seed)
+            print(f"{seed:3} {'RED' if found else 'clean'} {family} {changes} {options} {found or ''}", flush=True)
+            red += bool(found)
+    print(f"{count - red} of {count} clean bundles without a RED gate")
+    return int(red > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,193 @@
+"""Faults of layers, weights and the decode loop: see `faults`."""
+
+import numpy as np
+import torch
+from faults import constant, fault, steps, wrap
+
+# Attention
+
+
+@fault("same_for_every_T")
+def heads_and_tokens_permuted_in_the_output(decoder):
+    # experiment 26: [B, H, T, D] reshaped without the transpose, invisible at T = 1
+    step = [s for s in steps(decoder, 0, "transpose", "self_attn")][-1]
+    perm = step.constants["perm"]
+    step.function = lambda x, perm=perm: x.reshape([x.shape[p] for p in perm])
+
+
+@fault("update")
+def attention_of_one_layer_removed(decoder):
+    wrap(steps(decoder, 2, "conv", "o_proj")[0], after=torch.zeros_like)
+
+
+@fault("update")
+def query_heads_given_to_the_wrong_group(decoder):
+    heads, groups = decoder.manifest.dims.H, decoder.manifest.dims.H_kv
+    order = torch.arange(heads).reshape(groups, -1).T.reshape(-1)
+    D = decoder.manifest.dims.D
+    rows = torch.cat([torch.arange(D) + h * D for h in order])
+    constant(decoder, 1, "self_attn.q_proj.weight", lambda w: w[rows])
+
+
+@fault("update")
+def score_scale_forgotten(decoder):
+    for step in steps(decoder, 3, "mul", "self_attn"):
+        if "y" in step.constants and step.constants["y"].numel() == 1:
+            step.constants["y"] = torch.ones_like(step.constants["y"])
+
+
+@fault("update")
+def softmax_over_the_queries(decoder):
+    steps(decoder, 0, "softmax")[0].constants["axis"] = -2
+
+
+@fault("update")
+def attention_reads_the_cache_before_the_write(decoder):
+    # the current token's own row is missing from what it attends to
+    model = decoder.layers[1]
+    reads = steps(decoder, 1, "read_state")
+    first = {r.arrays[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
+    late = [r for r in reads if r.outputs[0][0] not in first.values()] if first else reads[-2:]
+    before = {}
+    run = model.executable.run
+
+    def bound(inputs, state, hook=None):
+        before.update({name: cell.value for name, cell in state.items()})
+        return run(inputs, state, hook)
+
+    model.executable.run = bound
+    for step in late:
+        name = step.arrays[0][1]
+        step.function = lambda input, name=name: before[name]
+
+
+# Weights
+
+
+@fault("update")
+def one_tensor_of_another_layer(decoder):
+    other = decoder.layers[3].executable
+    name = decoder.layers[3].shard.weights["model.layers.3.mlp.down_proj.weight"]
+    constant(decoder, 0, "mlp.down_proj.weight", lambda w: other.body.constants[name].clone())
+
+
+@fault("update")
+def two_shards_swapped(decoder):
+    a, b = decoder.layers[1], decoder.layers[2]
+    a.executable, b.executable = b.executable, a.executable
+
+
+@fault("update")
+def gate_and_up_exchanged(decoder):
+    kept = {}
+    constant(decoder, 1, "mlp.gate_proj.weight", lambda w: kept.setdefault("gate", w))
+    model = decoder.layers[1]
+    up = model.executable.body.constants[model.shard.weights["model.layers.1.mlp.up_proj.weight"]].clone()
+    constant(decoder, 1, "mlp.up_proj.weight", lambda w: kept["gate"].clone())
+    constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
+
+
+@fault("update")
+def norm_weight_lost(decoder):
+    constant(decoder, 2, "post_attention_layernorm.weight", torch.ones_like)
+
+
+@fault("update")
+def weights_scaled_along_the_wrong_axis(decoder):
+    # per-channel scales applied to inputs instead of outputs
+    def wrong(w):
+        scale = w.abs().amax(dim=(1, 2, 3), keepdim=True)
+        return w / scale * scale.mean() * scale.flatten()[: w.shape[1]].reshape(1, -1, 1, 1) / scale.mean()
+
+    constant(decoder, 0, "self_attn.o_proj.weight", wrong)
+
+
+@fault("update")
+def weights_quantized_to_three_bits(decoder):
+    def coarse(w):
+        step = w.abs().max() / 3
+        return (w / step).round() * step
+
+    constant(decoder, 3, "mlp.up_proj.weight", coarse)
+
+
+@fault("update")
+def a_block_of_weights_zeroed(decoder):
+    def zero(w):
+        w[: w.shape[0] // 8] = 0
+        return w
+
+    constant(decoder, 1, "mlp.down_proj.weight", zero)
+
+
+@fault("finite")
+def one_weight_is_nan(decoder):
+    def poison(w):
+        w[0, 0] = float("nan")
+        return w
+
+    constant(decoder, 0, "mlp.up_proj.weight", poison)
+
+
+@fault("kv")
+def key_weights_transposed(decoder):
+    constant(decoder, 2, "self_attn.k_proj.weight", lambda w: w.flip(1))
+
+
+# MLP and residual
+
+
+@fault("update")
+def another_activation(decoder):
+    steps(decoder, 0, "silu")[0].function = lambda x: torch.nn.functional.gelu(x)
+
+
+@fault("update")
+def attention_counted_half(decoder):
+    wrap(steps(decoder, 1, "conv", "o_proj")[0], after=lambda y: y * 0.5)
+
+
+@fault("update")
+def rms_epsilon_of_one(decoder):
+    for step in steps(decoder, 1, "real_div", "input_layernorm"):
+        if "x" in step.constants:
+            step.constants["x"] = torch.ones_like(step.constants["x"])
+
+
+@fault("finite")
+def squares_that_overflow_fp16(decoder):
+    wrap(steps(decoder, 3, "silu")[0], after=lambda y: y * 1e5)
+
+
+# Head, embedding, decode loop
+
+
+@fault("logits_cosine")
+def a_slice_of_the_head_damaged(decoder):
+    model = decoder.heads[0]
+    name = model.shard.weights["model.embed_tokens.weight"]
+    old = model.executable.body.constants[name]
+    new = old.clone()
+    new[: len(new) // 8] = new[: len(new) // 8].flip(0)
+    for step in model.executable.body.steps:
+        for parameter, value in step.constants.items():
+            if value is old:
+                step.constants[parameter] = new
+
+
+@fault("logits_cosine")
+def embedding_of_the_next_token(decoder):
+    embed, V = decoder.bundle.embed, decoder.manifest.dims.V
+    decoder.bundle.embed = lambda ids: embed((ids + 1) % V)
+
+
+@fault("logits_kl")
+def logits_of_the_position_before(decoder):
+    logits = decoder.logits
+    decoder.logits = lambda hidden: np.roll(logits(hidden), 1, axis=1)
+
+
+@fault("logits_cosine")
+def final_norm_left_out(decoder):
+    step = [s for s in decoder.heads[0].executable.body.steps if s.op.kind == "mul"][-1]
+    wrap(step, before=lambda g: g | {"x": torch.ones_like(g["x"])})
