@@ -56,7 +56,7 @@ def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> B
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
     d, B = plan.dims, options.batch
-    elements = {name: _elements(shape) for name, (_, _, shape) in checkpoint.header.items()}
+    elements = {name: _elements(entry.shape) for name, entry in checkpoint.header.items()}
     table = next(n for n in elements if n.endswith("embed_tokens.weight"))
     matrices = sum(n for name, n in elements.items() if name != table and len(checkpoint.shape(name)) > 1)
     matrices += elements[table] if plan.tied else 0  # the head stores its own copy, compressed

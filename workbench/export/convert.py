@@ -26,6 +26,8 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
         coremltools' MLModel, not loaded, with its pymil program attached.
     """
     ct = coremltools()
+    from coremltools.converters.mil.mil import Builder
+
     # one symbol for every T: coremltools would take unrelated ranges without complaint
     fixed = options.t_max == 1 or options.t == "fixed"
     t = options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
@@ -43,6 +45,7 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
         kept = {path for path, _ in module.named_parameters()} - compressed
         _compress(pipeline, options.compress, [f"{path}_to_fp16" for path in kept])
     with quiet(), _no_progress(), torch.no_grad():
+        Builder.name_count.clear()  # coremltools numbers the names it makes up through the life of the process
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
         return ct.convert(
             traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
@@ -98,8 +101,8 @@ def _compress(pipeline, preset: str, kept: list[str]) -> None:
     pipeline.set_options(name, {"config": config})
 
 
-def modules(model, first_layer: int) -> dict[str, str]:
-    """Program value → path of the torch module it came from; a shard's blocks are named by their decoder layer."""
+def modules(model) -> dict[str, str]:
+    """Program value → path of the torch module it came from; a shard's blocks are its `layers`, from 0."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     found = {}
@@ -107,7 +110,7 @@ def modules(model, first_layer: int) -> dict[str, str]:
         scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
         if op.op_type != "const" and scope:
             block, *rest = scope[:-1] or [""]
-            path = [f"layers.{first_layer + int(block)}" if block.isdigit() else block, *rest]
+            path = [f"layers.{block}" if block.isdigit() else block, *rest]
             found |= {out.name: ".".join(path) for out in op.outputs}
     return found
 
