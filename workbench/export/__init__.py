@@ -19,6 +19,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
 from . import make, shards
+from .build import Clock
 
 
 def options(**chosen) -> Options:
@@ -33,7 +34,7 @@ def options(**chosen) -> Options:
 
 
 def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, plain: bool = False,
-           verify_stamps: int = 0, **chosen) -> Bundle:  # fmt: skip
+           verify_stamps: int = 0, clock: Clock | None = None, **chosen) -> Bundle:  # fmt: skip
     """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`.
 
     Args:
@@ -42,6 +43,7 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
         progress: show a progress bar.
         plain: convert every shard, stamp none; the bytes are the same, only slower to make.
         verify_stamps: number of random stamped shards to convert again and compare.
+        clock: collects what the time went into.
         chosen: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -62,7 +64,8 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
             writer = Writer(Path(bundle), lambda: {"checkpoint": digest.result(), "options": chosen_options.model_dump(),
                                                    "packages": packages})  # fmt: skip
             stack.callback(writer.close)
-            made = _make(make.Maker(source, plan, chosen_options, writer, plain), verify_stamps, progress)
+            maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
+            made = _make(maker, verify_stamps, progress)
             return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages))
     except OSError as problem:
         raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",
@@ -155,4 +158,4 @@ def _copy_tokenizer(source: Checkpoint, writer: Writer) -> list[FileEntry]:
     return file_entries(writer.root, folder)
 
 
-__all__ = ["export", "options"]
+__all__ = ["Clock", "export", "options"]

@@ -5,6 +5,8 @@ them into the module; stamping never needs the module's memory.
 """
 
 import math
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +37,22 @@ class Part:
     rows: slice | None = None
     offset: float = 0.0
     compressed: bool = False
+
+
+class Clock:
+    """Seconds of work by kind (`template`, `read`, `compress`, `write`), raw: one sample per piece of work, any thread's."""
+
+    def __init__(self):
+        self.samples: list[tuple[str, float]] = []
+
+    @contextmanager
+    def __call__(self, kind: str):
+        start = time.perf_counter()
+        yield
+        self.samples.append((kind, time.perf_counter() - start))
+
+    def total(self, kind: str) -> float:
+        return sum(seconds for k, seconds in self.samples if k == kind)
 
 
 class Scratch:

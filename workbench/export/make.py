@@ -71,6 +71,7 @@ class Maker:
     options: Options
     writer: Writer
     plain: bool = False
+    clock: build.Clock = field(default_factory=build.Clock)
     forms: dict[str, Form] = field(default_factory=dict)
     local: threading.local = field(default_factory=threading.local)
 
@@ -86,7 +87,7 @@ class Maker:
                 elif not self.plain and job.key in self.forms and self.forms[job.key].template:
                     waiting[pool.submit(self._stamp, job)] = job
                 else:
-                    made[job.spec.name] = self._convert(job)
+                    made[job.spec.name] = self.convert_and_record(job)
                     done(job)
                 self._collect(waiting, made, done, wait=False)
             self._collect(waiting, made, done, wait=True)
@@ -105,8 +106,7 @@ class Maker:
         """Records stamped shards; converts those that could not be stamped."""
         for future in [f for f in waiting if wait or f.done()]:
             job, files = waiting.pop(future), future.result()
-            form = self.forms[job.key]
-            made[job.spec.name] = self._record(job, form, files, "stamped") if files else self._convert(job)
+            made[job.spec.name] = self._stamped(job, files)
             done(job)
 
     def _scratch(self) -> build.Scratch:
@@ -122,12 +122,19 @@ class Maker:
     def _press(self, template: stamp.Template, job: Job, target) -> list[FileEntry] | None:
         shutil.rmtree(target, ignore_errors=True)
         try:
-            return template.press(job.spec, job.parts, self.source, self.options, target, self._scratch())
+            return template.press(job.spec, job.parts, self.source, self.options, target, self._scratch(), self.clock)
         except stamp.Unlike:
             shutil.rmtree(target)
             return None
 
-    def _convert(self, job: Job) -> Shard:
+    def _stamped(self, job: Job, files: list[FileEntry] | None) -> Shard:
+        return self._record(job, self.forms[job.key], files, "stamped") if files else self.convert_and_record(job)
+
+    def stamp_and_record(self, job: Job) -> Shard:
+        """Stamps one shard, whose shape has a template, in this thread; converts it if that cannot be."""
+        return self._stamped(job, self._stamp(job))
+
+    def convert_and_record(self, job: Job) -> Shard:
         """Converts one shard plainly; the first of its shape becomes the form of the others."""
         target = self.writer.root / f"{job.spec.name}.mlpackage"
         form = self.convert(job, target)
@@ -139,6 +146,10 @@ class Maker:
 
     def convert(self, job: Job, target) -> Form:
         """Converts one shard with coremltools into the package `target`."""
+        with self.clock("template"):
+            return self._conversion(job, target)
+
+    def _conversion(self, job: Job, target) -> Form:
         module = build.fill(build.blank(job.spec, self.plan, self.options), job.parts, self.source, self.options)
         compressed = {p.path for p in job.parts if p.compressed}
         model = convert.convert(module, job.spec, self.options, compressed)

@@ -17,7 +17,7 @@ from workbench.bundle import FileEntry, Options
 from workbench.models.checkpoint import Checkpoint
 
 from . import package as packages
-from .build import Part, Scratch, load
+from .build import Clock, Part, Scratch, load
 from .compress import BITS, packed, stored
 from .shards import Spec
 
@@ -105,7 +105,7 @@ class Template:
                     raise Unlike("a constant in the weight file that is no parameter")
 
     def press(self, spec: Spec, parts: list[Part], source: Checkpoint, options: Options, package: Path,
-              scratch: Scratch) -> list[FileEntry]:  # fmt: skip
+              scratch: Scratch, clock: Clock) -> list[FileEntry]:  # fmt: skip
         """Writes `package`: this program with the weights of `parts`. Returns its files, hashed while they were written.
 
         Raises:
@@ -114,11 +114,12 @@ class Template:
         model = type(self.model)()
         model.CopyFrom(self.model)
         (package / packages.WEIGHTS).parent.mkdir(parents=True)
-        gaps, digest = iter(self.gaps), hashlib.sha256()
+        digest = hashlib.sha256()
         with (package / packages.WEIGHTS).open("wb", buffering=0) as file:
-            for piece in self._payloads(parts, source, options, scratch, model, gaps):
-                _write(file, piece)
-                digest.update(piece)
+            for piece in self._payloads(parts, source, options, scratch, clock, model):
+                with clock("write"):
+                    _write(file, piece)
+                    digest.update(piece)
             size = file.tell()
         rename(model, dict(zip(self.spec.buffers, spec.buffers, strict=True)))
         files = [(packages.MODEL, packages.serialize(model)), (packages.MANIFEST, self.manifest)]
@@ -129,19 +130,22 @@ class Template:
         made.append(FileEntry(path=f"{package.name}/{packages.WEIGHTS}", bytes=size, sha256=digest.hexdigest()))
         return sorted(made, key=lambda entry: Path(entry.path))
 
-    def _payloads(self, parts, source, options, scratch, model, gaps) -> Iterator[bytes | np.ndarray]:
+    def _payloads(self, parts, source, options, scratch, clock, model) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into `model`."""
-        seen, ops = set(), operations(model)
+        seen, ops, gaps = set(), operations(model), iter(self.gaps)
         yield next(gaps)
         for i in self.order:
             part = parts[i]
-            values, peak = load(part, source, options, scratch)
+            with clock("read"):
+                values, peak = load(part, source, options, scratch)
             if self.neutral[part.path] is not None and bool((values == self.neutral[part.path]).all()):
                 raise Unlike(f"{part.path} is all {self.neutral[part.path]:g}: the operation would be removed")
-            arrays = stored(part, values, peak, options.compress, scratch)
+            with clock("compress"):
+                arrays = stored(part, values, peak, options.compress, scratch)
             _refuse_twins(seen, part, {"values": values.numpy()} | arrays)
             for slot in self.slots[part.path]:
-                payload = packed(arrays[slot.role], _bits(slot.role, part, options))
+                with clock("compress"):
+                    payload = packed(arrays[slot.role], _bits(slot.role, part, options))
                 if not slot.stop:
                     _inline(values_of(ops[slot.op])[slot.role], payload)
                 elif len(payload) != slot.stop - slot.start:
