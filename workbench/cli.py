@@ -339,4 +339,4 @@ def run_(numbers: Annotated[list[str], typer.Argument(help="Numbers of experimen
     show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
 
 
-from workbench import cli_bench, cli_eval  # noqa: E402,F401  (their commands join `app`)
+from workbench import cli_bench, cli_bench_export, cli_eval  # noqa: E402,F401  (their commands join `app`)

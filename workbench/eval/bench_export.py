@@ -17,17 +17,18 @@ from workbench.errors import InputError
 
 from .bench import ZAYA_LAYER, row
 
-# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B
+# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of decoder layers
 MODELS = {
-    "qwen2": dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2,
-                  num_hidden_layers=24, vocab_size=151936, tie_word_embeddings=True),
-    "zaya": ZAYA_LAYER | dict(num_hidden_layers=40, vocab_size=262272),
+    "qwen2": (dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2,
+                   vocab_size=151936, tie_word_embeddings=True), 24),
+    "zaya": (ZAYA_LAYER | dict(vocab_size=262272), 40),
 }  # fmt: skip
 LAYERS = 7  # decoder layers timed one by one
 BUFFER = bytearray(1 << 20)
 
 
-def model(family: str) -> dict:
+def model(family: str) -> tuple[dict, int]:
+    """Dimensions of a layer and its surroundings, and how many decoder layers the model has."""
     if family not in MODELS:
         raise InputError("--family", repr(family), f"one of {', '.join(MODELS)}", "choose one of them")
     return MODELS[family]

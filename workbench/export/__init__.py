@@ -60,13 +60,15 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     try:
         with ExitStack() as stack:
             # hashing lets go of the interpreter: beside a conversion it costs no time
-            digest = stack.enter_context(ThreadPoolExecutor(1)).submit(lambda: source.sha256)
+            aside = stack.enter_context(ThreadPoolExecutor(1))
+            digest = aside.submit(lambda: source.sha256)
             writer = Writer(Path(bundle), lambda: {"checkpoint": digest.result(), "options": chosen_options.model_dump(),
                                                    "packages": packages})  # fmt: skip
             stack.callback(writer.close)
+            table = aside.submit(_write_embedding, source, plan, writer)
             maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
             made = _make(maker, verify_stamps, progress)
-            return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages))
+            return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages, table.result()))
     except OSError as problem:
         raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",
                          "free some room and run the same export again: it resumes") from problem  # fmt: skip
@@ -112,12 +114,12 @@ def _make(maker: make.Maker, verify: int, progress: bool) -> list[Shard]:
     return made
 
 
-def _manifest(source, plan, options, writer, made, packages) -> Manifest:
+def _manifest(source, plan, options, writer, made, packages, table) -> Manifest:
     config = source.config
     eos = config.eos_token_id
     return Manifest(
         family=config.model_type, dims=plan.dims, options=options, rope=plan.rope, layers=plan.layers,
-        embedding=Embedding(file=_write_embedding(source, plan, writer), scale=plan.embedding_scale),
+        embedding=Embedding(file=table, scale=plan.embedding_scale),
         tokens=Tokens(bos=config.bos_token_id, eos=eos if isinstance(eos, list) else [] if eos is None else [eos],
                       files=_copy_tokenizer(source, writer)),
         checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},

@@ -105,13 +105,13 @@ def _tensor(path: str, spec: Spec, prefix: str, tied: bool) -> tuple[str, bool]:
     return f"{prefix}layers.{spec.layers[0] + int(index)}.{rest}", False
 
 
-def fill(module: nn.Module, found: list[Part], source: Checkpoint, options: Options) -> nn.Module:
-    """`module` with its weights in place, each rounded to fp16."""
-    scratch = Scratch()
+def build(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> tuple[nn.Module, list[Part]]:
+    """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
+    module, found, scratch = blank(spec, plan, options), parts(spec, source, plan, options), Scratch()
     for part in found:
         values = load(part, source, options, scratch)[0]
         module.get_parameter(part.path).data = values.float().reshape(part.shape)
-    return module.requires_grad_(False)
+    return module.requires_grad_(False), found
 
 
 def load(part: Part, source: Checkpoint, options: Options, scratch: Scratch) -> tuple[torch.Tensor, float]:

@@ -1,7 +1,7 @@
 """Every shard of a bundle, made in the cheapest way that gives coremltools' own bytes.
 
-The first shard of each shape is converted; its template is trusted once pressing that same shard gives its bytes. The
-others are stamped by two threads (their work is NumPy's, PyTorch's and the disk's) while this one converts what is next.
+The first shard of each shape is converted; its template is trusted once pressing that same shard gives its bytes, and
+its smallest compressed weight is what coremltools' own functions make of it. The others are stamped by two threads (their work is NumPy's, PyTorch's and the disk's) while this one converts what is next.
 Shards that no template fits are converted too. coremltools itself never runs in two threads.
 """
 
@@ -9,9 +9,11 @@ import json
 import shutil
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
+
+import numpy as np
 
 from workbench.bundle import FileEntry, Options, Shard, Writer
 from workbench.bundle.contract import HIDDEN
@@ -19,8 +21,7 @@ from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-from . import build, convert, package, stamp
-from .compress import BITS
+from . import build, compress, convert, package, stamp
 from .shards import Spec
 
 THREADS = 2
@@ -50,7 +51,7 @@ def jobs(specs: list[Spec], source: Checkpoint, plan: Plan, options: Options) ->
     found = []
     for spec in specs:
         parts = build.parts(spec, source, plan, options)
-        stored = sum(prod(p.shape) * BITS[options.compress if p.compressed else "fp16"] // 8 for p in parts)
+        stored = sum(prod(p.shape) * compress.BITS[options.compress if p.compressed else "fp16"] // 8 for p in parts)
         found.append(Job(spec, parts, _key(spec, parts, plan), stored))
     return found
 
@@ -137,22 +138,23 @@ class Maker:
     def convert_and_record(self, job: Job) -> Shard:
         """Converts one shard plainly; the first of its shape becomes the form of the others."""
         target = self.writer.root / f"{job.spec.name}.mlpackage"
-        form = self.convert(job, target)
+        form = self.convert(job, target, self.plain)
         files = package.entries(target)
         if not self.plain and not (job.key in self.forms and self.forms[job.key].template):
             form.template = self._template(job, form, target, files)
             self.forms[job.key] = form
         return self._record(job, form, files, "converted")
 
-    def convert(self, job: Job, target) -> Form:
-        """Converts one shard with coremltools into the package `target`."""
+    def convert(self, job: Job, target, plain: bool) -> Form:
+        """Converts one shard with coremltools into the package `target`; `plain`: with its own compression, too."""
         with self.clock("template"):
-            return self._conversion(job, target)
+            return self._conversion(job, target, plain)
 
-    def _conversion(self, job: Job, target) -> Form:
-        module = build.fill(build.blank(job.spec, self.plan, self.options), job.parts, self.source, self.options)
+    def _conversion(self, job: Job, target, plain: bool) -> Form:
+        module, _ = build.build(job.spec, self.source, self.plan, self.options)
         compressed = {p.path for p in job.parts if p.compressed}
-        model = convert.convert(module, job.spec, self.options, compressed)
+        with nullcontext() if plain else compress.installed(self.options.compress):
+            model = convert.convert(module, job.spec, self.options, compressed)
         package.save(model, target)
         held = convert.constants(model)
         names = {p.path: p.path.replace(".", "_") for p in job.parts}
@@ -163,11 +165,22 @@ class Maker:
         trial = self.writer.root / f"{job.spec.name}.trial" / target.name
         try:
             template = stamp.Template(job.spec, job.parts, target, form.constants)
-            return template if self._press(template, job, trial) == files else None
+            same = self._press(template, job, trial) == files and self._compresses(job)
+            return template if same else None
         except stamp.Unlike:
             return None
         finally:
             shutil.rmtree(trial.parent, ignore_errors=True)
+
+    def _compresses(self, job: Job) -> bool:
+        """Whether our compression of the smallest compressed weight is coremltools'."""
+        part = min((p for p in job.parts if p.compressed), key=lambda p: prod(p.shape), default=None)
+        if part is None or self.options.compress == "fp16":
+            return True
+        values, peak = build.load(part, self.source, self.options, self._scratch())
+        ours = compress.stored(part, values, peak, self.options.compress, self._scratch())
+        theirs = compress.reference(part, values, self.options.compress)
+        return all(np.array_equal(ours[role], theirs[role]) for role in theirs)
 
     def _record(self, job: Job, form: Form, files: list[FileEntry], how: str) -> Shard:
         spec, names = job.spec, dict(zip(form.spec.buffers, job.spec.buffers, strict=True))
@@ -190,7 +203,7 @@ class Maker:
         """
         for job in jobs:
             again = self.writer.root / f"{job.spec.name}.again" / f"{job.spec.name}.mlpackage"
-            self.convert(job, again)
+            self.convert(job, again, plain=True)
             found = self.writer.finished(job.spec.name)
             same = found and package.entries(again) == found.files
             shutil.rmtree(again.parent)

@@ -5,6 +5,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +89,7 @@ class Checkpoint:
         """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for path in self.files:
-            with path.open("rb") as file:
+            with _reading(path), path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
@@ -129,17 +130,14 @@ class Checkpoint:
         row = math.prod(shape[1:]) * KINDS[dtype].itemsize
         start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
         view, left = memoryview(buffer or bytearray(CHUNK_BYTES)), (stop - start) * row
-        try:
-            with file.open("rb", buffering=0) as opened:
-                opened.seek(first + start * row)
-                while left > 0:
-                    count = opened.readinto(view[: min(left, len(view))])
-                    if count == 0 or count % KINDS[dtype].itemsize:
-                        raise InputError(str(file), "fewer bytes than when it was opened", "the whole file", FETCH)
-                    yield torch.frombuffer(view[:count], dtype=KINDS[dtype])
-                    left -= count
-        except OSError as problem:
-            raise InputError(str(file), f"{problem.strerror or problem}", "a readable file", FETCH) from problem
+        with _reading(file), file.open("rb", buffering=0) as opened:
+            opened.seek(first + start * row)
+            while left > 0:
+                count = opened.readinto(view[: min(left, len(view))])
+                if count == 0 or count % KINDS[dtype].itemsize:
+                    raise InputError(str(file), "fewer bytes than when it was opened", "the whole file", FETCH)
+                yield torch.frombuffer(view[:count], dtype=KINDS[dtype])
+                left -= count
 
     def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
         """Tensor `name` (or some rows of it) in float32; only the bytes asked for are read."""
@@ -158,12 +156,21 @@ class Checkpoint:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
 
 
+@contextmanager
+def _reading(path: Path):
+    """What the system refuses inside is the file's fault, not that of whoever asked for it."""
+    try:
+        yield
+    except OSError as problem:
+        raise InputError(str(path), f"{problem.strerror or problem}", "a readable file", FETCH) from problem
+
+
 def _read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, after checking that the file is as long as its header says."""
     if not path.is_file():
         raise InputError(str(path), "no such file (half a download?)", "every weight file of the checkpoint", FETCH)
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:
         start = file.read(8)
         if (start + file.read(16)).startswith(LFS):
             raise InputError(str(path), "a Git LFS pointer", "the weights themselves", FETCH)
