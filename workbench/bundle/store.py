@@ -162,6 +162,10 @@ def _write_seen(root: Path, seen: dict[str, str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _working(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
 
@@ -207,7 +211,7 @@ class Writer:
             self.signed = True
             return
         for path in left:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _remove(path)
 
     def _identity(self) -> str:
         return json.dumps(self.identity(), sort_keys=True)
@@ -239,15 +243,21 @@ class Writer:
         os.replace(temporary, self.root / f"{shard.name}.json")
         return shard
 
+    def discard(self, name: str) -> None:
+        """Forgets that a shard was finished."""
+        (self.root / f"{name}.json").unlink()
+
     def finish(self, manifest: Manifest) -> Bundle:
-        """Writes the manifest, drops the working notes, renames the folder into place."""
-        for note in [self.root / IDENTITY, *(self.root / f"{s.name}.json" for s in manifest.shards)]:
-            note.unlink(missing_ok=True)
+        """Writes the manifest, drops notes and whatever an interrupted run left, renames the folder into place."""
+        bundle = Bundle(self.target, manifest)
+        parts = {Path(entry.path).parts[0] for entry in bundle.files}
+        for path in self.root.iterdir():
+            if path.name not in parts:
+                _remove(path)
         with (self.root / MANIFEST).open("w") as file:
             file.write(manifest.model_dump_json(indent=1))
             file.flush()
             os.fsync(file.fileno())
         os.rename(self.root, self.target)
-        bundle = Bundle(self.target, manifest)
         _write_seen(self.target, {entry.path: bundle.mark(entry) for entry in bundle.files})  # hashed as they were made
         return Bundle.open(self.target)
