@@ -89,6 +89,8 @@ def export(
     moe: Annotated[str, typer.Option(help="dense or routed.")] = "dense",
     t: Annotated[str, typer.Option(help="range (RangeDim 1 … t_max) or fixed (T = t_max).")] = "range",
     sliding: Annotated[str, typer.Option(help="mask or ring.")] = "mask",
+    plain: Annotated[bool, typer.Option("--plain", help="Convert every shard; stamp none.")] = False,
+    verify_stamps: Annotated[int, typer.Option(help="Convert so many stamped shards again and compare.", min=0)] = 0,
     json: Json = False,
 ) -> None:
     """Hugging Face folder → bundle of stateful shards. Resumes where an interrupted export stopped.
@@ -100,9 +102,9 @@ def export(
     from workbench.export import export as run
 
     start = time.perf_counter()
-    made = run(checkpoint, bundle, progress=not json, max_seq_len=max_seq_len, t_max=t_max, batch=batch,
-               layers_per_shard=layers_per_shard, compress=compress, kv_write=kv_write, layout=layout, states=states,
-               moe=moe, t=t, sliding=sliding)  # fmt: skip
+    made = run(checkpoint, bundle, progress=not json, plain=plain, verify_stamps=verify_stamps,
+               max_seq_len=max_seq_len, t_max=t_max, batch=batch, layers_per_shard=layers_per_shard, compress=compress,
+               kv_write=kv_write, layout=layout, states=states, moe=moe, t=t, sliding=sliding)  # fmt: skip
     how = [s.how for s in made.manifest.shards]
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     result = {
@@ -111,8 +113,8 @@ def export(
         "seconds": round(time.perf_counter() - start, 3),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     }  # fmt: skip
-    show(result, json, [f"{bundle}: {result['family']}, {result['layers']} layers in {result['shards']} shards, "
-                        f"{result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"])  # fmt: skip
+    show(result, json, [f"{bundle}: {result['family']}, {result['layers']} layers in {result['shards']} shards "
+                        f"({result['stamped']} stamped), {result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"])  # fmt: skip
 
 
 @app.command()
@@ -392,4 +394,4 @@ def _parameter(text: str) -> tuple[str, object]:
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 
-from workbench import cli_bench, cli_eval, cli_measure  # noqa: E402,F401  (their commands join `app`)
+from workbench import cli_bench, cli_bench_export, cli_eval, cli_measure  # noqa: E402,F401  (their commands join `app`)

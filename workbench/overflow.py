@@ -20,7 +20,7 @@ from workbench.decode import Decoder
 from workbench.eval import gates, trace
 from workbench.eval.weights import replace
 from workbench.export import convert, read_plan, shards
-from workbench.export.build import build, matrices
+from workbench.export.build import build
 from workbench.models import checkpoint as checkpoints
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import Shape, scaled
@@ -86,17 +86,17 @@ def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str
     options, made = bundle.manifest.options, {}
     plan = read_plan(source, options)
     for spec in (s for s in shards.specs(plan, options) if s.kind == "layers"):
-        module, paths = build(spec, source, plan, options)
+        module, parts = build(spec, source, plan, options)
         for block in module.blocks:
             attention = block.self_attn
             attention.shape = NaiveShape(**vars(attention.shape), scale=attention.scale)
             attention.scale = 1.0
-        model = convert.convert(module, spec, options, matrices(module))
+        model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         held = convert.constants(model)
         made[spec.name] = package, {
-            "weights": {tensor: held[path.replace(".", "_")] for tensor, path in paths.items()},
+            "weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts},
             "modules": convert.modules(model, spec.layers[0]),
         }  # fmt: skip
     return made

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from workbench import InputError
-from workbench.export import export
+from workbench.export import compress, export
+from workbench.export.build import Part, Scratch
 from workbench.models.checkpoint import Checkpoint
 
 PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}  # bits per weight
@@ -58,3 +61,71 @@ def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path)
     checkpoint = exports.checkpoint("llama", intermediate_size=80, **SIZE)
     with pytest.raises(InputError, match="down_proj.weight.*80 inputs.*multiple of 32"):
         export(checkpoint, tmp_path / "b", progress=False, max_seq_len=16, compress="int4-block32")
+
+
+def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
+    """What coremltools itself makes of a weight [outputs, inputs, 1, 1]."""
+    from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
+
+    if preset.startswith("lut"):
+        found = palettize_weights.blockwise_compress(weight, "KMEANS", int(preset[3:]), [0] * 4)
+        return {"indices": found.indices, "lut": found.lut}
+    blocks = {"int8-tensor": [0, 0, 0, 0], "int8-channel": [1, 0, 0, 0], "int4-block32": [1, 32, 0, 0]}[preset]
+    with np.errstate(all="ignore"):
+        found = linear_quantize_weights.blockwise_compress(weight, PRESETS[preset], "LINEAR_SYMMETRIC", True, blocks)
+    return {"data": found.data, "scale": found.scale}
+
+
+def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal(shape)
+    if kind == "zero rows":
+        weight[:: 1 + seed % 3] = 0
+    elif kind == "any bits":  # every finite fp16 that an integer scale can hold
+        weight = rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16).astype(np.float64)
+        weight[~(np.abs(weight) <= 32752)] = 0
+    elif kind == "subnormal":
+        weight *= 3e-7
+    elif kind == "wide":
+        weight *= 2.0 ** rng.integers(-20, 10, shape)
+    elif kind == "few values":
+        weight = np.round(weight)
+    return weight.astype(np.float16)
+
+
+KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*distinct clusters")
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=25, deadline=None)
+@given(kind=st.sampled_from(KINDS), rows=st.integers(2, 120), blocks=st.integers(1, 5), seed=st.integers(0, 1 << 30))
+@example(kind="normal", rows=400, blocks=16, seed=1)
+@example(kind="any bits", rows=130, blocks=9, seed=2)
+@example(kind="few values", rows=200, blocks=4, seed=3)
+def test_our_compression_is_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
+    weight = draw(kind, (rows, 32 * blocks), seed)[:, :, None, None]
+    part = Part("w", "w", weight.shape, compressed=True)
+    values = torch.from_numpy(weight.reshape(-1).copy())
+    ours = compress.stored(part, values, float(values.abs().max()), preset, Scratch())
+    for role, expected in theirs(weight, preset).items():
+        assert ours[role].tobytes() == expected.astype(ours[role].dtype).tobytes(), role
+
+
+@given(bits=st.sampled_from([4, 6]), values=st.lists(st.integers(0, 63), min_size=1, max_size=40))
+def test_packed_bits_unpack_to_what_they_were(bits, values):
+    from workbench.mil.blob import unpack_bits
+
+    array = np.array(values, np.uint8) & ((1 << bits) - 1)
+    assert np.array_equal(unpack_bits(compress.packed(array, bits), bits, len(array), signed=False), array)
+
+
+def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
+    """A norm or bias of 40,000 fits fp16, and int8 does not touch it."""
+    from safetensors.torch import load_file, save_file
+
+    path = tiny.random(tmp_path / "c", "llama", num_hidden_layers=1)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][0] = 40_000
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert export(path, tmp_path / "b", progress=False, max_seq_len=16, compress="int8-tensor").manifest.shards

@@ -1,6 +1,10 @@
 """An export holds the checkpoint's own weights, says what it holds, and refuses what it cannot keep."""
 
+import resource
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench import Bundle, InputError
+from workbench.bundle import Writer
 from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, ROOT = "model.safetensors", Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -136,33 +141,91 @@ def test_options_out_of_range_are_refused_by_name(llama, tmp_path, options, foun
         export(llama, tmp_path / "b", progress=False, **options)
 
 
-def test_an_interrupted_export_resumes_at_the_first_missing_shard(llama, tmp_path, monkeypatch):
-    import workbench.export as module
+def stop_after(monkeypatch, count: int) -> None:
+    """The next export is interrupted when `count` shards are recorded."""
+    recorded, real = [], Writer.record
 
-    real, made = module._make_shard, []
-
-    def stop_at_the_second(spec, *rest):
-        if len(made) == 1:
+    def record(self, shard):
+        if len(recorded) == count:
             raise KeyboardInterrupt
-        made.append(spec.name)
-        return real(spec, *rest)
+        recorded.append(shard.name)
+        return real(self, shard)
 
-    monkeypatch.setattr(module, "_make_shard", stop_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(Writer, "record", record)
+
+
+def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(llama, tmp_path, monkeypatch):
+    whole = export(llama, tmp_path / "whole", progress=False, max_seq_len=16)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_after(patched, 2)
         export(llama, tmp_path / "b", progress=False, max_seq_len=16)
     with pytest.raises(InputError, match="unfinished export"):
         Bundle.open(tmp_path / "b")
-    monkeypatch.setattr(module, "_make_shard", lambda spec, *rest: (made.append(spec.name), real(spec, *rest))[1])
+    partial = tmp_path / ".b.partial"
+    names = sorted(path.stem for path in partial.glob("*.json") if path.stem not in ("identity", "embedding"))
+    assert len(names) == 2
+    kept, spoilt = (next((partial / f"{n}.mlpackage").rglob("weight.bin")) for n in names)
+    spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
+    times = kept.stat().st_mtime_ns, spoilt.stat().st_mtime_ns
     bundle = export(llama, tmp_path / "b", progress=False, max_seq_len=16)
-    assert made == [s.name for s in bundle.manifest.shards]
+    kept, spoilt = (bundle.root / path.relative_to(partial) for path in (kept, spoilt))
+    assert kept.stat().st_mtime_ns == times[0] and spoilt.stat().st_mtime_ns != times[1]
+    assert bundle.identity == whole.identity
     with pytest.raises(InputError, match="a finished bundle"):
         export(llama, tmp_path / "b", progress=False, max_seq_len=16)
 
 
-def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(exports, llama, tmp_path):
-    import subprocess
-    import sys
+def test_what_another_checkpoint_left_behind_is_not_used(llama, exports, tmp_path, monkeypatch):
+    other = exports.checkpoint("llama", num_hidden_layers=1)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        stop_after(patched, 1)
+        export(llama, tmp_path / "b", progress=False, max_seq_len=16)
+    bundle = export(other, tmp_path / "b", progress=False, max_seq_len=16)
+    assert bundle.identity == exports.bundle(other, max_seq_len=16).identity
+    assert {path.name for path in bundle.root.iterdir()} == {
+        "bundle.json", "embedding.safetensors", *(s.path for s in bundle.manifest.shards)
+    }  # fmt: skip
 
+
+def test_exports_killed_at_any_moment_complete_when_run_again():
+    found = subprocess.run([sys.executable, "-m", "tests.export.kills", "4"], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("same bytes") == 4
+
+
+@pytest.mark.parametrize("limit", [50, 3_000])
+def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(llama, tmp_path, limit):
+    """Files may not grow beyond `limit` bytes, which the system reports as it does a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with pytest.raises(InputError, match="a writable disk with room"):
+            export(llama, tmp_path / "b", progress=False, max_seq_len=16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "b").exists()
+    assert export(llama, tmp_path / "b", progress=False, max_seq_len=16).manifest.shards
+
+
+def test_a_checkpoint_that_shrinks_while_it_is_read_is_named(copy, tmp_path, monkeypatch):
+    real = Writer.record
+
+    def record(self, shard):
+        (copy / WEIGHTS).write_bytes((copy / WEIGHTS).read_bytes()[:5000])
+        return real(self, shard)
+
+    monkeypatch.setattr(Writer, "record", record)
+    with pytest.raises(InputError, match=f"{WEIGHTS}.*fewer bytes"):
+        export(copy, tmp_path / "b", progress=False, max_seq_len=16)
+
+
+def test_a_wrong_dtype_is_named(copy, tmp_path):
+    change(copy, **{"model.layers.1.mlp.up_proj.weight": lambda t: t.to(torch.int8)})
+    with pytest.raises(InputError, match="up_proj.*dtype I8"):
+        export(copy, tmp_path / "b", progress=False, max_seq_len=16)
+
+
+def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(exports, llama, tmp_path):
     bundle = shutil.copytree(exports.bundle(llama).root, tmp_path / "moved")
     script = (
         "import sys; sys.modules['workbench.export'] = sys.modules['workbench.models'] = None\n"

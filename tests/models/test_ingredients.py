@@ -16,7 +16,8 @@ from workbench import Decoder
 from workbench.bundle import Options
 from workbench.bundle.contract import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.decode import Host
-from workbench.export import build, read_plan, shards
+from workbench.export import read_plan, shards
+from workbench.export.build import build
 from workbench.models import cca, layers, moe
 from workbench.models.checkpoint import Checkpoint
 

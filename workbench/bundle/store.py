@@ -1,9 +1,11 @@
 """Bundles on disk: written whole or not at all, opened only when every byte is what the manifest says."""
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from workbench.errors import InputError
 
 from .contract import FileEntry, Manifest, Shard
 
-MANIFEST = "bundle.json"
+MANIFEST, IDENTITY = "bundle.json", "identity.json"
 MAX_MANIFEST_BYTES = 64 << 20
 
 
@@ -87,12 +89,16 @@ class Bundle:
         for entry in self.files:
             path = self.root / entry.path
             self._check_plain(path, entry)
-            stamp = f"{entry.bytes}:{path.stat().st_mtime_ns}:{entry.sha256}"
-            if seen.get(entry.path) != stamp and sha256(path) != entry.sha256:
+            mark = self.mark(entry)
+            if seen.get(entry.path) != mark and sha256(path) != entry.sha256:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
-            now[entry.path] = stamp
+            now[entry.path] = mark
         if now != seen:
             _write_seen(self.root, now)
+
+    def mark(self, entry: FileEntry) -> str:
+        """What a file was when it was hashed; with another size or mtime it must be hashed again."""
+        return f"{entry.bytes}:{(self.root / entry.path).stat().st_mtime_ns}:{entry.sha256}"
 
     def _check_plain(self, path: Path, entry: FileEntry) -> None:
         below = [path, *path.parents][: len(Path(entry.path).parts)]
@@ -156,6 +162,10 @@ def _write_seen(root: Path, seen: dict[str, str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _working(target: Path) -> Path:
     return target.parent / f".{target.name}.partial"
 
@@ -164,21 +174,55 @@ class Writer:
     """Builds a bundle in a sibling folder and renames it into place when it is whole.
 
     A finished shard leaves `<name>.json` (its manifest entry) behind, so that an interrupted export resumes at the
-    first missing shard; entries made from another checkpoint, other options or other versions are thrown away.
+    first missing shard; entries made from another checkpoint, other options or other versions are thrown away. The
+    folder is locked while a process writes to it: the lock goes with the process, however that ends.
+
+    Args:
+        target: where the bundle shall be.
+        identity: gives what decides the bundle's bytes; asked for when it is first needed, since it may take a while.
+
+    Raises:
+        InputError: something is at `target`, or another process is exporting to it.
     """
 
-    def __init__(self, target: Path, identity: dict):
-        self.target, self.root = target, _working(target)
-        if (target / MANIFEST).exists():
-            raise InputError(f"bundle {target}", "a finished bundle", "a new folder", "remove it or choose another")
-        if target.exists():
-            raise InputError(f"bundle {target}", "something else there", "a new folder", "choose another target")
-        stamp = json.dumps(identity, sort_keys=True)
-        kept = self.root / "identity.json"
-        if self.root.exists() and (not kept.is_file() or kept.read_text() != stamp):
-            shutil.rmtree(self.root)
+    def __init__(self, target: Path, identity: Callable[[], dict]):
+        self.target, self.root, self.identity, self.signed = target, _working(target), identity, False
         self.root.mkdir(parents=True, exist_ok=True)
-        kept.write_text(stamp)
+        self.lock = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self.lock)
+            raise InputError(f"bundle {target}", "another export writing to it", "one export to one target",
+                             "wait for that one, or choose another target") from None  # fmt: skip
+        try:
+            if target.exists():
+                found = "a finished bundle" if (target / MANIFEST).exists() else "something else there"
+                raise InputError(f"bundle {target}", found, "a new folder", "remove it or choose another")
+            self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    def _resume(self) -> None:
+        """Keeps what an export of the same identity left behind; throws away anything else."""
+        kept, left = self.root / IDENTITY, list(self.root.iterdir())
+        if left and kept.is_file() and kept.read_text() == self._identity():
+            self.signed = True
+            return
+        for path in left:
+            _remove(path)
+
+    def _identity(self) -> str:
+        return json.dumps(self.identity(), sort_keys=True)
+
+    def close(self) -> None:
+        """Lets go of the folder, and removes it when nothing was kept in it."""
+        try:
+            self.root.rmdir()
+        except OSError:  # there is something to resume, or it is the bundle by now
+            pass
+        os.close(self.lock)
 
     def finished(self, name: str) -> Shard | None:
         """The entry of a shard that an earlier, interrupted export finished, if its files still hash right."""
@@ -190,18 +234,30 @@ class Writer:
         return shard if whole else None
 
     def record(self, shard: Shard) -> Shard:
+        """Notes a shard as finished; its files are as hashed in its entry."""
+        if not self.signed:
+            (self.root / IDENTITY).write_text(self._identity())
+            self.signed = True
         temporary = self.root / f"{shard.name}.json.tmp"
         temporary.write_text(shard.model_dump_json())
         os.replace(temporary, self.root / f"{shard.name}.json")
         return shard
 
+    def discard(self, name: str) -> None:
+        """Forgets that a shard was finished."""
+        (self.root / f"{name}.json").unlink()
+
     def finish(self, manifest: Manifest) -> Bundle:
-        """Writes the manifest, drops the working notes, renames the folder into place."""
-        for note in [self.root / "identity.json", *(self.root / f"{s.name}.json" for s in manifest.shards)]:
-            note.unlink(missing_ok=True)
+        """Writes the manifest, drops notes and whatever an interrupted run left, renames the folder into place."""
+        bundle = Bundle(self.target, manifest)
+        parts = {Path(entry.path).parts[0] for entry in bundle.files}
+        for path in self.root.iterdir():
+            if path.name not in parts:
+                _remove(path)
         with (self.root / MANIFEST).open("w") as file:
             file.write(manifest.model_dump_json(indent=1))
             file.flush()
             os.fsync(file.fileno())
         os.rename(self.root, self.target)
+        _write_seen(self.target, {entry.path: bundle.mark(entry) for entry in bundle.files})  # hashed as they were made
         return Bundle.open(self.target)

@@ -84,7 +84,7 @@ def _elements_of(checkpoint):
     from workbench.models import family_of
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
-    elements = {name: _elements(shape) for name, (_, _, shape) in checkpoint.header.items()}
+    elements = {name: _elements(entry.shape) for name, entry in checkpoint.header.items()}
     return plan, elements, next(n for n in elements if n.endswith("embed_tokens.weight"))
 
 

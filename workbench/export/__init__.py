@@ -1,21 +1,24 @@
 """Checkpoint in, bundle out: stateful Core ML shards, host tables, manifest. Knows nothing of how shards are run."""
 
+import json
+import math
 import shutil
+import struct
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 from pydantic import ValidationError
 
 from workbench.bundle import Bundle, Embedding, FileEntry, Manifest, Options, Shard, Tokens, Writer, file_entries
-from workbench.bundle.contract import HIDDEN
 from workbench.errors import InputError
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-from . import convert, shards
-from .build import build, matrices, offsets
+from . import make, shards
+from .build import Clock
 
 
 def options(**chosen) -> Options:
@@ -29,13 +32,17 @@ def options(**chosen) -> Options:
                          "see: workbench export --help") from None  # fmt: skip
 
 
-def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, **chosen) -> Bundle:
+def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, plain: bool = False,
+           verify_stamps: int = 0, clock: Clock | None = None, **chosen) -> Bundle:  # fmt: skip
     """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`.
 
     Args:
         checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole or sharded).
         bundle: where the bundle shall be; an interrupted export to the same place with the same options resumes.
         progress: show a progress bar.
+        plain: convert every shard, stamp none; the bytes are the same, only slower to make.
+        verify_stamps: number of random stamped shards to convert again and compare.
+        clock: collects what the time went into.
         chosen: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -48,11 +55,19 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     source = Checkpoint(checkpoint)
     plan = read_plan(source, chosen_options)
     _warn_widths(plan, chosen_options)
-    identity = {"checkpoint": source.sha256, "options": chosen_options.model_dump(), "packages": versions()}
-    writer = Writer(Path(bundle), identity)
+    packages = versions()
     try:
-        made = list(_make_shards(source, plan, chosen_options, writer, progress))
-        return writer.finish(_manifest(source, plan, chosen_options, writer, made, identity))
+        with ExitStack() as stack:
+            # hashing lets go of the interpreter: beside a conversion it costs no time
+            aside = stack.enter_context(ThreadPoolExecutor(1))
+            digest = aside.submit(lambda: source.sha256)
+            writer = Writer(Path(bundle), lambda: {"checkpoint": digest.result(), "options": chosen_options.model_dump(),
+                                                   "packages": packages})  # fmt: skip
+            stack.callback(writer.close)
+            table = aside.submit(_write_embedding, source, plan, writer)
+            maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
+            made = _make(maker, verify_stamps, progress)
+            return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages, table.result()))
     except OSError as problem:
         raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",
                          "free some room and run the same export again: it resumes") from problem  # fmt: skip
@@ -86,70 +101,50 @@ def _warn_widths(plan: Plan, options: Options) -> None:
                       "(rule K2, CT#2631); the portable runtime takes them", stacklevel=3)  # fmt: skip
 
 
-def _make_shards(source, plan, options, writer, progress):
+def _make(maker: make.Maker, verify: int, progress: bool) -> list[Shard]:
+    """All shards, with a progress bar in bytes of stored weights; then the check of `verify` random stamped ones."""
     from tqdm.auto import tqdm
 
-    for spec in tqdm(list(shards.specs(plan, options)), desc="export", unit="shard", disable=not progress):
-        yield writer.finished(spec.name) or _make_shard(spec, source, plan, options, writer)
+    jobs = make.jobs(list(shards.specs(maker.plan, maker.options)), maker.source, maker.plan, maker.options)
+    with tqdm(total=sum(job.bytes for job in jobs), desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
+        made = maker.make(jobs, lambda job: bar.update(job.bytes))
+    maker.verify(jobs, made, verify)
+    return made
 
 
-def _make_shard(spec: shards.Spec, source: Checkpoint, plan: Plan, options: Options, writer: Writer) -> Shard:
-    """Converts one shard plainly and records it."""
-    module, paths = build(spec, source, plan, options)
-    model = convert.convert(module, spec, options, matrices(module))
-    values = convert.modules(model, spec.layers[0])
-    package = writer.root / f"{spec.name}.mlpackage"
-    shutil.rmtree(package, ignore_errors=True)
-    model.save(str(package))
-    held, added = convert.constants(model), offsets(module)
-    files = file_entries(writer.root, package)
-    shard = Shard(
-        name=spec.name, kind=spec.kind, path=package.name, layers=spec.layers, rows=spec.rows, inputs=spec.inputs,
-        outputs=spec.outputs, states=spec.states,
-        weights={tensor: held[path.replace(".", "_")] for tensor, path in paths.items()},
-        offsets={tensor: added[path] for tensor, path in paths.items() if path in added},
-        modules=values, taps=_taps(values, spec), bytes=sum(f.bytes for f in files), files=files,
-    )  # fmt: skip
-    return writer.record(shard)
-
-
-def _taps(values: dict[str, str], spec: shards.Spec) -> dict[int, str]:
-    """Layer → name of the value holding its hidden output: the last value that came from its block."""
-    if spec.kind != "layers":
-        return {}
-    last = {}
-    for value, path in values.items():
-        if path.startswith("layers."):
-            last[int(path.split(".")[1])] = value
-    return last | {spec.layers[1] - 1: HIDDEN}
-
-
-def _manifest(source, plan, options, writer, made, identity) -> Manifest:
+def _manifest(source, plan, options, writer, made, packages, table) -> Manifest:
     config = source.config
     eos = config.eos_token_id
     return Manifest(
         family=config.model_type, dims=plan.dims, options=options, rope=plan.rope, layers=plan.layers,
-        embedding=Embedding(file=_write_embedding(source, plan, writer), scale=plan.embedding_scale),
+        embedding=Embedding(file=table, scale=plan.embedding_scale),
         tokens=Tokens(bos=config.bos_token_id, eos=eos if isinstance(eos, list) else [] if eos is None else [eos],
                       files=_copy_tokenizer(source, writer)),
         checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},
-        packages=identity["packages"], residual_exponent=plan.residual_exponent, shards=made,
+        packages=packages, residual_exponent=plan.residual_exponent, shards=made,
     )  # fmt: skip
 
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
-    from safetensors.numpy import save_file
-
-    prefix = source.prefix
-    tensors = {"weight": source.tensor(f"{prefix}embed_tokens.weight").half().numpy()}
-    if not np.isfinite(tensors["weight"]).all():
-        raise InputError(f"tensor {prefix}embed_tokens.weight", "values beyond fp16", "finite fp16 values",
-                         "export a checkpoint whose weights fp16 can hold")  # fmt: skip
+    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never whole in memory."""
+    names = {"weight": f"{source.prefix}embed_tokens.weight"}
     if plan.embedding_bias and plan.embedding_factor:
-        tensors["bias"] = source.tensor(prefix + plan.embedding_bias).numpy()
-        tensors["scale"] = source.tensor(prefix + plan.embedding_factor).numpy()
-    path = writer.root / "embedding.safetensors"
-    save_file(tensors, path)
+        names |= {"bias": source.prefix + plan.embedding_bias, "scale": source.prefix + plan.embedding_factor}
+    header, end = {}, 0
+    for key, name in names.items():
+        kind, shape = ("F16", 2) if key == "weight" else ("F32", 4), source.shape(name)
+        start, end = end, end + math.prod(shape) * kind[1]
+        header[key] = {"dtype": kind[0], "shape": shape, "data_offsets": [start, end]}
+    path, text = writer.root / "embedding.safetensors", json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key, name in names.items():
+            for chunk in source.chunks(name):
+                values = chunk.half() if key == "weight" else chunk.float()
+                if not values.isfinite().all():
+                    raise InputError(f"tensor {name}", "values beyond fp16", "finite fp16 values",
+                                     "export a checkpoint whose weights fp16 can hold")  # fmt: skip
+                file.write(values.numpy())
     return file_entries(writer.root, path)[0]
 
 
@@ -163,4 +158,4 @@ def _copy_tokenizer(source: Checkpoint, writer: Writer) -> list[FileEntry]:
     return file_entries(writer.root, folder)
 
 
-__all__ = ["build", "export", "options"]
+__all__ = ["Clock", "export", "options"]

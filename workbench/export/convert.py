@@ -1,5 +1,6 @@
 """A traced module → a Core ML model with state, flexible T and compressed weights, by coremltools alone."""
 
+import tempfile
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,8 +25,13 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
 
     Returns:
         coremltools' MLModel, not loaded, with its pymil program attached.
+
+    Raises:
+        OSError: no room for its temporary files.
     """
     ct = coremltools()
+    from coremltools.converters.mil.mil import Builder
+
     # one symbol for every T: coremltools would take unrelated ranges without complaint
     fixed = options.t_max == 1 or options.t == "fixed"
     t = options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
@@ -43,12 +49,18 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
         kept = {path for path, _ in module.named_parameters()} - compressed
         _compress(pipeline, options.compress, [f"{path}_to_fp16" for path in kept])
     with quiet(), _no_progress(), torch.no_grad():
+        Builder.name_count.clear()  # coremltools numbers the names it makes up through the life of the process
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
-        return ct.convert(
-            traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
-            states=states, minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE,
-            pass_pipeline=pipeline, skip_model_load=True,
-        )  # fmt: skip
+        try:
+            return ct.convert(
+                traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
+                states=states, minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE,
+                pass_pipeline=pipeline, skip_model_load=True,
+            )  # fmt: skip
+        except RuntimeError as problem:  # its writer of weight files tells no more than this
+            if "FileWriter" in str(problem):
+                raise OSError(f"coremltools could not write to {tempfile.gettempdir()}") from problem
+            raise
 
 
 def _example(name: str, shape: list, t: int) -> torch.Tensor:
@@ -98,7 +110,7 @@ def _compress(pipeline, preset: str, kept: list[str]) -> None:
     pipeline.set_options(name, {"config": config})
 
 
-def modules(model, first_layer: int) -> dict[str, str]:
+def modules(model, first_layer: int = 0) -> dict[str, str]:
     """Program value → path of the torch module it came from; a shard's blocks are named by their decoder layer."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 

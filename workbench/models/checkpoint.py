@@ -2,18 +2,33 @@
 
 import hashlib
 import json
+import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from workbench.errors import InputError
+
+KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
 LFS = b"version https://git-lfs"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FETCH = "download the checkpoint again, whole (git lfs pull, or huggingface-cli download)"
+
+
+class Entry(NamedTuple):
+    """Where a tensor is: its file, dtype as safetensors spells it, shape, and first byte in the file."""
+
+    file: Path
+    dtype: str
+    shape: list[int]
+    start: int
 
 
 class Checkpoint:
@@ -29,11 +44,9 @@ class Checkpoint:
             raise InputError(f"checkpoint {path}", "no folder" if not self.path.exists() else "no config.json in it",
                              "a Hugging Face folder with config.json and *.safetensors", FETCH)  # fmt: skip
         self.files = self._weight_files()
-        self.header: dict[str, tuple[Path, str, list[int]]] = {}  # tensor → file, dtype, shape
+        self.header: dict[str, Entry] = {}
         for file in sorted(set(self.files)):
-            for name, entry in _read_header(file).items():
-                if name != "__metadata__":
-                    self.header[name] = (file, entry["dtype"], entry["shape"])
+            self.header |= _read_header(file)
 
     def _weight_files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
@@ -76,14 +89,14 @@ class Checkpoint:
         """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for path in self.files:
-            with path.open("rb") as file:
+            with _reading(path), path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         return digest.hexdigest()
 
     @property
     def dtype(self) -> str:
         """The most common stored dtype, as safetensors spells it (F32, F16, BF16)."""
-        dtypes = [dtype for _, dtype, _ in self.header.values()]
+        dtypes = [entry.dtype for entry in self.header.values()]
         return max(set(dtypes), key=dtypes.count)
 
     @cached_property
@@ -99,36 +112,65 @@ class Checkpoint:
         return name in self.header
 
     def shape(self, name: str) -> list[int]:
-        return self._entry(name)[2]
+        return self._entry(name).shape
 
-    def _entry(self, name: str):
+    def _entry(self, name: str) -> Entry:
         if name not in self.header:
             raise InputError(f"checkpoint {self.path}", f"no tensor {name!r}",
                              f"the layout of transformers' {self.raw_config.get('model_type')} models", FETCH)  # fmt: skip
         return self.header[name]
 
-    def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
-        """Tensor `name` (or some rows of it) in float32; only the bytes asked for are read."""
-        file, dtype, _ = self._entry(name)
-        if dtype not in ("F32", "F16", "BF16"):
+    def chunks(self, name: str, rows: slice | None = None, buffer: bytearray | None = None) -> Iterator[torch.Tensor]:
+        """The values of tensor `name` (or of some rows) in order: flat pieces in the stored dtype, each read into `buffer`
+        (its size is theirs), so a piece is gone when the next one comes."""
+        file, dtype, shape, first = self._entry(name)
+        if dtype not in KINDS:
             raise InputError(f"tensor {name!r}", f"dtype {dtype}", "F32, F16 or BF16",
                              "convert the checkpoint to one of these")  # fmt: skip
-        with safe_open(file, framework="pt") as opened:
-            if rows is None:
-                return opened.get_tensor(name).float()
-            view = opened.get_slice(name)
-            return view[rows].float() if isinstance(rows, slice) else torch.cat([view[r : r + 1].float() for r in rows])
+        row = math.prod(shape[1:]) * KINDS[dtype].itemsize
+        start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
+        view, left = memoryview(buffer or bytearray(CHUNK_BYTES)), (stop - start) * row
+        with _reading(file), file.open("rb", buffering=0) as opened:
+            opened.seek(first + start * row)
+            while left > 0:
+                count = opened.readinto(view[: min(left, len(view))])
+                if count == 0 or count % KINDS[dtype].itemsize:
+                    raise InputError(str(file), "fewer bytes than when it was opened", "the whole file", FETCH)
+                yield torch.frombuffer(view[:count], dtype=KINDS[dtype])
+                left -= count
+
+    def tensor(self, name: str, rows: slice | list[int] | None = None) -> torch.Tensor:
+        """Tensor `name` (or some rows of it) in float32; only the bytes asked for are read."""
+        if isinstance(rows, list):
+            return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
+        shape = list(self.shape(name))
+        if rows is not None:
+            shape[0] = len(range(*rows.indices(shape[0])))
+        whole, at = torch.empty(math.prod(shape)), 0
+        for chunk in self.chunks(name, rows):
+            whole[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        return whole.reshape(shape)
 
     def tokenizer_files(self) -> list[Path]:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
 
 
-def _read_header(path: Path) -> dict:
-    """The header of a safetensors file, after checking that the file is as long as the header says."""
+@contextmanager
+def _reading(path: Path):
+    """What the system refuses inside is the file's fault, not that of whoever asked for it."""
+    try:
+        yield
+    except OSError as problem:
+        raise InputError(str(path), f"{problem.strerror or problem}", "a readable file", FETCH) from problem
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, after checking that the file is as long as its header says."""
     if not path.is_file():
         raise InputError(str(path), "no such file (half a download?)", "every weight file of the checkpoint", FETCH)
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:
         start = file.read(8)
         if (start + file.read(16)).startswith(LFS):
             raise InputError(str(path), "a Git LFS pointer", "the weights themselves", FETCH)
@@ -137,13 +179,14 @@ def _read_header(path: Path) -> dict:
             raise InputError(str(path), "no safetensors header", "a safetensors file", FETCH)
         file.seek(8)
         try:
-            header = json.loads(file.read(length))
-            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+            header = {n: e for n, e in json.loads(file.read(length)).items() if n != "__metadata__"}
+            end = max((e["data_offsets"][1] for e in header.values()), default=0)
+            entries = {n: Entry(path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0]) for n, e in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(str(path), "a damaged safetensors header", "a safetensors file", FETCH) from None
     if size != 8 + length + end:
         raise InputError(str(path), f"{size} bytes (truncated?)", f"{8 + length + end} bytes as its header says", FETCH)
-    return header
+    return entries
 
 
 def random(path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "float16", shard_bytes: int = 1 << 30,

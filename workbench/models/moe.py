@@ -33,11 +33,8 @@ class Router(nn.Module):
     def __init__(self, C: int, R: int, experts: int, eps: float, first: bool):
         super().__init__()
         self.down_proj, self.router_mlp = Conv(C, R, True), RouterMLP(R, experts + 1, eps)
-        scale = torch.zeros(1, R, 1, 1)
-        if first:
-            self.register_buffer("router_states_scale", scale)
-        else:
-            self.router_states_scale = nn.Parameter(scale)
+        # without gradient: stays zero, and no checkpoint holds it
+        self.router_states_scale = nn.Parameter(torch.zeros(1, R, 1, 1), requires_grad=not first)
         self.balancing_biases = nn.Parameter(torch.zeros(1, experts + 1, 1, 1))
 
     def forward(self, x: torch.Tensor, before: torch.Tensor):

@@ -1,0 +1,33 @@
+"""The export benchmark: every side in a process of its own, raw samples kept, bytes compared."""
+
+import pytest
+import tiny
+
+from workbench import InputError
+from workbench.cli_bench_export import export_layers, export_once
+from workbench.eval import bench_export
+
+
+def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path):
+    source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=4)
+    found = bench_export.compare(export_once, export_layers, source, tmp_path / "work", 1, {"compress": "int8-tensor"})
+    assert found["same_bytes"] is True and found["stamped"] == 3 and not (tmp_path / "work").exists()
+    assert [(r["name"].removeprefix("export_int8-tensor_"), r["peer"]) for r in found["rows"]] == [
+        ("seconds_over_templates", "disk"), ("seconds", "plain"), ("layer_seconds", "plain")]  # fmt: skip
+    assert all(len(r["samples"]) == r["n"] > 0 and r["peer_samples"] for r in found["rows"])
+    assert set(found["split"][0]) == {"template", "read", "compress", "write"} and min(found["split"][0].values()) > 0
+    assert found["peak_rss_bytes"]["stamped"][0] > 1 << 27
+
+
+def test_other_bytes_are_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_export, "apart", lambda work, *arguments: work(*arguments))
+    source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=1)
+    run = {"seconds": 1.0, "split": {"template": 0.5}, "peak_rss_bytes": 1, "bytes": 10, "shards": 1, "stamped": 1}
+    found = bench_export.compare(lambda checkpoint, target, plain, chosen: run | {"identity": str(plain)},
+                                 lambda *_: {"plain": [2.0], "stamped": [1.0]}, source, tmp_path / "work", 1, {})  # fmt: skip
+    assert found["same_bytes"] is False
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(InputError, match="one of qwen2, zaya"):
+        bench_export.model("gpt")

@@ -1,0 +1,64 @@
+"""Kills exports at random moments, with SIGKILL, and runs each again: `python -m tests.export.kills 30`.
+
+Every export is a forked child of this process, so a moment costs no imports. Prints how many shards the second run found
+finished; exits 1 unless every second run gives the bytes that an export in peace gives.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from workbench.bundle import Bundle
+from workbench.export import export
+from workbench.models import checkpoint
+
+
+def child(source: Path, target: Path) -> int:
+    """A process that exports and ends; 0 in its exit status when the export did."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        export(source, target, progress=False, max_seq_len=16, compress="int8-tensor")
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def wait(pid: int) -> bool:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def main(moments: int) -> int:
+    warnings.simplefilter("ignore")
+    folder = Path(tempfile.mkdtemp())
+    source = checkpoint.random(folder / "c", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=2,
+                               num_key_value_heads=2, head_dim=32, num_hidden_layers=12, vocab_size=40_000)  # fmt: skip
+    export(source, folder / "first", progress=False, max_seq_len=16, compress="int8-tensor")  # warms this process up
+    start = time.perf_counter()
+    assert wait(child(source, folder / "whole"))
+    seconds, expected, wrong = time.perf_counter() - start, Bundle.open(folder / "whole").identity, 0
+    print(f"an export in peace takes {seconds:.2f} s")
+    for i in range(moments):
+        target, after = folder / f"b{i}", random.uniform(0, seconds)
+        pid = child(source, target)
+        time.sleep(after)
+        os.kill(pid, signal.SIGKILL)
+        finished = wait(pid)
+        kept = len(list((folder / f".b{i}.partial").glob("*.json")))
+        same = (finished or wait(child(source, target))) and Bundle.open(target).identity == expected
+        wrong += not same
+        print(f"killed after {after:.2f} s: {'done' if finished else f'{kept} notes kept'}, {'same bytes' if same else 'WRONG'}")
+        shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(folder)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

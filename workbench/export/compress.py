@@ -1,0 +1,145 @@
+"""fp16 weights → the bytes coremltools 9.0 would store for them, bit for bit, a cache-sized piece at a time.
+
+Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
+q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they
+occur, by the solver coremltools uses; below 10,000 values it uses scikit-learn's, so that is called as it is.
+Byte equality with coremltools is what tests/export/test_compress.py holds this file to.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from workbench.quiet import quiet
+
+from .build import BLOCK, Part, Scratch
+
+BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
+FEW = 10_000  # coremltools clusters fewer values than this with scikit-learn
+PIECE = 1 << 16
+MINUS_ZERO = 0x8000
+
+
+def stored(part: Part, values: torch.Tensor, peak: float, preset: str, scratch: Scratch) -> dict[str, np.ndarray]:
+    """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array element per weight.
+
+    Args:
+        values: fp16, flat. The arrays may lie in `scratch`.
+        peak: largest magnitude of `values`.
+    """
+    if preset == "fp16" or not part.compressed:
+        return {"val": values.numpy()}
+    if preset.startswith("lut"):
+        return palettize(values.numpy(), BITS[preset])
+    groups = {"int8-tensor": 1, "int8-channel": part.shape[0], "int4-block32": len(values) // BLOCK}[preset]
+    return quantize(values.reshape(groups, -1), peak, BITS[preset], scratch)
+
+
+def quantize(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> dict[str, np.ndarray]:
+    """Symmetric linear quantization with one scale for each row of `values` [rows, n]."""
+    rows, n = values.shape
+    limit = 2 ** (bits - 1) - 1
+    amax = torch.full((1, 1), peak) if rows == 1 else torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
+    scale = (amax * 2 / (2 * limit)).half()
+    zero = bool((scale == 0).any())
+    data = scratch.take(rows * n, torch.int8).reshape(rows, n)
+    height, width = max(1, PIECE // n), min(n, PIECE)
+    rounded = torch.empty(height, width, dtype=torch.float16)
+    for r in range(0, rows, height):
+        for c in range(0, n, width):
+            piece = values[r : r + height, c : c + width]
+            half = rounded[: piece.shape[0], : piece.shape[1]]
+            wide = scratch.wide[: piece.numel()].reshape(piece.shape)
+            torch.div(wide.copy_(piece), scale[r : r + height].float(), out=wide)
+            wide.copy_(half.copy_(wide)).round_()
+            if zero:
+                wide.nan_to_num_(0.0, torch.inf, -torch.inf)
+            data[r : r + height, c : c + width] = wide.clamp_(-limit, limit)
+    return {"data": data.reshape(-1).numpy(), "scale": scale.reshape(-1).numpy()}
+
+
+def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    """A table of 2^bits values for the whole tensor, and an index into it for each weight."""
+    from coremltools._deps import kmeans1d
+    from coremltools.models.neural_network import quantization_utils
+
+    if len(values) < FEW:
+        lut, indices = quantization_utils._get_kmeans_lookup_table_and_weight(bits, values)
+        return {"indices": indices.astype(np.uint8), "lut": lut.reshape(-1).astype(np.float16)}
+    codes = values.view(np.uint16)
+    counts = np.bincount(codes, minlength=1 << 16)
+    counts[0], counts[MINUS_ZERO] = counts[0] + counts[MINUS_ZERO], 0
+    present = np.flatnonzero(counts).astype(np.uint16)
+    present = present[np.argsort(present.view(np.float16))]
+    distinct = present.view(np.float16)
+    clusters = min(len(distinct), 1 << bits)
+    found = kmeans1d.cluster(distinct, clusters, weights=counts[present])
+    lut, table = np.zeros(1 << bits), np.zeros(1 << 16, np.uint8)
+    lut[:clusters] = found.centroids
+    table[present] = found.clusters
+    table[MINUS_ZERO] = table[0]
+    return {"indices": table[codes], "lut": lut.astype(np.float16)}
+
+
+def reference(part: Part, values: torch.Tensor, preset: str) -> dict[str, np.ndarray]:
+    """What `stored` returns, by coremltools' own functions."""
+    from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
+
+    weight, bits = values.numpy().reshape(part.shape), BITS[preset]
+    with quiet():
+        if preset.startswith("lut"):
+            found = palettize_weights.blockwise_compress(weight, "KMEANS", bits, [0] * 4)
+            return {"indices": found.indices.reshape(-1), "lut": found.lut.reshape(-1)}
+        blocks = {"int8-tensor": [0, 0, 0, 0], "int8-channel": [1, 0, 0, 0], "int4-block32": [1, BLOCK, 0, 0]}[preset]
+        found = linear_quantize_weights.blockwise_compress(weight, bits, "LINEAR_SYMMETRIC", True, blocks)
+    return {"data": found.data.reshape(-1), "scale": found.scale.reshape(-1)}
+
+
+@contextmanager
+def installed(preset: str):
+    """coremltools' compression passes, inside, compress with `stored`: a third of a conversion's time."""
+    from coremltools.converters.mil.mil import types
+    from coremltools.optimize import _utils
+    from coremltools.optimize.coreml import _quantization_passes as passes
+
+    def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
+        values = torch.from_numpy(weight.reshape(-1))
+        return stored(Part("", None, weight.shape, compressed=True), values, float(values.abs().max()), preset, Scratch())
+
+    def quantized(cls, weight, dtype, mode, block_sizes):
+        found = compress(weight)
+        data = found["data"].reshape(weight.shape).astype(types.nptype_from_builtin(dtype))
+        blocks = [n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)]
+        return _utils.QuantParams(data, found["scale"].reshape(blocks), None, np.uint8(dtype.get_bitwidth()))
+
+    def palettized(weight, mode, nbits, *_, **__):
+        found = compress(weight)
+        kind = types.nptype_from_builtin(types.string_to_builtin(f"uint{nbits}"))
+        lut = found["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
+        return _utils.LutParams(found["indices"].reshape(weight.shape).astype(kind), lut, None)
+
+    ours = [(passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)),
+            (passes.palettize_weights, "blockwise_compress", staticmethod(palettized))]  # fmt: skip
+    theirs = [(owner, name, vars(owner)[name]) for owner, name, _ in ours]
+    try:
+        for owner, name, function in ours:
+            setattr(owner, name, function)
+        yield
+    finally:
+        for owner, name, function in theirs:
+            setattr(owner, name, function)
+
+
+def packed(array: np.ndarray, bits: int) -> np.ndarray:
+    """Values as bytes; those of 4 or 6 bits lie bit after bit, the lowest first."""
+    if bits >= 8:
+        return array.view(np.uint8)
+    values = array.view(np.uint8) & ((1 << bits) - 1)
+    group = 8 // np.gcd(8, bits)  # values that fill whole bytes: 2 of 4 bits, 4 of 6
+    values = np.concatenate([values, np.zeros(-len(values) % group, np.uint8)]).reshape(-1, group)
+    word = np.zeros(len(values), np.uint32)
+    for i in range(group):
+        word |= values[:, i].astype(np.uint32) << np.uint32(bits * i)
+    whole = np.ascontiguousarray(word[:, None].view(np.uint8)[:, : group * bits // 8])
+    return whole.reshape(-1)[: (len(array) * bits + 7) // 8]

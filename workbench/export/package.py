@@ -1,0 +1,50 @@
+"""The files of a shard's package, written so that the same program and weights are the same bytes every time.
+
+coremltools writes a fresh date, random identifiers and map entries in any order; here the date is pinned, identifiers
+follow from what they name, and the model is serialized in canonical order. `weight.bin` is kept as it is. So two shards
+are the same when their manifest entries (path, size, SHA-256) are, and "same bytes" needs no comparison of its own.
+"""
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+from workbench.bundle import FileEntry, file_entries
+from workbench.quiet import coremltools
+
+DATE_KEY, DATE = "com.github.apple.coremltools.conversion_date", "1970-01-01"
+MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
+MANIFEST = "Manifest.json"
+
+
+def save(model, package: Path) -> None:
+    """Writes a converted model (coremltools' MLModel) to `package`, in place of whatever is there."""
+    shutil.rmtree(package, ignore_errors=True)
+    model.save(str(package))
+    (package / MODEL).write_bytes(serialize(read(package)))
+    listed = json.loads((package / MANIFEST).read_text())
+    names = {old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper() for old, item in listed["itemInfoEntries"].items()}
+    listed["itemInfoEntries"] = {names[old]: item for old, item in listed["itemInfoEntries"].items()}
+    listed["rootModelIdentifier"] = names[listed["rootModelIdentifier"]]
+    (package / MANIFEST).write_text(json.dumps(listed, indent=1, sort_keys=True))
+
+
+def read(package: Path):
+    """The Model protobuf of a package that this export wrote."""
+    coremltools()
+    from coremltools.proto import Model_pb2
+
+    return Model_pb2.Model.FromString((package / MODEL).read_bytes())
+
+
+def serialize(spec) -> bytes:
+    """A Model protobuf as canonical bytes, its date pinned."""
+    if DATE_KEY in spec.description.metadata.userDefined:
+        spec.description.metadata.userDefined[DATE_KEY] = DATE
+    return spec.SerializeToString(deterministic=True)
+
+
+def entries(package: Path) -> list[FileEntry]:
+    """Manifest entries of a package's files, read back."""
+    return file_entries(package.parent, package)
