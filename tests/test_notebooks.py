@@ -21,6 +21,9 @@ SMALL = {
     "30": {"MAX_SEQ_LEN": 96, "POSITIONS": 8},
     "31": {"POSITIONS": 17, "WORST": 1},
     "32": {"NORMS": [605.0], "QUERY_NORMS": [0, 64, 2048], "TOKENS": 4, "MAX_SEQ_LEN": 16},
+    "33": {"CHECKPOINTS": ["data/tiny-llama"], "MAX_SEQ_LEN": 64, "CONTEXTS": [24, 33, 48], "ROUNDS": 1,
+           "DIMS": {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
+                    "head_dim": 32, "num_hidden_layers": 1, "vocab_size": 128}},
     "34": {"MAX_SEQ_LEN": [16, 32], "T": [1, 2], "DEPTH": 4, "N_GEN": 2, "REPETITIONS": 1, "PROMPT": [1, 4, 69, 173]},
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
 }  # fmt: skip
