@@ -25,7 +25,7 @@ def reuse(
     from workbench.decode import Decoder
     from workbench.eval import reuse as matrix
 
-    decoders = [Decoder(path, runtime, precision) for path in (bundle, batch_bundle) if path]
+    decoders = [Decoder(path, runtime, precision, fast=False) for path in (bundle, batch_bundle) if path]
     found = matrix.run(*decoders, max_new=max_new, progress=not json)
     order = {"RED": 0, "not_run": 2}
     lines = [f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"
