@@ -1,4 +1,4 @@
-"""`workbench reuse` and `workbench bench reuse`: is a restored cache the cache it was, and what does it save?"""
+"""`workbench reuse`: is a restored cache the cache it was?"""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from workbench.cli import BundlePath, Json, Precision, RuntimeName, app, show
-from workbench.cli_bench import QWEN_05B, Folder, bench, show_rows, source
 
 
 @app.command()
@@ -31,26 +30,3 @@ def reuse(
     lines = [f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"
              f"context {c.context:<6}{c.reason}" for c in sorted(found.cells, key=lambda c: order.get(c.verdict, 1))]  # fmt: skip
     show(found.json(), json, [found.verdict, *lines])
-
-
-@bench.command("reuse")
-def bench_reuse(
-    layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
-    context: Annotated[int, typer.Option(help="The longest context, in tokens.")] = 2048,
-    rounds: Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")] = 5,
-    folder: Folder = Path("build/bench"),
-    json: Json = False,
-) -> None:
-    """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
-
-    Example: workbench bench reuse --layers 4
-    """
-    from workbench import sweep
-    from workbench.decode import Decoder
-    from workbench.eval import bench_reuse as benches
-    from workbench.export import options
-
-    opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
-    bundle = sweep.bundle_for(opened, options(max_seq_len=context, t_max=64), folder, progress=not json)
-    contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
-    show_rows(benches.reuse(Decoder(bundle), contexts=contexts, rounds=rounds, progress=not json), json)
