@@ -86,3 +86,26 @@ def validate(
     opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
     made = sweep.bundle_for(opened, options(max_seq_len=128, compress="int8-tensor"), folder, progress=not json)
     show_rows([*bench_gates.tracing(made), *bench_gates.validating(made, opened)], json)
+
+
+@bench.command()
+def reuse(
+    layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
+    context: Annotated[int, typer.Option(help="The longest context, in tokens.")] = 2048,
+    rounds: Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")] = 5,
+    folder: Folder = Path("build/bench"),
+    json: Json = False,
+) -> None:
+    """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
+
+    Example: workbench bench reuse --layers 4
+    """
+    from workbench import sweep
+    from workbench.decode import Decoder
+    from workbench.eval import bench_reuse as benches
+    from workbench.export import options
+
+    opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
+    bundle = sweep.bundle_for(opened, options(max_seq_len=context, t_max=64), folder, progress=not json)
+    contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
+    show_rows(benches.reuse(Decoder(bundle), contexts=contexts, rounds=rounds, progress=not json), json)

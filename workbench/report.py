@@ -36,6 +36,7 @@ EXPERIMENTS = {
         Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
         Experiment("31", "error_parts", "How much of the error is storage, re-authoring, quantization, precision, device?"),
         Experiment("32", "fp16_overflow", "Why does Qwen 2.5 give NaN on one compute unit and not on another?"),
+        Experiment("33", "cache_reuse", "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?"),
         Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?"),
         Experiment("35", "routed_experts", "What does routing experts on the host save?"),
     )

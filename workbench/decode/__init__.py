@@ -1,7 +1,10 @@
-"""Decoding a bundle: token by token, chunk by chunk. Knows runtimes and bundles, no golden."""
+"""Decoding a bundle: token by token, chunk by chunk, from the start or from a snapshot. Knows no golden."""
 
-from .decoder import Decoder, Record, greedy, literal
+from .decoder import Decoder, Record, literal
 from .host import Host
+from .sampling import Sampling
+from .snapshot import Snapshot
+from .store import Store
 from .transfer import copy_state
 
-__all__ = ["Decoder", "Host", "Record", "copy_state", "greedy", "literal"]
+__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "Store", "copy_state", "literal"]

@@ -1,10 +1,13 @@
-"""Token ids in, logits and tokens out: one state per shard and sequence batch, advanced chunk by chunk."""
+"""Token ids in, logits and tokens out: one state per shard and sequence batch, advanced chunk by chunk.
+
+Sequences come and go slot by slot as snapshots; every slot keeps its own position, so no slot knows of the others.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +19,10 @@ from workbench.errors import InputError
 
 from .experts import Experts
 from .host import Host
+from .sampling import Sampling
+from .snapshot import Snapshot, identity, layout, put, take, trimmable, untrimmable
 
-
-def greedy(logits: np.ndarray) -> int:
-    """The most likely token; the lowest id among equals."""
-    return int(np.argmax(logits))
+GREEDY = Sampling()
 
 
 @dataclass
@@ -34,11 +36,12 @@ class Times:
 
 @dataclass
 class Record:
-    """One generated token: its id, the logits [V] it was picked from, and what the call that made them took."""
+    """One generated token: its id, the logits [V] it was picked from, what the call that made them took, its slot."""
 
     token: int
     logits: np.ndarray
     times: Times
+    slot: int = 0
 
 
 def literal(gate: Callable) -> Callable:
@@ -96,17 +99,95 @@ class Decoder:
             for model, fast in held:
                 model.fast = fast
 
-    def begin(self) -> None:
-        """Starts fresh sequences: one make_state per shard."""
+    @cached_property
+    def identity(self) -> str:
+        """What a snapshot of this decoder is bound to; see `snapshot.identity`."""
+        return identity(self.manifest, self.precision if self.runtime == "portable" else self.runtime)
+
+    def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
+        """Starts fresh sequences, one make_state per shard, or continues a snapshot (batch > 1: one, or None, per slot).
+
+        Raises:
+            InputError: a snapshot that does not fit; what ran before is untouched then.
+        """
+        held = list(snapshot) if isinstance(snapshot, Sequence) else [snapshot] + [None] * (self.options.batch - 1)
+        if len(held) != self.options.batch:
+            raise InputError("snapshots", str(len(held)), f"one, or None, for each of {self.options.batch} sequences",
+                             "give a list as long as the batch")  # fmt: skip
+        held = {slot: self._fitting(s) for slot, s in enumerate(held) if s is not None}
         self.states = [model.make_state() for model in self.layers]
+        self.ids: list[list[int]] = [[] for _ in range(self.options.batch)]
         self.offsets = np.zeros(self.options.batch, int)
         self.times = Times()
+        self._write(held, fresh=True)
+
+    def snapshot(self, slot: int = 0) -> Snapshot:
+        """A detached copy of one sequence."""
+        offset = int(self.offsets[slot])
+        assert offset == len(self.ids[slot]), "positions that no token was run for"
+        states = {name: take(state.read(name)[slot], name, offset) for state in self.states for name in state.shard.states}
+        return Snapshot(tuple(self.ids[slot]), self.identity, states)
+
+    def add(self, slot: int, snapshot: Snapshot) -> None:
+        """Puts a snapshot in place of the sequence in `slot`; the others go on as if nothing had happened.
+
+        Raises:
+            InputError: a snapshot of another bundle, or one with no room; nothing is changed then.
+        """
+        self._write({slot: self._fitting(snapshot)})
+
+    def remove(self, slot: int) -> None:
+        """Ends the sequence in `slot` and leaves nothing of it behind."""
+        empty = {name: np.zeros(shape, np.float32) for name, shape in layout(self.manifest, 0).items()}
+        self._write({slot: Snapshot((), self.identity, empty)})
+
+    def trim(self, count: int, slot: int = 0) -> int:
+        """Takes the last `count` tokens of a sequence back; says how many it had to take back.
+
+        Raises:
+            InputError: a sequence with side states, or a ring that has wrapped, cannot go back.
+        """
+        offset = int(self.offsets[slot])
+        count = min(count, offset)
+        if count and not trimmable(self.manifest, offset):
+            raise untrimmable(offset)
+        self.offsets[slot] -= count
+        del self.ids[slot][offset - count :]
+        return count
+
+    def _fitting(self, snapshot: Snapshot) -> Snapshot:
+        S, subject = self.options.max_seq_len, f"snapshot of {snapshot.offset} tokens"
+        if snapshot.identity != self.identity:
+            raise InputError(subject, f"identity {snapshot.identity[:12]}", f"this bundle's, {self.identity[:12]} (checkpoint, "
+                             "weights, options, tokenizer, precision)", "prefill the tokens again")  # fmt: skip
+        if snapshot.offset > S:
+            raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
+        return snapshot
+
+    def _write(self, held: dict[int, Snapshot], fresh: bool = False) -> None:
+        """Writes snapshots into their slots; `fresh` states are known to be zeros. Everything is made before anything is
+        written."""
+        if not held:
+            return
+        made = []
+        for state in self.states:
+            for name, entry in state.shard.states.items():
+                dtype = next(iter(held.values())).states[name].dtype
+                whole = np.zeros(entry.shape, dtype) if fresh or len(held) == self.options.batch else state.read(name)
+                for slot, snapshot in held.items():
+                    whole[slot] = 0
+                    put(whole[slot], name, snapshot.states[name], snapshot.offset)
+                made.append((state, name, whole))
+        for state, name, whole in made:
+            state.write(name, whole)
+        for slot, snapshot in held.items():
+            self.offsets[slot], self.ids[slot] = snapshot.offset, list(snapshot.ids)
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
         """Continues each sequence by its prompt, `tile` tokens a call (default t_max; a sequence: one size after another).
 
         Args:
-            ids: token ids, or one list of ids per sequence when batch > 1.
+            ids: token ids, or one list of ids per sequence when batch > 1 (an empty one for a sequence that waits).
 
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
@@ -121,35 +202,51 @@ class Decoder:
         return self._shape(self.logits(hidden))
 
     def decode_one_token(self, token) -> np.ndarray:
-        """Continues each sequence by one token; returns logits [V] (or [B, V])."""
+        """Continues each sequence by one token (a list of them when batch > 1, None for a sequence that waits); returns
+        logits [V] (or [B, V])."""
         start = time.perf_counter()
         self.times = Times()
         tokens = [token] if np.ndim(token) == 0 else list(token)
-        logits = self.logits(self.advance([[t] for t in tokens], 1)[:, :, :1])
+        logits = self.logits(self.advance([[] if t is None else [t] for t in tokens], 1)[:, :, :1])
         self.times.total = (time.perf_counter() - start) * 1e3
         return self._shape(logits)
 
-    def stream(self, ids: Sequence[int], max_new: int, *, stop: Sequence[int] | None = None,
-               pick: Callable[[np.ndarray], int] = greedy) -> Iterator[Record]:  # fmt: skip
-        """begin + prefill + decode: yields one record per new token, ending after a stop token or `max_new`.
+    def stream(self, ids, max_new, *, after=None, stop=None, sampling=GREEDY) -> Iterator[Record]:
+        """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by sequence.
 
-        `stop` defaults to the bundle's end-of-sequence tokens.
+        Args:
+            ids: the tokens to run first: all of them, or those behind `after`; a list per sequence when batch > 1, an
+                empty one for a slot that stays empty.
+            max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
+            after: see `begin`.
+            stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
         """
-        self._fits(len(ids), max_new)
-        stop = set(self.manifest.tokens.eos if stop is None else stop)
-        self.begin()
-        logits, times = self.prefill(ids), self.times
-        for i in range(max_new):
-            token = pick(logits)
-            yield Record(token, logits, times)
-            if token in stop or i == max_new - 1:
+        rows, B = self._rows(ids), self.options.batch
+        stop = self.manifest.tokens.eos if stop is None else stop
+        limits, picks = _each(max_new, B), _each(sampling, B)
+        stops = stop if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
+        self._fits(rows, limits, [after] if isinstance(after, Snapshot) else after or [None] * B)
+        self.begin(after)
+        logits, times = self.prefill(rows).reshape(B, -1), self.times
+        last: list[int | None] = [None] * B
+        live = [slot for slot in range(B) if rows[slot] and limits[slot]]
+        for step in range(1, max(limits) + 1):
+            for slot in live:
+                last[slot] = picks[slot].pick(logits[slot], int(self.offsets[slot]))
+                yield Record(last[slot], logits[slot], times, slot)
+            live = [s for s in live if step < limits[s] and last[s] not in stops[s]]
+            if not live:
                 return
-            logits = self.decode_one_token(token)
+            keep = range(B) if self.options.kv_write == "slice" else live  # a slice moves every sequence on, ended or not
+            logits = self.decode_one_token([last[s] if s in keep else None for s in range(B)]).reshape(B, -1)
             times = self.times
 
-    def generate(self, ids: Sequence[int], max_new: int, **options) -> list[int]:
-        """The tokens of `stream`, drained."""
-        return [record.token for record in self.stream(ids, max_new, **options)]
+    def generate(self, ids, max_new, **options) -> list:
+        """The tokens of `stream`, drained: a list, or one list per sequence when batch > 1."""
+        tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
+        for record in self.stream(ids, max_new, **options):
+            tokens[record.slot].append(record.token)
+        return tokens[0] if self.options.batch == 1 else tokens
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
         """Runs every layer once over `chunk` (ids per sequence, at most T each) and moves the positions on.
@@ -169,6 +266,8 @@ class Decoder:
             io = self.run_layers(index, io, counts)
             self.times.layers.append((time.perf_counter() - start) * 1e3)
         self.offsets = self.offsets + counts
+        for held, tokens in zip(self.ids, chunk, strict=True):
+            held.extend(map(int, tokens))
         return io[X].reshape(len(chunk), -1, T)
 
     def run_layers(self, index: int, io: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -207,19 +306,26 @@ class Decoder:
     def _rows(self, ids) -> list[list[int]]:
         batch, V = self.options.batch, self.manifest.dims.V
         rows = [list(ids)] if len(ids) and np.ndim(ids[0]) == 0 else [list(r) for r in ids]
-        if len(rows) != batch or not all(rows):
+        if len(rows) != batch or not any(rows):
             raise InputError("prompt", f"{len(rows)} sequences of {[len(r) for r in rows]} tokens",
-                             f"{batch} of at least one token", "give one prompt per sequence of the batch")  # fmt: skip
-        if any(not 0 <= t < V for r in rows for t in r):
-            raise InputError("prompt", f"token ids up to {max(map(max, rows))}", f"ids from 0 to {V - 1}",
+                             f"{batch}, one of them of at least one token", "give one prompt per sequence")  # fmt: skip
+        wrong = [t for r in rows for t in r if not 0 <= t < V]
+        if wrong:
+            raise InputError("prompt", f"token id {wrong[0]}", f"ids from 0 to {V - 1}",
                              "encode the prompt with this bundle's tokenizer")  # fmt: skip
         return rows
 
-    def _fits(self, prompt: int, max_new: int) -> None:
+    def _fits(self, rows: list[list[int]], limits: list[int], after: Sequence[Snapshot | None]) -> None:
         S = self.options.max_seq_len
-        if prompt + max(max_new - 1, 0) > S:
-            raise InputError("prompt and new tokens", f"{prompt} + {max_new}", f"at most max_seq_len = {S} positions",
-                             "shorten them, or export with a larger --max-seq-len")  # fmt: skip
+        for row, new, held in zip(rows, limits, after, strict=True):
+            before = held.offset if held else 0
+            if held and not row:
+                raise InputError("prompt after a snapshot", "no token", "at least one, to have logits to go on from",
+                                 "trim the snapshot by a token and give that one")  # fmt: skip
+            if row and before + len(row) + max(new - 1, 0) > S:
+                raise InputError("prompt and new tokens", f"{before + len(row)} + {new}",
+                                 f"at most max_seq_len = {S} positions",
+                                 "shorten them, or export with a larger --max-seq-len")  # fmt: skip
 
     def _keep_last(self, before, hidden: np.ndarray, chunk) -> np.ndarray:
         """Hidden state of each sequence's last valid token so far, [B, C, 1]."""
@@ -231,6 +337,11 @@ class Decoder:
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
+
+
+def _each(value, B: int) -> list:
+    """One value for every sequence, or the list that already has one for each."""
+    return list(value) if isinstance(value, (list, tuple)) else [value] * B
 
 
 def _tiles(total: int, tile: int | Sequence[int]) -> Iterator[int]:

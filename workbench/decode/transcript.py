@@ -8,7 +8,8 @@ import numpy as np
 from workbench.bundle import Bundle
 from workbench.errors import InputError
 
-from .decoder import Decoder
+from .decoder import GREEDY, Decoder
+from .sampling import Sampling
 
 
 def tokenizer(bundle: Bundle):
@@ -21,8 +22,8 @@ def tokenizer(bundle: Bundle):
     return PreTrainedTokenizerFast.from_pretrained(bundle.root / "tokenizer")
 
 
-def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None) -> dict:
-    """Decodes greedily and sums up.
+def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None, sampling: Sampling = GREEDY) -> dict:
+    """Decodes one prompt and sums up.
 
     Args:
         logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per generated token.
@@ -30,17 +31,15 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
     Returns:
         The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.
     """
-    start = time.perf_counter()
-    decoder.begin()
-    rows = [decoder.prefill(ids)]
-    prefill_ms = (time.perf_counter() - start) * 1e3
-    tokens, times, stop = [], [], set(decoder.manifest.tokens.eos)
-    while len(tokens) < max_new and not (tokens and tokens[-1] in stop):
-        tokens.append(int(np.argmax(rows[-1])))
-        if len(tokens) < max_new or logits:
-            rows.append(decoder.decode_one_token(tokens[-1]))
-            times.append(decoder.times)
+    start, records, prefill_ms = time.perf_counter(), [], None
+    for record in decoder.stream(ids, max_new, sampling=sampling):
+        prefill_ms = prefill_ms if records else (time.perf_counter() - start) * 1e3
+        records.append(record)
+    tokens, times, rows = [r.token for r in records], [r.times for r in records[1:]], [r.logits for r in records]
     if logits:
+        if not tokens:
+            decoder.begin()
+        rows.append(decoder.decode_one_token(tokens[-1]) if tokens else decoder.prefill(ids))
         np.save(logits, np.stack(rows).astype(np.float32))
     has_text = any(f.path == "tokenizer/tokenizer.json" for f in decoder.manifest.tokens.files)
     samples = [t.total for t in times]

@@ -12,14 +12,17 @@ from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, 
 from workbench.plots.fidelity import error_by_position, error_parts, fidelity_grid, fidelity_heatmap, layer_parts, update_cosine_bars
 from workbench.plots.figure import save, style
 from workbench.plots.overflow import headroom, mask_leaks
+from workbench.plots.reuse import failure_patterns, first_token, reuse_matrix
 
 __all__ = [
     "against_peer",
     "cache_rows",
     "error_by_position",
     "error_parts",
+    "failure_patterns",
     "fidelity_grid",
     "fidelity_heatmap",
+    "first_token",
     "headroom",
     "layer_ms",
     "layer_parts",
@@ -27,6 +30,7 @@ __all__ = [
     "memory_bar",
     "parts_bar",
     "ratios",
+    "reuse_matrix",
     "roofline",
     "save",
     "speed",

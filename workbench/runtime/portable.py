@@ -20,12 +20,12 @@ class Cells:
         self.cells, self.half = cells, half
 
     def read(self, tensor: str) -> np.ndarray:
-        value = self.cells[tensor].value.numpy()
-        return value.astype(np.float16) if self.half else value.copy()
+        value = self.cells[tensor].value
+        return (value.half() if self.half else value.clone()).numpy()
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        value = torch.from_numpy(np.array(value, np.float32))
-        self.cells[tensor].value = value.half().float() if self.half else value
+        value = torch.from_numpy(np.require(value, requirements="CW"))
+        self.cells[tensor].value = (value.half() if self.half else value).to(torch.float32, copy=True)
 
 
 class PortableModel:

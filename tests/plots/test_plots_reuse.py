@@ -1,0 +1,45 @@
+from itertools import product
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from workbench import plots
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def marks(ax) -> list[str]:
+    return [t.get_text() for t in ax.texts]
+
+
+def test_the_matrix_marks_every_cell_and_leaves_out_what_cannot_exist():
+    axes = product((1, 2), ("cold", "warm"), (True, False), ("fp16", "q4"), (31, 32))
+    rows = [dict(batch=b, cache=c, streaming=s, format=f, context=n, verdict="not_run" if n == 32 else "RED" if (b, c) == (2, "warm") else "GREEN")
+            for b, c, s, f, n in axes]  # fmt: skip
+    ax = plots.reuse_matrix(pd.DataFrame(rows))
+    found = marks(ax)
+    assert len(found) == 2 * 2 * 3 * 2 and found.count("✗") == 4 and found.count("✓") == 8 and found.count("") == 12
+    assert "batch 2  warm  q4  generate" in [t.get_text() for t in ax.get_yticklabels()]
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["not measured"]
+
+
+def test_patterns_have_a_panel_per_context_and_one_mark_per_configuration():
+    columns = pd.MultiIndex.from_product([("hot", "warm"), ("stream", "generate"), (1024, 2048)])
+    table = pd.DataFrame([["FAIL"] * 8, ["ok"] * 8], index=["the report", "none"], columns=columns)
+    figure = plots.failure_patterns(table)
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["context 1024", "context 2048"]
+    assert all(marks(ax) == ["✗"] * 4 + ["✓"] * 4 for ax in figure.axes)
+
+
+def test_first_token_draws_cold_once_and_medians_of_all_three():
+    rows = [{"name": f"ttft_{kind}_ms_{n}", "samples": [n / div, n / div + 2, n / div + 1], "peer_samples": [n, n + 9.0]}
+            for kind, div in (("warm", 10), ("hot", 20)) for n in (256, 512)]  # fmt: skip
+    ax = plots.first_token(pd.DataFrame([*rows, {"name": "q4_bytes", "samples": [1], "peer_samples": [2]}]))
+    lines = {line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers}
+    assert lines == {"cold": [260.5, 516.5], "warm": [26.6, 52.2], "hot": [13.8, 26.6]}
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["256", "512"]

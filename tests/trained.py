@@ -1,0 +1,16 @@
+"""The shipped, trained checkpoints as decoders whose caches every reuse test shares: batch 1, and 3 of them together."""
+
+from pathlib import Path
+
+from workbench import Decoder
+
+DATA = Path(__file__).parents[1] / "data"
+NAMES = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya")
+S, T_MAX, BATCH = 128, 16, 3
+
+
+def decoder(exports, name: str, batch: int = 1, precision: str = "exact", **changed) -> Decoder:
+    """Gemma's local layers (window 64) are rings of 79 slots here, so that they wrap."""
+    ring = {"sliding": "ring"} if name == "tiny-gemma3" else {}
+    options = {"max_seq_len": S, "t_max": T_MAX, "batch": batch} | ring | changed
+    return exports.decoder(DATA / name, precision, **options)

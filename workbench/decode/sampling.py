@@ -1,0 +1,40 @@
+"""Logits and a position in, a token out. The same seed gives the same token at a position, whatever ran before."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one sequence picks its tokens.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely token (the lowest id among equals).
+        top_k: only the k most likely tokens; 0 takes all.
+        top_p: only the fewest of them whose probabilities, most likely first, reach this sum.
+        seed: with the position, all that chance depends on: a restored sequence goes on as it would have.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.seed >= 0):
+            raise InputError("sampling", str(self), "temperature, top_k and seed from 0 on, top_p above 0 and up to 1",
+                             "correct the value")  # fmt: skip
+
+    def pick(self, logits: np.ndarray, position: int) -> int:
+        """The token [V] logits choose for `position`."""
+        if self.temperature == 0:
+            return int(np.argmax(logits))
+        order = np.argsort(-logits, kind="stable")[: self.top_k or None]
+        weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / self.temperature)
+        chances = weights / weights.sum()
+        kept = np.cumsum(chances) - chances < self.top_p
+        chances = chances[kept] / chances[kept].sum()
+        return int(np.random.default_rng([self.seed, position]).choice(order[kept], p=chances))
