@@ -59,7 +59,7 @@ def test_check_and_validate_are_green_and_complete(llama, tmp_path):
     assert {"gates", "worst", "min_cosine", "mean_cosine", "rows", "logits"} <= found.keys()
     assert {"layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"} == found["worst"].keys()
     assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found["logits"].keys()
-    assert found["rows"] == 4 * 2 * (4 * 4 + 1) * 8  # T × mode × (layer × tensor + logits) × position
+    assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8  # (T × layer × tensor isolated, those chained, logits) × position
 
 
 def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, tensor
 
 from workbench import Decoder, mil
-from workbench.mil import Executable, fast, kernels
+from workbench.mil import Executable, fast, forms, kernels
 from workbench.mil.fast import FastProgram
 
 F16 = "FLOAT16"
@@ -118,18 +118,18 @@ def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, mo
 def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
     mask, rows = torch.tensor([[mask]]).half(), torch.arange(8.0).reshape(1, 2, 2, 2).half()
     cell = mil.interpret.Cell(torch.ones(1, 2, 3, 2))
-    assert fast._slots(mask) is None
-    fast._write_rows(False, cell, mask, fast._slots(mask), rows)
+    assert forms._slots(mask) is None
+    forms._write_rows(False, cell, mask, forms._slots(mask), rows)
     expected = 1 - mask.float().sum(-1, keepdim=True) + mask.float() @ rows.float()
     assert torch.equal(cell.value, expected)
 
 
 def test_columns_blocked_for_some_queries_only_are_kept():
-    blocked = torch.full((1, 1, 2, 6), fast.BLOCKED).half()
+    blocked = torch.full((1, 1, 2, 6), forms.BLOCKED).half()
     blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
-    assert fast._span(blocked) == (1, 4)
-    blocked[..., 1, :] = fast.BLOCKED
-    assert fast._span(blocked) == (0, 6)  # a query that sees nothing attends to everything alike
+    assert forms._span(blocked) == (1, 4)
+    blocked[..., 1, :] = forms.BLOCKED
+    assert forms._span(blocked) == (0, 6)  # a query that sees nothing attends to everything alike
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
