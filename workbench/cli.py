@@ -1,5 +1,6 @@
 """`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2 with one message."""
 
+import contextlib
 import json as jsonlib
 import sys
 import time
@@ -378,12 +379,11 @@ def run_(
 
     parameters = dict(_parameter(text) for text in set_)
     results = [run(number, parameters, progress=not json) for number in numbers]
-    verdicts = [r["verdict"] for r in results]
-    lines = []
+    verdict, lines = "RED" if any(r["verdict"] == "RED" for r in results) else "GREEN", []
     for r in results:
         lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),
                   *(f"  log row {i}" for i in r["runs"]), f"  report  {r['report']}", f"  notebook {r['executed']}"]  # fmt: skip
-    show({"verdict": "RED" if "RED" in verdicts else "GREEN", "experiments": results}, json, lines)
+    show({"verdict": verdict, "experiments": results}, json, lines)
 
 
 def _parameter(text: str) -> tuple[str, object]:
@@ -391,11 +391,9 @@ def _parameter(text: str) -> tuple[str, object]:
     import yaml
 
     name, _, value = text.partition("=")
-    try:
+    with contextlib.suppress(yaml.YAMLError):
         if name and value:
             return name, yaml.safe_load(value)
-    except yaml.YAMLError:
-        pass
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 
