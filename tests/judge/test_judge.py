@@ -11,11 +11,19 @@ from outcomes import summarize, table
 ROOT = Path(__file__).parents[2]
 
 
-def judged(out, *arguments):
-    """Runs the judge; its lines of outcomes."""
+FAULT = """from dataclasses import replace
+from workbench.mil.ops import RULES
+right = RULES["scaled_dot_product_attention"]
+RULES["scaled_dot_product_attention"] = replace(right, function=lambda **operands: right.function(**operands) * 1.5)
+"""
+
+
+def judged(out, *arguments, code=0):
+    """Runs the judge, which must end with `code`; its lines of outcomes."""
     command = [sys.executable, "-m", "tests.judge", *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(out)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr[-2000:]
     return [json.loads(line) for line in (out / f"{arguments[0]}.jsonl").read_text().splitlines()]
 
 
@@ -32,6 +40,12 @@ def test_a_sample_of_all_op_cases_has_no_failure_without_a_reason(tmp_path):
     assert sum(line["outcome"] == "passed" for line in lines) > 60
 
 
+def test_a_wrong_rule_is_found(tmp_path):
+    (tmp_path / "fault.py").write_text(FAULT)
+    lines = judged(tmp_path, "slice", "-p", "fault", "-k", "dynamic_stress", code=1)
+    assert lines[1:] and all(line["outcome"] == "failed" for line in lines[1:])
+
+
 def test_outcomes_are_sorted_by_op_and_reason():
     outcomes = {
         "a.py::TestAdd::test[1]": {"outcome": "passed", "reason": ""},
@@ -45,4 +59,4 @@ def test_outcomes_are_sorted_by_op_and_reason():
     assert summary["ops"]["Add"] == {"passed": 1, "failed": 1}
     text = table("ops", summary, 7)
     assert "1 of 4 cases that ran passed (25.00%); 1 failed; 2 did not for a known reason, 1 were skipped" in text and "of 7" in text
-    assert "Add 1/2, Mul 0/3." in text and "| failed | Add | 1 | wrong |" in text
+    assert "Add 1/2, Mul 0/3." in text and "| failed | Add 1 | wrong |" in text
