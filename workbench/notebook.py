@@ -3,7 +3,6 @@
 import json
 import re
 import tempfile
-from pathlib import Path
 
 from workbench import log, report
 from workbench.errors import InputError
