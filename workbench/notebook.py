@@ -3,7 +3,6 @@
 import json
 import re
 import tempfile
-from pathlib import Path
 
 from workbench import log, report
 from workbench.errors import InputError
@@ -18,10 +17,10 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
     Returns:
         {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new or shown in a figure.
     """
-    import jupyter_client
     import nbclient
     import nbformat
     from tqdm.auto import tqdm
+    from traitlets.config import Config
 
     root = log.default_root()
     name = report.experiment(number).name
@@ -35,8 +34,8 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
     executed = root.parent.parent / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user of this machine could listen
-        kernel = jupyter_client.AsyncKernelManager(transport="ipc", connection_file=f"{sockets}/kernel.json")
-        client = nbclient.NotebookClient(notebook, kernel, timeout=1800, on_cell_complete=lambda **_: bar.update(),
+        kernel = Config(KernelManager={"transport": "ipc", "connection_file": f"{sockets}/kernel.json"})
+        client = nbclient.NotebookClient(notebook, config=kernel, timeout=1800, on_cell_complete=lambda **_: bar.update(),
                                          resources={"metadata": {"path": str(source.parent)}})  # fmt: skip
         try:
             client.execute()

@@ -108,11 +108,10 @@ def _latex(text: str) -> str:
 def write(number: str, root: Path | str | None = None) -> Path:
     """Writes the report of an experiment, its figures and its tables from the log at `root`; returns `report.md`."""
     chosen, place = experiment(number), folder(number, root)
-    runs = log.load("runs", root=root, where={"experiment": number})
+    runs, exhibits = behind(number, root)
     if runs.empty:
         raise InputError(f"experiment {number}", "no run in the log", "at least one run",
                          f"run the notebook: workbench run {number}")  # fmt: skip
-    runs, exhibits = _behind(runs.sort_values("run_id"), root)
     for row in exhibits:
         export(row, place, number)
     parts = [f"# Experiment {number}: {chosen.question}", _conclusion(runs), _setup(runs), _results(exhibits, place, number),
@@ -122,10 +121,12 @@ def write(number: str, root: Path | str | None = None) -> Path:
     return path
 
 
-def _behind(runs: pd.DataFrame, root) -> tuple[pd.DataFrame, list[dict]]:
-    """The runs a report is about and its exhibits: the newest of the notebook, then what was saved from widgets since."""
+def behind(number: str, root: Path | str | None = None) -> tuple[pd.DataFrame, list[dict]]:
+    """The runs that a report is about and its exhibits: the notebook's newest run, then what was saved from widgets since."""
+    runs = log.load("runs", root=root, where={"experiment": number}).sort_values("run_id")
     notebooks = runs[runs["command"].fillna("").str.startswith("notebook")]["run_id"]
-    kept = runs[runs["run_id"].ge(notebooks.max()) & runs["command"].eq("explorer") | runs["run_id"].eq(notebooks.max())]
+    newest = max(notebooks, default="~")  # later than any
+    kept = runs[runs["run_id"].ge(newest) & runs["command"].eq("explorer") | runs["run_id"].eq(newest)]
     found = log.load("exhibits", root=root, where={"run_id": kept["run_id"].tolist()}).sort_values("run_id", kind="stable")
     exhibits = found.drop_duplicates("name", keep="last").astype(object).where(found.notna(), None).to_dict("records")
     return (runs[runs["run_id"].isin({i for row in exhibits for i in runs_of(row)})], exhibits) if exhibits else (runs, [])

@@ -29,9 +29,9 @@ def test_the_matrix_marks_every_cell_and_leaves_out_what_cannot_exist():
 
 
 def test_patterns_have_a_panel_per_context_and_one_mark_per_configuration():
-    columns = pd.MultiIndex.from_product([("hot", "warm"), ("stream", "generate"), (1024, 2048)])
-    table = pd.DataFrame([["FAIL"] * 8, ["ok"] * 8], index=["the report", "none"], columns=columns)
-    figure = plots.failure_patterns(table)
+    axes = product((("the report", "FAIL"), ("none", "ok")), ("hot", "warm"), ("stream", "generate"), (1024, 2048))
+    rows = [dict(hypothesis=h, result=r, cache=c, path=p, context=n) for (h, r), c, p, n in axes]
+    figure = plots.failure_patterns(pd.DataFrame(rows))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["context 1024", "context 2048"]
     assert all(marks(ax) == ["✗"] * 4 + ["✓"] * 4 for ax in figure.axes)
 

@@ -5,6 +5,7 @@
 
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
+import PIL
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
@@ -74,7 +76,7 @@ def save(
 
     `draw` is called afresh for each format, since a figure that has been saved once lays itself out differently: the
     same data gives the same bytes. The sidecar holds `run_ids` (the runs shown), `alt` (what a reader who cannot see
-    the figure should know), the title and the matplotlib version that wrote the files.
+    the figure should know), the title and the versions that wrote the files.
     """
     if not alt.strip():
         raise ValueError(f"{stem}: a figure needs a text alternative")
@@ -88,9 +90,14 @@ def save(
             figure.savefig(path, format=suffix, metadata=_UNDATED[suffix])
             title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
             plt.close(figure)
-    sidecar = {"title": title, "alt": alt, "run_ids": list(run_ids), "written_by": f"matplotlib {matplotlib.__version__}"}
+    sidecar = {"title": title, "alt": alt, "run_ids": list(run_ids), "written_by": writer()}
     paths[-1].write_text(json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths
+
+
+def writer() -> str:
+    """What the bytes of a figure depend on besides its data."""
+    return f"matplotlib {matplotlib.__version__}, Pillow {PIL.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
 def axes(ax: Axes | None, width: float, height: float) -> Axes:

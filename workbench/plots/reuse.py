@@ -39,8 +39,11 @@ def reuse_matrix(found: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 @style()
-def failure_patterns(table: pd.DataFrame) -> Figure:
-    """Hypothesis × configuration, a panel per context: ``ok`` or ``FAIL``, columns (cache, path, context)."""
+def failure_patterns(rows: pd.DataFrame) -> Figure:
+    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``cache``, ``path``, ``context``, ``result`` (ok or
+    FAIL), hypotheses in the order given."""
+    table = rows.pivot(index="hypothesis", columns=["cache", "path", "context"], values="result")
+    table = table.loc[rows["hypothesis"].drop_duplicates()]
     contexts = sorted({c[2] for c in table.columns})
     figure, panels = plt.subplots(1, len(contexts), figsize=(2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(table)), sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):

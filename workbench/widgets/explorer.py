@@ -70,7 +70,7 @@ class Explorer(Panel):
         """What the log lacks, as steps for a `Job`: one per bundle and precision, one per bundle's error split."""
         done, steps = sweep.done_cells(self.root), {}
         for o in dict.fromkeys(cell.options for cell in sweep.cells(self.grid)):
-            name = f"{o.compress}, max_seq_len {o.max_seq_len}"
+            name = f"{_label(o, self.grid.export)}, max_seq_len {o.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(o, precision)
                 if any(cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)):

@@ -1,0 +1,64 @@
+"""A study keeps what a notebook showed: one log row with every exhibit, files drawn from it, a verdict from its gates."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from workbench import log, plots
+from workbench.errors import InputError
+from workbench.eval import gates
+from workbench.models.checkpoint import Checkpoint
+from workbench.study import Study
+
+ROOT = Path(__file__).parents[1]
+PARTS = pd.DataFrame({"part": ["attention", "rest"], "ms": [1.5, 0.5]})
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    return Study("29", {"DEPTH": 4, "depth": 5, "_": 6})
+
+
+def test_what_was_shown_is_logged_and_written(study, exports, capsys):
+    study.figure("parts", plots.parts_bar, PARTS, alt="time by part")
+    study.table("numbers", PARTS, "time by part, in numbers")
+    study.judge([gates.at_least("update", 0.99, 0.97, "worst of all"), gates.not_run("kv", "nothing to compare")])
+    study.conclude(exports.bundle(exports.checkpoint("llama")), "It took two.", extra={"n": 1})
+    (run,) = log.load("runs").to_dict("records")
+    config = json.loads(run["config"])
+    assert (run["verdict"], config["parameters"], config["extra"]) == ("GREEN", {"DEPTH": 4}, {"n": 1})
+    assert log.load("exhibits")["name"].tolist() == ["parts", "numbers"]
+    place = study.project / "experiments" / "29_zaya_probe"
+    assert json.loads((place / "figures" / "parts.json").read_text())["run_ids"] == [run["run_id"]]
+    assert "It took two." in (place / "report.md").read_text() and "It took two." in capsys.readouterr().out
+
+
+def test_a_run_is_red_when_one_gate_is(study, exports):
+    study.judge([gates.at_least("update", 0.9, 0.97, "worst of all")])
+    study.judge([gates.holds("finite", True, "every value")])
+    study.conclude(exports.bundle(exports.checkpoint("llama")))
+    assert log.load("runs")["verdict"].tolist() == ["RED"]
+
+
+def test_only_functions_of_plots_draw_figures(study):
+    with pytest.raises(InputError, match="workbench.plots"):
+        study.figure("x", lambda data: None, PARTS, alt="nothing")
+
+
+def test_a_checkpoint_without_a_tokenizer_gets_ids_and_no_questions(study, exports):
+    path = exports.checkpoint("llama")
+    checkpoint = Checkpoint(path)
+    ids, tokens = study.prompt(checkpoint, 9)
+    assert len(ids) == 9 and tokens == [str(i) for i in ids] and max(ids) < checkpoint.config.vocab_size
+    assert [gate.verdict for gate in study.answers(exports.decoder(path), checkpoint)] == ["not_run"]
+
+
+def test_a_checkpoint_with_a_tokenizer_gets_a_question(study):
+    ids, tokens = study.prompt(Checkpoint(ROOT / "data" / "tiny-llama"), 6)
+    assert len(ids) == len(tokens) == 6 and tokens[:2] == ["<bos>", "set"]
