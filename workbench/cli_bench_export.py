@@ -79,8 +79,8 @@ def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dic
     jobs = [j for j in make.jobs(list(shards.specs(plan, options)), source, plan, options) if j.spec.kind == "layers"]
     with closing(Writer(Path(folder), lambda: {})) as writer:
         maker, plainly = (make.Maker(source, plan, options, writer, plain) for plain in (False, True))
-        maker.make(jobs[:2], lambda job: None)
-        for job in jobs[2 : 2 + count]:
+        maker.convert_first(jobs[:1], lambda job: None)
+        for job in jobs[1 : 1 + count]:
             for how, work in (("plain", plainly.convert_and_record), ("stamped", maker.stamp_and_record)):
                 start = time.perf_counter()
                 work(job)

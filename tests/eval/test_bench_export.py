@@ -1,5 +1,7 @@
 """The export benchmark: every side in a process of its own, raw samples kept, bytes compared."""
 
+import os
+
 import pytest
 import tiny
 
@@ -8,7 +10,17 @@ from workbench.cli_bench_export import export_layers, export_once
 from workbench.eval import bench_export
 
 
-def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path):
+def test_what_is_measured_runs_in_a_process_of_its_own():
+    assert bench_export.apart(os.getpid) != os.getpid()
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Spares the tests the imports of three processes."""
+    monkeypatch.setattr(bench_export, "apart", lambda work, *arguments: work(*arguments))
+
+
+def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, here):
     source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=4)
     found = bench_export.compare(export_once, export_layers, source, tmp_path / "work", 1, {"compress": "int8-tensor"})
     assert found["same_bytes"] is True and found["stamped"] == 3 and not (tmp_path / "work").exists()
@@ -19,8 +31,7 @@ def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path):
     assert found["peak_rss_bytes"]["stamped"][0] > 1 << 27
 
 
-def test_other_bytes_are_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_export, "apart", lambda work, *arguments: work(*arguments))
+def test_other_bytes_are_reported(tmp_path, here):
     source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=1)
     run = {"seconds": 1.0, "split": {"template": 0.5}, "peak_rss_bytes": 1, "bytes": 10, "shards": 1, "stamped": 1}
     found = bench_export.compare(lambda checkpoint, target, plain, chosen: run | {"identity": str(plain)},

@@ -20,6 +20,8 @@ from workbench.models.family import Plan
 from . import make, shards
 from .build import Clock
 
+THREADS = 2  # stamping is bound by memory and disk: more gain little
+
 
 def options(**chosen) -> Options:
     """Export options from keywords; a value that is out of range or unknown is refused by name."""
@@ -58,16 +60,15 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     packages = versions()
     try:
         with ExitStack() as stack:
-            # hashing lets go of the interpreter: beside a conversion it costs no time
-            aside = stack.enter_context(ThreadPoolExecutor(1))
-            digest = aside.submit(lambda: source.sha256)
+            pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+            digest = pool.submit(lambda: source.sha256)  # beside the first conversion
             writer = Writer(Path(bundle), lambda: {"checkpoint": digest.result(), "options": chosen_options.model_dump(),
                                                    "packages": packages})  # fmt: skip
             stack.callback(writer.close)
-            table = aside.submit(_write_embedding, source, plan, writer)
+            stack.callback(pool.shutdown, cancel_futures=True)  # comes first: the folder is left when nobody writes to it
             maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
-            made = _make(maker, verify_stamps, progress)
-            return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages, table.result()))
+            made, table = _make(maker, pool, verify_stamps, progress)
+            return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages, table))
     except OSError as problem:
         raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",
                          "free some room and run the same export again: it resumes") from problem  # fmt: skip
@@ -101,15 +102,19 @@ def _warn_widths(plan: Plan, options: Options) -> None:
                       "(rule K2, CT#2631); the portable runtime takes them", stacklevel=3)  # fmt: skip
 
 
-def _make(maker: make.Maker, verify: int, progress: bool) -> list[Shard]:
-    """All shards, with a progress bar in bytes of stored weights; then the check of `verify` random stamped ones."""
+def _make(maker: make.Maker, pool: ThreadPoolExecutor, verify: int, progress: bool) -> tuple[list[Shard], FileEntry]:
+    """All shards and the embedding table, with a progress bar in bytes; then the check of `verify` random stamped shards."""
     from tqdm.auto import tqdm
 
     jobs = make.jobs(list(shards.specs(maker.plan, maker.options)), maker.source, maker.plan, maker.options)
     with tqdm(total=sum(job.bytes for job in jobs), desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
-        made = maker.make(jobs, lambda job: bar.update(job.bytes))
-    maker.verify(jobs, made, verify)
-    return made
+        made = maker.convert_first(jobs, lambda job: bar.update(job.bytes))
+        table = pool.submit(_write_embedding, maker.source, maker.plan, maker.writer)
+        others = [job for job in jobs if job.spec.name not in made]
+        made |= maker.stamp_others(others, pool, lambda job: bar.update(job.bytes))
+    ordered = [made[job.spec.name] for job in jobs]
+    maker.verify(jobs, ordered, verify)
+    return ordered, table.result()
 
 
 def _manifest(source, plan, options, writer, made, packages, table) -> Manifest:

@@ -1,7 +1,8 @@
 """Every shard of a bundle, made in the cheapest way that gives coremltools' own bytes.
 
 The first shard of each shape is converted; its template is trusted once pressing that same shard gives its bytes, and
-its smallest compressed weight is what coremltools' own functions make of it. The others are stamped by two threads (their work is NumPy's, PyTorch's and the disk's) while this one converts what is next.
+its smallest compressed weight is what coremltools' own functions make of it. Then the others are stamped by threads,
+which is the work of NumPy, PyTorch and the disk; beside a conversion, which holds the interpreter, both would crawl.
 Shards that no template fits are converted too. coremltools itself never runs in two threads.
 """
 
@@ -9,8 +10,8 @@ import json
 import random
 import shutil
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 
@@ -24,8 +25,6 @@ from workbench.models.family import Plan
 
 from . import build, compress, convert, package, stamp
 from .shards import Spec
-
-THREADS = 2
 
 
 @dataclass
@@ -77,39 +76,32 @@ class Maker:
     forms: dict[str, Form] = field(default_factory=dict)
     local: threading.local = field(default_factory=threading.local)
 
-    def make(self, jobs: list[Job], done) -> list[Shard]:
-        """Makes (or finds finished) every job's shard; `done(job)` is called as each is recorded."""
-        made, waiting = {}, {}
-        with self._pool() as pool:
-            for job in jobs:
-                shard = self.writer.finished(job.spec.name)
-                if shard:
-                    made[job.spec.name] = shard
-                    done(job)
-                elif not self.plain and job.key in self.forms and self.forms[job.key].template:
-                    waiting[pool.submit(self._stamp, job)] = job
-                else:
-                    made[job.spec.name] = self.convert_and_record(job)
-                    done(job)
-                self._collect(waiting, made, done, wait=False)
-            self._collect(waiting, made, done, wait=True)
-        return [made[job.spec.name] for job in jobs]
+    def convert_first(self, jobs: list[Job], done) -> dict[str, Shard]:
+        """Shards by name: those an interrupted export finished, and one conversion for each shape (`plain`: all).
 
-    @contextmanager
-    def _pool(self):
-        """Threads; what has not begun when something fails is dropped."""
-        pool = ThreadPoolExecutor(THREADS)
-        try:
-            yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
+        `done(job)` is called for each.
+        """
+        made = {}
+        for job in jobs:
+            shard = self.writer.finished(job.spec.name)
+            if shard is None and not self._template_of(job):
+                shard = self.convert_and_record(job)
+            if shard:
+                made[job.spec.name] = shard
+                done(job)
+        return made
 
-    def _collect(self, waiting: dict[Future, Job], made: dict, done, wait: bool) -> None:
-        """Records stamped shards; converts those that could not be stamped."""
-        for future in [f for f in waiting if wait or f.done()]:
-            job, files = waiting.pop(future), future.result()
-            made[job.spec.name] = self._stamped(job, files)
+    def stamp_others(self, jobs: list[Job], pool: ThreadPoolExecutor, done) -> dict[str, Shard]:
+        """Shards by name, stamped by the threads of `pool`; here, those that could not be stamped are converted."""
+        made, waiting = {}, {pool.submit(self._stamp, job): job for job in jobs}
+        for future in as_completed(waiting):
+            job = waiting[future]
+            made[job.spec.name] = self._stamped(job, future.result())
             done(job)
+        return made
+
+    def _template_of(self, job: Job) -> stamp.Template | None:
+        return None if self.plain or job.key not in self.forms else self.forms[job.key].template
 
     def _scratch(self) -> build.Scratch:
         if not hasattr(self.local, "scratch"):
@@ -119,7 +111,7 @@ class Maker:
     def _stamp(self, job: Job) -> list[FileEntry] | None:
         """Files of the stamped package; None, and no package, when its weights do not fit the template."""
         target = self.writer.root / f"{job.spec.name}.mlpackage"
-        return self._press(self.forms[job.key].template, job, target)
+        return self._press(self._template_of(job), job, target)
 
     def _press(self, template: stamp.Template, job: Job, target) -> list[FileEntry] | None:
         shutil.rmtree(target, ignore_errors=True)
@@ -141,7 +133,7 @@ class Maker:
         target = self.writer.root / f"{job.spec.name}.mlpackage"
         form = self.convert(job, target, self.plain)
         files = package.entries(target)
-        if not self.plain and not (job.key in self.forms and self.forms[job.key].template):
+        if not self.plain and not self._template_of(job):
             form.template = self._template(job, form, target, files)
             self.forms[job.key] = form
         return self._record(job, form, files, "converted")
