@@ -35,8 +35,8 @@ def test_a_device_that_drifts_where_portable_does_not_is_a_wrong_runtime(device,
 
 def test_a_drift_that_portable_shows_too_is_a_wrong_program(device, llama_golden, monkeypatch):
     class Wrong(Decoder):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
             FAULTS[FAULT].plant(self)
 
     monkeypatch.setattr(rangedim, "Decoder", Wrong)

@@ -27,11 +27,6 @@ KV_STATE, SIDE_STATE = "kv_state", "side_state"
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
 
 
-def is_cache(state: str) -> bool:
-    """Whether a logical state (`layers.3.k_state`) holds keys or values, rather than a side state."""
-    return state.rsplit(".", 1)[-1] in (K_STATE, V_STATE)
-
-
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -150,7 +145,7 @@ class State(Part):
 
 
 def is_cache(state: str) -> bool:
-    """Whether a logical state (`layers.3.k_state`) holds one row per position. (`conv_state` ends in "v_state" too.)"""
+    """Whether a logical state (`layers.3.k_state`) holds keys or values, one row per position. (`conv_state` ends in "v_state" too.)"""
     return state.rpartition(".")[2] in (K_STATE, V_STATE)
 
 

@@ -201,16 +201,19 @@ def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a relative RMS. Lines,
     not a stack, since the parts are vectors and their norms do not add. A part that was not measured is left out.
     """
-    ax = axes(ax, 6.0, 2.8)
     lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
+    return _part_lines(axes(ax, 6.0, 2.8), lines, "parts of the error")
+
+
+def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
+    """One line per column of `lines` over its index, the column `total` dashed."""
     for name, line in lines.drop(columns="total").items():
         ax.plot(line.index, line, label=name)
     ax.plot(lines.index, lines["total"], color="black", linestyle="--", marker="", label="total")
-    ax.set_yscale("log")
-    ax.set(xlabel="layer", ylabel="relative RMS error")
+    ax.set(xlabel=lines.index.name, ylabel="relative RMS error", yscale="log")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(axis="y")
-    ax.set_title("parts of the error")
+    ax.set_title(title)
     legend_above(ax, ax.get_legend_handles_labels()[0])
     return ax
 
@@ -242,16 +245,6 @@ def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts that are zero
     everywhere are left out.
     """
-    ax = axes(ax, 6.0, 2.8)
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
-    for name, line in lines.drop(columns="total").items():
-        ax.plot(line.index, line.where(line > 0), label=name)
-    ax.plot(lines.index, lines["total"], color="black", linestyle="--", marker="", label="total")
-    ax.set_yscale("log")
-    ax.set(xlabel="position", ylabel="relative RMS error")
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    ax.grid(axis="y")
-    ax.set_title("parts of the error along the sequence")
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return _part_lines(axes(ax, 6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence")
