@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X
+from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
 from .experts import Experts
@@ -162,24 +162,29 @@ class Decoder:
                              "weights, options, tokenizer, precision)", "prefill the tokens again")  # fmt: skip
         if snapshot.offset > S:
             raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
+        shapes = layout(self.manifest, snapshot.offset)  # a ring of another size may hold other rows
+        wrong = [name for name in shapes.keys() | snapshot.states.keys() if not _like(snapshot.states.get(name), shapes.get(name))]
+        if wrong:
+            raise InputError(subject, f"state {min(wrong)} missing, unknown or of another shape", "this bundle's states",
+                             "restore a snapshot as it was taken")  # fmt: skip
         return snapshot
 
     def _write(self, held: dict[int, Snapshot], fresh: bool = False) -> None:
-        """Writes snapshots into their slots; `fresh` states are known to be zeros. Everything is made before anything is
-        written."""
-        if not held:
-            return
-        made = []
-        for state in self.states:
+        """Writes snapshots into their slots. What other slots hold is read and written back, unless states are `fresh`."""
+        spare: dict[tuple, np.ndarray] = {}  # one array of each shape: a runtime copies what it is given
+        for state in self.states if held else ():
             for name, entry in state.shard.states.items():
-                dtype = next(iter(held.values())).states[name].dtype
-                whole = np.zeros(entry.shape, dtype) if fresh or len(held) == self.options.batch else state.read(name)
-                for slot, snapshot in held.items():
-                    whole[slot] = 0
-                    put(whole[slot], name, snapshot.states[name], snapshot.offset)
-                made.append((state, name, whole))
-        for state, name, whole in made:
-            state.write(name, whole)
+                values = {slot: snapshot.states[name] for slot, snapshot in held.items()}
+                dtype = next(iter(values.values())).dtype
+                if fresh or len(held) == self.options.batch:
+                    key = (is_cache(name), *entry.shape)
+                    whole = spare[key] = spare[key] if key in spare else np.zeros(entry.shape, dtype)
+                else:
+                    whole = state.read(name)
+                    whole[list(held)] = 0
+                for slot, value in values.items():
+                    put(whole[slot], name, value, held[slot].offset)
+                state.write(name, whole)
         for slot, snapshot in held.items():
             self.offsets[slot], self.ids[slot] = snapshot.offset, list(snapshot.ids)
 
@@ -337,6 +342,13 @@ class Decoder:
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
+
+
+def _like(value: np.ndarray | None, shape: tuple[int, ...] | None) -> bool:
+    """Whether a state has the shape it should, the rows [H_kv, rows, D] of a cache apart."""
+    if value is None or shape is None or value.ndim != len(shape):
+        return False
+    return value.shape == shape or (len(shape) == 3 and value.shape[::2] == shape[::2])
 
 
 def _each(value, B: int) -> list:

@@ -206,16 +206,14 @@ def _decode(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
     """Failures as the report shows them: one row per hypothesis, one column per configuration of the q4 cache it used,
-    the report's own row first; `agrees` counts the columns that are as reported."""
+    the report's own row first. Contexts go by rank: the first is the report's 1024, the second its 2048."""
     shown = rows[rows["format"] == "q4"].assign(result=np.where(rows[rows["format"] == "q4"]["ok"], "ok", "FAIL"))
     table = shown.pivot(index="hypothesis", columns=["cache", "path", "context"], values="result")
     table = table.loc[list(dict.fromkeys(shown["hypothesis"])), sorted(table.columns, key=lambda c: (c[2], c[0], c[1]))]
     order = sorted({c[2] for c in table.columns})
     report = ["FAIL" if (c[0], c[1], (1024, 2048)[order.index(c[2])] if order.index(c[2]) < 2 else 0) in REPORTED else "ok"
               for c in table.columns]  # fmt: skip
-    table = pd.concat([pd.DataFrame([report], index=["the report"], columns=table.columns), table])
-    table["agrees"] = (table == report).sum(axis=1)
-    return table
+    return pd.concat([pd.DataFrame([report], index=["the report"], columns=table.columns), table])
 
 
 def judge(rows: pd.DataFrame) -> list[gates.Gate]:
@@ -231,15 +229,14 @@ def judge(rows: pd.DataFrame) -> list[gates.Gate]:
 def conclusion(rows: pd.DataFrame) -> str:
     """Which configurations each hypothesis breaks, and how that compares with the report's table, in words."""
     table, lines = patterns(rows), []
-    columns = [c for c in table.columns if c[0] != "agrees"]
+    agrees, columns = (table == table.loc["the report"]).sum(axis=1), table.shape[1]
     for name, (says, _) in HYPOTHESES.items():
         broken = rows[(rows["hypothesis"] == name) & ~rows["ok"]]
         where = ", ".join(f"{axis} {'/'.join(map(str, found))}" for axis in ("format", "cache", "path", "context")
                           if len(found := list(broken[axis].drop_duplicates())) < rows[axis].nunique())  # fmt: skip
         lines.append(f"- {says}. Breaks {len(broken)} of {(rows['hypothesis'] == name).sum()} configurations"
-                     f"{f', only {where}' if where else ': every one'}; as reported in {table.loc[name, 'agrees'].item()} "
-                     f"of {len(columns)}.")  # fmt: skip
-    best = max(table.loc[name, "agrees"].item() for name in HYPOTHESES)
-    lines.append(f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {len(columns)}): 'sole root cause' "
-                 "does not follow from it." if best < len(columns) else "One hypothesis gives the report's whole pattern.")  # fmt: skip
+                     f"{f', only {where}' if where else ': every one'}; as reported in {agrees[name]} of {columns}.")  # fmt: skip
+    best = agrees[list(HYPOTHESES)].max()
+    lines.append(f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {columns}): 'sole root cause' "
+                 "does not follow from it." if best < columns else "One hypothesis gives the report's whole pattern.")  # fmt: skip
     return "\n".join(lines)
