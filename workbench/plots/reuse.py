@@ -33,7 +33,7 @@ def reuse_matrix(found: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, 2.4 + 0.55 * len(table.columns), 0.9 + 0.2 * len(table))
     _marked(ax, table)
     ax.set(xlabel="context (tokens)", ylabel="")
-    ax.set_title("restored caches: ✓ as the sequence decoded alone and cold, ✗ not")
+    ax.set_title("restored caches")
     legend_above(ax, [unmeasured_key()] * bool((~table.isin(["GREEN", "RED"])).any(axis=None)))
     return ax
 
