@@ -72,7 +72,7 @@ class Matrix:
 
 
 @dataclass
-class Sequence_:
+class Reference:
     """One prompt's references: the cold run's records, by format of the cache it goes on with after all tokens but the
     last, and the states at that point."""
 
@@ -108,7 +108,7 @@ def run(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[
         stores = {f: make_store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
         axes = list(product(every, decoders, FORMATS, CACHES, PATHS))
-        references: dict[int, list[Sequence_]] = {}
+        references: dict[int, list[Reference]] = {}
         for n, batch, format, cache, path in tqdm(axes, desc="reuse", unit="cell", disable=not progress):
             shown = dict(batch=batch, cache=cache, streaming=path == "stream", context=n, format=format)
             why = "a cold run restores nothing" if (cache, format) == ("cold", "q4") else ""
@@ -129,7 +129,7 @@ def _prompt(decoder: Decoder, n: int, slot: int, seed: int) -> list[int]:
     return np.random.default_rng([seed, n, slot]).integers(0, decoder.manifest.dims.V, length).tolist()
 
 
-def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot: int, max_new: int) -> Sequence_:
+def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot: int, max_new: int) -> Reference:
     """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens, or all but the last
     where a token cannot be taken back."""
     cold = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
@@ -145,10 +145,10 @@ def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot:
         left = decoder.snapshot()
     for format, store in stores.items():
         store.save(f"context{len(ids)}-slot{slot}", left, format)
-    return Sequence_(ids, cold, states)
+    return Reference(ids, cold, states)
 
 
-def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Sequence_], max_new: int, shown: dict) -> Cell:
+def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int, shown: dict) -> Cell:
     """Runs and judges one cell; whatever it raises is its reason to be RED."""
     limits = [max_new // 2 if slot == 0 and len(sequences) > 1 else max_new for slot in range(len(sequences))]
     try:
@@ -185,7 +185,7 @@ def _run(alone, decoder, store, sequences, limits, shown) -> tuple[list[list[Rec
     return found, problems
 
 
-def _restored(store: Store, sequences: list[Sequence_], shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:
+def _restored(store: Store, sequences: list[Reference], shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:
     """What the store gives back: by prefix for the streaming path, by name for the other."""
     after, rests, problems = [], [], []
     for slot, sequence in enumerate(sequences):
