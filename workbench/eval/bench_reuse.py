@@ -43,7 +43,8 @@ def reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048),
 
 
 def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[str, list[float]]:
-    """ms from a prompt's ids to its first token, by temperature; the first round is not kept."""
+    """ms from a prompt's ids to its first token, by temperature; the prefill that fills the store, one warm and one hot
+    start go before."""
     times: dict[str, list[float]] = {"cold": [], "warm": [], "hot": []}
     decoder.begin()
     decoder.prefill(ids[:-1])
@@ -60,10 +61,10 @@ def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[s
         assert temperature == (hit.temperature if hit else "cold")
         return elapsed
 
-    for round_ in range(rounds + 1):
+    first_token("warm"), first_token("hot")
+    for _ in range(rounds):
         for temperature, kept in times.items():
-            elapsed = first_token(temperature)
-            kept += [elapsed] * (round_ > 0)
+            kept.append(first_token(temperature))
     return times
 
 
