@@ -1,4 +1,4 @@
-"""Kept caches: which cells of the reuse matrix hold, which failures each planted hypothesis gives, how soon a token comes."""
+"""Kept caches: which cells of the reuse matrix hold, which failures planted hypotheses give, how soon a token comes."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -42,7 +42,8 @@ def reuse_matrix(found: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def failure_patterns(table: pd.DataFrame) -> Figure:
     """Hypothesis × configuration, a panel per context: ``ok`` or ``FAIL``, columns (cache, path, context)."""
     contexts = sorted({c[2] for c in table.columns})
-    figure, panels = plt.subplots(1, len(contexts), figsize=(2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(table)), sharey=True, squeeze=False)
+    size = (2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(table))
+    figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):
         part = table[[c for c in table.columns if c[2] == context]]
         _marked(ax, part.set_axis([f"{cache}, {path}" for cache, path, _ in part.columns], axis=1))
@@ -55,8 +56,8 @@ def failure_patterns(table: pd.DataFrame) -> Figure:
 
 @style()
 def first_token(rows: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Time to the first token over the context, cold, warm and hot: benchmark rows ``ttft_warm_ms_n`` and ``ttft_hot_ms_n``
-    with their raw ``samples`` and ``peer_samples``; medians, bars from the least to the largest."""
+    """Time to the first token over the context, cold, warm and hot: benchmark rows ``ttft_warm_ms_n`` and
+    ``ttft_hot_ms_n`` with their raw ``samples`` and ``peer_samples``; medians, bars from the least to the largest."""
     parts = rows[rows["name"].str.startswith("ttft_")]
     kind, context = parts["name"].str.split("_").str[1], parts["name"].str.split("_").str[-1].astype(int)
     lines = {"cold": dict(zip(context, parts["peer_samples"]))}
