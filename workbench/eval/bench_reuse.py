@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from workbench.decode import Decoder, Store
 from workbench.errors import InputError
@@ -40,6 +41,16 @@ def reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048),
             rows += [row(f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"]) for kind in ("warm", "hot")]
         rows += _bytes_and_bandwidths(decoder, store, rounds)
     return rows
+
+
+def samples(rows: list[dict]) -> pd.DataFrame:
+    """The raw times to the first token behind benchmark rows: ``temperature``, ``context``, ``ms``."""
+    found = []
+    for row_ in (r for r in rows if r["name"].startswith("ttft_")):
+        _, kind, _, context = row_["name"].split("_")
+        sides = [(kind, row_["samples"])] + [("cold", row_["peer_samples"])] * (kind == "warm")
+        found += [{"temperature": t, "context": int(context), "ms": ms} for t, values in sides for ms in values]
+    return pd.DataFrame(found)
 
 
 def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[str, list[float]]:

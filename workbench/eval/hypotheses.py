@@ -204,15 +204,14 @@ def _decode(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
 
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
-    """Failures as the report shows them: one row per hypothesis, one column per configuration of the q4 cache it used,
-    the report's own row first. Contexts go by rank: the first is the report's 1024, the second its 2048."""
-    shown = rows[rows["format"] == "q4"].assign(result=lambda found: np.where(found["ok"], "ok", "FAIL"))
-    table = shown.pivot(index="hypothesis", columns=["cache", "path", "context"], values="result")
-    table = table.loc[list(dict.fromkeys(shown["hypothesis"])), sorted(table.columns, key=lambda c: (c[2], c[0], c[1]))]
-    order = sorted({c[2] for c in table.columns})
-    nominal = dict(zip(order, (1024, 2048)))
-    report = ["FAIL" if (c[0], c[1], nominal.get(c[2])) in REPORTED else "ok" for c in table.columns]
-    return pd.concat([pd.DataFrame([report], index=["the report"], columns=table.columns), table])
+    """Failures of q4 caches, which the report used, its own first: ``hypothesis``, ``context``, ``cache``, ``path``,
+    ``result`` (ok or FAIL). Contexts go by rank: the first is the report's 1024, the second its 2048."""
+    keys = ["hypothesis", "context", "cache", "path"]
+    found = rows[rows["format"] == "q4"].assign(result=lambda r: np.where(r["ok"], "ok", "FAIL"))[[*keys, "result"]]
+    nominal = dict(zip(sorted(found["context"].unique()), (1024, 2048)))
+    report = found[found["hypothesis"] == "none"].assign(hypothesis="the report")
+    failed = [(r.cache, r.path, nominal.get(r.context)) in REPORTED for r in report.itertuples()]
+    return pd.concat([report.assign(result=np.where(failed, "FAIL", "ok")), found], ignore_index=True)
 
 
 def judge(rows: pd.DataFrame) -> list[gates.Gate]:
@@ -227,8 +226,8 @@ def judge(rows: pd.DataFrame) -> list[gates.Gate]:
 
 def conclusion(rows: pd.DataFrame) -> str:
     """Which configurations each hypothesis breaks, and how that compares with the report's table, in words."""
-    table, lines = patterns(rows), []
-    agrees, columns = (table == table.loc["the report"]).sum(axis=1), table.shape[1]
+    table = patterns(rows).pivot(index="hypothesis", columns=["context", "cache", "path"], values="result")
+    agrees, columns, lines = (table == table.loc["the report"]).sum(axis=1), table.shape[1], []
     for name, (says, _) in HYPOTHESES.items():
         broken = rows[(rows["hypothesis"] == name) & ~rows["ok"]]
         where = ", ".join(f"{axis} {'/'.join(map(str, found))}" for axis in ("format", "cache", "path", "context")
