@@ -255,47 +255,6 @@ def memory(
 
 
 @app.command()
-def decode(
-    bundle: BundlePath,
-    prompt_ids: Ids = None,
-    prompt: Annotated[str | None, typer.Option(help="Text; needs the tokenizer in the bundle.")] = None,
-    max_new: Annotated[int, typer.Option("--max-new", help="New tokens.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Only the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Only the most likely tokens up to this probability.")] = 1.0,
-    seed: int = 0,
-    logits: Annotated[Path | None, typer.Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")] = None,
-    runtime: RuntimeName = "auto",
-    precision: Precision = "declared",
-    literal: Annotated[bool, typer.Option("--literal", help="Run the graph as it stands, not the portable decode path.")] = False,
-    json: Json = False,
-) -> None:
-    """Decoding, greedy unless told otherwise: tokens, tok/s, per-layer ms, head ms.
-
-    Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
-    """
-    from workbench.decode import Decoder, Sampling
-    from workbench.decode.transcript import transcript
-
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    decoder = Decoder(bundle, runtime, precision, fast=not literal)
-    ids = _prompt(decoder, prompt_ids, prompt)
-    result = transcript(decoder, ids, max_new, logits, sampling)
-    d = result["decode"]
-    rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
-    show(result, json, [result["text"] if result["text"] is not None else ",".join(map(str, result["tokens"])),
-                        f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})"])  # fmt: skip
-
-
-def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
-    from workbench.decode.transcript import tokenizer
-
-    if (prompt_ids is None) == (prompt is None):
-        raise InputError("prompt", "both or neither of --prompt-ids and --prompt", "one of them", "give one of them")
-    return parse_ids(prompt_ids) if prompt_ids is not None else tokenizer(decoder.bundle).encode(prompt)
-
-
-@app.command()
 def sweep(
     grid: Annotated[Path, typer.Argument(metavar="GRID.yaml")],
     log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
@@ -397,4 +356,4 @@ def _parameter(text: str) -> tuple[str, object]:
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 
-from workbench import cli_bench, cli_bench_export, cli_eval, cli_measure, cli_reuse  # noqa: E402,F401  (their commands join `app`)
+from workbench import cli_bench, cli_bench_export, cli_decode, cli_eval, cli_measure  # noqa: E402,F401  (their commands join `app`)

@@ -90,7 +90,7 @@ def validate(
 
 @bench.command()
 def reuse(
-    layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
+    layers: Annotated[int, typer.Option(help="Decoder layers of the stack; 24 are the whole model.")] = 4,
     context: Annotated[int, typer.Option(help="The longest context, in tokens.")] = 2048,
     rounds: Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")] = 5,
     folder: Folder = Path("build/bench"),
@@ -98,7 +98,7 @@ def reuse(
 ) -> None:
     """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
 
-    Example: workbench bench reuse --layers 4
+    Example: workbench bench reuse --layers 24
     """
     from workbench import sweep
     from workbench.decode import Decoder

@@ -191,15 +191,18 @@ def test_states_read_and_written_back_change_nothing(decoder):
 
 def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, together):
     snapshot = taken(decoder, IDS[:12])
+    name = next(iter(snapshot.states))
     foreign = replace(snapshot, identity="f" * 64)
+    misshapen = [replace(snapshot, states=snapshot.states | {name: snapshot.states[name][:1]}),
+                 replace(snapshot, states={n: v for n, v in snapshot.states.items() if n != name})]  # fmt: skip
     for each in (decoder, together):
         rows = [IDS[:5]] if each is decoder else [IDS[:5], IDS[5:9], IDS[9:11]]
         each.begin()
         each.prefill(rows)
         before = [each.snapshot(slot) for slot in range(len(rows))]
         for refused in (lambda: each.add(0, foreign), lambda: each.begin([foreign] + [None] * (len(rows) - 1)),
-                        lambda: each.begin([None] * (len(rows) + 1))):  # fmt: skip
-            with pytest.raises(InputError, match="identity|one, or None"):
+                        lambda: each.begin([None] * (len(rows) + 1)), *(lambda m=m: each.add(0, m) for m in misshapen)):  # fmt: skip
+            with pytest.raises(InputError, match="identity|for each sequence|another shape"):
                 refused()
         assert all(same(each.snapshot(slot), held) for slot, held in enumerate(before))
 

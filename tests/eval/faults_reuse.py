@@ -39,7 +39,7 @@ def host(patch, decoder, change) -> None:
 
 @fault
 def merge_breaks_at_unaligned_lengths(patch, decoder, together):
-    """Seed of the bug report: after a merge at a length no step divides, the first token is another one."""
+    """The batch-2 report: after a merge at a length no step divides, the first token is another one."""
     write = together._write
 
     def merged(held, fresh=False):

@@ -29,17 +29,16 @@ def test_the_matrix_marks_every_cell_and_leaves_out_what_cannot_exist():
 
 
 def test_patterns_have_a_panel_per_context_and_one_mark_per_configuration():
-    axes = product((("the report", "FAIL"), ("none", "ok")), ("hot", "warm"), ("stream", "generate"), (1024, 2048))
-    rows = [dict(hypothesis=h, result=r, cache=c, path=p, context=n) for (h, r), c, p, n in axes]
+    rows = [{"hypothesis": name, "context": n, "cache": c, "path": p, "result": "FAIL" if name == "the report" else "ok"}
+            for name, n, c, p in product(("the report", "none"), (1024, 2048), ("hot", "warm"), ("stream", "generate"))]  # fmt: skip
     figure = plots.failure_patterns(pd.DataFrame(rows))
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["context 1024", "context 2048"]
     assert all(marks(ax) == ["✗"] * 4 + ["✓"] * 4 for ax in figure.axes)
 
 
-def test_first_token_draws_cold_once_and_medians_of_all_three():
-    rows = [{"name": f"ttft_{kind}_ms_{n}", "samples": [n / div, n / div + 2, n / div + 1], "peer_samples": [n, n + 9.0]}
-            for kind, div in (("warm", 10), ("hot", 20)) for n in (256, 512)]  # fmt: skip
-    ax = plots.first_token(pd.DataFrame([*rows, {"name": "q4_bytes", "samples": [1], "peer_samples": [2]}]))
-    lines = {line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers}
-    assert lines == {"cold": [260.5, 516.5], "warm": [26.6, 52.2], "hot": [13.8, 26.6]}
+def test_first_token_draws_medians_with_their_range():
+    rows = [{"temperature": t, "context": n, "ms": n / div + extra}
+            for t, div in (("cold", 1), ("hot", 20)) for n in (256, 512) for extra in (0, 2, 1)]  # fmt: skip
+    ax = plots.first_token(pd.DataFrame(rows))
+    assert {line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers} == {"cold": [257, 513], "hot": [13.8, 26.6]}
     assert [t.get_text() for t in ax.get_xticklabels()] == ["256", "512"]

@@ -14,13 +14,13 @@ import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X
+from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
 from .experts import Experts
 from .host import Host
 from .sampling import Sampling
-from .snapshot import Snapshot, identity, layout, put, take, trimmable, untrimmable
+from .snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable
 
 GREEDY = Sampling()
 
@@ -105,16 +105,12 @@ class Decoder:
         return identity(self.manifest, self.precision if self.runtime == "portable" else self.runtime)
 
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
-        """Starts fresh sequences, one make_state per shard, or continues a snapshot (batch > 1: one, or None, per slot).
+        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: one, or None, per slot).
 
         Raises:
             InputError: a snapshot that does not fit; what ran before is untouched then.
         """
-        held = list(snapshot) if isinstance(snapshot, Sequence) else [snapshot] + [None] * (self.options.batch - 1)
-        if len(held) != self.options.batch:
-            raise InputError("snapshots", str(len(held)), f"one, or None, for each of {self.options.batch} sequences",
-                             "give a list as long as the batch")  # fmt: skip
-        held = {slot: self._fitting(s) for slot, s in enumerate(held) if s is not None}
+        held = {slot: self._fitting(s) for slot, s in enumerate(_each(snapshot, self.options.batch)) if s is not None}
         self.states = [model.make_state() for model in self.layers]
         self.ids: list[list[int]] = [[] for _ in range(self.options.batch)]
         self.offsets = np.zeros(self.options.batch, int)
@@ -125,7 +121,8 @@ class Decoder:
         """A detached copy of one sequence."""
         offset = int(self.offsets[slot])
         assert offset == len(self.ids[slot]), "positions that no token was run for"
-        states = {name: take(state.read(name)[slot], name, offset) for state in self.states for name in state.shard.states}
+        names = [(state, name) for state in self.states for name in state.shard.states]
+        states = {name: take(state.read(name)[slot], name, offset) for state, name in names}
         return Snapshot(tuple(self.ids[slot]), self.identity, states)
 
     def add(self, slot: int, snapshot: Snapshot) -> None:
@@ -158,33 +155,38 @@ class Decoder:
     def _fitting(self, snapshot: Snapshot) -> Snapshot:
         S, subject = self.options.max_seq_len, f"snapshot of {snapshot.offset} tokens"
         if snapshot.identity != self.identity:
-            raise InputError(subject, f"identity {snapshot.identity[:12]}", f"this bundle's, {self.identity[:12]} (checkpoint, "
-                             "weights, options, tokenizer, precision)", "prefill the tokens again")  # fmt: skip
+            raise foreign(subject, snapshot.identity, self.identity)
         if snapshot.offset > S:
             raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
+        shapes = layout(self.manifest, snapshot.offset)  # a ring of another size may hold other rows
+        names = shapes.keys() | snapshot.states.keys()
+        wrong = [name for name in names if not _like(snapshot.states.get(name), shapes.get(name))]
+        if wrong:
+            raise InputError(subject, f"state {min(wrong)} missing, unknown or of another shape", "this bundle's states",
+                             "restore a snapshot as it was taken")  # fmt: skip
         return snapshot
 
     def _write(self, held: dict[int, Snapshot], fresh: bool = False) -> None:
-        """Writes snapshots into their slots; `fresh` states are known to be zeros. Everything is made before anything is
-        written."""
-        if not held:
-            return
-        made = []
-        for state in self.states:
+        """Writes snapshots into their slots; what other slots hold is read and written back, `fresh` states apart."""
+        spare: dict[tuple, np.ndarray] = {}  # one array of each shape: a runtime copies what it is given
+        for state in self.states if held else ():
             for name, entry in state.shard.states.items():
-                dtype = next(iter(held.values())).states[name].dtype
-                whole = np.zeros(entry.shape, dtype) if fresh or len(held) == self.options.batch else state.read(name)
-                for slot, snapshot in held.items():
-                    whole[slot] = 0
-                    put(whole[slot], name, snapshot.states[name], snapshot.offset)
-                made.append((state, name, whole))
-        for state, name, whole in made:
-            state.write(name, whole)
+                values = {slot: snapshot.states[name] for slot, snapshot in held.items()}
+                dtype = next(iter(values.values())).dtype
+                if fresh or len(held) == self.options.batch:
+                    key = (is_cache(name), *entry.shape)
+                    whole = spare[key] = spare[key] if key in spare else np.zeros(entry.shape, dtype)
+                else:
+                    whole = state.read(name)
+                    whole[list(held)] = 0
+                for slot, value in values.items():
+                    put(whole[slot], name, value, held[slot].offset)
+                state.write(name, whole)
         for slot, snapshot in held.items():
             self.offsets[slot], self.ids[slot] = snapshot.offset, list(snapshot.ids)
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
-        """Continues each sequence by its prompt, `tile` tokens a call (default t_max; a sequence: one size after another).
+        """Continues each sequence by its prompt, `tile` tokens a call (default t_max; a list: one size after another).
 
         Args:
             ids: token ids, or one list of ids per sequence when batch > 1 (an empty one for a sequence that waits).
@@ -223,10 +225,10 @@ class Decoder:
         """
         rows, B = self._rows(ids), self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
-        limits, picks = _each(max_new, B), _each(sampling, B)
+        limits, picks, held = _each(max_new, B), _each(sampling, B), _each(after, B)
         stops = stop if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
-        self._fits(rows, limits, [after] if isinstance(after, Snapshot) else after or [None] * B)
-        self.begin(after)
+        self._fits(rows, limits, held)
+        self.begin(held)
         logits, times = self.prefill(rows).reshape(B, -1), self.times
         last: list[int | None] = [None] * B
         live = [slot for slot in range(B) if rows[slot] and limits[slot]]
@@ -339,9 +341,22 @@ class Decoder:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
 
 
+def _like(value: np.ndarray | None, shape: tuple[int, ...] | None) -> bool:
+    """Whether a state has the shape it should, the rows [H_kv, rows, D] of a cache apart."""
+    if value is None or shape is None or value.ndim != len(shape):
+        return False
+    return value.shape == shape or (len(shape) == 3 and value.shape[::2] == shape[::2])
+
+
 def _each(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each."""
-    return list(value) if isinstance(value, (list, tuple)) else [value] * B
+    """One value for every sequence, or the list that already has one for each; one snapshot goes into slot 0."""
+    if isinstance(value, Snapshot):
+        return [value] + [None] * (B - 1)
+    each = list(value) if isinstance(value, (list, tuple)) else [value] * B
+    if len(each) != B:
+        raise InputError("a list with a value for each sequence", f"{len(each)} values", f"{B}, or one value for all",
+                         "give a list as long as the batch")  # fmt: skip
+    return each
 
 
 def _tiles(total: int, tile: int | Sequence[int]) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """Snapshots as flat tensors and a header, ready for a file or for memory, and back. Knows no disk.
 
-`fp16` keeps every array as it is. `q4` keeps 4 bits a value of K and V: groups run along head_dim alone (the largest
-divisor of it up to 64), so that no token shares a group with another and any slice of tokens is exact; value ≈ low +
-code · scale with `low` and `scale` in fp16, hence an error of at most scale / 2 (and one rounding to the state's dtype).
+`fp16` keeps every array as it is. `q4` keeps 4 bits a value of K and V: groups run along head_dim alone (its largest
+divisor up to 64), so that no token shares a group with another and any slice of tokens is exact; value ≈ low + code ·
+scale with `low` and `scale` in fp16, hence an error of at most scale / 2 (and one rounding to the state's dtype).
 Side states stay as they are, and so does a cache tensor whose error is more than a quarter of what differs from token
 to token in it: there, few large channels would cost all the others their bits.
 """
@@ -26,7 +26,7 @@ CODES, SCALE, LOW, IDS = ".codes", ".scale", ".low", "ids"
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A snapshot's tensors by name, its header (text to text), and each quantized tensor's relative error (as OUTLIER)."""
+    """A snapshot's tensors by name, its header (text to text), each quantized tensor's relative error (as OUTLIER)."""
 
     tensors: dict[str, np.ndarray]
     header: dict[str, str]
@@ -38,7 +38,7 @@ class Encoded:
 
 
 def encode(snapshot: Snapshot, format: str = "fp16") -> Encoded:
-    """Detached tensors of a snapshot, contiguous (safetensors writes others wrongly): copied or quantized, never shared."""
+    """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or quantized."""
     if format not in FORMATS:
         raise InputError("snapshot format", repr(format), f"one of {', '.join(FORMATS)}", "choose one of these")
     tensors, errors = {IDS: np.array(snapshot.ids, np.int32)}, {}
@@ -48,8 +48,8 @@ def encode(snapshot: Snapshot, format: str = "fp16") -> Encoded:
             quantized = quantize(value)
             errors[name] = _error(value, dequantize(*quantized))
             if errors[name] <= OUTLIER:
-                parts = dict(zip((name + CODES, name + SCALE, name + LOW), map(np.ascontiguousarray, quantized), strict=True))
-        tensors |= parts
+                parts = dict(zip((name + CODES, name + SCALE, name + LOW), quantized, strict=True))
+        tensors |= {part: np.ascontiguousarray(tensor) for part, tensor in parts.items()}
     dtype = next(iter(snapshot.states.values())).dtype
     header = {"format": "workbench-snapshot", "version": VERSION, "identity": snapshot.identity, "values": format,
               "offset": str(snapshot.offset), "dtype": dtype.name}  # fmt: skip
@@ -75,8 +75,9 @@ def shapes(layout: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str
         found[name] = {"fp16": {name: (dtype, shape)}}
         if is_cache(name):
             groups = (*shape[:-1], shape[-1] // group(shape[-1]))
-            found[name]["q4"] = {name + CODES: ("uint8", (*shape[:-1], shape[-1] // 2)), name + SCALE: ("float16", groups),
-                                 name + LOW: ("float16", groups)}  # fmt: skip
+            codes = (*shape[:-1], shape[-1] // 2)
+            parts = {CODES: ("uint8", codes), SCALE: ("float16", groups), LOW: ("float16", groups)}
+            found[name]["q4"] = {name + part: claim for part, claim in parts.items()}
     return found
 
 

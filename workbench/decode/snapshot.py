@@ -57,6 +57,11 @@ def untrimmable(offset: int) -> InputError:
                       "caches that hold every row, to go back in", "restore an earlier snapshot")  # fmt: skip
 
 
+def foreign(subject: str, found: str, own: str) -> InputError:
+    return InputError(subject, f"identity {found[:12]}", f"this bundle's, {own[:12]} (checkpoint, weights, options, tokenizer, "
+                      "precision)", "prefill the tokens again")  # fmt: skip
+
+
 def trimmable(manifest: Manifest, offset: int) -> bool:
     """Whether a sequence of `offset` tokens can lose its last ones: no side states, no ring that has wrapped."""
     states = [(name, state) for shard in manifest.shards for name, state in shard.states.items()]
@@ -74,8 +79,8 @@ def layout(manifest: Manifest, offset: int) -> dict[str, tuple[int, ...]]:
 
 
 def identity(manifest: Manifest, precision: str) -> str:
-    """SHA-256 over all that decides what a cache row holds and where it goes: family, every export option but the batch,
-    weights, embedding, tokenizer, and the arithmetic. Bundles that differ in their batch alone share snapshots."""
+    """SHA-256 over all that decides what a cache row holds and where it goes: family, every export option but the
+    batch, weights, embedding, tokenizer, and the arithmetic. Bundles that differ in their batch alone share snapshots."""
     files = [manifest.embedding.file, *manifest.tokens.files]
     files += [f for s in manifest.shards for f in s.files if f.path.endswith("weight.bin")]
     parts = manifest.model_dump(include={"family", "dims", "rope", "layers", "checkpoint", "residual_exponent"})

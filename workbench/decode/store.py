@@ -23,7 +23,7 @@ from workbench.errors import InputError
 from . import formats
 from .decoder import Decoder
 from .formats import IDS, Encoded
-from .snapshot import Snapshot, layout, trimmable
+from .snapshot import Snapshot, foreign, layout, trimmable
 
 SUFFIX = ".safetensors"
 HEADER_BYTES = 1 << 20
@@ -74,7 +74,8 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise InputError(f"store {folder}", problem.strerror, "a folder that can be written", "choose another") from problem
+            raise InputError(f"store {folder}", problem.strerror, "a folder that can be written",
+                             "choose another") from problem  # fmt: skip
         for left in self.folder.glob(".tmp*"):
             with contextlib.suppress(FileNotFoundError):  # another process has just finished it
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
@@ -88,8 +89,10 @@ class Store:
         """
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
-            raise InputError(f"snapshot {name!r}", f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
-                             f"at least one token, identity {self.identity[:12]}", "save it where it was made")  # fmt: skip
+            raise InputError(
+                f"snapshot {name!r}", f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
+                f"at least one token, identity {self.identity[:12]}", "save it where it was made",
+            )  # fmt: skip
         encoded = formats.encode(snapshot, format)
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write(path, encoded)
@@ -109,8 +112,8 @@ class Store:
     def find(self, ids: Sequence[int]) -> Hit | None:
         """The snapshot that shares the longest beginning with a prompt: all of its tokens, or whole blocks of them.
 
-        At least one token is left to run, so that there are logits to go on from: a prompt that is stored whole runs its
-        last token again, in its own place. What cannot be trimmed (side states, wrapped rings) is used whole or not.
+        At least one token is left to run, so that there are logits to go on from: a prompt that is stored whole runs
+        its last token again, in its own place. What cannot be trimmed (side states, wrapped rings) is used whole or not.
         """
         wanted, chain = np.array(ids, np.int32), self._chain(np.array(ids, np.int32))
         lengths = {name: self._usable(held, keys, wanted, chain) for name, (_, held, keys) in self._scan().items()}
@@ -178,7 +181,8 @@ class Store:
         for name in self.names():
             try:
                 stamp = _stamp(self._path(name))
-                now[name] = self.seen[name] if name in self.seen and self.seen[name][0] == stamp else self._index(name, stamp)
+                known = self.seen.get(name)
+                now[name] = known if known and known[0] == stamp else self._index(name, stamp)
                 self.refused.pop(name, None)
             except InputError as problem:
                 self.refused[name] = str(problem)
@@ -187,13 +191,14 @@ class Store:
 
     def _index(self, name: str, stamp: Stamp) -> tuple[Stamp, np.ndarray, list[bytes]]:
         held = self.hot.get(name)
-        ids = held[1].tensors[IDS] if held and held[0] == stamp else self._read(self._path(name), only_ids=True).tensors[IDS]
-        return stamp, ids, self._chain(ids)
+        encoded = held[1] if held and held[0] == stamp else self._read(self._path(name), only_ids=True)
+        return stamp, encoded.tensors[IDS], self._chain(encoded.tensors[IDS])
 
     def _usable(self, held: np.ndarray, keys: list[bytes], wanted: np.ndarray, chain: list[bytes]) -> int:
         """How many of `held` tokens a prompt can use."""
         blocks = next((i for i, (a, b) in enumerate(zip(keys, chain)) if a != b), min(len(keys), len(chain)))
-        whole = len(held) <= len(wanted) and np.array_equal(held[blocks * self.block :], wanted[blocks * self.block : len(held)])
+        tail = slice(blocks * self.block, len(held))
+        whole = len(held) <= len(wanted) and np.array_equal(held[tail], wanted[tail])
         length = min(len(held) if whole else blocks * self.block, len(wanted) - 1)
         return length if length == len(held) or trimmable(self.manifest, len(held)) else 0
 
@@ -231,8 +236,7 @@ class Store:
         if header.get("format") != "workbench-snapshot" or header.get("version") != formats.VERSION:
             raise _damaged(path, f"format {header.get('format')!r}, version {header.get('version')!r}")
         if header.get("identity") != self.identity:
-            raise InputError(f"snapshot {path}", f"identity {str(header.get('identity'))[:12]}", f"this bundle's, {self.identity[:12]} "
-                             "(checkpoint, weights, options, tokenizer, precision)", "prefill the tokens again")  # fmt: skip
+            raise foreign(f"snapshot {path}", str(header.get("identity")), self.identity)
         S, text = self.manifest.options.max_seq_len, header.get("offset", "")
         if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= S and header.get("dtype") == self.dtype):
             raise _damaged(path, f"offset {text[:20]!r}, dtype {header.get('dtype')!r}")

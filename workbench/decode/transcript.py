@@ -22,7 +22,8 @@ def tokenizer(bundle: Bundle):
     return PreTrainedTokenizerFast.from_pretrained(bundle.root / "tokenizer")
 
 
-def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None, sampling: Sampling = GREEDY) -> dict:
+def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None,
+               sampling: Sampling = GREEDY) -> dict:  # fmt: skip
     """Decodes one prompt and sums up.
 
     Args:

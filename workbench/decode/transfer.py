@@ -23,4 +23,5 @@ def copy_state(source: Decoder, target: Decoder) -> None:
     if source.offsets.max() > b.options.max_seq_len:
         raise InputError("bundle to continue in", f"max_seq_len = {b.options.max_seq_len}",
                          f"room for {source.offsets.max()} tokens", "export it with a larger --max-seq-len")  # fmt: skip
-    target.begin([replace(source.snapshot(slot), identity=target.identity) for slot in range(a.options.batch)])
+    held = [source.snapshot(slot) for slot in range(a.options.batch)]
+    target.begin([replace(snapshot, identity=target.identity) for snapshot in held])

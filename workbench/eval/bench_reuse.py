@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from workbench.decode import Decoder, Store
 from workbench.errors import InputError
@@ -42,8 +43,19 @@ def reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048),
     return rows
 
 
+def samples(rows: list[dict]) -> pd.DataFrame:
+    """The raw times to the first token behind benchmark rows: ``temperature``, ``context``, ``ms``."""
+    found = []
+    for row_ in (r for r in rows if r["name"].startswith("ttft_")):
+        _, kind, _, context = row_["name"].split("_")
+        sides = [(kind, row_["samples"])] + [("cold", row_["peer_samples"])] * (kind == "warm")
+        found += [{"temperature": t, "context": int(context), "ms": ms} for t, values in sides for ms in values]
+    return pd.DataFrame(found)
+
+
 def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[str, list[float]]:
-    """ms from a prompt's ids to its first token, by temperature; the first round is not kept."""
+    """ms from a prompt's ids to its first token, by temperature; the prefill that fills the store, one warm and one hot
+    start go before."""
     times: dict[str, list[float]] = {"cold": [], "warm": [], "hot": []}
     decoder.begin()
     decoder.prefill(ids[:-1])
@@ -60,10 +72,10 @@ def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[s
         assert temperature == (hit.temperature if hit else "cold")
         return elapsed
 
-    for round_ in range(rounds + 1):
+    first_token("warm"), first_token("hot")
+    for _ in range(rounds):
         for temperature, kept in times.items():
-            elapsed = first_token(temperature)
-            kept += [elapsed] * (round_ > 0)
+            kept.append(first_token(temperature))
     return times
 
 

@@ -1,9 +1,9 @@
-"""The cache-reuse matrix: every temperature × path × format × batch × context, each cell against sequences decoded alone.
+"""The cache-reuse matrix: every temperature × path × format × batch × context, each cell against its sequences alone.
 
-Decoders flow in, cells with a verdict and a reason flow out. Each cell decodes from a store as a user would, and is held
-against what cannot share its mistake: its rows against those of a cold prefill, each of its sequences against that
-sequence decoded alone from the same restored cache (batch > 1) and against the cold run. Predictions are counted at the
-runtime, so that a restore that prefills again shows.
+Decoders flow in, cells with a verdict and a reason flow out. Each cell decodes from a store as a user would, and is
+held against what cannot share its mistake: its rows against those of a cold prefill, each of its sequences against that
+sequence decoded alone from the same restored cache (batch > 1) and against the cold run. Predictions are counted at
+the runtime, so that a restore that prefills again shows.
 """
 
 import tempfile
@@ -63,8 +63,9 @@ class Matrix:
     def gate(self, name: str) -> Gate:
         ran = [c for c in self.cells if c.verdict != NOT_RUN]
         red = [c for c in ran if c.verdict == RED]
-        first = f"; first: batch {red[0].batch}, {red[0].cache}, {red[0].format}, context {red[0].context}: {red[0].reason}" if red else ""
-        said = f"{len(ran) - len(red)} of {len(ran)} cells hold, {sum(c.batch > 1 for c in ran)} of them in a batch{first}"
+        said = f"{len(ran) - len(red)} of {len(ran)} cells hold; {sum(c.batch > 1 for c in ran)} ran in a batch"
+        for c in red[:1]:
+            said += f"; first: batch {c.batch}, {c.cache}, {c.format}, context {c.context}: {c.reason}"
         return Gate(name, self.verdict, float(len(ran) - len(red)), float(len(ran)), said)
 
     def json(self) -> dict:
@@ -72,9 +73,9 @@ class Matrix:
 
 
 @dataclass
-class Sequence_:
-    """One prompt's references: the cold run's records, by format of the cache it goes on with after all tokens but the
-    last, and the states at that point."""
+class Reference:
+    """One prompt's references: the cold run's records, by format of the cache it goes on with after all tokens but
+    the last, and the states at that point."""
 
     ids: list[int]
     cold: dict[str, list[Record]]
@@ -100,7 +101,7 @@ def run(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[
 
     decoders = {d.options.batch: d for d in (decoder, together) if d}
     if decoder.options.batch != 1 or (together and together.identity != decoder.identity):
-        raise InputError("bundles", f"batch {decoder.options.batch}" + (f" and {together.options.batch}" if together else ""),
+        raise InputError("bundles", f"batch {decoder.options.batch}" + (f", {together.options.batch}" if together else ""),
                          "one of batch 1, and another export of the same checkpoint that differs in --batch alone",
                          "export them so")  # fmt: skip
     cells, S = [], decoder.options.max_seq_len
@@ -108,11 +109,12 @@ def run(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[
         stores = {f: make_store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
         axes = list(product(every, decoders, FORMATS, CACHES, PATHS))
-        references: dict[int, list[Sequence_]] = {}
+        references: dict[int, list[Reference]] = {}
         for n, batch, format, cache, path in tqdm(axes, desc="reuse", unit="cell", disable=not progress):
             shown = dict(batch=batch, cache=cache, streaming=path == "stream", context=n, format=format)
             why = "a cold run restores nothing" if (cache, format) == ("cold", "q4") else ""
-            why = why or (f"{n} + {max_new} tokens do not fit max_seq_len = {S}" if n + max_new > S or n <= max(decoders) else "")
+            if n + max_new > S or n <= max(decoders):
+                why = f"{n} + {max_new} tokens do not fit max_seq_len = {S}"
             if why:
                 cells.append(Cell(**shown, tokens=None, verdict=NOT_RUN, reason=why))
                 continue
@@ -129,7 +131,7 @@ def _prompt(decoder: Decoder, n: int, slot: int, seed: int) -> list[int]:
     return np.random.default_rng([seed, n, slot]).integers(0, decoder.manifest.dims.V, length).tolist()
 
 
-def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot: int, max_new: int) -> Sequence_:
+def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot: int, max_new: int) -> Reference:
     """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens, or all but the last
     where a token cannot be taken back."""
     cold = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
@@ -145,10 +147,11 @@ def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot:
         left = decoder.snapshot()
     for format, store in stores.items():
         store.save(f"context{len(ids)}-slot{slot}", left, format)
-    return Sequence_(ids, cold, states)
+    return Reference(ids, cold, states)
 
 
-def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Sequence_], max_new: int, shown: dict) -> Cell:
+def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int,
+          shown: dict) -> Cell:  # fmt: skip
     """Runs and judges one cell; whatever it raises is its reason to be RED."""
     limits = [max_new // 2 if slot == 0 and len(sequences) > 1 else max_new for slot in range(len(sequences))]
     try:
@@ -156,8 +159,8 @@ def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Sequen
     except Exception as problem:  # a planted or real fault may raise anything
         return Cell(**shown, tokens=None, verdict=RED, reason=f"{type(problem).__name__}: {problem}")
     tokens = [len(records) for records in found]
-    return Cell(**shown, tokens=tokens, verdict=RED if problems else GREEN,
-                reason=problems[0] if problems else "rows, tokens, logits, predictions and stored entry as they must be")  # fmt: skip
+    fine = "rows, tokens, logits, predictions and stored entry as they must be"
+    return Cell(**shown, tokens=tokens, verdict=RED if problems else GREEN, reason=problems[0] if problems else fine)
 
 
 def _run(alone, decoder, store, sequences, limits, shown) -> tuple[list[list[Record]], list[str]]:
@@ -170,22 +173,23 @@ def _run(alone, decoder, store, sequences, limits, shown) -> tuple[list[list[Rec
     longest = max(map(len, rests))
     expected = -(-longest // decoder.options.t_max) + max(limits) - 1
     if len(calls) != expected:
-        problems.append(f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens to run, then one by one")
+        problems.append(f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens, then one by one")
     for slot, (records, sequence) in enumerate(zip(found, sequences, strict=True)):
         others = {"the cold run": sequence.cold[shown["format"]][: limits[slot]]}
         if decoder is not alone:
             held = after[slot] if after else None
             others["decoded alone"] = list(alone.stream(rests[slot], limits[slot], after=held, stop=()))
         for name, other in others.items():
-            said = differs(records, other, decoder.precision if decoder.runtime == "portable" else "coreml",
-                           strict=name == "decoded alone")  # fmt: skip
+            precision = decoder.precision if decoder.runtime == "portable" else "coreml"
+            said = differs(records, other, precision, strict=name == "decoded alone")
             problems += [f"slot {slot} against {name}: {said}"] * bool(said)
     if not cold:
         problems += _restored(store, sequences, shown)[2]  # decoding must not have changed the entry
     return found, problems
 
 
-def _restored(store: Store, sequences: list[Sequence_], shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:
+def _restored(store: Store, sequences: list[Reference],
+              shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:  # fmt: skip
     """What the store gives back: by prefix for the streaming path, by name for the other."""
     after, rests, problems = [], [], []
     for slot, sequence in enumerate(sequences):
@@ -196,13 +200,13 @@ def _restored(store: Store, sequences: list[Sequence_], shown: dict) -> tuple[li
             store.load(name)
         hit = store.find(sequence.ids) if shown["streaming"] else None
         if shown["streaming"] and (hit is None or hit.temperature != shown["cache"]):
-            raise AssertionError(f"slot {slot}: found {'nothing' if hit is None else hit.temperature}, not {shown['cache']}")
+            raise AssertionError(f"slot {slot}: {'no hit' if hit is None else hit.temperature}, not {shown['cache']}")
         snapshot = hit.snapshot if hit else store.load(name)
         snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(sequence.ids)))
         rests.append(hit.rest if hit else sequence.ids[snapshot.offset :])
         after.append(snapshot)
         if list(snapshot.ids) + rests[-1] != sequence.ids or len(rests[-1]) != 1:
-            problems.append(f"slot {slot}: {snapshot.offset} tokens restored and {len(rests[-1])} left of {len(sequence.ids)}")
+            problems.append(f"slot {slot}: {snapshot.offset} tokens restored, {len(rests[-1])} left")
         said = wrong_rows(snapshot, sequence.states, shown["format"])
         problems += [f"slot {slot}: {said}"] * bool(said)
     return after, rests, problems
@@ -253,8 +257,8 @@ def counted(decoder: Decoder):
 
 
 def differs(found: list[Record], reference: list[Record], precision: str, strict: bool = False) -> str:
-    """Where two runs part, or "". Up to the first other token, logits must agree; another token is allowed where it is a
-    near tie, never in exact arithmetic when `strict` (one cache, one program)."""
+    """Where two runs part, or "". Up to the first other token, logits must agree; another token is allowed where it is
+    a near tie, never in exact arithmetic when `strict` (one cache, one program)."""
     if len(found) != len(reference) or not found:
         return f"{len(found)} tokens, {len(reference)} expected"
     for i, (a, b) in enumerate(zip(found, reference, strict=True)):
@@ -268,8 +272,8 @@ def differs(found: list[Record], reference: list[Record], precision: str, strict
 
 
 def wrong_rows(snapshot: Snapshot, states: dict[str, np.ndarray], format: str) -> str:
-    """What a snapshot holds that a cold prefill's states [H_kv, S, D] do not, or "": fp16 must be equal, q4 within half a
-    step of its group along head_dim (a fifteenth of the group's range) and one rounding."""
+    """What a snapshot holds that a cold prefill's states [H_kv, S, D] do not, or "": fp16 must be equal, q4 within half
+    a step of its group along head_dim (a fifteenth of the group's range) and one rounding."""
     for name, cold in states.items():
         found = snapshot.states.get(name)
         wanted = cold
@@ -302,7 +306,7 @@ def _quantized(decoder: Decoder, token: int, max_new: int) -> list[Record]:
 
 
 def four_bits(rows: np.ndarray) -> np.ndarray:
-    """Rows [..., D] on 16 steps above the least of each group along D, both fp16, rounded away from the values between."""
+    """Rows [..., D] on 16 steps above the least of each group along D; step and least are fp16 and contain the group."""
     grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(rows.shape[-1]))
     low = grouped.min(-1, keepdims=True).astype(np.float16)
     low = np.where(low > grouped.min(-1, keepdims=True), np.nextafter(low, np.float16(-np.inf)), low).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Kept caches: which cells of the reuse matrix hold, which failures each planted hypothesis gives, how soon a token comes."""
+"""Kept caches: which cells of the reuse matrix hold, which failures planted hypotheses give, how soon a token comes."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -33,22 +33,21 @@ def reuse_matrix(found: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, 2.4 + 0.55 * len(table.columns), 0.9 + 0.2 * len(table))
     _marked(ax, table)
     ax.set(xlabel="context (tokens)", ylabel="")
-    ax.set_title("restored caches: ✓ as the sequence decoded alone and cold, ✗ not")
+    ax.set_title("restored caches")
     legend_above(ax, [unmeasured_key()] * bool((~table.isin(["GREEN", "RED"])).any(axis=None)))
     return ax
 
 
 @style()
-def failure_patterns(rows: pd.DataFrame) -> Figure:
-    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``cache``, ``path``, ``context``, ``result`` (ok or
-    FAIL), hypotheses in the order given."""
-    table = rows.pivot(index="hypothesis", columns=["cache", "path", "context"], values="result")
-    table = table.loc[rows["hypothesis"].drop_duplicates()]
-    contexts = sorted({c[2] for c in table.columns})
-    figure, panels = plt.subplots(1, len(contexts), figsize=(2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(table)), sharey=True, squeeze=False)
+def failure_patterns(found: pd.DataFrame) -> Figure:
+    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``, ``path``, ``result`` (ok
+    or FAIL); the first hypothesis is set apart."""
+    names, contexts = found["hypothesis"].drop_duplicates(), sorted(found["context"].unique())
+    size = (2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(names))
+    figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):
-        part = table[[c for c in table.columns if c[2] == context]]
-        _marked(ax, part.set_axis([f"{cache}, {path}" for cache, path, _ in part.columns], axis=1))
+        part = found[found["context"] == context].assign(where=lambda rows: rows["cache"] + ", " + rows["path"])
+        _marked(ax, part.pivot(index="hypothesis", columns="where", values="result").loc[names])
         ax.tick_params(axis="x", rotation=60)
         ax.axhline(1, color="black", linewidth=1.2)
         ax.set(title=f"context {context}", xlabel="", ylabel="")
@@ -57,21 +56,18 @@ def failure_patterns(rows: pd.DataFrame) -> Figure:
 
 
 @style()
-def first_token(rows: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Time to the first token over the context, cold, warm and hot: benchmark rows ``ttft_warm_ms_n`` and ``ttft_hot_ms_n``
-    with their raw ``samples`` and ``peer_samples``; medians, bars from the least to the largest."""
-    parts = rows[rows["name"].str.startswith("ttft_")]
-    kind, context = parts["name"].str.split("_").str[1], parts["name"].str.split("_").str[-1].astype(int)
-    lines = {"cold": dict(zip(context, parts["peer_samples"]))}
-    lines |= {k: dict(zip(context[kind == k], parts["samples"][kind == k])) for k in ("warm", "hot")}
+def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one row per repetition;
+    medians, bars from the least to the largest."""
     ax = axes(ax, 4.8, 3.0)
-    for name, samples in lines.items():
-        found = pd.DataFrame({n: [pd.Series(v).median(), min(v), max(v)] for n, v in sorted(samples.items())}).T
-        spread = [found[0] - found[1], found[2] - found[0]]
-        ax.errorbar(found.index, found[0], yerr=spread, capsize=2.5, elinewidth=0.8, label=name)
+    for name, line in samples.groupby("temperature", sort=False):
+        found = line.groupby("context")["ms"].agg(["median", "min", "max"])
+        spread = [found["median"] - found["min"], found["max"] - found["median"]]
+        ax.errorbar(found.index, found["median"], yerr=spread, capsize=2.5, elinewidth=0.8, label=name)
+    contexts = sorted(samples["context"].unique())
     ax.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")
-    ax.set_xticks(sorted(set(context)), labels=[str(n) for n in sorted(set(context))])
-    ax.minorticks_off()
+    ax.set_xticks(contexts, labels=[str(n) for n in contexts])
+    ax.xaxis.minorticks_off()
     ax.grid(axis="y")
     ax.set_title("time to the first token, median and range")
     legend_above(ax, ax.get_legend_handles_labels()[0])
