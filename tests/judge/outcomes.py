@@ -24,7 +24,8 @@ def verdict(case: str, result: dict) -> tuple[str, str]:
     if result["outcome"] == "passed":
         return "passed", ""
     if result["outcome"] == "skipped":
-        return "skipped", re.sub("^(got empty parameter set) .*|^Skipped$", lambda m: m[1] or "no reason given", result["reason"])
+        reason = re.sub("^(got empty parameter set) .*", r"\1", result["reason"])
+        return "skipped", "no reason given" if reason == "Skipped" else reason
     for pattern, reason in EXPLAINED.items():
         if re.search(pattern, f"{case} {result['reason']}"):
             return "explained", reason
@@ -58,9 +59,9 @@ def table(suite: str, summary: dict, selected: int) -> str:
     named = [f"{name} {counts['passed']}" + (f"/{counts.total()}" if counts["passed"] < counts.total() else "")
              for name, counts in sorted(summary["ops"].items())]  # fmt: skip
     lines = [f"## `python -m tests.judge {suite}`", "",
-             f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); {total['failed']} failed; "
-             f"{total['explained']} did not for a known reason, {total['skipped']} were skipped by their authors; "
-             f"of {selected} selected.", "",
+             f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); "
+             f"{total['failed']} failed; {total['explained']} did not for a known reason, "
+             f"{total['skipped']} were skipped by their authors; of {selected} selected.", "",
              f"Passed, by op (of how many, where not all): {', '.join(named)}.", "",
              "| | cases | reason |", "|---|---|---|"]  # fmt: skip
     lines += [

@@ -1,9 +1,9 @@
 """A pytest plugin for coremltools' own tests: predictions on, run by the portable runtime, every outcome written down.
 
 coremltools' tests compare numbers only where they see macOS; here they see it. In fp16 they allow 0.5 + 5%, which lets a
-result that is half as large again pass: here 0.01 + 1%, or what a case asks of float32, if that is more. What coremltools expects to fail or skips
-because of Apple's own runtime (`xfail`, `skip` with a radar's number) or an old PyTorch is run all the same: its reason is
-kept, and counts only if the case does fail here.
+result that is half as large again pass: here 0.01 + 1%, or what a case asks of float32, if that is more. What they
+expect to fail or skip because of Apple's own runtime (`xfail`, `skip` with a radar's number) or an old PyTorch is run
+all the same: its reason is kept, and counts only if the case does fail here.
 """
 
 import gc
