@@ -41,6 +41,7 @@ def quantize(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> 
     rows, n = values.shape
     limit = 2 ** (bits - 1) - 1
     amax = torch.full((1, 1), peak) if rows == 1 else torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
+    amax.abs_()  # 0, never -0
     scale = (amax * 2 / (2 * limit)).half()
     zero = bool((scale == 0).any())
     data = scratch.take(rows * n, torch.int8).reshape(rows, n)
