@@ -19,6 +19,9 @@ bench: .venv/ready
 	$(BIN)/workbench bench decode
 	$(BIN)/workbench bench decode --moe
 	$(BIN)/workbench bench log
+	$(BIN)/workbench bench export
+	$(BIN)/workbench bench export --compress fp16
+	$(BIN)/workbench bench export --family zaya --layers 4 --no-plain
 
 # coremltools' own op tests with predictions on, through the shim; reports in build/judge
 judge: .venv/ready

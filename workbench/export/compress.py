@@ -41,6 +41,7 @@ def quantize(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> 
     rows, n = values.shape
     limit = 2 ** (bits - 1) - 1
     amax = torch.full((1, 1), peak) if rows == 1 else torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
+    amax.abs_()  # 0, never -0
     scale = (amax * 2 / (2 * limit)).half()
     zero = bool((scale == 0).any())
     data = scratch.take(rows * n, torch.int8).reshape(rows, n)
@@ -105,7 +106,8 @@ def installed(preset: str):
 
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
-        return stored(Part("", None, weight.shape, compressed=True), values, float(values.abs().max()), preset, Scratch())
+        peak = max(abs(float(edge)) for edge in values.aminmax())
+        return stored(Part("", None, weight.shape, compressed=True), values, peak, preset, Scratch())
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         found = compress(weight)
@@ -119,16 +121,20 @@ def installed(preset: str):
         lut = found["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
         return _utils.LutParams(found["indices"].reshape(weight.shape).astype(kind), lut, None)
 
-    ours = [(passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)),
-            (passes.palettize_weights, "blockwise_compress", staticmethod(palettized))]  # fmt: skip
-    theirs = [(owner, name, vars(owner)[name]) for owner, name, _ in ours]
+    with (replaced(passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)),
+          replaced(passes.palettize_weights, "blockwise_compress", staticmethod(palettized))):  # fmt: skip
+        yield
+
+
+@contextmanager
+def replaced(owner: type, name: str, attribute):
+    """`owner.name` is `attribute` inside."""
+    original = vars(owner)[name]
+    setattr(owner, name, attribute)
     try:
-        for owner, name, function in ours:
-            setattr(owner, name, function)
         yield
     finally:
-        for owner, name, function in theirs:
-            setattr(owner, name, function)
+        setattr(owner, name, original)
 
 
 def packed(array: np.ndarray, bits: int) -> np.ndarray:

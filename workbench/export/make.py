@@ -11,7 +11,7 @@ import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 
@@ -139,14 +139,17 @@ class Maker:
         return self._record(job, form, files, "converted")
 
     def convert(self, job: Job, target, plain: bool) -> Form:
-        """Converts one shard with coremltools into the package `target`; `plain`: with its own compression, too."""
+        """Converts one shard with coremltools into the package `target`; `plain`: with nothing of ours in it."""
         with self.clock("template"):
             return self._conversion(job, target, plain)
 
     def _conversion(self, job: Job, target, plain: bool) -> Form:
         module, _ = build.build(job.spec, self.source, self.plan, self.options)
         compressed = {p.path for p in job.parts if p.compressed}
-        with nullcontext() if plain else compress.installed(self.options.compress):
+        with ExitStack() as stack:
+            if not plain:
+                stack.enter_context(compress.installed(self.options.compress))
+                stack.enter_context(convert.lean())
             model = convert.convert(module, job.spec, self.options, compressed)
         package.save(model, target)
         held = convert.constants(model)
