@@ -56,7 +56,7 @@ def reuse(
     batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.")] = None,
     max_new: Annotated[int, typer.Option("--max-new", help="Tokens decoded by each cell.")] = 6,
     runtime: RuntimeName = "auto",
-    precision: Precision = "declared",
+    precision: Precision = "exact",
     json: Json = False,
 ) -> None:
     """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.

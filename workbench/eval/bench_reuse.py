@@ -48,7 +48,7 @@ def samples(rows: list[dict]) -> pd.DataFrame:
     found = []
     for row_ in (r for r in rows if r["name"].startswith("ttft_")):
         _, kind, _, context = row_["name"].split("_")
-        sides = [(kind, row_["samples"])] + [("cold", row_["peer_samples"])] * (kind == "warm")
+        sides = [("cold", row_["peer_samples"])] * (kind == "warm") + [(kind, row_["samples"])]
         found += [{"temperature": t, "context": int(context), "ms": ms} for t, values in sides for ms in values]
     return pd.DataFrame(found)
 

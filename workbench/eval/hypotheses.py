@@ -231,9 +231,9 @@ def conclusion(rows: pd.DataFrame) -> str:
     for name, (says, _) in HYPOTHESES.items():
         broken = rows[(rows["hypothesis"] == name) & ~rows["ok"]]
         where = ", ".join(f"{axis} {'/'.join(map(str, found))}" for axis in ("format", "cache", "path", "context")
-                          if len(found := list(broken[axis].drop_duplicates())) < rows[axis].nunique())  # fmt: skip
+                          if 0 < len(found := list(broken[axis].drop_duplicates())) < rows[axis].nunique())  # fmt: skip
         lines.append(f"- {says}. Breaks {len(broken)} of {(rows['hypothesis'] == name).sum()} configurations"
-                     f"{f', only {where}' if where else ': every one'}; as reported in {agrees[name]} of {columns}.")  # fmt: skip
+                     f"{f', only {where}' if where else ''}; as reported in {agrees[name]} of {columns}.")  # fmt: skip
     best = agrees[list(HYPOTHESES)].max()
     lines.append(f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {columns}): 'sole root cause' "
                  "does not follow from it." if best < columns else "One hypothesis gives the report's whole pattern.")  # fmt: skip

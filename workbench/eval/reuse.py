@@ -26,7 +26,8 @@ from .gates import GREEN, NOT_RUN, RED, Gate
 
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
 # Relative RMS of one position's logits. Alone and in a batch, or prefilled in other tiles, kernels sum in another order
-# (at most 2e-6 on the shipped checkpoints in fp32); in fp16 roundings then fall differently (at most 9e-3).
+# (at most 4e-6 on the shipped checkpoints in fp32); in fp16 roundings then fall differently. One wrong row among 1023
+# stays below the limits of fp16: judge long contexts in `exact`.
 LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1}
 
 
