@@ -27,15 +27,16 @@ def study(tmp_path, monkeypatch):
 
 def test_what_was_shown_is_logged_and_written(study, exports, capsys):
     study.figure("parts", plots.parts_bar, PARTS, alt="time by part")
-    study.table("numbers", PARTS, "time by part, in numbers")
+    study.table("parts", PARTS, "time by part, in numbers")
     study.judge([gates.at_least("update", 0.99, 0.97, "worst of all"), gates.not_run("kv", "nothing to compare")])
     study.conclude(exports.bundle(exports.checkpoint("llama")), "It took two.", extra={"n": 1})
     (run,) = log.load("runs").to_dict("records")
     config = json.loads(run["config"])
     assert (run["verdict"], config["parameters"], config["extra"]) == ("GREEN", {"DEPTH": 4}, {"n": 1})
-    assert log.load("exhibits")["name"].tolist() == ["parts", "numbers"]
+    assert log.load("exhibits")["plot"].isna().tolist() == [False, True]
     place = study.project / "experiments" / "29_zaya_probe"
     assert json.loads((place / "figures" / "parts.json").read_text())["run_ids"] == [run["run_id"]]
+    assert (place / "tables" / "parts.tex").exists()
     assert "It took two." in (place / "report.md").read_text() and "It took two." in capsys.readouterr().out
 
 

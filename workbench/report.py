@@ -128,7 +128,8 @@ def behind(number: str, root: Path | str | None = None) -> tuple[pd.DataFrame, l
     newest = max(notebooks, default="~")  # later than any
     kept = runs[runs["run_id"].ge(newest) & runs["command"].eq("explorer") | runs["run_id"].eq(newest)]
     found = log.load("exhibits", root=root, where={"run_id": kept["run_id"].tolist()}).sort_values("run_id", kind="stable")
-    exhibits = found.drop_duplicates("name", keep="last").astype(object).where(found.notna(), None).to_dict("records")
+    found = found[~found.assign(plot=found["plot"].isna()).duplicated(["name", "plot"], keep="last")]
+    exhibits = found.astype(object).where(found.notna(), None).to_dict("records")
     return (runs[runs["run_id"].isin({i for row in exhibits for i in runs_of(row)})], exhibits) if exhibits else (runs, [])
 
 

@@ -32,7 +32,7 @@ class Study:
         self.experiment, self.root = report.experiment(number), log.default_root()
         self.project, self.bundles = self.root.parent.parent, self.root.parent.parent / "data" / "bundles"
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
-        self._exhibits: dict[str, dict] = {}
+        self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
 
     @staticmethod
@@ -69,12 +69,12 @@ class Study:
         """
         if draw.__name__ not in plots.__all__:
             raise InputError(f"figure {name}", f"{draw.__name__}()", "a function of workbench.plots", "add it there")
-        self._exhibits[name] = report.exhibit(name, data, alt, draw.__name__, options, run_ids)
+        self._exhibits["figure", name] = report.exhibit(name, data, alt, draw.__name__, options, run_ids)
         draw(data, **options)
 
     def table(self, name: str, frame: pd.DataFrame, caption: str) -> Styler:
         """Keeps a table for the write-up and shows it here."""
-        self._exhibits[name] = report.exhibit(name, frame, caption)
+        self._exhibits["table", name] = report.exhibit(name, frame, caption)
         return tables.shown(frame)
 
     def judge(self, found: Iterable[gates.Gate]) -> Styler:

@@ -12,7 +12,7 @@ from workbench.eval.gates import Gate
 from workbench.eval.memory import Budget, kv_bytes
 from workbench.eval.residency import Placement
 
-_SIGNS = {"GREEN": "✓ GREEN", "RED": "✗ RED", "not_run": "– not_run"}
+_SIGNS = {"GREEN": "✓\N{NO-BREAK SPACE}GREEN", "RED": "✗\N{NO-BREAK SPACE}RED", "not_run": "–\N{NO-BREAK SPACE}not_run"}
 
 
 def interface(bundle: Bundle, shard: str | None = None) -> pd.DataFrame:

@@ -16,6 +16,7 @@ from workbench.errors import InputError
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
+from workbench.quiet import coremltools
 
 from . import make, shards
 from .build import Clock
@@ -53,6 +54,7 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     Raises:
         InputError: unusable checkpoint, unsupported family or option, target that is taken, no room on the disk.
     """
+    coremltools()  # quietly, before a part of it is imported by itself
     chosen_options = options(**chosen)
     source = Checkpoint(checkpoint)
     plan = read_plan(source, chosen_options)

@@ -58,6 +58,7 @@ class Panel:
         self.controls, self.errors, self.figure = controls, [], None
         self.picture, self.message = Picture(), ui.HTML()
         for control in controls.values():
+            control.layout.margin = "2px 14px 2px 0"
             control.observe(lambda _: self.draw(), names="value")
         row = ui.HBox(list(controls.values()), layout=ui.Layout(flex_flow="row wrap"))
         self.box = ui.VBox([row, self.message, self.picture, *below])
