@@ -156,13 +156,12 @@ def _apart(function: Callable, *arguments):
         return pool.apply(function, arguments)
 
 
-def _peak(path: Path) -> int:
-    """Peak resident bytes of a process that opens a bundle and decodes (ru_maxrss: mapped weights count once read)."""
-    import resource
-
-    decoder = Decoder(path, "portable")
-    decoder.generate([7] * 8, 8, stop=())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _peak(path: Path) -> int | None:
+    """Peak resident bytes of this process once it has opened a bundle and decoded (VmHWM; null where there is none)."""
+    Decoder(path, "portable").generate([7] * 8, 8, stop=())
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
 
 
 def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> list[dict]:

@@ -13,7 +13,7 @@ Gates run the literal graph: it sees NaN and leaks in rows that attention here d
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -49,7 +49,7 @@ class FastProgram:
 
     def __init__(self, program: Program):
         refuse_unknown(program)
-        self.program = program
+        self.program = replace(program, block=None)  # what it was made of may go
         self.registers: dict[str, int] = {}
         self.values: list[object] = []  # what each register holds before a call: its constant, or None
         self.graph = Graph(program)
@@ -113,7 +113,8 @@ class FastProgram:
         parameters = [parameter for parameter, _ in names]
         if lists or parameters != positional[: len(parameters)]:
             function = _spread(function, parameters, lists, rule.attributes)
-        function = _typed(function, op, wide=op.kind not in DIRECT)
+        if op.kind not in DIRECT or any(graph.dtype(n) != "FLOAT16" for n in _names(op)) or len(op.outputs) > 1:
+            function = _typed(function, op, wide=op.kind not in DIRECT)
         return Node(op, function, [r for _, registers in names for r in registers],
                     [self._register(name) for name, _ in op.outputs] or [self._register(f"{op.name}.")])  # fmt: skip
 
@@ -122,6 +123,13 @@ class FastProgram:
             known = self.graph.constant(source)
             return self._register(source.name, _half(known) if known is not None else None)
         return self._register(where, _half(_tensor(source)))
+
+
+def _names(op: Op) -> list[str]:
+    """Every value that an operation reads as an array or makes."""
+    reads = [s for p, source in op.inputs.items() if p not in RULES[op.kind].attributes
+             for s in (source if isinstance(source, list) else [source])]  # fmt: skip
+    return [s.name if isinstance(s, Ref) else "" for s in reads] + [name for name, _ in op.outputs]
 
 
 def _dtype(declared) -> torch.dtype:

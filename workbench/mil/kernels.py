@@ -13,9 +13,9 @@ from llvmlite import binding, ir
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
-config.THREADING_LAYER = "workqueue"  # numba's OpenMP layer changes torch's number of threads and spins against them
-LOCK = threading.Lock()  # that layer takes one caller at a time
+LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 
+SMALL = 1 << 16  # weights below which a second thread costs more than it gives
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
@@ -34,14 +34,27 @@ def _round16(typing, x):
     return types.float32(types.float32), build
 
 
+@njit(fastmath=FLAGS, cache=True)
+def _row(weight, scale, x):
+    """round16(weight [K] · scale) · x [K]"""
+    total = np.float32(0)
+    for k in range(weight.shape[0]):
+        total += _round16(np.float32(weight[k]) * scale) * x[k]
+    return total
+
+
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _one(weight, scale, x, out):
     """out [R] = round16(weight · scale) @ x [K], for one activation vector."""
     for r in prange(weight.shape[0]):
-        s, total = scale[r], np.float32(0)
-        for k in range(weight.shape[1]):
-            total += _round16(np.float32(weight[r, k]) * s) * x[k]
-        out[r] = total
+        out[r] = _row(weight[r], scale[r], x)
+
+
+@njit(fastmath=FLAGS, cache=True)
+def _one_here(weight, scale, x, out):
+    """`_one` on the calling thread."""
+    for r in range(weight.shape[0]):
+        out[r] = _row(weight[r], scale[r], x)
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -62,11 +75,16 @@ def _many(weight, scale, x, out):
 def int8_product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
     """x [N, K] by int8 weight [R, K] with a scale per row [R] float32 → float32 [N, R], on torch's threads."""
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
-    if get_num_threads() != threads:
-        set_num_threads(threads)
     x = np.ascontiguousarray(x.float().numpy())
     out = np.empty((len(x), len(weight)), np.float32)
+    if len(x) == 1 and (threads == 1 or weight.size < SMALL):
+        _one_here(weight, scale, x[0], out[0])
+        return torch.from_numpy(out)
     with LOCK:
+        if get_num_threads() != threads:
+            set_num_threads(threads)
+        if torch.get_num_threads() != threads:  # starting numba's pool sets the number for OpenMP, and so for torch
+            torch.set_num_threads(threads)
         if len(x) == 1:
             _one(weight, scale, x[0], out[0])
         else:
@@ -74,39 +92,38 @@ def int8_product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torc
     return torch.from_numpy(out)
 
 
-@njit(parallel=True, fastmath=FLAGS, cache=True)
-def _attend(q, key, value, mask, out):
-    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], key and value [H_kv, n, D], mask [n].
+@njit(fastmath=FLAGS, cache=True)
+def _attend(q, key, value, mask, first, out):
+    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [n] of slots from `first` on.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
     H, D, n = q.shape[0], q.shape[1], mask.shape[0]
-    for h in prange(H):
+    for h in range(H):
         group = h // (H // key.shape[0])
-        weights, largest = np.empty(n, np.float32), np.float32(-np.inf)
+        query, total = q[h], np.float32(0)
+        weights, made = np.empty(n, np.float32), np.zeros(D, np.float32)
         for s in range(n):
-            score = np.float32(0)
+            row, score = key[group, first + s], np.float32(0)
             for d in range(D):
-                score += q[h, d] * key[group, s, d]
+                score += query[d] * row[d]
             weights[s] = _round16(_round16(score) + mask[s])
-            largest = max(largest, weights[s])
-        total = np.float32(0)
+        largest = weights.max()
         for s in range(n):
             weights[s] = np.exp(weights[s] - largest)
             total += weights[s]
-        for d in range(D):
-            out[h, d] = 0
         for s in range(n):
-            weight = _round16(weights[s] / total)
+            row, weight = value[group, first + s], _round16(weights[s] / total)
             for d in range(D):
-                out[h, d] += weight * value[group, s, d]
+                made[d] += weight * row[d]
+        out[h] = made
 
 
-def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """One query per head: q [H, D] fp16, key and value [H_kv, n, D] float32, mask [n] fp16 → float32 [H, D]."""
+def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int) -> torch.Tensor:
+    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [n] fp16 of the slots from `first` on
+    → float32 [H, D]."""
     out = np.empty(q.shape, np.float32)
-    with LOCK:
-        _attend(q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), out)
+    _attend(q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, out)
     return torch.from_numpy(out)
 
 

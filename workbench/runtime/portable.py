@@ -41,20 +41,22 @@ class PortableModel:
         self.t_max = bundle.manifest.options.t_max
         coremltools()  # its import is nobody's loading time
         start = time.perf_counter()
-        self.program = mil.read(bundle.package(shard))
-        self.fast = self._fast() if fast and precision == "declared" else None
+        self.package = bundle.package(shard)
+        program = mil.read(self.package)
+        self.fast = self._fast(program) if fast and precision == "declared" else None
+        self.program = self.fast.program if self.fast else program
         if self.fast is None:
             self.executable  # refuses now what it cannot run, not at the first call
         self.loading_ms = {"compile": None, "load": (time.perf_counter() - start) * 1e3, "first_predict": None}
 
-    def _fast(self):
+    def _fast(self, program: mil.Program):
         from workbench.mil import fast, kernels  # numba takes a moment to import
 
-        return fast.FastProgram(self.program) if kernels.available() else None
+        return fast.FastProgram(program) if kernels.available() else None
 
     @cached_property
     def executable(self) -> mil.Executable:
-        return mil.Executable(self.program, self.precision)
+        return mil.Executable(self.program if self.program.block else mil.read(self.package), self.precision)
 
     def make_state(self) -> State:
         return State(self.shard, Cells(mil.make_state(self.program), half=self.precision != "exact"))
