@@ -94,7 +94,7 @@ def export(row: Mapping, place: Path, number: str) -> list[Path]:
     data = data_of(row)
     if row["plot"] is None:
         path = place / "tables" / f"{row['name']}.tex"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(data.to_latex(index=False, escape=True, na_rep="--", float_format="%.4g", caption=_latex(row["caption"]),
                                       label=f"tab:{number}-{row['name']}"))  # fmt: skip
         return [path]

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -45,7 +46,9 @@ def serve(project: Path, home: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
     names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_WORKSPACES_DIR")
-    homes = {name: str(home / name.lower()) for name in names} | {"JUPYTERLAB_SETTINGS_DIR": str(home / "settings")}
+    runtime = tempfile.mkdtemp()  # short: sockets lie there, and a socket's path has 107 characters
+    homes = {name: str(home / name.lower()) for name in names} | {
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTER_RUNTIME_DIR": runtime}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
     command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
     command += ["--KernelManager.transport=ipc"]
@@ -58,6 +61,7 @@ def serve(project: Path, home: Path):
     finally:
         server.terminate()
         server.wait(30)
+        shutil.rmtree(runtime, ignore_errors=True)
 
 
 def _answers(url: str) -> bool:

@@ -26,8 +26,8 @@ _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
 def new_run_id() -> str:
-    """UTC time and random hex, e.g. ``20260131T094512Z-5f3a9c01``: sorts by time, unique without coordination."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+    """UTC time and random hex, e.g. ``20260131T094512123456Z-5f3a9c01``: sorts by time, unique without coordination."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
 
 
 def project_root(start: Path) -> Path | None:

@@ -116,12 +116,9 @@ class Explorer(Panel):
 
     def _draw(self) -> None:
         T, S, rows = self.value("T"), self.value("max_seq_len"), self._stored("fidelity")
-        rows = rows[
-            (rows["T"] == T)
-            & (rows["tensor"] == self.value("tensor"))
-            & (rows["mode"] == "isolated")
-            & (rows["max_seq_len"] == S)
-        ]
+        rows = rows[(rows["tensor"] == self.value("tensor")) & (rows["max_seq_len"] == S)]
+        rows = rows[rows["mode"] == self._mode()]
+        rows = rows.assign(T=T) if self._mode() == "chained" else rows[rows["T"] == T]  # chained calls take every T in turn
         self.rows = rows[rows["run_id"] == rows["run_id"].max()] if len(rows) else None
         with plots.style():
             figure = plt.figure(figsize=(8, 5.6))
@@ -147,6 +144,10 @@ class Explorer(Panel):
             rows = rows[rows[name] == value] if name in rows and name != "max_seq_len" else rows
         return rows
 
+    def _mode(self) -> str:
+        """Logits exist only behind all layers."""
+        return "chained" if self.value("tensor") == "logits" else "isolated"
+
     def _options(self) -> dict:
         """Keywords of the heatmap as it is shown."""
         tensor, metric, limits = self.value("tensor"), self.value("metric"), LIMITS[self.setting.compress]
@@ -157,7 +158,7 @@ class Explorer(Panel):
             "v": limits.kv_cosine,
         }
         fits = self.tokens and self._axes()[1][-1] < len(self.tokens)
-        return {"T": self.value("T"), "tensor": tensor, "metric": metric, "tokens": self.tokens if fits else None,
+        return {"T": self.value("T"), "tensor": tensor, "metric": metric, "mode": self._mode(), "tokens": self.tokens if fits else None,
                 "threshold": 1 - least[tensor] if tensor in least and metric == "1-cosine" else None}  # fmt: skip
 
     def _heatmap(self, ax: Axes) -> None:
