@@ -207,7 +207,8 @@ def stored(grid: Grid, root: str | Path | None = None) -> dict[str, pd.DataFrame
     found = {name: runs.table(name, grid.experiment, root) for name in ("samples", "layers", "fidelity")}
     axes = {**grid.export, "checkpoint": [Path(grid.checkpoint).name], "T": grid.run.T}
     for name, frame in found.items():
-        frame = frame[frame["round"].notna()]  # other commands of the experiment log runs too
+        if name != "fidelity":  # whoever judged a bundle judged it; times are a sweep's alone
+            frame = frame[frame["round"].notna()]
         for axis, values in axes.items():
             if axis in frame and not (axis == "T" and name == "fidelity"):
                 frame = frame[frame[axis].isin(values)]
