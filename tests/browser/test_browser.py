@@ -105,7 +105,8 @@ def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
 
 def written(project: Path, name: str, *cells: str) -> str:
     """A notebook of these cells, beside the others."""
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}  # or a dialog asks for it
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel)
     nbformat.write(made, project / "notebooks" / f"{name}.ipynb")
     return name
 
