@@ -10,6 +10,7 @@ from one_op import Op, Ref, Type, given, program, tensor
 from workbench import Decoder, mil
 from workbench.mil import Executable, fast, forms, kernels
 from workbench.mil.fast import FastProgram
+from workbench.mil.graph import Graph
 
 F16 = "FLOAT16"
 SHAPE = (2, 3, 1, 5)
@@ -101,6 +102,33 @@ def test_caches_and_attention_of_every_family_are_recognised(exports, family):
     names, _ = calls(exports.bundle(exports.checkpoint(family)))
     assert names.count("_write_rows") == 2 and names.count("_slots") == 1 and names.count("_attend") == 1
     assert names.count("_linear") >= (7 if family != "zaya" else 3)
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "zaya"])
+def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, T):
+    """On the operands of the literal graph: rotations bit for bit, norms within a unit in the last place of the largest."""
+    decoder = Decoder(exports.bundle(exports.checkpoint(family)), "portable", fast=False)
+    model, seen = decoder.layers[0], {}
+    model.hook = lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
+    io = decoder.host.inputs(np.array([5]), np.array([T]), T)
+    rng = np.random.default_rng(T)
+    io["x"] = rng.normal(size=(1, decoder.manifest.dims.C, T, 1)).astype(np.float16).astype(np.float32) * 7
+    decoder.run_layers(0, io, np.array([T]))
+    graph = Graph(model.program, (("mul", forms.rms_norm), ("concat", forms.rotation)))
+    seen |= {name: torch.from_numpy(np.float32(value)) for name, value in io.items()}
+    kinds = [graph.made[name].kind for name in graph.special]
+    assert kinds.count("mul") >= 2 and kinds.count("concat") == 2
+    for name, [(function, operands, _)] in graph.special.items():
+        found, wanted = function(*[seen[o].half() for o in operands]).float(), seen[name]
+        assert torch.equal(found, wanted) or graph.made[name].kind == "mul" and tiny.relative(found, wanted) < 2**-10
+
+
+def test_a_norm_of_something_not_finite_is_nowhere_mistaken_for_a_number():
+    constants = np.ones(4, np.float32), np.float32([2**-14, 65504, 0]), *[np.float32([1e-3])] * 2, np.float32([])
+    for bad in (np.nan, np.inf, -np.inf):
+        found = kernels.rms_norm(torch.tensor([[1, bad, 2, 3]]).half(), *constants)
+        assert found[0, 1].isnan() and (found.isnan().all() if np.isnan(bad) else found[0, 0] == 0)
 
 
 def test_int8_weights_stay_int8(exports):

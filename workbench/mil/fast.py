@@ -6,6 +6,7 @@ What makes it fast is recognised by form; whatever does not fit a form takes its
 
     linear     a 1×1 convolution reads its fp16 or int8 weights once, as a matrix-vector product
     cache row  k·(1 − Σ mask) + mask @ rows, when the mask's columns are one-hot or empty, writes those rows in place
+    rms_norm, rotation   a norm's dozen operations in one pass, a rotary embedding's nine
     attention  columns that the mask blocks for every query, before and behind the visible ones, are left out
 
 Gates run the literal graph: it sees NaN and leaks in rows that attention here does not touch.
@@ -18,7 +19,8 @@ from functools import partial
 
 import torch
 
-from .forms import Graph
+from .forms import FORMS
+from .graph import Graph
 from .interpret import _INTEGER, _failure, _plain, _tensor, refuse_unknown
 from .ops import RULES, TUPLES
 from .ops.state import Cell
@@ -52,7 +54,7 @@ class FastProgram:
         self.program = replace(program, block=None)  # what it was made of may go
         self.registers: dict[str, int] = {}
         self.values: list[object] = []  # what each register holds before a call: its constant, or None
-        self.graph = Graph(program)
+        self.graph = Graph(program, FORMS)
         self.nodes = [node for op in self.graph.live() for node in self._nodes(op)]
         self.inputs = [(name, self._register(name), _dtype(t)) for name, t in program.inputs.items()]
         self.states = [(name, self._register(name)) for name in program.states]

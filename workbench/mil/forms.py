@@ -1,8 +1,4 @@
-"""Forms that the decode path recognises in a program, and what stands for them: `Graph(program).special`.
-
-A form is a function of the graph and one operation. It returns None, or the calls that stand for the operation:
-(function, names of its operands, name of its result, or None for the operation's own).
-"""
+"""Forms that the decode path recognises in a program, and what stands for each. See `graph.Graph` for what a form returns."""
 
 from functools import partial
 
@@ -11,105 +7,20 @@ import torch
 import torch.nn.functional as F
 
 from . import kernels
-from .interpret import _plain, _tensor
-from .ops import RULES
-from .program import Op, Program, Ref
+from .graph import Graph, Unlike, need
+from .program import Op, Ref
 
 FEW = 8  # vectors that an fp16 product takes before a float32 one overtakes it
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 
 
-class Graph:
-    """What produces and what reads each value, which are constant, and which forms are recognised."""
-
-    def __init__(self, program: Program):
-        self.program, self.ops = program, [op for op in program.block.ops if op.kind != "const"]
-        self.made = {name: op for op in program.block.ops for name, _ in op.outputs}
-        self.types = program.inputs | {name: kind for op in program.block.ops for name, kind in op.outputs}
-        self.order = {id(op): i for i, op in enumerate(self.ops)}
-        self.folded: dict[str, torch.Tensor] = {}
-        self.special: dict = {}  # first output (or id) of an operation → the calls that stand for it
-        for op in self.ops:
-            for form in (linear, cache_write, attention):
-                found = form(self, op)
-                if found is not None:
-                    self.special[op.outputs[0][0] if op.outputs else id(op)] = found
-
-    def live(self) -> list[Op]:
-        """Operations that outputs and state writes still need once the forms stand for theirs, in order."""
-        needed, kept = set(self.program.outputs), []
-        for op in reversed(self.ops):
-            special = self.special.get(op.outputs[0][0] if op.outputs else id(op))
-            if op.outputs and not any(name in needed for name, _ in op.outputs):
-                continue
-            if op.kind.startswith("constexpr_"):
-                continue
-            kept.append(op)
-            if special is not None:
-                needed.update(name for _, names, _ in special for name in names)
-            else:
-                needed.update(ref.name for ref in _refs(op))
-        return kept[::-1]
-
-    def settled(self, read: Op) -> bool:
-        """Whether nothing writes the state that `read` reads after it."""
-        writes = [o for o in self.ops if o.kind == "write_state" and o.inputs["input"] == read.inputs["input"]]
-        return all(self.order[id(o)] < self.order[id(read)] for o in writes)
-
-    def producer(self, source, kind: str | None = None) -> Op | None:
-        """The operation that makes `source`, when it is of `kind`."""
-        op = self.made.get(source.name) if isinstance(source, Ref) else None
-        return op if op is not None and kind in (None, op.kind) else None
-
-    def constant(self, source):
-        """The float32 (or integer) value of a constant, decompressed; None for anything computed."""
-        if isinstance(source, list):
-            known = [self.constant(s) for s in source]
-            return None if any(k is None for k in known) else known
-        if not isinstance(source, Ref):
-            return _tensor(source)
-        op = self.made.get(source.name)
-        if op is None or not (op.kind == "const" or op.kind.startswith("constexpr_")):
-            return None
-        if op.kind == "const":
-            return _tensor(op.inputs["val"])
-        if source.name not in self.folded:
-            made = RULES[op.kind].function(**_arguments(self, op))
-            for (name, declared), value in zip(op.outputs, made if isinstance(made, tuple) else (made,), strict=True):
-                self.folded[name] = value.half().float() if declared.dtype == "FLOAT16" else value
-        return self.folded[source.name]
-
-    def dtype(self, name: str) -> str | None:
-        """Declared dtype of a value; None for one without a name."""
-        return self.types[name].dtype if name in self.types else None
-
-    def attribute(self, op: Op, name: str, default=None):
-        value = self.constant(op.inputs[name]) if name in op.inputs else None
-        return default if value is None else _plain(value)
-
-
-def _arguments(graph: Graph, op: Op) -> dict:
-    rule = RULES[op.kind]
-    known = {name: graph.constant(source) for name, source in op.inputs.items()}
-    return {name: _plain(v) if name in rule.attributes else v for name, v in known.items()}
-
-
-def _refs(op: Op):
-    for source in op.inputs.values():
-        yield from (s for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref))
-
-
 def linear(graph: Graph, op: Op):
     """A 1×1 convolution, over [B, K, T, 1] or [B, K, 1, T], with constant fp16 or int8 weights."""
-    if op.kind != "conv" or op.outputs[0][1].dtype != "FLOAT16" or not isinstance(op.inputs["x"], Ref):
-        return None
     padded = graph.attribute(op, "pad_type", "valid") not in ("valid", "custom") or any(graph.attribute(op, "pad", []))
-    if padded or graph.attribute(op, "groups", 1) != 1 or max(graph.attribute(op, "strides", [1])) != 1:
-        return None
+    strided = max(graph.attribute(op, "strides", [1])) != 1 or graph.attribute(op, "groups", 1) != 1
+    need(_half(op) and isinstance(op.inputs["x"], Ref) and not padded and not strided)
+    bias = need(graph.constant(op.inputs["bias"])) if "bias" in op.inputs else None
     weight = _int8_weight(graph, op.inputs["weight"]) or _half_weight(graph, op.inputs["weight"])
-    bias = graph.constant(op.inputs["bias"]) if "bias" in op.inputs else None
-    if weight is None or ("bias" in op.inputs and bias is None):
-        return None
     return [(partial(_linear, weight, bias), [op.inputs["x"].name], None)]
 
 
@@ -124,17 +35,15 @@ def _linear(product, bias, x):
 
 
 def _half_weight(graph: Graph, source):
-    """A product with a constant [R, K, 1, 1] as fp16; one that is stored as fp16 stays mapped to its file."""
+    """A product with a constant [R, K, 1, 1] as fp16."""
     op = graph.producer(source)
     stored = op.inputs["val"] if op is not None and op.kind == "const" else source
     if isinstance(stored, np.ndarray) and stored.dtype == np.float16:
         weight = torch.from_numpy(np.array(stored))  # out of the file's small pages: a third faster to read
     else:
-        known = graph.constant(source)
-        weight = known.half() if known is not None else None
+        weight = need(graph.constant(source)).half()
         graph.folded.pop(getattr(source, "name", None), None)
-    if weight is None or weight[0, 0].numel() != 1:
-        return None
+    need(weight[0, 0].numel() == 1)
     return partial(_half_product, weight.flatten(1))
 
 
@@ -156,25 +65,73 @@ def _int8_weight(graph: Graph, source):
     return partial(kernels.int8_product, np.array(data.reshape(len(data), -1)), scale)
 
 
+def rms_norm(graph: Graph, op: Op):
+    """x over its peak and over the root of its mean square, by weight: `RMSNorm` of the models, found at its last product."""
+    weight, scaled = need(graph.constant(op.inputs["y"])), graph.maker(op.inputs["x"], "mul")
+    root, gains = _factors(graph, scaled.inputs["y"])
+    total = graph.maker(graph.maker(root, "rsqrt").inputs["x"], "add")
+    mean, eps = graph.maker(total.inputs["x"], "reduce_mean"), graph.maker(total.inputs["y"], "mul")
+    square, y = graph.maker(mean.inputs["x"], "mul"), graph.maker(scaled.inputs["x"], "real_div")
+    clip = graph.maker(y.inputs["y"], "clip")
+    largest = graph.maker(clip.inputs["x"], "reduce_max")
+    x, axes = graph.maker(largest.inputs["x"], "abs").inputs["x"], graph.attribute(mean, "axes")
+    bounds = [graph.attribute(clip, name) for name in ("alpha", "beta")]
+    same = square.inputs["x"] == square.inputs["y"] == scaled.inputs["x"] and x == y.inputs["x"] and isinstance(x, Ref)
+    need(same and _half(op) and graph.attribute(largest, "axes") == axes and len(axes) == 1)
+    need(graph.attribute(largest, "keep_dims") and graph.attribute(mean, "keep_dims"))
+    shape, axis = [1] * weight.dim(), axes[0] % weight.dim()
+    shape[axis] = weight.numel()
+    need(list(weight.shape) == shape and bounds[0] > 0)
+    parts = []
+    for side in (eps.inputs["x"], eps.inputs["y"]):
+        quotient, factors = _factors(graph, side)
+        quotient = graph.maker(quotient, "real_div")
+        need(quotient.inputs["y"] == y.inputs["y"])
+        parts.append(np.float32([need(graph.constant(quotient.inputs["x"])).item(), *factors]))
+    tiny = graph.attribute(graph.maker(root, "rsqrt"), "epsilon", 1e-12)
+    constants = np.ascontiguousarray(weight.flatten().numpy()), np.float32([*bounds, tiny]), *parts, np.float32(gains)
+    return [(partial(_rms_norm, axis, constants), [x.name], None)]
+
+
+def _rms_norm(axis, constants, x):
+    whole = x.numel() == x.shape[axis]
+    rows = x.reshape(1, -1) if whole else x.movedim(axis, -1)
+    made = kernels.rms_norm(rows.reshape(-1, x.shape[axis]), *constants)
+    return made.reshape(x.shape) if whole else made.reshape(rows.shape).movedim(-1, axis)
+
+
+def rotation(graph: Graph, op: Op):
+    """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H, T, D]."""
+    parts = [graph.maker(source, kind) for source, kind in zip(op.inputs["values"], ("sub", "add", "slice_by_index"), strict=False)]
+    need(len(op.inputs["values"]) == len(parts) in (2, 3) and _half(op) and graph.attribute(op, "axis") in (-1, 3))
+    (a, cos), (b, sin) = (_product(graph, source) for source in (parts[0].inputs["x"], parts[0].inputs["y"]))
+    need([_product(graph, parts[1].inputs[s]) for s in "xy"] == [(b, cos), (a, sin)])
+    slices = [graph.maker(source, "slice_by_index") for source in (a, b)] + parts[2:]
+    x, first = slices[0].inputs["x"], 0
+    for piece in slices:
+        width = graph.types[piece.outputs[0][0]].shape[-1]
+        need(piece.inputs["x"] == x and _columns(graph, piece, graph.types[x.name].shape[-1]) == (first, first + width))
+        first += width
+    half = graph.types[a.name].shape[-1]
+    need(first == graph.types[x.name].shape[-1] and graph.types[b.name].shape[-1] == half)
+    need(all(name.name in graph.program.inputs and graph.types[name.name].shape[1::2] == (1, half) for name in (cos, sin)))
+    return [(kernels.rotate, [x.name, cos.name, sin.name], None)]
+
+
 def cache_write(graph: Graph, op: Op):
     """write_state of state·(1 − Σ mask) + mask @ rows, whole or through a slice_update that covers the state."""
-    if op.kind != "write_state":
-        return None
-    data = graph.producer(op.inputs["data"])
-    if data is not None and data.kind == "slice_update":
-        data = graph.producer(data.inputs["update"]) if _covers(graph, data) else None
-    kept, placed = _operands(graph, data, "add", "mul", "matmul")
-    old, left = _operands(graph, kept, "mul", "read_state", "sub")
-    total = graph.producer(left.inputs["y"], "reduce_sum") if left is not None else None
-    if None in (placed, old, total) or "x" in _transposed(graph, placed) or old.inputs["input"] != op.inputs["input"]:
-        return None
+    source, update = op.inputs["data"], graph.producer(op.inputs["data"], "slice_update")
+    if update is not None:
+        need(_covers(graph, update))
+        source = update.inputs["update"]
+    kept, placed = _operands(graph, graph.maker(source, "add"), "mul", "matmul")
+    old, left = _operands(graph, kept, "read_state", "sub")
+    total = graph.maker(left.inputs["y"], "reduce_sum")
+    need("x" not in _transposed(graph, placed) and old.inputs["input"] == op.inputs["input"])
     mask, rows = placed.inputs["x"], placed.inputs["y"]
-    if not (isinstance(mask, Ref) and isinstance(rows, Ref)):
-        return None
-    one = graph.attribute(left, "x")
-    sums = total.inputs["x"] == mask and graph.attribute(total, "axes") in ([-1], [3]) and graph.attribute(total, "keep_dims")
-    if not sums or one != 1 or mask.name not in graph.program.inputs:
-        return None
+    need(isinstance(mask, Ref) and isinstance(rows, Ref) and mask.name in graph.program.inputs)
+    need(total.inputs["x"] == mask and graph.attribute(total, "axes") in ([-1], [3]) and graph.attribute(total, "keep_dims"))
+    need(graph.attribute(left, "x") == 1)
     slots, write = f"{mask.name}.slots", partial(_write_rows, bool(_transposed(graph, placed)))
     return [(_slots, [mask.name], slots), (write, [op.inputs["input"].name, mask.name, slots, rows.name], None)]
 
@@ -197,19 +154,14 @@ def _write_rows(transposed, cell, mask, slots, rows):
 
 def attention(graph: Graph, op: Op):
     """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side; found at its last product."""
-    if op.kind != "matmul" or _transposed(graph, op) or op.outputs[0][1].dtype != "FLOAT16":
-        return None
-    value = graph.producer(op.inputs["y"], "read_state")
-    weights = graph.producer(_through(graph, op.inputs["x"]), "softmax")
-    masked = graph.producer(weights.inputs["x"], "add") if weights is not None else None
-    if value is None or masked is None or graph.attribute(weights, "axis", -1) not in (-1, 3):
-        return None
-    scores, mask = graph.producer(_through(graph, masked.inputs["x"]), "matmul"), masked.inputs["y"]
-    key = graph.producer(scores.inputs["y"], "read_state") if scores is not None else None
-    if key is None or _transposed(graph, scores) != "y" or getattr(mask, "name", None) not in graph.program.inputs:
-        return None
-    if not all(graph.settled(read) for read in (key, value)):
-        return None
+    value = graph.maker(op.inputs["y"], "read_state")
+    weights = graph.maker(_through(graph, op.inputs["x"]), "softmax")
+    masked = graph.maker(weights.inputs["x"], "add")
+    scores, mask = graph.maker(_through(graph, masked.inputs["x"]), "matmul"), masked.inputs["y"]
+    key = graph.maker(scores.inputs["y"], "read_state")
+    need(_half(op) and not _transposed(graph, op) and _transposed(graph, scores) == "y")
+    need(graph.attribute(weights, "axis", -1) in (-1, 3) and getattr(mask, "name", None) in graph.program.inputs)
+    need(all(graph.settled(read) for read in (key, value)))
     span, states = f"{mask.name}.span", [read.inputs["input"].name for read in (key, value)]
     return [(_span, [mask.name], span), (_attend, [scores.inputs["x"].name, *states, mask.name, span], None)]
 
@@ -230,29 +182,63 @@ def _attend(q, key, value, mask, span):
     return torch.matmul(weights.view(scores.shape).float(), value).half()
 
 
-def _operands(graph: Graph, op: Op | None, kind: str, first: str, second: str):
-    """The producers of a two-operand operation of `kind`, in the order of the kinds asked for; Nones when it is not that."""
-    if op is None or op.kind != kind:
-        return None, None
+FORMS = (("conv", linear), ("mul", rms_norm), ("concat", rotation), ("write_state", cache_write), ("matmul", attention))
+
+
+def _half(op: Op) -> bool:
+    return op.outputs[0][1].dtype == "FLOAT16"
+
+
+def _factors(graph: Graph, source) -> tuple:
+    """`source` without the constant scalars that multiply it one after another, and those, in their order."""
+    factors: list[float] = []
+    while (product := graph.producer(source, "mul")) is not None:
+        factor = graph.constant(product.inputs["y"])
+        if not isinstance(factor, torch.Tensor) or factor.numel() != 1:
+            break
+        factors.insert(0, factor.item())
+        source = product.inputs["x"]
+    return source, factors
+
+
+def _product(graph: Graph, source) -> tuple[Ref, Ref]:
+    product = graph.maker(source, "mul")
+    need(isinstance(product.inputs["x"], Ref) and isinstance(product.inputs["y"], Ref))
+    return product.inputs["x"], product.inputs["y"]
+
+
+def _operands(graph: Graph, op: Op, first: str, second: str) -> tuple[Op, Op]:
+    """The producers of a two-operand operation, in the order of the kinds asked for."""
     made = {p.kind: p for p in (graph.producer(op.inputs["x"]), graph.producer(op.inputs["y"])) if p is not None}
-    return (made[first], made[second]) if made.keys() == {first, second} else (None, None)
+    need(made.keys() == {first, second})
+    return made[first], made[second]
 
 
 def _transposed(graph: Graph, op: Op) -> str:
     return "".join(axis for axis in "xy" if graph.attribute(op, f"transpose_{axis}", False))
 
 
-def _covers(graph: Graph, op: Op) -> bool:
-    """Whether a slice_update replaces the whole of its operand."""
-    shape, rank = op.outputs[0][1].shape, len(op.outputs[0][1].shape)
+def _window(graph: Graph, op: Op, shape) -> list[tuple] | None:
+    """(begin, end) of each axis that a slice with unit strides takes from `shape`; an axis taken whole reads (0, None)."""
+    rank = len(shape)
     begin, end = graph.attribute(op, "begin"), graph.attribute(op, "end")
     open_begin, open_end = (graph.attribute(op, f"{side}_mask", [False] * rank) for side in ("begin", "end"))
-    strides, squeezed = graph.attribute(op, "stride", [1] * rank), graph.attribute(op, "squeeze_mask", [False])
-    if None in (begin, end) or strides != [1] * rank or any(squeezed):
-        return False
-    return all(o or b == 0 for o, b in zip(open_begin, begin, strict=True)) and all(
-        o or e == n for o, e, n in zip(open_end, end, shape, strict=True)
-    )
+    need(begin is not None and end is not None and graph.attribute(op, "stride", [1] * rank) == [1] * rank)
+    need(not any(graph.attribute(op, "squeeze_mask", [False])))
+    return [(0 if o else b, None if p or e == n else e)
+            for o, b, p, e, n in zip(open_begin, begin, open_end, end, shape, strict=True)]  # fmt: skip
+
+
+def _covers(graph: Graph, op: Op) -> bool:
+    """Whether a slice_update replaces the whole of its operand."""
+    return all(w == (0, None) for w in _window(graph, op, op.outputs[0][1].shape))
+
+
+def _columns(graph: Graph, op: Op, width: int) -> tuple[int, int]:
+    """First and last + 1 of the last axis that a slice of nothing else takes."""
+    *others, (first, last) = _window(graph, op, graph.types[op.inputs["x"].name].shape)
+    need(all(w == (0, None) for w in others))
+    return first, width if last is None else last
 
 
 def _through(graph: Graph, source):

@@ -127,6 +127,72 @@ def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.
     return torch.from_numpy(out)
 
 
+@njit(fastmath=FLAGS, cache=True)
+def _rms_norm(x, weight, bounds, eps0, eps1, gains, out):
+    low, high, tiny = bounds
+    width, bits, largest = x.shape[1], x.view(np.int32), np.empty(1, np.int32)
+    for n in range(x.shape[0]):
+        largest[0], total = 0, np.float32(0)
+        for i in range(width):  # magnitudes are ordered as their bits are, NaN above infinity
+            largest[0] = max(largest[0], bits[n, i] & 0x7FFFFFFF)
+        peak = min(max(largest.view(np.float32)[0], low), high)
+        eps = _round16(_scaled(_round16(eps0[0] / peak), eps0[1:]) * _scaled(_round16(eps1[0] / peak), eps1[1:]))
+        for i in range(width):
+            y = _round16(x[n, i] / peak)
+            out[n, i] = y
+            total += _round16(y * y)
+        mean = _round16(total / np.float32(width))
+        root = _scaled(_round16(np.float32(1) / np.sqrt(_round16(mean + eps) + tiny)), gains)
+        for i in range(width):
+            out[n, i] = _round16(_round16(out[n, i] * root) * weight[i])
+
+
+@njit(cache=True)
+def _scaled(value, factors):
+    for factor in factors:
+        value = _round16(value * factor)
+    return value
+
+
+def rms_norm(x: torch.Tensor, weight, bounds, eps0, eps1, gains) -> torch.Tensor:
+    """Rows of x [N, W] fp16 over their peak, then over the root of their mean square plus eps, by weight [W]; fp16.
+
+    Every step is rounded to fp16, as the program declares it.
+
+    Args:
+        bounds: of the peak, and what rsqrt adds: [3] float32.
+        eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the two.
+        gains: factors of the root.
+    """
+    x = x.contiguous().float().numpy()
+    out = np.empty_like(x)
+    _rms_norm(x, weight, bounds, eps0, eps1, gains, out)
+    return torch.from_numpy(out).half()
+
+
+@njit(cache=True)
+def _rotate(x, cos, sin, out):
+    (B, H, T, D), half = x.shape, cos.shape[3]
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                row, made = x[b, h, t], out[b, h, t]
+                for i in range(half):
+                    c, s, a, z = cos[b, 0, t, i], sin[b, 0, t, i], row[i], row[half + i]
+                    made[i] = _round16(_round16(a * c) - _round16(z * s))
+                    made[half + i] = _round16(_round16(z * c) + _round16(a * s))
+                for i in range(2 * half, D):
+                    made[i] = row[i]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further ones as they are."""
+    x = x.contiguous().float().numpy()
+    out = np.empty_like(x)
+    _rotate(x, cos.float().numpy(), sin.float().numpy(), out)
+    return torch.from_numpy(out).half()
+
+
 @njit(cache=True)
 def _slots(mask):
     B, S, T = mask.shape
