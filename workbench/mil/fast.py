@@ -4,7 +4,7 @@ Means the same as the literal graph in `declared`, and differs from it only in t
 that torch's fp16 kernels compute in float32 and round once runs on fp16 directly, any other by its rule in float32.
 What makes it fast is recognised by form; whatever does not fit a form takes its literal meaning:
 
-    linear     a 1×1 convolution reads its fp16 or int8 weights once, as a matrix-vector product
+    linear     1×1 convolutions of one input read their fp16 or int8 weights once, as one matrix-vector product
     cache row  k·(1 − Σ mask) + mask @ rows, when the mask's columns are one-hot or empty, writes those rows in place
     rms_norm, rotation   a norm's dozen operations in one pass, a rotary embedding's nine
     attention  columns that the mask blocks for every query, before and behind the visible ones, are left out
@@ -19,12 +19,13 @@ from functools import partial
 
 import torch
 
-from .forms import FORMS
+from .forms import FORMS, Linear, together
 from .graph import Graph
 from .interpret import _INTEGER, _failure, _plain, _tensor, refuse_unknown
 from .ops import RULES, TUPLES
 from .ops.state import Cell
 from .program import Op, Program, Ref
+from .tape import Tape, record
 
 # torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
 DIRECT = frozenset("""add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
@@ -55,15 +56,21 @@ class FastProgram:
         self.registers: dict[str, int] = {}
         self.values: list[object] = []  # what each register holds before a call: its constant, or None
         self.graph = Graph(program, FORMS)
-        self.nodes = [node for op in self.graph.live() for node in self._nodes(op)]
+        self.nodes = _joined([node for op in self.graph.live() for node in self._nodes(op)])
         self.inputs = [(name, self._register(name), _dtype(t)) for name, t in program.inputs.items()]
         self.states = [(name, self._register(name)) for name in program.states]
         self.outputs = [(name, self._register(name)) for name in program.outputs]
+        self.tapes: dict[tuple, Tape | None] = {}  # by the inputs' shapes: recorded by their first call
         del self.graph
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell]) -> dict[str, torch.Tensor]:
         """As `Executable.run` in `declared`, without a hook."""
+        shapes = tuple(inputs[name].shape for name, *_ in self.inputs)
+        made = self.tapes[shapes].run(inputs, state) if self.tapes.get(shapes) else None
+        return made or self._run(inputs, state, shapes)
+
+    def _run(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         values = list(self.values)
         for name, register, dtype in self.inputs:
             values[register] = inputs[name].to(dtype)
@@ -80,6 +87,8 @@ class FastProgram:
                         values[register] = value
         except Exception as problem:
             raise _failure(self.program, node.op, problem) from problem
+        if shapes not in self.tapes:
+            self.tapes[shapes] = record(self, values)
         return {name: _boundary(values[register]) for name, register in self.outputs}
 
     def _register(self, name: str, value=None) -> int:
@@ -125,6 +134,20 @@ class FastProgram:
             known = self.graph.constant(source)
             return self._register(source.name, _half(known) if known is not None else None)
         return self._register(where, _half(_tensor(source)))
+
+
+def _joined(nodes: list[Node]) -> list[Node]:
+    """Products with one input become one node, where the first of them stood."""
+    groups: dict[tuple, list[Node]] = {}
+    for node in nodes:
+        if isinstance(node.function, Linear):
+            alike = node.function.weight.dtype, node.function.bias is None
+            groups.setdefault((node.inputs[0], *alike), []).append(node)
+    for first, *more in groups.values():
+        first.function = together([node.function for node in (first, *more)])
+        first.outputs = [register for node in (first, *more) for register in node.outputs]
+    gone = {id(node) for _, *more in groups.values() for node in more}
+    return [node for node in nodes if id(node) not in gone]
 
 
 def _names(op: Op) -> list[str]:

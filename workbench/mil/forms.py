@@ -1,6 +1,8 @@
 """Forms that the decode path recognises in a program, and what stands for each. See `graph.Graph` for what a form returns."""
 
+from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from . import kernels
 from .graph import Graph, Unlike, need
 from .program import Op, Ref
 
-FEW = 8  # vectors that an fp16 product takes before a float32 one overtakes it
+FEW = 8  # vectors that a product with stored fp16 weights takes before one with float32 copies overtakes it
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 
 
@@ -21,39 +23,60 @@ def linear(graph: Graph, op: Op):
     need(_half(op) and isinstance(op.inputs["x"], Ref) and not padded and not strided)
     bias = need(graph.constant(op.inputs["bias"])) if "bias" in op.inputs else None
     weight = _int8_weight(graph, op.inputs["weight"]) or _half_weight(graph, op.inputs["weight"])
-    return [(partial(_linear, weight, bias), [op.inputs["x"].name], None)]
+    return [(Linear(*weight, bias), [op.inputs["x"].name], None)]
 
 
-def _linear(product, bias, x):
-    if x.numel() == x.shape[0] * x.shape[1] == x.shape[1]:
-        y = product(x.reshape(1, -1))
-        return (y if bias is None else y + bias).half().reshape(1, -1, 1, 1)
-    spatial = x.shape[2:]
-    y = product(x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1]))
-    y = (y if bias is None else y + bias).half()
-    return y.reshape(x.shape[0], -1, y.shape[-1]).transpose(1, 2).reshape(x.shape[0], -1, *spatial)
+@dataclass
+class Linear:
+    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `kernels.product` takes it; in pieces of R where
+    `widths` are given."""
+
+    weight: np.ndarray
+    scale: np.ndarray
+    bias: torch.Tensor | None
+    widths: list[int] | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        y = self._product(x)
+        return y if self.widths is None else y.split(self.widths, 1)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == x.shape[1]:
+            y = kernels.product(self.weight, self.scale, x.reshape(1, -1))
+            return self._biased(y).reshape(1, -1, 1, 1)
+        rows = x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])
+        if self.weight.dtype == np.uint16 and len(rows) >= FEW:
+            y = F.linear(rows.float(), torch.from_numpy(self.weight.view(np.float16)).float())
+        else:
+            y = kernels.product(self.weight, self.scale, rows)
+        y = self._biased(y)
+        return y.reshape(x.shape[0], -1, y.shape[-1]).transpose(1, 2).reshape(x.shape[0], -1, *x.shape[2:])
+
+    def _biased(self, y: torch.Tensor) -> torch.Tensor:
+        return (y if self.bias is None else y + self.bias).half()
 
 
-def _half_weight(graph: Graph, source):
-    """A product with a constant [R, K, 1, 1] as fp16."""
+def together(linears: list[Linear]) -> Linear:
+    """Products of one input as one, weights out of their file: a larger matrix in large pages is read faster, and one call
+    costs less than several."""
+    biases, widths = [one.bias for one in linears], [len(one.weight) for one in linears]
+    return Linear(*(np.concatenate([getattr(one, part) for one in linears]) for part in ("weight", "scale")),
+                  None if biases[0] is None else torch.cat(biases), widths if len(widths) > 1 else None)  # fmt: skip
+
+
+def _half_weight(graph: Graph, source) -> tuple[np.ndarray, np.ndarray]:
+    """A constant [R, K, 1, 1] as fp16."""
     op = graph.producer(source)
     stored = op.inputs["val"] if op is not None and op.kind == "const" else source
-    if isinstance(stored, np.ndarray) and stored.dtype == np.float16:
-        weight = torch.from_numpy(np.array(stored))  # out of the file's small pages: a third faster to read
-    else:
-        weight = need(graph.constant(source)).half()
+    if not isinstance(stored, np.ndarray) or stored.dtype != np.float16:
+        stored = need(graph.constant(source)).half().numpy()
         graph.folded.pop(getattr(source, "name", None), None)
-    need(weight[0, 0].numel() == 1)
-    return partial(_half_product, weight.flatten(1))
+    need(stored[0, 0].size == 1)
+    return stored.reshape(len(stored), -1).view(np.uint16), np.ones(len(stored), np.float32)
 
 
-def _half_product(weight, x):
-    """x [N, K] by weight [R, K]: torch's fp16 products are fast for few vectors only."""
-    return F.linear(x, weight) if len(x) < FEW else F.linear(x.float(), weight.float())
-
-
-def _int8_weight(graph: Graph, source):
-    """A product with symmetric int8 data scaled per tensor or per row; None for any other compression."""
+def _int8_weight(graph: Graph, source) -> tuple[np.ndarray, np.ndarray] | None:
+    """Symmetric int8 data [R, K, 1, 1] scaled per tensor or per row; None for any other compression."""
     op = graph.producer(source, "constexpr_blockwise_shift_scale")
     if op is None or "offset" in op.inputs:
         return None
@@ -62,7 +85,14 @@ def _int8_weight(graph: Graph, source):
     if data.dtype != np.int8 or op.inputs["data"] is None or data[0, 0].size != 1 or scale.size not in (1, len(data)):
         return None
     scale = np.ascontiguousarray(np.broadcast_to(scale.reshape(-1).astype(np.float32), len(data)))
-    return partial(kernels.int8_product, np.array(data.reshape(len(data), -1)), scale)
+    return data.reshape(len(data), -1), scale
+
+
+def reshape(graph: Graph, op: Op):
+    """A reshape to sizes that are known but for one."""
+    shape = need(graph.constant(op.inputs["shape"])).tolist()
+    need(isinstance(op.inputs["x"], Ref) and 0 not in shape)
+    return [(methodcaller("reshape", shape), [op.inputs["x"].name], None)]
 
 
 def rms_norm(graph: Graph, op: Op):
@@ -182,7 +212,7 @@ def _attend(q, key, value, mask, span):
     return torch.matmul(weights.view(scores.shape).float(), value).half()
 
 
-FORMS = (("conv", linear), ("mul", rms_norm), ("concat", rotation), ("write_state", cache_write), ("matmul", attention))
+FORMS = (("conv", linear), ("reshape", reshape), ("mul", rms_norm), ("concat", rotation), ("write_state", cache_write), ("matmul", attention))
 
 
 def _half(op: Op) -> bool:

@@ -1,6 +1,6 @@
-"""What decoding does besides fp16 products, compiled by numba: int8 products, one query's attention, cache addresses.
+"""What decoding computes, compiled by numba: products with stored weights, norms, rotations, one query's attention.
 
-int8 weights stay int8 in memory; each dequantized weight is rounded to fp16 before it meets its activation, as
+Weights stay in memory as they are stored; each dequantized int8 weight is rounded to fp16 before it meets its activation, as
 `constexpr_blockwise_shift_scale` says. Products and sums are float32. Compiled once per machine, then read from a cache.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from llvmlite import binding, ir
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 
@@ -34,18 +34,39 @@ def _round16(typing, x):
     return types.float32(types.float32), build
 
 
+@intrinsic
+def _wide(typing, bits):
+    """The float32 value of the bits of an fp16 one."""
+
+    def build(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+def _value(weight, scale):
+    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, an fp16 one (its bits) as it is."""
+
+
+@overload(_value)
+def _overload_value(weight, scale):
+    if weight is types.uint16:
+        return lambda weight, scale: _wide(weight)
+    return lambda weight, scale: _round16(np.float32(weight) * scale)
+
+
 @njit(fastmath=FLAGS, cache=True)
 def _row(weight, scale, x):
-    """round16(weight [K] · scale) · x [K]"""
+    """weight [K] · x [K]"""
     total = np.float32(0)
     for k in range(weight.shape[0]):
-        total += _round16(np.float32(weight[k]) * scale) * x[k]
+        total += _value(weight[k], scale) * x[k]
     return total
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _one(weight, scale, x, out):
-    """out [R] = round16(weight · scale) @ x [K], for one activation vector."""
+    """out [R] = weight [R, K] @ x [K], for one activation vector."""
     for r in prange(weight.shape[0]):
         out[r] = _row(weight[r], scale[r], x)
 
@@ -62,9 +83,9 @@ def _many(weight, scale, x, out):
     """out [N, R] for x [N, K]: each weight row is made dense once and used for every vector."""
     K = weight.shape[1]
     for r in prange(weight.shape[0]):
-        s, row = scale[r], np.empty(K, np.float32)
+        row = np.empty(K, np.float32)
         for k in range(K):
-            row[k] = _round16(np.float32(weight[r, k]) * s)
+            row[k] = _value(weight[r, k], scale[r])
         for n in range(x.shape[0]):
             total = np.float32(0)
             for k in range(K):
@@ -72,34 +93,66 @@ def _many(weight, scale, x, out):
             out[n, r] = total
 
 
-def int8_product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
-    """x [N, K] by int8 weight [R, K] with a scale per row [R] float32 → float32 [N, R], on torch's threads."""
-    threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
+    """x [N, K] by weight [R, K] → float32 [N, R], on torch's threads.
+
+    Args:
+        weight: int8, or the bits of fp16 values as uint16.
+        scale: of each row of int8 weights, [R] float32; not looked at for fp16.
+    """
     x = np.ascontiguousarray(x.float().numpy())
     out = np.empty((len(x), len(weight)), np.float32)
-    if len(x) == 1 and (threads == 1 or weight.size < SMALL):
+    if len(x) > 1:
+        on_threads(_many, weight, scale, x, out)
+    elif weight.size < SMALL or torch.get_num_threads() == 1:
         _one_here(weight, scale, x[0], out[0])
-        return torch.from_numpy(out)
+    else:
+        on_threads(_one, weight, scale, x[0], out[0])
+    return torch.from_numpy(out)
+
+
+def on_threads(kernel, *arguments):
+    """Runs a parallel kernel on as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
     with LOCK:
         if get_num_threads() != threads:
             set_num_threads(threads)
         if torch.get_num_threads() != threads:  # starting numba's pool sets the number for OpenMP, and so for torch
             torch.set_num_threads(threads)
-        if len(x) == 1:
-            _one(weight, scale, x[0], out[0])
-        else:
-            _many(weight, scale, x, out)
-    return torch.from_numpy(out)
+        return kernel(*arguments)
 
 
-@njit(fastmath=FLAGS, cache=True)
+@njit(cache=True)
+def _exp(x):
+    """e^x within 2e-7 of its value, in operations that a processor does on many numbers at once (Cephes' expf)."""
+    x = min(max(x, np.float32(-87)), np.float32(88))
+    whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
+    made = np.float32(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        made = made * rest + np.float32(factor)
+    return (made * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
+
+
+@intrinsic
+def _power_of_two(typing, exponent):
+    """2^exponent as float32, for exponents of normal numbers."""
+
+    def build(context, builder, signature, arguments):
+        biased = builder.add(arguments[0], ir.Constant(ir.IntType(32), 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+
+    return types.float32(types.int32), build
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
 def _attend(q, key, value, mask, first, out):
     """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [n] of slots from `first` on.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
     H, D, n = q.shape[0], q.shape[1], mask.shape[0]
-    for h in range(H):
+    for h in prange(H):
         group = h // (H // key.shape[0])
         query, total = q[h], np.float32(0)
         weights, made = np.empty(n, np.float32), np.zeros(D, np.float32)
@@ -110,7 +163,7 @@ def _attend(q, key, value, mask, first, out):
             weights[s] = _round16(_round16(score) + mask[s])
         largest = weights.max()
         for s in range(n):
-            weights[s] = np.exp(weights[s] - largest)
+            weights[s] = _exp(weights[s] - largest)
             total += weights[s]
         for s in range(n):
             row, weight = value[group, first + s], _round16(weights[s] / total)
@@ -123,7 +176,7 @@ def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.
     """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [n] fp16 of the slots from `first` on
     → float32 [H, D]."""
     out = np.empty(q.shape, np.float32)
-    _attend(q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, out)
+    on_threads(_attend, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, out)
     return torch.from_numpy(out)
 
 
@@ -132,9 +185,10 @@ def _rms_norm(x, weight, bounds, eps0, eps1, gains, out):
     low, high, tiny = bounds
     width, bits, largest = x.shape[1], x.view(np.int32), np.empty(1, np.int32)
     for n in range(x.shape[0]):
-        largest[0], total = 0, np.float32(0)
+        most, total = np.int32(0), np.float32(0)
         for i in range(width):  # magnitudes are ordered as their bits are, NaN above infinity
-            largest[0] = max(largest[0], bits[n, i] & 0x7FFFFFFF)
+            most = max(most, bits[n, i] & np.int32(0x7FFFFFFF))
+        largest[0] = most
         peak = min(max(largest.view(np.float32)[0], low), high)
         eps = _round16(_scaled(_round16(eps0[0] / peak), eps0[1:]) * _scaled(_round16(eps1[0] / peak), eps1[1:]))
         for i in range(width):

@@ -1,0 +1,273 @@
+"""One token of one sequence in a single compiled call: a `FastProgram`'s calls as instructions of a small machine.
+
+At T = 1 and B = 1 every value is a vector, whatever its axes are called, and moving axes of size 1 moves nothing. Between
+the large products a layer is then some twenty small steps, which cost less to do than to dispatch one by one. Registers
+are float32 arrays that hold values already rounded to fp16, so an instruction means what the call it stands for means.
+"""
+
+import numpy as np
+import torch
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+from . import forms, kernels
+from .kernels import SMALL, _attend, _exp, _one, _one_here, _rms_norm, _rotate, _round16, _visible
+
+ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
+POINTWISE = {"add": ADD, "sub": SUB, "mul": MUL, "silu": SILU}
+MOVES = {"reshape", "transpose", "expand_dims", "squeeze", "identity"}
+FIELDS = 10
+
+
+class Untaped(Exception):
+    """A call that no instruction stands for."""
+
+
+class Tape:
+    """What `program` does for inputs of the shapes it was recorded with.
+
+    Args:
+        program: a `FastProgram`.
+        values: its registers after a call of these shapes.
+
+    Raises:
+        Untaped: something in it is more than one token, or has no instruction.
+    """
+
+    def __init__(self, program, values: list):
+        self.program, self.values, self.kept, self.places, self.code = program, values, [], {}, []
+        self.outer = [register for _, register, *_ in (*program.inputs, *program.states, *program.outputs)]
+        self.masks, self.shapes = [], [tuple(values[register].shape) for _, register in program.outputs]
+        for i, (_, register, dtype) in enumerate(program.inputs):
+            if dtype == torch.float16:
+                self._emit(ROUND, register, -1 - i, self._size(register))
+        for node in program.nodes:
+            self._record(node)
+        first = len(program.inputs) + len(program.states)
+        for i, (_, register) in enumerate(program.outputs):
+            self._add(ROUND, -1 - first - i, self._place(register), self._size(register))
+        self.code = np.array(self.code, np.int64)
+        self.masks = np.array(self.masks, np.int64).reshape(-1, 2)
+        del self.values
+
+    def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
+        """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot."""
+        made = [torch.empty(shape) for shape in self.shapes]
+        tensors = [*(inputs[name] for name, *_ in self.program.inputs),
+                   *(state[name].value for name, _ in self.program.states), *made]  # fmt: skip
+        outer = np.array([t.data_ptr() for t in tensors], np.int64)
+        done = kernels.on_threads(_run, self.code, outer, self.masks, torch.get_num_threads() > 1)
+        return {name: t for (name, _), t in zip(self.program.outputs, made, strict=True)} if done else None
+
+    def _record(self, node) -> None:
+        function, part = node.function, getattr(node.function, "func", None)
+        inputs, outputs, kind = node.inputs, node.outputs, node.op.kind
+        if isinstance(function, forms.Linear):
+            self._linear(function, inputs[0], outputs)
+        elif part is forms._rms_norm:
+            self._norm(*function.args, inputs[0], outputs[0])
+        elif function is kernels.rotate:
+            x, cos, sin = inputs
+            _, H, T, D = self.values[x].shape
+            _need(T == 1 and self.values[x].shape[0] == 1)
+            self._emit(ROTATE, outputs[0], self._place(x), H, D, self._place(cos), self._place(sin), self._size(cos))
+        elif function in (forms._slots, forms._span):
+            _need(self.values[inputs[0]].shape[0] == self.values[inputs[0]].shape[1] == 1)
+            if function is forms._slots:
+                _need(self.values[inputs[0]].shape[3] == 1)
+                self.masks.append((self._outer(inputs[0]), self._size(inputs[0])))
+        elif part is forms._write_rows:
+            cell, mask, _, rows = inputs
+            B, H, S, D = self.values[cell].value.shape
+            _need(B == 1 and self._size(rows) == H * D)
+            self._add(WRITE, self._outer(cell), self._place(rows), H, S, D, self._place(mask))
+        elif function is forms._attend:
+            q, key, value, mask, _ = inputs
+            (B, H_kv, S, D), H = self.values[key].value.shape, self._size(q) // self.values[q].shape[-1]
+            _need(B == 1 and self.values[mask].shape[2] == 1)
+            self._emit(ATTEND, outputs[0], self._place(q), H, D, self._outer(key), self._outer(value), self._place(mask), H_kv, S)
+        elif kind in POINTWISE:
+            sizes = [self._size(register) for register in inputs]
+            first, last = inputs[0], inputs[-1]
+            _need(sizes[0] == self._size(outputs[0]) and sizes[-1] in (1, sizes[0]))
+            _need(sizes[-1] == 1 or _axes(self.values[first]) == _axes(self.values[last]))
+            self._emit(POINTWISE[kind], outputs[0], self._place(first), sizes[0], 0, self._place(last), sizes[-1])
+        else:
+            _need(kind in MOVES and len(outputs) == 1)
+            _need(kind != "transpose" or _axes(self.values[inputs[0]]) == _axes(self.values[outputs[0]]))
+            self.places[outputs[0]] = self._place(inputs[0])
+
+    def _linear(self, linear: forms.Linear, x: int, outputs: list[int]) -> None:
+        R, K = linear.weight.shape
+        _need(self._size(x) == K)
+        bias = 0 if linear.bias is None else self._keep(linear.bias.float().numpy())
+        place = self._keep(np.empty(R, np.float32))
+        for register, width in zip(outputs, linear.widths or [R], strict=True):
+            self.places[register] = place
+            place += 4 * width
+        self._add(LINEAR, self.places[outputs[0]], self._place(x), R, K, linear.weight.ctypes.data, linear.weight.itemsize,
+                  linear.scale.ctypes.data, bias)  # fmt: skip
+
+    def _norm(self, axis: int, constants: tuple, x: int, out: int) -> None:
+        shape = self.values[x].shape
+        _need(shape[axis + 1 :].numel() == 1 or axis == -1)
+        weight, bounds, *lists = constants
+        sizes = np.array([len(one) for one in lists], np.float32)
+        packed = np.concatenate([weight, bounds, sizes, *lists])
+        self._emit(NORM, out, self._place(x), self._size(x) // len(weight), len(weight), self._keep(packed))
+
+    def _size(self, register: int) -> int:
+        return self.values[register].numel()
+
+    def _keep(self, array: np.ndarray) -> int:
+        """The address of a float32 array that lives as long as the tape."""
+        self.kept.append(np.ascontiguousarray(array, np.float32))
+        return self.kept[-1].ctypes.data
+
+    def _place(self, register: int) -> int:
+        """The address of a register; one that nothing made is a constant."""
+        if register not in self.places:
+            _need(isinstance(self.program.values[register], torch.Tensor))
+            self.places[register] = self._keep(self.values[register].float().numpy())
+        return self.places[register]
+
+    def _outer(self, register: int) -> int:
+        """How an instruction names what every call brings along: an input, a state, an output."""
+        return -1 - self.outer.index(register)
+
+    def _emit(self, op: int, out: int, *fields: int) -> None:
+        self.places[out] = self._keep(np.empty(self._size(out), np.float32))
+        self._add(op, self.places[out], *fields)
+
+    def _add(self, *fields: int) -> None:
+        self.code.append([*fields, *[0] * (FIELDS - len(fields))])
+
+
+def record(program, values: list) -> Tape | None:
+    """A tape of the call that left `values`, or None."""
+    try:
+        return Tape(program, values)
+    except Untaped:
+        return None
+
+
+def _need(holds: bool) -> None:
+    if not holds:
+        raise Untaped
+
+
+def _axes(value: torch.Tensor) -> list[int]:
+    """Sizes that order the elements: those of more than one."""
+    return [n for n in value.shape if n > 1]
+
+
+def _pointer(kind):
+    @intrinsic
+    def convert(typing, address):
+        def build(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), build
+
+    return convert
+
+
+_floats, _bytes, _halves = (_pointer(kind) for kind in (types.float32, types.int8, types.uint16))
+
+
+@njit(cache=True)
+def _run(code, outer, masks, threads):
+    """Executes instructions [n, FIELDS]: kind, address of the result, then operands and sizes; a negative address names
+    an element of `outer`. False, with nothing done, unless every one of `masks` (place, size) holds one 1 or nothing."""
+    for i in range(len(masks)):
+        ones = 0
+        for value in _vector(outer, masks[i, 0], masks[i, 1]):
+            if value != 0:
+                ones += 1 if value == 1 else 2
+        if ones > 1:
+            return False
+    for i in range(len(code)):
+        kind, out, a, n, m, b, c, d, e, f = code[i]
+        if kind == LINEAR:
+            _product(_vector(outer, a, m), n, m, b, c, d, e, _vector(outer, out, n), threads)
+        elif kind == NORM:
+            _norm(_vector(outer, a, n * m).reshape(n, m), b, _vector(outer, out, n * m).reshape(n, m))
+        elif kind == ROTATE:
+            shape = (1, n, 1, m)
+            cos, sin = _vector(outer, b, d).reshape(1, 1, 1, d), _vector(outer, c, d).reshape(1, 1, 1, d)
+            _rotate(_vector(outer, a, n * m).reshape(shape), cos, sin, _vector(outer, out, n * m).reshape(shape))
+        elif kind == WRITE:
+            _write(_vector(outer, out, n * m * b).reshape(n, m, b), _vector(outer, a, n * b).reshape(n, b), _vector(outer, c, m))
+        elif kind == ATTEND:
+            key, value = _vector(outer, b, e * f * m).reshape(e, f, m), _vector(outer, c, e * f * m).reshape(e, f, m)
+            mask, made = _vector(outer, d, f), _vector(outer, out, n * m).reshape(n, m)
+            first, last = _visible(mask.reshape(1, f), np.float32(forms.BLOCKED))
+            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask[first:last], first, made)
+            for h in range(n):
+                for j in range(m):
+                    made[h, j] = _round16(made[h, j])
+        else:
+            _pointwise(kind, _vector(outer, a, n), _vector(outer, b, c), _vector(outer, out, n))
+    return True
+
+
+@njit(cache=True)
+def _vector(outer, address, size):
+    return carray(_floats(address if address >= 0 else outer[-1 - address]), (size,))
+
+
+@njit(cache=True)
+def _product(x, R, K, weight, itemsize, scale, bias, out, threads):
+    scales, threads = carray(_floats(scale), (R,)), threads and R * K >= SMALL
+    if itemsize == 1 and threads:
+        _one(carray(_bytes(weight), (R, K)), scales, x, out)
+    elif itemsize == 1:
+        _one_here(carray(_bytes(weight), (R, K)), scales, x, out)
+    elif threads:
+        _one(carray(_halves(weight), (R, K)), scales, x, out)
+    else:
+        _one_here(carray(_halves(weight), (R, K)), scales, x, out)
+    if bias:
+        biases = carray(_floats(bias), (R,))
+        for r in range(R):
+            out[r] += biases[r]
+    for r in range(R):
+        out[r] = _round16(out[r])
+
+
+@njit(cache=True)
+def _norm(x, packed, out):
+    width = x.shape[1]
+    head = carray(_floats(packed), (width + 6,))
+    first, second, third = np.int64(head[width + 3]), np.int64(head[width + 4]), np.int64(head[width + 5])
+    lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
+    eps0, eps1, gains = lists[:first], lists[first : first + second], lists[first + second :]
+    _rms_norm(x, head[:width], head[width : width + 3], eps0, eps1, gains, out)
+
+
+@njit(cache=True)
+def _write(state, rows, mask):
+    for s in range(len(mask)):
+        if mask[s] == 1:
+            state[:, s] = rows
+
+
+@njit(cache=True)
+def _pointwise(kind, a, b, out):
+    if kind == ROUND:
+        for i in range(len(a)):
+            out[i] = _round16(a[i])
+    elif kind == SILU:
+        for i in range(len(a)):
+            out[i] = _round16(a[i] / (np.float32(1) + _exp(-a[i])))
+    elif len(b) == 1:
+        for i in range(len(a)):
+            out[i] = _round16(_binary(kind, a[i], b[0]))
+    else:
+        for i in range(len(a)):
+            out[i] = _round16(_binary(kind, a[i], b[i]))
+
+
+@njit(cache=True)
+def _binary(kind, a, b):
+    return a + b if kind == ADD else a - b if kind == SUB else a * b
