@@ -114,13 +114,14 @@ class Bundle:
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """Token ids [B, T] → hidden [B, T, C] float32, as the first shard wants it."""
         if self._embedding is None:
-            from safetensors.numpy import load_file
+            from safetensors import safe_open
 
-            self._embedding = load_file(self.root / self.manifest.embedding.file.path)
+            self._embedding = safe_open(self.root / self.manifest.embedding.file.path, "numpy")
         table = self._embedding
-        hidden = table["weight"][ids].astype(np.float32)
-        if "bias" in table:
-            hidden = (hidden + table["bias"]) * table["scale"]
+        rows = table.get_slice("weight")  # read row by row: the table stays in its file
+        hidden = np.concatenate([rows[i : i + 1] for i in np.ravel(ids).tolist()]).reshape(*np.shape(ids), -1).astype(np.float32)
+        if "bias" in table.keys():  # noqa: SIM118  (a file, not a dict)
+            hidden = (hidden + table.get_tensor("bias")) * table.get_tensor("scale")
         return hidden * np.float32(self.manifest.embedding.scale)
 
 
