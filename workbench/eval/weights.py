@@ -64,7 +64,7 @@ class Weights:
         undo = []
         for kind, layer, executable, constant, stored in list(self._tensors()):
             if (layer, kind) in chosen:
-                undo.append((executable, constant, executable.constant(constant)))
+                undo.append((executable, constant, executable.body.constants[constant]))
                 replace(executable, constant, swap(stored))
         try:
             yield
@@ -79,7 +79,7 @@ def _models(decoder: Decoder) -> list:
 
 def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
-    old = executable.constant(constant)
+    old = executable.body.constants[constant]
     executable.body.constants[constant] = value
     for step in executable.body.steps:
         step.constants.update({name: value for name, held in step.constants.items() if held is old})

@@ -12,7 +12,7 @@ from . import kernels
 from .graph import Graph, Unlike, need
 from .program import Op, Ref
 
-FEW = 8  # vectors that a product with stored fp16 weights takes before one with float32 copies overtakes it
+FEW = 32  # vectors that a product with stored fp16 weights takes before one with float32 copies overtakes it
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 
 

@@ -24,6 +24,7 @@ from .ops.state import Cell
 from .program import Block, Op, Program, Ref, Type
 
 PRECISIONS = ("declared", "exact", "narrow")
+MOVES = {"reshape", "transpose", "slice_by_index", "concat", "split", "squeeze", "expand_dims", "identity"}  # change no value
 Hook = Callable[[Op, list], list | None]
 # declared dtype → how torch holds it: unsigned types that torch lacks one size up, sub-byte integers in a byte
 _INTEGER = {"BOOL": torch.bool, "INT4": torch.int8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
@@ -97,7 +98,7 @@ class Executable:
 
     def constant(self, name: str) -> torch.Tensor:
         """A constant of the program, decompressed, float32."""
-        return self.body.constants[name]
+        return self.body.constants[name].float()
 
     def make_state(self) -> dict[str, Cell]:
         return make_state(self.program)
@@ -124,17 +125,19 @@ class Executable:
     def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
         for step in body.steps:
             try:
-                arguments = dict(step.constants)
+                arguments = step.constants.copy()
                 for parameter, source in step.arrays:
-                    arguments[parameter] = values[source] if isinstance(source, str) else [values[n] for n in source]
+                    arguments[parameter] = values[source] if source.__class__ is str else [values[n] for n in source]
                 for parameter, source in step.attributes:
                     value = values[source] if isinstance(source, str) else [values[n] for n in source]
                     arguments[parameter] = _plain(value)
                 if step.bodies:
                     arguments["blocks"] = [partial(self._call, b, values, hook) for b in step.bodies]
                 result = step.function(**arguments)
-                results = result if isinstance(result, tuple) else (result,)
-                results = [fit(value) for (_, fit), value in zip(step.outputs, results, strict=False)]
+                if result.__class__ is tuple:
+                    results = [fit(value) for (_, fit), value in zip(step.outputs, result, strict=False)]
+                else:
+                    results = [step.outputs[0][1](result)] if step.outputs else []
             except InputError:
                 raise
             except Exception as problem:  # whatever torch makes of operands that do not fit: named, with its place
@@ -151,11 +154,12 @@ class Executable:
         """Runs a nested block: it sees the enclosing values, and its own stay inside."""
         return self._run(body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook)
 
-    def _fit(self, declared: Type) -> Callable:
-        """What brings a value to its declared type as this mode keeps it; a wrong shape raises ValueError."""
+    def _fit(self, declared: Type, rounded: bool = False) -> Callable:
+        """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to it already; a wrong
+        shape raises ValueError."""
         if declared.kind != "tensor" or declared.dtype == "STRING":
             return lambda value: value
-        half = declared.dtype == "FLOAT16" and self.precision != "exact"
+        half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
         dtype = _INTEGER.get(declared.dtype, torch.float32)
         shape = None if None in declared.shape else declared.shape
 
@@ -191,6 +195,7 @@ class Builder:
 
     def __init__(self, executable: Executable):
         self.executable = executable
+        self.half = _matrices(executable.program.block) if executable.precision != "narrow" else set()
 
     def body(self, block: Block, outside: dict, known: dict) -> Body:
         """`outside`: names of values seen from around the block; `known`: those of them that are constant."""
@@ -211,7 +216,9 @@ class Builder:
 
     def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
         if op.kind == "const":
-            constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = _tensor(op.inputs["val"])
+            (name, _), value = op.outputs[0], op.inputs["val"]
+            value = torch.from_numpy(np.array(value)) if name in self.half and value.dtype == np.float16 else _tensor(value)
+            constants[name] = body.constants[name] = value
             return
         step = self._step(op, names, constants, body)
         if op.kind.startswith("constexpr_"):
@@ -238,7 +245,7 @@ class Builder:
             else:
                 step.constants[parameter] = _plain(value) if parameter in rule.attributes else value
         step.bodies = [self.body(b, dict.fromkeys(names), constants) for b in op.blocks]
-        step.outputs = [(name, self.executable._fit(t)) for name, t in op.outputs]
+        step.outputs = [(name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs]
         return step
 
     def _names(self, source, names: set, constants: dict, body: Body, where: str) -> str | list[str]:
@@ -256,8 +263,21 @@ class Builder:
         result = step.function(**step.constants)
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
-            value = value.half().float() if declared.dtype == "FLOAT16" else value
-            constants[name] = body.constants[name] = self.executable._fit(declared)(value)
+            value = value.half() if declared.dtype == "FLOAT16" else value
+            constants[name] = body.constants[name] = value if name in self.half else self.executable._fit(declared)(value.float())
+
+
+def _matrices(block: Block) -> set[str]:
+    """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever computes with them."""
+    made = {name: kind for op in block.walk() for name, kind in op.outputs}
+    shapes = {name: kind.shape[2:] for name, kind in made.items() if kind.dtype == "FLOAT16" and kind.shape}
+    found, others = set(), set(block.outputs)
+    for op in block.walk():
+        for parameter, source in op.inputs.items():
+            names = {s.name for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref)}
+            (found if (op.kind, parameter) == ("conv", "weight") else others).update(names)
+        others.update(name for inner in op.blocks for name in inner.outputs)
+    return {name for name in found - others if set(shapes.get(name, ())) == {1}}
 
 
 def _failure(program: Program, op: Op, problem: Exception) -> InputError:

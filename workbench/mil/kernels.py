@@ -6,6 +6,7 @@ Weights stay in memory as they are stored; each dequantized int8 weight is round
 
 import platform
 import threading
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ SMALL = 1 << 16  # weights below which a second thread costs more than it gives
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
+@cache
 def available() -> bool:
     """Whether this processor converts fp16 in hardware; without it LLVM's conversion aborts the process."""
     return platform.machine() in ("arm64", "aarch64") or bool(binding.get_host_cpu_features().get("f16c"))
@@ -78,19 +80,25 @@ def _one_here(weight, scale, x, out):
         out[r] = _row(weight[r], scale[r], x)
 
 
+@njit(fastmath=FLAGS, cache=True)
+def _four(weight, scale, x):
+    """weight [K] · x [4, K]: a weight is made dense once for four vectors."""
+    a = b = c = d = np.float32(0)
+    for k in range(weight.shape[0]):
+        w = _value(weight[k], scale)
+        a += w * x[0, k]
+        b += w * x[1, k]
+        c += w * x[2, k]
+        d += w * x[3, k]
+    return a, b, c, d
+
+
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _many(weight, scale, x, out):
-    """out [N, R] for x [N, K]: each weight row is made dense once and used for every vector."""
-    K = weight.shape[1]
+    """out [R, N] for x [N, K], N a multiple of 4."""
     for r in prange(weight.shape[0]):
-        row = np.empty(K, np.float32)
-        for k in range(K):
-            row[k] = _value(weight[r, k], scale[r])
-        for n in range(x.shape[0]):
-            total = np.float32(0)
-            for k in range(K):
-                total += row[k] * x[n, k]
-            out[n, r] = total
+        for n in range(0, x.shape[0], 4):
+            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(weight[r], scale[r], x[n : n + 4])
 
 
 def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
@@ -100,14 +108,17 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         weight: int8, or the bits of fp16 values as uint16.
         scale: of each row of int8 weights, [R] float32; not looked at for fp16.
     """
-    x = np.ascontiguousarray(x.float().numpy())
-    out = np.empty((len(x), len(weight)), np.float32)
-    if len(x) > 1:
-        on_threads(_many, weight, scale, x, out)
-    elif weight.size < SMALL or torch.get_num_threads() == 1:
-        _one_here(weight, scale, x[0], out[0])
+    N, (R, K) = len(x), weight.shape
+    if N > 1:
+        rows, out = np.zeros((-(-N // 4) * 4, K), np.float32), np.empty((R, -(-N // 4) * 4), np.float32)
+        rows[:N] = x.float().numpy()
+        on_threads(_many, weight, scale, rows, out)
+        return torch.from_numpy(out[:, :N].T)
+    row, out = np.ascontiguousarray(x.float().numpy()), np.empty((1, R), np.float32)
+    if weight.size < SMALL or torch.get_num_threads() == 1:
+        _one_here(weight, scale, row[0], out[0])
     else:
-        on_threads(_one, weight, scale, x[0], out[0])
+        on_threads(_one, weight, scale, row[0], out[0])
     return torch.from_numpy(out)
 
 

@@ -1,10 +1,13 @@
 """Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C, C_out/groups, *kernel])."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from . import bounded, padded, rule
 from .linear import narrow_matmul
+
+FEW = 32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
 
 
 def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
@@ -38,6 +41,17 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
 
 
+def _half_product(rows: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
+    """rows [B, N, K] float32 by weight [R, K] fp16, read as it is; float32."""
+    from workbench.mil import kernels  # numba takes a moment to import
+
+    if not kernels.available():
+        return F.linear(rows, weight.float(), bias)
+    bits = weight.view(torch.int16).numpy().view(np.uint16)
+    y = kernels.product(bits, np.ones(len(bits), np.float32), rows.flatten(0, 1)).view(*rows.shape[:2], -1)
+    return y if bias is None else y + bias
+
+
 def _conv(narrow: bool):
     def conv(x, weight, bias=None, *, strides=None, pad_type="valid", pad=None, dilations=None, groups=1):
         spatial = x.dim() - 2
@@ -47,8 +61,12 @@ def _conv(narrow: bool):
             # a 1×1 convolution is a matrix product: a row per position; libraries take 4 rows faster than 2 or 3
             rows = x.flatten(2).transpose(1, 2).contiguous()
             more = -rows.shape[1] % 4 if rows.shape[1] > 1 else 0
-            y = F.linear(F.pad(rows, (0, 0, 0, more)), weight.flatten(1), bias)[:, : rows.shape[1]]
+            if weight.dtype == torch.float16 and x.shape[0] * rows.shape[1] < FEW:
+                y = _half_product(rows, weight.flatten(1), bias)
+            else:
+                y = F.linear(F.pad(rows, (0, 0, 0, more)), weight.flatten(1).float(), bias)[:, : rows.shape[1]]
             return y.transpose(1, 2).reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+        weight = weight.float()
         if any(map(any, pairs)):
             x = padded(x, pairs)
         if narrow:
