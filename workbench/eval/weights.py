@@ -80,7 +80,7 @@ def _models(decoder: Decoder) -> list:
 def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
     old = executable.body.constants[constant]
-    executable.body.constants[constant] = value
+    executable.body.constants[constant] = value = value.to(old.dtype)  # held as fp16 by steps that compute with it so
     for step in executable.body.steps:
         step.constants.update({name: value for name, held in step.constants.items() if held is old})
 

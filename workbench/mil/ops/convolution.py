@@ -41,15 +41,17 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
 
 
-def _half_product(rows: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
-    """rows [B, N, K] float32 by weight [R, K] fp16, read as it is; float32."""
-    from workbench.mil import kernels  # numba takes a moment to import
+def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are few."""
+    (B, N, _), R = rows.shape, len(weight)
+    if weight.dtype == torch.float16 and B * N < FEW:
+        from workbench.mil import kernels  # numba takes a moment to import
 
-    if not kernels.available():
-        return F.linear(rows, weight.float(), bias)
-    bits = weight.view(torch.int16).numpy().view(np.uint16)
-    y = kernels.product(bits, np.ones(len(bits), np.float32), rows.flatten(0, 1)).view(*rows.shape[:2], -1)
-    return y if bias is None else y + bias
+        if kernels.available():
+            bits = weight.view(torch.int16).numpy().view(np.uint16)
+            return kernels.product(bits, np.ones(R, np.float32), rows.flatten(0, 1)).reshape(B, N, R)
+    more = -N % 4 if N > 1 else 0  # libraries take 4 rows faster than 2 or 3
+    return F.linear(F.pad(rows, (0, 0, 0, more)), weight.float())[:, :N]
 
 
 def _conv(narrow: bool):
@@ -58,13 +60,10 @@ def _conv(narrow: bool):
         strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
         pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
         if not narrow and groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
-            # a 1×1 convolution is a matrix product: a row per position; libraries take 4 rows faster than 2 or 3
+            # a 1×1 convolution is a matrix product: a row per position
             rows = x.flatten(2).transpose(1, 2).contiguous()
-            more = -rows.shape[1] % 4 if rows.shape[1] > 1 else 0
-            if weight.dtype == torch.float16 and x.shape[0] * rows.shape[1] < FEW:
-                y = _half_product(rows, weight.flatten(1), bias)
-            else:
-                y = F.linear(F.pad(rows, (0, 0, 0, more)), weight.flatten(1).float(), bias)[:, : rows.shape[1]]
+            y = _product(rows, weight.flatten(1))
+            y = y if bias is None else y + bias
             return y.transpose(1, 2).reshape(x.shape[0], weight.shape[0], *x.shape[2:])
         weight = weight.float()
         if any(map(any, pairs)):
