@@ -52,7 +52,7 @@ ONE_ROUNDING = ("add", "sub", "mul", "real_div", "maximum", "minimum")
 def test_arithmetic_rounds_once(oracle, kind, data):
     shape = data.draw(SHAPES)
     x, y = data.draw(arrays(shape)), data.draw(arrays(shape))
-    assume(kind != "real_div" or np.all(y != 0))
+    y = np.where(y == 0, np.float16(1), y) if kind == "real_div" else y
     same(run(kind, out="FLOAT16", x=x, y=y), oracle(kind, x=x, y=y))
 
 
