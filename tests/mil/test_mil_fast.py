@@ -176,6 +176,16 @@ def test_a_program_with_an_operation_that_has_no_instruction_runs_call_by_call(e
     assert list(decoder.layers[0].fast.tapes.values()) == [None]
 
 
+def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
+    decoder.prefill([1, 2], tile=1)
+    model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
+    io["x"] = np.random.default_rng(0).normal(size=(1, decoder.manifest.dims.C, 1, 1)).astype(np.float32)
+    spread = io | {"x": np.repeat(io["x"], 2, axis=1)[:, ::2]}
+    made = [model.predict({n: given[n] for n in model.shard.inputs}, model.make_state())["hidden"] for given in (io, spread)]
+    assert not spread["x"].flags.c_contiguous and np.array_equal(*made)
+
+
 def test_a_tape_leaves_a_write_mask_that_is_not_one_hot_to_the_formula(exports):
     decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
     decoder.prefill([1, 2], tile=1)

@@ -68,7 +68,7 @@ class FastProgram:
         """As `Executable.run` in `declared`, without a hook."""
         shapes = tuple(inputs[name].shape for name, *_ in self.inputs)
         made = self.tapes[shapes].run(inputs, state) if self.tapes.get(shapes) else None
-        return made or self._run(inputs, state, shapes)
+        return self._run(inputs, state, shapes) if made is None else made
 
     def _run(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         values = list(self.values)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from . import kernels
-from .graph import Graph, Unlike, need
+from .graph import Graph, need
+from .ops.convolution import FEW
 from .program import Op, Ref
 
-FEW = 32  # vectors that a product with stored fp16 weights takes before one with float32 copies overtakes it
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 
 
@@ -248,7 +248,7 @@ def _transposed(graph: Graph, op: Op) -> str:
     return "".join(axis for axis in "xy" if graph.attribute(op, f"transpose_{axis}", False))
 
 
-def _window(graph: Graph, op: Op, shape) -> list[tuple] | None:
+def _window(graph: Graph, op: Op, shape) -> list[tuple]:
     """(begin, end) of each axis that a slice with unit strides takes from `shape`; an axis taken whole reads (0, None)."""
     rank = len(shape)
     begin, end = graph.attribute(op, "begin"), graph.attribute(op, "end")

@@ -51,10 +51,13 @@ class Tape:
         del self.values
 
     def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
-        """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot."""
+        """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a state is laid out otherwise."""
         made = [torch.empty(shape) for shape in self.shapes]
-        tensors = [*(inputs[name] for name, *_ in self.program.inputs),
-                   *(state[name].value for name, _ in self.program.states), *made]  # fmt: skip
+        given = [inputs[name].float().contiguous() for name, *_ in self.program.inputs]
+        cells = [state[name].value for name, _ in self.program.states]
+        if not all(cell.is_contiguous() for cell in cells):
+            return None
+        tensors = [*given, *cells, *made]
         outer = np.array([t.data_ptr() for t in tensors], np.int64)
         done = kernels.on_threads(_run, self.code, outer, self.masks, torch.get_num_threads() > 1)
         return {name: t for (name, _), t in zip(self.program.outputs, made, strict=True)} if done else None
