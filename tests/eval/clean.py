@@ -34,7 +34,10 @@ def draw(seed: int) -> tuple[str, dict, dict]:
     if family in ("llama", "qwen2", "qwen3"):
         heads = [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]  # Llama's must divide the width
         changes |= dict(zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True))
-    options = {"compress": PRESETS[seed // len(FAMILIES) % len(PRESETS)], "t_max": int(rng.choice([2, 4])),
+    compress = PRESETS[seed // len(FAMILIES) % len(PRESETS)]
+    if compress == "int4-block32" and changes.get("num_attention_heads") == 3:
+        changes["hidden_size"] = 96  # three heads of another width give no whole blocks
+    options = {"compress": compress, "t_max": int(rng.choice([2, 4])),
                "layers_per_shard": int(rng.choice([1, 2])), "kv_write": str(rng.choice(["mask", "slice"])),
                "layout": str(rng.choice(["bct1", "bc1t"])), "states": str(rng.choice(["separate", "packed"]))}  # fmt: skip
     return family, changes, Options(max_seq_len=32, **options).model_dump(include={"max_seq_len", *options})

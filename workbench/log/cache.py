@@ -31,7 +31,7 @@ def gathered(folder: Path, version: str, read: Callable[[list[Path]], pa.Table])
         known, rows = {}, None
     new = [folder / name for name in files if name not in known]
     added = read(new)
-    together = added if rows is None else pa.concat_tables([rows, added])
+    together = (added if rows is None else pa.concat_tables([rows, added])).combine_chunks()  # a chunk per file is slow
     if len(new) >= WORTH:
         _save(folder / NAME, version, files, together)
     return together.take(pc.sort_indices(together["run_id"])) if rows is not None and new else together
