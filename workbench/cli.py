@@ -98,8 +98,7 @@ def export(
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
     """
-    import resource
-
+    from workbench.eval.memory import peak_rss
     from workbench.export import export as run
 
     start = time.perf_counter()
@@ -107,12 +106,11 @@ def export(
                max_seq_len=max_seq_len, t_max=t_max, batch=batch, layers_per_shard=layers_per_shard, compress=compress,
                kv_write=kv_write, layout=layout, states=states, moe=moe, t=t, sliding=sliding)  # fmt: skip
     how = [s.how for s in made.manifest.shards]
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     result = {
         "bundle": str(bundle), "family": made.manifest.family, "shards": len(how), "layers": made.manifest.dims.L,
         "bytes": made.bytes, "converted": how.count("converted"), "stamped": how.count("stamped"),
         "seconds": round(time.perf_counter() - start, 3),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "peak_rss_bytes": peak_rss(),
     }  # fmt: skip
     show(result, json, [f"{bundle}: {result['family']}, {result['layers']} layers in {result['shards']} shards "
                         f"({result['stamped']} stamped), {result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"])  # fmt: skip

@@ -1,6 +1,5 @@
 """`workbench bench export`: what an export costs, beside the plain loop over coremltools and the disk."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -40,11 +39,11 @@ def export(
 
 def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict:
     """One export, timed after a tiny one has imported and warmed up everything; meant for a process of its own."""
-    import resource
     import tempfile
     import time
 
     from workbench import export as exports
+    from workbench.eval.memory import peak_rss
     from workbench.models import checkpoint as checkpoints
 
     source = checkpoints.Checkpoint(checkpoint)
@@ -54,13 +53,12 @@ def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict
     clock, start = exports.Clock(), time.perf_counter()
     made = exports.export(checkpoint, target, progress=False, plain=plain, clock=clock, **chosen)
     seconds = time.perf_counter() - start
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
     kinds = ("template", "read", "compress", "write")
     return {
         "seconds": seconds, "identity": made.identity, "bytes": made.bytes,
         "stamped": sum(s.how == "stamped" for s in made.manifest.shards), "shards": len(made.manifest.shards),
         "split": {kind: clock.total(kind) for kind in kinds},
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "peak_rss_bytes": peak_rss(),
     }  # fmt: skip
 
 

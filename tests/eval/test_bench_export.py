@@ -2,12 +2,13 @@
 
 import os
 
+import numpy as np
 import pytest
 import tiny
 
 from workbench import InputError
 from workbench.cli_bench_export import export_layers, export_once
-from workbench.eval import bench_export
+from workbench.eval import bench_export, memory
 
 
 def test_what_is_measured_runs_in_a_process_of_its_own():
@@ -29,6 +30,12 @@ def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, 
     assert all(len(r["samples"]) == r["n"] > 0 and r["peer_samples"] for r in found["rows"])
     assert set(found["split"][0]) == {"template", "read", "compress", "write"} and min(found["split"][0].values()) > 0
     assert found["peak_rss_bytes"]["stamped"][0] > 1 << 27
+
+
+def test_peak_memory_is_that_of_the_process_alone():
+    held = np.ones(600 << 20, np.uint8)
+    assert memory.peak_rss() > held.nbytes
+    assert 0 < bench_export.apart(memory.peak_rss) < held.nbytes  # the child of a large process
 
 
 def test_other_bytes_are_reported(tmp_path, here):

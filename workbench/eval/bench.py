@@ -16,6 +16,7 @@ from workbench.bundle import Bundle
 from workbench.decode import Decoder
 
 from . import speed
+from .memory import peak_rss
 
 # One layer of ZAYA1-8B as transformers' configuration states it; the vocabulary is small, since no head is timed.
 ZAYA_LAYER = dict(hidden_size=2048, num_attention_heads=8, num_key_value_heads=2, head_dim=128, num_experts=16,
@@ -157,11 +158,9 @@ def _apart(function: Callable, *arguments):
 
 
 def _peak(path: Path) -> int | None:
-    """Peak resident bytes of this process once it has opened a bundle and decoded (VmHWM; null where there is none)."""
+    """Peak resident bytes of this process once it has opened a bundle and decoded."""
     Decoder(path, "portable").generate([7] * 8, 8, stop=())
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+    return peak_rss()
 
 
 def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> list[dict]:

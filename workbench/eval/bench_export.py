@@ -1,7 +1,7 @@
 """Export against its peers: the plain loop over coremltools, and the disk. Takes the export as a function to call.
 
 Every export runs in a process of its own, warmed up by a tiny export before the clock starts, so imports count for
-neither side. Peak memory is the process's resident maximum (ru_maxrss): everything is counted in it, imports too;
+neither side. Peak memory is the process's resident maximum (`memory.peak_rss`): everything is counted in it, imports too;
 nothing is mapped from the checkpoint, which is read into buffers.
 """
 

@@ -1,6 +1,10 @@
 """Bytes a decoding process needs, before anything is allocated, against the machine it shall run on."""
 
+import re
+import resource
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from workbench.bundle import Bundle, Dims, Options
 from workbench.bundle.contract import is_cache
@@ -110,3 +114,14 @@ def parse_bytes(text: str) -> int:
         return int(float(number) * units[unit])
     except ValueError:
         raise InputError("memory", repr(text), "a size such as 16G", "write a number and K, M, G or T") from None
+
+
+def peak_rss() -> int | None:
+    """Most bytes this process has held resident (Linux's VmHWM, macOS' ru_maxrss), imports included.
+
+    On Linux ru_maxrss would do only for a process whose parent was small: it survives exec.
+    """
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return found and int(found[1]) * 1024
