@@ -65,6 +65,7 @@ def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict
 def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dict:
     """Seconds of each of `count` decoder layers, converted and stamped in turn, one thread, after their template."""
     import time
+    from concurrent.futures import Future
     from contextlib import closing
 
     from workbench import export as exports
@@ -75,7 +76,7 @@ def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dic
     source, options = Checkpoint(checkpoint), exports.options(**chosen)
     plan, found = exports.read_plan(source, options), {"plain": [], "stamped": []}
     jobs = [j for j in make.jobs(list(shards.specs(plan, options)), source, plan, options) if j.spec.kind == "layers"]
-    with closing(Writer(Path(folder), lambda: {})) as writer:
+    with closing(Writer(Path(folder), Future())) as writer:
         maker, plainly = (make.Maker(source, plan, options, writer, plain) for plain in (False, True))
         maker.convert_first(jobs[:1], lambda job: None)
         for job in jobs[1 : 1 + count]:

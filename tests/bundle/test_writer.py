@@ -1,6 +1,7 @@
 """One writer to a folder, nothing replaced, everything hashed once."""
 
 import os
+from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
@@ -10,9 +11,9 @@ from workbench.bundle import Writer, store
 
 
 def test_a_second_export_to_the_same_target_is_refused_until_the_first_is_gone(tmp_path):
-    with closing(Writer(tmp_path / "b", dict)), pytest.raises(InputError, match="another export.*one export to one target"):
-        Writer(tmp_path / "b", dict)
-    Writer(tmp_path / "b", dict).close()
+    with closing(Writer(tmp_path / "b", Future())), pytest.raises(InputError, match="another export.*one export to one target"):
+        Writer(tmp_path / "b", Future())
+    Writer(tmp_path / "b", Future()).close()
 
 
 def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path):
@@ -21,7 +22,7 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path):
         folder.mkdir()
         (folder / name).write_text(content)
         with pytest.raises(InputError, match=found):
-            Writer(folder, dict)
+            Writer(folder, Future())
         assert (folder / name).read_text() == content
     assert not list(tmp_path.glob(".*"))
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -180,13 +180,14 @@ class Writer:
 
     Args:
         target: where the bundle shall be.
-        identity: gives what decides the bundle's bytes; asked for when it is first needed, since it may take a while.
+        identity: what decides the bundle's bytes, or will once it is known. Work goes on without it; until then nothing
+            that is finished can be resumed.
 
     Raises:
         InputError: something is at `target`, or another process is exporting to it.
     """
 
-    def __init__(self, target: Path, identity: Callable[[], dict]):
+    def __init__(self, target: Path, identity: Future[dict]):
         self.target, self.root, self.identity, self.signed = target, _working(target), identity, False
         self.root.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.root, os.O_RDONLY)
@@ -215,7 +216,7 @@ class Writer:
             _remove(path)
 
     def _identity(self) -> str:
-        return json.dumps(self.identity(), sort_keys=True)
+        return json.dumps(self.identity.result(), sort_keys=True)
 
     def close(self) -> None:
         """Lets go of the folder, and removes it when nothing was kept in it."""
@@ -236,7 +237,7 @@ class Writer:
 
     def record(self, shard: Shard) -> Shard:
         """Notes a shard as finished; its files are as hashed in its entry."""
-        if not self.signed:
+        if not self.signed and self.identity.done():
             (self.root / IDENTITY).write_text(self._identity())
             self.signed = True
         temporary = self.root / f"{shard.name}.json.tmp"

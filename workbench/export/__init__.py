@@ -63,13 +63,14 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     try:
         with ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-            digest = pool.submit(lambda: source.sha256)  # beside the first conversion
-            writer = Writer(Path(bundle), lambda: {"checkpoint": digest.result(), "options": chosen_options.model_dump(),
-                                                   "packages": packages})  # fmt: skip
+            identity = pool.submit(lambda: {"checkpoint": source.sha256, "options": chosen_options.model_dump(),
+                                            "packages": packages})  # fmt: skip
+            writer = Writer(Path(bundle), identity)
             stack.callback(writer.close)
             stack.callback(pool.shutdown, cancel_futures=True)  # comes first: the folder is left when nobody writes to it
             maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
             made, table = _make(maker, pool, verify_stamps, progress)
+            identity.result()
             return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages, table))
     except OSError as problem:
         raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",

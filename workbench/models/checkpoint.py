@@ -15,7 +15,7 @@ import torch
 from workbench.errors import InputError
 
 KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HASH_BYTES = 1 << 24  # large, so that a thread that hashes rarely asks for the interpreter
+HASH_BYTES = 1 << 26  # large, so that a thread that hashes rarely asks for the interpreter
 CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
 LFS = b"version https://git-lfs"
