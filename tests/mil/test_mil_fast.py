@@ -222,6 +222,19 @@ def test_fp16_products_use_weights_as_they_are():
         np.testing.assert_allclose(found, rows.double().numpy() @ weight.astype(float).T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "size"), [(1, 40), (3, 40), (6, 40), (2, 900)])
+def test_narrow_products_round_after_every_32_terms(rows, size):
+    rng = np.random.default_rng(rows)
+    weight, x = (rng.integers(-size, size, (n, 320)).astype(np.float16) for n in (9, rows))  # sums of 32 are exact in float32
+    expected = np.zeros((rows, 9), np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for part in zip(np.split(x.astype(float), 10, 1), np.split(weight.astype(float), 10, 1), strict=True):
+            expected = (expected + part[0] @ part[1].T).astype(np.float16)
+    found = kernels.narrow_product(weight.view(np.uint16), torch.from_numpy(x).float())
+    np.testing.assert_array_equal(found.numpy(), expected.astype(np.float32))
+    assert np.isfinite(expected).all() == (size == 40)
+
+
 def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: False)
     assert not any(model.fast for model in Decoder(exports.bundle(exports.checkpoint("qwen2")), "portable").layers)

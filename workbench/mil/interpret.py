@@ -195,7 +195,7 @@ class Builder:
 
     def __init__(self, executable: Executable):
         self.executable = executable
-        self.half = _matrices(executable.program.block) if executable.precision != "narrow" else set()
+        self.half = _matrices(executable.program.block)
 
     def body(self, block: Block, outside: dict, known: dict) -> Body:
         """`outside`: names of values seen from around the block; `known`: those of them that are constant."""

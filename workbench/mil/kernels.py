@@ -17,6 +17,7 @@ from numba.extending import intrinsic, overload
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 
 SMALL = 1 << 16  # weights below which a second thread costs more than it gives
+TERMS = 32  # of a sum that `narrow` rounds
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
@@ -120,6 +121,45 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
     else:
         on_threads(_one, weight, scale, row[0], out[0])
     return torch.from_numpy(out)
+
+
+@njit(fastmath=FLAGS, cache=True)
+def _dots(weight, x):
+    """weight [32] · x [4, 32]: a length known beforehand is what makes this a few instructions."""
+    a = b = c = d = np.float32(0)
+    for k in range(TERMS):
+        w = _wide(weight[k])
+        a += w * x[0, k]
+        b += w * x[1, k]
+        c += w * x[2, k]
+        d += w * x[3, k]
+    return a, b, c, d
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _narrow(weight, x, out):
+    """out [R, 4 n] for weight [R, K/32, 32], x [n, K/32, 4, 32], each running sum rounded to fp16 after every 32 terms."""
+    for r in prange(weight.shape[0]):
+        for n in range(x.shape[0]):
+            a = b = c = d = np.float32(0)
+            for g in range(weight.shape[1]):
+                p, q, s, t = _dots(weight[r, g], x[n, g])
+                a, b, c, d = _round16(a + p), _round16(b + q), _round16(c + s), _round16(d + t)
+            out[r, 4 * n], out[r, 4 * n + 1], out[r, 4 * n + 2], out[r, 4 * n + 3] = a, b, c, d
+
+
+def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
+    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every 32 of the K products.
+
+    Args:
+        weight: the bits of fp16 values as uint16; K a multiple of 32.
+    """
+    (N, K), R = x.shape, len(weight)
+    rows, out = torch.zeros(-(-N // 4) * 4, K), np.empty((R, -(-N // 4) * 4), np.float32)
+    rows[:N] = x
+    rows = rows.reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
+    on_threads(_narrow, weight.reshape(R, -1, TERMS), rows.numpy(), out)
+    return torch.from_numpy(out[:, :N].T)
 
 
 def on_threads(kernel, *arguments):

@@ -41,15 +41,18 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torch.Tensor:
     """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are few."""
-    (B, N, _), R = rows.shape, len(weight)
-    if weight.dtype == torch.float16 and B * N < FEW:
+    (B, N, K), R = rows.shape, len(weight)
+    if weight.dtype == torch.float16 and B * N < FEW and not (narrow and K % 32):
         from workbench.mil import kernels  # numba takes a moment to import
 
         if kernels.available():
-            bits = weight.view(torch.int16).numpy().view(np.uint16)
-            return kernels.product(bits, np.ones(R, np.float32), rows.flatten(0, 1)).reshape(B, N, R)
+            bits, flat = weight.view(torch.int16).numpy().view(np.uint16), rows.flatten(0, 1)
+            y = kernels.narrow_product(bits, flat) if narrow else kernels.product(bits, np.ones(R, np.float32), flat)
+            return y.reshape(B, N, R)
+    if narrow:
+        return narrow_matmul(rows, weight.float().T)
     more = -N % 4 if N > 1 else 0  # libraries take 4 rows faster than 2 or 3
     return F.linear(F.pad(rows, (0, 0, 0, more)), weight.float())[:, :N]
 
@@ -59,10 +62,10 @@ def _conv(narrow: bool):
         spatial = x.dim() - 2
         strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
         pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
-        if not narrow and groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
+        if groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
             # a 1×1 convolution is a matrix product: a row per position
             rows = x.flatten(2).transpose(1, 2).contiguous()
-            y = _product(rows, weight.flatten(1))
+            y = _product(rows, weight.flatten(1), narrow)
             y = y if bias is None else y + bias
             return y.transpose(1, 2).reshape(x.shape[0], weight.shape[0], *x.shape[2:])
         weight = weight.float()
