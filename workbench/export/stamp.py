@@ -8,6 +8,7 @@ remove, merge or fold for this shard is refused as `Unlike`, and the caller conv
 import hashlib
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,11 +116,12 @@ class Template:
         model.CopyFrom(self.model)
         (package / packages.WEIGHTS).parent.mkdir(parents=True)
         digest = hashlib.sha256()
-        with (package / packages.WEIGHTS).open("wb", buffering=0) as file:
+        with (package / packages.WEIGHTS).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
             for piece in self._payloads(parts, source, options, scratch, clock, model):
                 with clock("write"):
+                    hashed = beside.submit(digest.update, piece)
                     _write(file, piece)
-                    digest.update(piece)
+                    hashed.result()
             size = file.tell()
         rename(model, dict(zip(self.spec.buffers, spec.buffers, strict=True)))
         files = [(packages.MODEL, packages.serialize(model)), (packages.MANIFEST, self.manifest)]
