@@ -32,6 +32,15 @@ def test_errors_that_rise_or_fall_along_the_cache_are_a_fault(seed, factor, risi
     assert (gate.value > 0) == rising
 
 
+@given(seed=st.integers(0, 10_000), factor=st.floats(2.5, 3.5))
+def test_tokens_that_become_harder_are_no_fault(seed, factor):
+    rng = np.random.default_rng(seed)
+    noise, ramp = np.exp(0.1 * rng.standard_normal((2, 40))), factor ** np.linspace(0, 1, 40)
+    both = [rows(1e-3 * ramp * noise[0]), rows(3e-4 * ramp * noise[1], "hidden")]
+    assert trend(pd.concat(both)).verdict == "GREEN"
+    assert trend(both[0]).verdict == "RED"  # the same rows, but nothing that explains them
+
+
 def test_a_steady_but_small_rise_is_no_fault():
     assert trend(rows(1e-3 * 1.2 ** np.linspace(0, 1, 40))).verdict == "GREEN"
 

@@ -96,26 +96,37 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
 def trend(rows: pd.DataFrame) -> Gate:
     """A cache that is damaged as it is used errs more and more over its rows, or less and less (the oldest were hit most
     often); compression errs alike in all. Rank correlation of position and error of chained K and V rows, position 0
-    apart: attention sinks there are unlike any other row."""
-    judged = rows[(rows["mode"] == "chained") & rows["tensor"].isin(["k", "v"]) & (rows["position"] > 0)].dropna(subset="cosine")
+    apart: attention sinks there are unlike any other row. Some tokens are harder than others wherever they stand, so a small
+    trend counts only in what the hidden state's error at the same position does not explain."""
+    judged = rows[(rows["mode"] == "chained") & (rows["position"] > 0)].dropna(subset="cosine")
     error = np.log((1 - judged["cosine"]).clip(lower=1e-14)) / 2
-    found = [_trend(group, tensor) for tensor, group in judged.assign(error=error).groupby("tensor")]
-    if not found or min(positions for *_, positions in found) < gates.TREND_POSITIONS:
+    errors = judged.assign(error=error).groupby(["tensor", "position"])["error"].mean()
+    held = [tensor for tensor in ("k", "v") if tensor in errors]
+    if not held or min(len(errors[tensor]) for tensor in held) < gates.TREND_POSITIONS:
         return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
-    growth, correlation, where, _ = max(found, key=lambda f: (f[0] >= gates.TREND_GROWTH) * abs(f[1]))
-    grown = growth >= gates.TREND_GROWTH and abs(correlation) > gates.TREND
+    found = [(*_trend(_unexplained(errors[t], errors.get("hidden"))), gates.TREND_GROWTH, f"{t}, the hidden state's apart") for t in held]
+    found += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in held]
+    growth, correlation, limit, where = max(found, key=lambda f: (f[0] >= f[2]) * abs(f[1]))
+    grown = growth >= limit and abs(correlation) > gates.TREND
     return Gate("trend", gates.RED if grown else gates.GREEN, correlation, gates.TREND,
                 f"rank correlation of position and error, {where}; newest and oldest quarter differ by a factor of {growth:.2f}"
                 + (": a fault of the cache" if grown else ", flat"))  # fmt: skip
 
 
-def _trend(group: pd.DataFrame, tensor: str) -> tuple[float, float, str, int]:
-    """(factor between the newest and the oldest quarter, rank correlation, where, positions) of log errors."""
-    error = group.groupby("position")["error"].mean()
+def _unexplained(error: pd.Series, hidden: pd.Series | None) -> pd.Series:
+    """What a hidden state that errs as much more leaves of log errors by position."""
+    if hidden is None:
+        return error
+    hard = hidden.reindex(error.index)
+    return error - np.clip(error.cov(hard) / hard.var(), 0, 1) * (hard - hard.mean())
+
+
+def _trend(error: pd.Series) -> tuple[float, float]:
+    """Factor between the newest and the oldest quarter of log errors by position, and their rank correlation with it."""
     quarter = -(-len(error) // 4)
     correlation = error.rank().corr(pd.Series(error.index, error.index).rank())
     growth = np.exp(abs(error.iloc[-quarter:].mean() - error.iloc[:quarter].mean()))
-    return float(growth), float(np.nan_to_num(correlation)), tensor, len(error)
+    return float(growth), float(np.nan_to_num(correlation))
 
 
 def _judged(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
