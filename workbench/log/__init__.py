@@ -10,17 +10,5 @@ from workbench.log.stats import Comparison, compare, flags, summary
 from workbench.log.store import adopt, append, default_root, files, load, new_run_id
 from workbench.log.tables import SCHEMAS
 
-__all__ = [
-    "SCHEMAS",
-    "Comparison",
-    "adopt",
-    "append",
-    "compare",
-    "default_root",
-    "environment",
-    "files",
-    "flags",
-    "load",
-    "new_run_id",
-    "summary",
-]
+__all__ = ["SCHEMAS", "Comparison", "adopt", "append", "compare", "default_root", "environment", "files", "flags", "load",
+           "new_run_id", "summary"]  # fmt: skip

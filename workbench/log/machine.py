@@ -25,16 +25,13 @@ def environment() -> dict:
     has changes; ``versions`` maps ``python`` and the packages that decide a result to their versions.
     """
     return {
-        "time": datetime.now(UTC),
-        "platform": platform.platform(),
+        "time": datetime.now(UTC), "platform": platform.platform(),
         "chip": _output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
         "os_build": _output("sw_vers", "-buildVersion") or platform.version() or None,
-        "memory_bytes": psutil.virtual_memory().total,
-        "power_source": _power_source(),
-        "thermal": _output("pmset", "-g", "therm"),
-        "commit": _commit(),
+        "memory_bytes": psutil.virtual_memory().total, "power_source": _power_source(),
+        "thermal": _output("pmset", "-g", "therm"), "commit": _commit(),
         "versions": {"python": platform.python_version()} | {name: _package(name) for name in _PACKAGES},
-    }
+    }  # fmt: skip
 
 
 def _output(*command: str) -> str | None:

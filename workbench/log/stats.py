@@ -59,14 +59,8 @@ def _describe(values: np.ndarray) -> dict:
     if median and np.ptp(values):
         drift = stats.theilslopes(values, order).slope * order[-1] / median
         drifting = bool(abs(drift) > _DRIFT_SIZE and stats.kendalltau(order, values).pvalue < _DRIFT_P)
-    return {
-        "median": median,
-        "mad": stats.median_abs_deviation(values),
-        "n": len(values),
-        "drift": drift,
-        "drifting": drifting,
-        "unstable": bool(values.max() > _OUTLIER * values.mean()),
-    }
+    return {"median": median, "mad": stats.median_abs_deviation(values), "n": len(values), "drift": drift,
+            "drifting": drifting, "unstable": bool(values.max() > _OUTLIER * values.mean())}  # fmt: skip
 
 
 @dataclass(frozen=True)

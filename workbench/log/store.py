@@ -44,12 +44,8 @@ def default_root() -> Path:
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
-def append(
-    table: str,
-    rows: pd.DataFrame | Mapping | Sequence[Mapping],
-    root: Path | str | None = None,
-    run_id: str | None = None,
-) -> Path:
+def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: Path | str | None = None,
+           run_id: str | None = None) -> Path:  # fmt: skip
     """Write one run's rows of one table and return the new file, whose stem is the run id.
 
     `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a result that was

@@ -8,13 +8,8 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-_TYPES = {
-    "text": pa.string(),
-    "bool": pa.bool_(),
-    "int": pa.int64(),
-    "float": pa.float64(),
-    "time": pa.timestamp("us", tz="UTC"),
-}
+_TYPES = {"text": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(),
+          "time": pa.timestamp("us", tz="UTC")}  # fmt: skip
 
 
 def _schema(lines: str) -> pa.Schema:

@@ -42,18 +42,9 @@ _METRICS = {
 
 
 @style()
-def fidelity_heatmap(
-    fidelity: pd.DataFrame,
-    *,
-    T: int,
-    tensor: str = "update",
-    mode: str = "isolated",
-    metric: str = "1-cosine",
-    tokens: Sequence[str] | None = None,
-    threshold: float | None = None,
-    limits: tuple[float, float] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
+def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, tensor: str = "update", mode: str = "isolated", metric: str = "1-cosine",
+                     tokens: Sequence[str] | None = None, threshold: float | None = None,
+                     limits: tuple[float, float] | None = None, ax: Axes | None = None) -> Axes:  # fmt: skip
     """Layer × position of one metric (``1-cosine``, ``max_abs`` or ``psnr_db``) at one T.
 
     `fidelity` has the columns of the log's table of that name and, for this `T`, `tensor` and `mode`, at most one row
@@ -70,18 +61,9 @@ def fidelity_heatmap(
 
 
 @style()
-def fidelity_grid(
-    fidelity: pd.DataFrame,
-    Ts: Iterable[int],
-    *,
-    tensor: str = "update",
-    mode: str = "isolated",
-    metric: str = "1-cosine",
-    tokens: Sequence[str] | None = None,
-    threshold: float | None = None,
-    limits: tuple[float, float] | None = None,
-    columns: int = 2,
-) -> Figure:
+def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], *, tensor: str = "update", mode: str = "isolated",
+                  metric: str = "1-cosine", tokens: Sequence[str] | None = None, threshold: float | None = None,
+                  limits: tuple[float, float] | None = None, columns: int = 2) -> Figure:  # fmt: skip
     """`fidelity_heatmap` at several T as small multiples with one colour scale."""
     Ts = list(Ts)
     rows = -(-len(Ts) // columns)

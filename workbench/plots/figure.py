@@ -27,29 +27,13 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 STYLE = {
     "font.family": "DejaVu Sans",  # the font that matplotlib ships, so figures look alike everywhere
-    "font.size": 8,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "axes.prop_cycle": matplotlib.cycler(color=PALETTE, marker=list("os^DvPX")),
-    "grid.color": "0.9",
-    "grid.linewidth": 0.6,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 4.5,
-    "hatch.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.borderaxespad": 0,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 200,
+    "font.size": 8, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.prop_cycle": matplotlib.cycler(color=PALETTE, marker=list("os^DvPX")),
+    "grid.color": "0.9", "grid.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
+    "lines.linewidth": 1.2, "lines.markersize": 4.5, "hatch.linewidth": 0.5, "legend.frameon": False, "legend.borderaxespad": 0,
+    "figure.constrained_layout.use": True, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "workbench",
     "svg.fonttype": "none",  # text stays text: searchable, and set in the reader's font
-    "svg.hashsalt": "workbench",
-    "pdf.fonttype": 42,
-}
+}  # fmt: skip
 
 _UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
@@ -64,14 +48,8 @@ def style() -> Iterator[None]:
     matplotlib.interactive(interactive)  # a notebook's backend loads with its first figure: leave on what it turned on
 
 
-def save(
-    draw: Callable[[], Axes | Figure],
-    stem: Path | str,
-    *,
-    run_ids: Sequence[str],
-    alt: str,
-    formats: Sequence[str] = ("svg", "pdf", "png"),
-) -> list[Path]:
+def save(draw: Callable[[], Axes | Figure], stem: Path | str, *, run_ids: Sequence[str], alt: str,
+         formats: Sequence[str] = ("svg", "pdf", "png")) -> list[Path]:  # fmt: skip
     """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths, sidecar last.
 
     `draw` is called afresh for each format, since a figure that has been saved once lays itself out differently: the

@@ -48,12 +48,5 @@ class Compare(Panel):
 
 
 def _label(run: dict) -> str:
-    parts = [
-        run["experiment"],
-        run["checkpoint"],
-        run["compress"],
-        f"S {run['max_seq_len']}",
-        f"T {run['T']}",
-        run["precision"],
-    ]
+    parts = [run["experiment"], run["checkpoint"], run["compress"], f"S {run['max_seq_len']}", f"T {run['T']}", run["precision"]]
     return ", ".join(str(p) for p in parts if pd.notna(p) and "<NA>" not in str(p)) + f" ({run['run_id']})"

@@ -104,9 +104,7 @@ class Explorer(Panel):
 
     def _axes(self) -> tuple[list[int], list[int]]:
         """Layers and positions of the heatmap, in order."""
-        return tuple(
-            [] if self.rows is None else sorted(map(int, self.rows[name].unique())) for name in ("layer", "position")
-        )
+        return tuple([] if self.rows is None else sorted(map(int, self.rows[name].unique())) for name in ("layer", "position"))
 
     def choose(self, cell: tuple[int, int] | None) -> None:
         """Marks a (layer, position) and shows how the error of its layer splits."""
@@ -137,11 +135,9 @@ class Explorer(Panel):
     def _stored(self, table: str) -> pd.DataFrame:
         """Rows of the bundle and precision shown, at every max_seq_len and T."""
         rows = self.stored[table]
-        wanted = {name: getattr(self.setting, name) for name in self.grid.export} | {
-            "precision": self.value("precision")
-        }
-        for name, value in wanted.items():
-            rows = rows[rows[name] == value] if name in rows and name != "max_seq_len" else rows
+        wanted = {name: getattr(self.setting, name) for name in self.grid.export} | {"precision": self.value("precision")}
+        for name in wanted.keys() & set(rows) - {"max_seq_len"}:
+            rows = rows[rows[name] == wanted[name]]
         return rows
 
     def _mode(self) -> str:
@@ -151,12 +147,7 @@ class Explorer(Panel):
     def _options(self) -> dict:
         """Keywords of the heatmap as it is shown."""
         tensor, metric, limits = self.value("tensor"), self.value("metric"), LIMITS[self.setting.compress]
-        least = {
-            "update": limits.update_cosine,
-            "logits": limits.logits_cosine,
-            "k": limits.kv_cosine,
-            "v": limits.kv_cosine,
-        }
+        least = {"update": limits.update_cosine, "logits": limits.logits_cosine, "k": limits.kv_cosine, "v": limits.kv_cosine}
         fits = self.tokens and self._axes()[1][-1] < len(self.tokens)
         return {"T": self.value("T"), "tensor": tensor, "metric": metric, "mode": self._mode(), "tokens": self.tokens if fits else None,
                 "threshold": 1 - least[tensor] if tensor in least and metric == "1-cosine" else None}  # fmt: skip
@@ -175,18 +166,11 @@ class Explorer(Panel):
         metric, lines = self.value("metric"), [("click on a cell, or choose one here", None)]
         if self.rows is not None:
             column = "cosine" if metric == "1-cosine" else metric
-            for r in (
-                self.rows.sort_values(column, ascending=column != "max_abs", na_position="first")
-                .head(WORST)
-                .itertuples()
-            ):
+            ranked = self.rows.sort_values(column, ascending=column != "max_abs", na_position="first")
+            for r in ranked.head(WORST).itertuples():
                 token = f" “{self.tokens[r.position]}”" if self.tokens and r.position < len(self.tokens) else ""
-                lines.append(
-                    (
-                        f"layer {r.layer}, position {r.position}{token}: {column} {getattr(r, column):.6g}",
-                        (int(r.layer), int(r.position)),
-                    )
-                )
+                said = f"layer {r.layer}, position {r.position}{token}: {column} {getattr(r, column):.6g}"
+                lines.append((said, (int(r.layer), int(r.position))))
         if list(self.worst.options) != lines:
             self.worst.options = lines
 
@@ -195,17 +179,11 @@ class Explorer(Panel):
         if found is None:
             self.split.value = ""
             return absent(ax, "error split not measured at this setting")
-        layer = (
-            self.cell[0]
-            if self.cell and self.cell[0] in set(found["layer"])
-            else int(found.loc[found["total"].idxmax(), "layer"])
-        )
+        clicked = self.cell and self.cell[0] in set(found["layer"])
+        layer = self.cell[0] if clicked else int(found.loc[found["total"].idxmax(), "layer"])
         plots.layer_parts(found, layer=layer, ax=ax)
-        shown = (
-            found[found["layer"] == layer]
-            .drop(columns=["run_id", "layer"])
-            .T.set_axis([f"layer {layer}, relative RMS"], axis=1)
-        )
+        shown = found[found["layer"] == layer].drop(columns=["run_id", "layer"]).T
+        shown.columns = [f"layer {layer}, relative RMS"]
         self.split.value = shown.astype(float).to_html(border=0, float_format="{:.3g}".format, na_rep="not measured")
 
     def _speed(self, ax: Axes) -> None:
@@ -216,9 +194,7 @@ class Explorer(Panel):
         plots.speed(rates, ax=ax)
         here = rates[(rates["max_seq_len"] == self.value("max_seq_len")) & (rates["T"] == self.value("T"))]
         if len(here):
-            ax.plot(
-                [self.value("max_seq_len")], [here["value"].median()], "o", ms=11, mfc="none", mec="black", zorder=5
-            )
+            ax.plot(self.value("max_seq_len"), here["value"].median(), "o", ms=11, mfc="none", mec="black", zorder=5)
 
     def save(self) -> list[Path]:
         """Keeps the heatmap shown as an exhibit of the experiment: a log row, SVG, PDF, PNG and a sidecar."""
@@ -228,17 +204,11 @@ class Explorer(Panel):
         name = f"explorer-{tensor}-S{s.max_seq_len}-T{T}-{s.compress}-{self.value('precision')}"
         alt = f"{tensor} of {self.checkpoint.path.name} against Hugging Face by layer and position: {self.value('bundle')}, max_seq_len {s.max_seq_len}, T = {T}."
         shown = report.exhibit(name, self.rows.dropna(axis=1, how="all"), alt, "fidelity_heatmap", self._options())
-        row = {
-            "command": "explorer",
-            "checkpoint": self.checkpoint.path.name,
-            "max_seq_len": s.max_seq_len,
-            "T": T,
-            "compress": s.compress,
-        }
+        row = {"command": "explorer", "checkpoint": self.checkpoint.path.name, "max_seq_len": s.max_seq_len, "T": T,
+               "compress": s.compress}  # fmt: skip
         run_id = runs.record(self.grid.experiment, row, root=self.root, exhibits=[shown])
-        paths = report.export(
-            shown | {"run_id": run_id}, report.folder(self.grid.experiment, self.root), self.grid.experiment
-        )
+        place = report.folder(self.grid.experiment, self.root)
+        paths = report.export(shown | {"run_id": run_id}, place, self.grid.experiment)
         self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
         return paths
 

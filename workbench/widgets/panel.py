@@ -115,11 +115,8 @@ def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
 
 def choice(name: str, values: list, start=None) -> ui.Dropdown:
     """One of `values`, which may be (label, value) pairs."""
-    found = ui.Dropdown(
-        options=values, description=name, style={"description_width": "initial"}, layout=ui.Layout(width="auto")
-    )
-    if start is not None:
-        found.value = start
+    found = ui.Dropdown(options=values, description=name, style={"description_width": "initial"}, layout=ui.Layout(width="auto"))
+    found.value = found.value if start is None else start
     return found
 
 
@@ -147,9 +144,7 @@ class Job:
     def refresh(self) -> None:
         """Says how much there is to do."""
         count = len(self.steps())
-        self.run.description, self.run.disabled = (
-            (f"Run what is missing ({count})", False) if count else ("Nothing is missing", True)
-        )
+        self.run.description, self.run.disabled = f"Run what is missing ({count})" if count else "Nothing is missing", not count
 
     def start(self) -> None:
         self.stopped.clear()
