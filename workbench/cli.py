@@ -20,6 +20,11 @@ RuntimeName = Annotated[str, typer.Option("--runtime", help="auto, portable or c
 Precision = Annotated[str, typer.Option("--precision", help="Portable arithmetic: declared, exact or narrow.")]
 BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE")]
 CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT")]
+GoldenPath = Annotated[Path | None, typer.Option(help="Golden store.")]
+GoldenOf = Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")]
+Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
+LogFolder = Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")]
 DEFAULT_IDS = 24
 
 
@@ -77,11 +82,9 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def export(
-    checkpoint: CheckpointPath,
-    bundle: BundlePath,
+    checkpoint: CheckpointPath, bundle: BundlePath,
     max_seq_len: Annotated[int, typer.Option(help="Cache slots S.")] = 512,
-    t_max: Annotated[int, typer.Option(help="Most tokens a call, T = 1 … t_max.")] = 4,
-    batch: int = 1,
+    t_max: Annotated[int, typer.Option(help="Most tokens a call, T = 1 … t_max.")] = 4, batch: int = 1,
     layers_per_shard: Annotated[int, typer.Option(help="Decoder layers in one .mlpackage.")] = 1,
     compress: Annotated[str, typer.Option(help="fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.")] = "fp16",
     kv_write: Annotated[str, typer.Option(help="mask or slice.")] = "mask",
@@ -93,7 +96,7 @@ def export(
     plain: Annotated[bool, typer.Option("--plain", help="Convert every shard; stamp none.")] = False,
     verify_stamps: Annotated[int, typer.Option(help="Convert so many stamped shards again and compare.", min=0)] = 0,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Hugging Face folder → bundle of stateful shards. Resumes where an interrupted export stopped.
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
@@ -109,8 +112,7 @@ def export(
     result = {
         "bundle": str(bundle), "family": made.manifest.family, "shards": len(how), "layers": made.manifest.dims.L,
         "bytes": made.bytes, "converted": how.count("converted"), "stamped": how.count("stamped"),
-        "seconds": round(time.perf_counter() - start, 3),
-        "peak_rss_bytes": peak_rss(),
+        "seconds": round(time.perf_counter() - start, 3), "peak_rss_bytes": peak_rss(),
     }  # fmt: skip
     show(result, json, [f"{bundle}: {result['family']}, {result['layers']} layers in {result['shards']} shards "
                         f"({result['stamped']} stamped), {result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"])  # fmt: skip
@@ -118,12 +120,10 @@ def export(
 
 @app.command()
 def golden(
-    checkpoint: CheckpointPath,
-    out: Annotated[Path, typer.Option("--out", help="File to write.")],
-    prompt_ids: Ids = None,
+    checkpoint: CheckpointPath, out: Annotated[Path, typer.Option("--out", help="File to write.")], prompt_ids: Ids = None,
     bundle: Annotated[Path | None, typer.Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
 
     Example: workbench golden data/tiny-llama --out build/llama.golden
@@ -158,10 +158,8 @@ def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | 
 def check(
     bundle: BundlePath,
     golden: Annotated[Path | None, typer.Option(help="Golden store: also judges what the cache holds.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of the target machine, such as 16G.")] = None,
-    runtime: RuntimeName = "auto",
-    json: Json = False,
-) -> None:
+    memory: Memory = None, runtime: RuntimeName = "auto", json: Json = False,
+) -> None:  # fmt: skip
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
 
     Example: workbench check build/llama --memory 16G
@@ -179,17 +177,11 @@ def check(
 
 @app.command()
 def validate(
-    bundle: BundlePath,
-    checkpoint: Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")] = None,
-    golden: Annotated[Path | None, typer.Option(help="Golden store.")] = None,
-    prompt_ids: Ids = None,
+    bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
     all_t: Annotated[bool, typer.Option("--all-t", help="Every T from 1 to t_max.")] = False,
     tasks: Annotated[Path | None, typer.Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")] = None,
-    runtime: RuntimeName = "auto",
-    precision: Precision = "declared",
-    log: Annotated[bool, typer.Option(help="Write the run into the experiment log.")] = False,
-    json: Json = False,
-) -> None:
+    runtime: RuntimeName = "auto", precision: Precision = "declared", log: Log = False, json: Json = False,
+) -> None:  # fmt: skip
     """Every layer × position × T against the golden.
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --tasks data/tasks/heldout.jsonl
@@ -218,14 +210,9 @@ def validate(
 
 @app.command()
 def memory(
-    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_CHECKPOINT")],
-    max_seq_len: int = 512,
-    t_max: int = 4,
-    batch: int = 1,
-    compress: str = "fp16",
-    machine: Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")] = None,
-    json: Json = False,
-) -> None:
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_CHECKPOINT")], max_seq_len: int = 512, t_max: int = 4,
+    batch: int = 1, compress: str = "fp16", machine: Memory = None, json: Json = False,
+) -> None:  # fmt: skip
     """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
@@ -254,11 +241,10 @@ def memory(
 
 @app.command()
 def sweep(
-    grid: Annotated[Path, typer.Argument(metavar="GRID.yaml")],
-    log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
+    grid: Annotated[Path, typer.Argument(metavar="GRID.yaml")], log: LogFolder = None,
     scheduler: Annotated[str | None, typer.Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")] = None,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
 
     Example: workbench sweep grid.yaml
@@ -275,10 +261,8 @@ def sweep(
 @app.command("log")
 def log_(
     where: Annotated[str | None, typer.Option(help="A pandas query over runs: \"compress == 'fp16'\".")] = None,
-    table: str = "runs",
-    root: Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")] = None,
-    json: Json = False,
-) -> None:
+    table: str = "runs", root: LogFolder = None, json: Json = False,
+) -> None:  # fmt: skip
     """Rows of the experiment log.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
@@ -309,8 +293,7 @@ def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("-
 
 
 @app.command()
-def report(experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")],
-           log: Annotated[Path | None, typer.Option(help="Folder of the experiment log.")] = None,
+def report(experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")], log: LogFolder = None,
            json: Json = False) -> None:  # fmt: skip
     """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
 

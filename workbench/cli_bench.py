@@ -1,5 +1,6 @@
 """`workbench bench`: what things cost, beside their peers in the same run."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from workbench.cli import Json, app, show
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks with their peers in the same run.")
 app.add_typer(bench, name="bench")
+Rounds = Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")]
 Folder = Annotated[Path, typer.Option(help="Where checkpoints and bundles are kept.")]
 QWEN_05B = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
                 rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True)  # fmt: skip
@@ -22,6 +24,14 @@ def source(folder: Path, name: str, model_type: str, layers: int, **config):
     if not path.exists():
         checkpoint.random(path, model_type, num_hidden_layers=layers, **config)
     return checkpoint.Checkpoint(path)
+
+
+def bundle_of(opened, folder: Path, json: bool, **wanted):
+    """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown where no JSON is wanted."""
+    from workbench import sweep
+    from workbench.export import options
+
+    return sweep.bundle_for(opened, options(**wanted), folder, progress=not json)
 
 
 def show_rows(rows: list[dict], json: bool) -> None:
@@ -39,26 +49,19 @@ def decode(
     moe: Annotated[bool, typer.Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")] = False,
     growth: Annotated[bool, typer.Option("--growth", help="ms per call over max_seq_len and T, on two layers.")] = False,
     layers: Annotated[int | None, typer.Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")] = 5,
-    folder: Folder = Path("build/bench"),
-    json: Json = False,
-) -> None:
+    rounds: Rounds = 5, folder: Folder = Path("build/bench"), json: Json = False,
+) -> None:  # fmt: skip
     """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
 
     Example: workbench bench decode
     """
-    from workbench import sweep
     from workbench.eval import bench as benches
-    from workbench.export import options
 
     if moe:
         opened = source(folder, "zaya", "zaya", layers or 2, **benches.ZAYA_LAYER)
     else:
         opened = source(folder, "qwen2", "qwen2", layers or (2 if growth else 24), **QWEN_05B)
-
-    def make(**wanted):
-        return sweep.bundle_for(opened, options(**wanted), folder, progress=not json)
-
+    make = partial(bundle_of, opened, folder, json)
     if moe:
         rows = benches.moe(lambda kind: make(max_seq_len=128, moe=kind), rounds=rounds)
     elif growth:
@@ -70,21 +73,16 @@ def decode(
 
 
 @bench.command()
-def validate(
-    layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
-    folder: Folder = Path("build/bench"),
-    json: Json = False,
-) -> None:
+def validate(layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
+             folder: Folder = Path("build/bench"), json: Json = False) -> None:  # fmt: skip
     """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
 
     Example: workbench bench validate
     """
-    from workbench import sweep
     from workbench.eval import bench_gates
-    from workbench.export import options
 
     opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
-    made = sweep.bundle_for(opened, options(max_seq_len=128, compress="int8-tensor"), folder, progress=not json)
+    made = bundle_of(opened, folder, json, max_seq_len=128, compress="int8-tensor")
     show_rows([*bench_gates.tracing(made), *bench_gates.validating(made, opened)], json)
 
 
@@ -92,20 +90,16 @@ def validate(
 def reuse(
     layers: Annotated[int, typer.Option(help="Decoder layers of the stack; 24 are the whole model.")] = 4,
     context: Annotated[int, typer.Option(help="The longest context, in tokens.")] = 2048,
-    rounds: Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")] = 5,
-    folder: Folder = Path("build/bench"),
-    json: Json = False,
-) -> None:
+    rounds: Rounds = 5, folder: Folder = Path("build/bench"), json: Json = False,
+) -> None:  # fmt: skip
     """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
 
     Example: workbench bench reuse --layers 24
     """
-    from workbench import sweep
     from workbench.decode import Decoder
     from workbench.eval import bench_reuse as benches
-    from workbench.export import options
 
     opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
-    bundle = sweep.bundle_for(opened, options(max_seq_len=context, t_max=64), folder, progress=not json)
+    bundle = bundle_of(opened, folder, json, max_seq_len=context, t_max=64)
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
     show_rows(benches.reuse(Decoder(bundle), contexts=contexts, rounds=rounds, progress=not json), json)

@@ -19,10 +19,8 @@ def export(
     compress: Annotated[str, typer.Option(help="As for export.")] = "int8-tensor",
     moe: Annotated[str, typer.Option(help="dense or routed.")] = "dense",
     plain: Annotated[bool, typer.Option(help="Also export plainly and compare times and bytes.")] = True,
-    rounds: Annotated[int, typer.Option(min=1)] = 1,
-    folder: Folder = Path("build/bench"),
-    json: Json = False,
-) -> None:
+    rounds: Annotated[int, typer.Option(min=1)] = 1, folder: Folder = Path("build/bench"), json: Json = False,
+) -> None:  # fmt: skip
     """Stamped against plain export, against the disk, and one layer against one layer.
 
     Example: workbench bench export --compress fp16
@@ -53,12 +51,10 @@ def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict
     clock, start = exports.Clock(), time.perf_counter()
     made = exports.export(checkpoint, target, progress=False, plain=plain, clock=clock, **chosen)
     seconds = time.perf_counter() - start
-    kinds = ("template", "read", "compress", "write")
     return {
         "seconds": seconds, "identity": made.identity, "bytes": made.bytes,
         "stamped": sum(s.how == "stamped" for s in made.manifest.shards), "shards": len(made.manifest.shards),
-        "split": {kind: clock.total(kind) for kind in kinds},
-        "peak_rss_bytes": peak_rss(),
+        "split": {kind: clock.total(kind) for kind in ("template", "read", "compress", "write")}, "peak_rss_bytes": peak_rss(),
     }  # fmt: skip
 
 

@@ -11,20 +11,17 @@ from workbench.errors import InputError
 
 @app.command()
 def decode(
-    bundle: BundlePath,
-    prompt_ids: Ids = None,
+    bundle: BundlePath, prompt_ids: Ids = None,
     prompt: Annotated[str | None, typer.Option(help="Text; needs the tokenizer in the bundle.")] = None,
     max_new: Annotated[int, typer.Option("--max-new", help="New tokens.")] = 32,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Only the k most likely tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens up to this probability.")] = 1.0,
-    seed: int = 0,
-    logits: Annotated[Path | None, typer.Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")] = None,
-    runtime: RuntimeName = "auto",
-    precision: Precision = "declared",
+    seed: int = 0, logits: Annotated[Path | None, typer.Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")] = None,
+    runtime: RuntimeName = "auto", precision: Precision = "declared",
     literal: Annotated[bool, typer.Option("--literal", help="Run the graph as it stands, not the portable decode path.")] = False,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Decoding, greedy unless told otherwise: tokens, tok/s, per-layer ms, head ms.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
@@ -34,8 +31,7 @@ def decode(
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     decoder = Decoder(bundle, runtime, precision, fast=not literal)
-    ids = _prompt(decoder, prompt_ids, prompt)
-    result = transcript(decoder, ids, max_new, logits, sampling)
+    result = transcript(decoder, _prompt(decoder, prompt_ids, prompt), max_new, logits, sampling)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
     show(result, json, [result["text"] if result["text"] is not None else ",".join(map(str, result["tokens"])),
@@ -55,10 +51,8 @@ def reuse(
     bundle: BundlePath,
     batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.")] = None,
     max_new: Annotated[int, typer.Option("--max-new", help="Tokens decoded by each cell.")] = 6,
-    runtime: RuntimeName = "auto",
-    precision: Precision = "exact",
-    json: Json = False,
-) -> None:
+    runtime: RuntimeName = "auto", precision: Precision = "exact", json: Json = False,
+) -> None:  # fmt: skip
     """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2

@@ -6,21 +6,17 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli import BundlePath, Ids, Json, app, gate_lines, load_golden, parse_ids, show, some_ids
-
-Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
+from workbench.cli import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, app, gate_lines, load_golden, parse_ids, show, some_ids
 
 
 @app.command()
 def error(
-    bundle: BundlePath,
-    checkpoint: Annotated[Path, typer.Option(help="The checkpoint that the bundle was exported from.")],
+    bundle: BundlePath, checkpoint: Annotated[Path, typer.Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
     plain: Annotated[Path | None, typer.Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
     weights: Annotated[bool, typer.Option(help="Also find which weights' compression costs most.")] = False,
-    log: Log = False,
-    json: Json = False,
-) -> None:
+    log: Log = False, json: Json = False,
+) -> None:  # fmt: skip
     """The error of every layer's update, split into storage, re-authoring, quantization, precision and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
@@ -71,12 +67,10 @@ def _record(bundle, command: str, result: dict) -> str:
 
 @app.command()
 def trace(
-    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_PACKAGE")],
-    prompt_ids: Ids = None,
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_PACKAGE")], prompt_ids: Ids = None,
     inputs: Annotated[Path | None, typer.Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
-    log: Log = False,
-    json: Json = False,
-) -> None:
+    log: Log = False, json: Json = False,
+) -> None:  # fmt: skip
     """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result and with narrow sums.
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
@@ -100,14 +94,8 @@ def trace(
 
 
 @app.command()
-def matrix(
-    bundle: BundlePath,
-    checkpoint: Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")] = None,
-    golden: Annotated[Path | None, typer.Option(help="Golden store.")] = None,
-    prompt_ids: Ids = None,
-    log: Log = False,
-    json: Json = False,
-) -> None:
+def matrix(bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
+           log: Log = False, json: Json = False) -> None:  # fmt: skip
     """The validation once per compute unit, each in a process that may die; off a Mac the portable arithmetics alone.
 
     Example: workbench matrix build/llama --checkpoint data/tiny-llama

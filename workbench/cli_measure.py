@@ -14,9 +14,8 @@ def residency(
     bundle: BundlePath,
     chip: Annotated[str, typer.Option(help="Chip to predict for, such as M1 or M4 Max.")] = "M4 Max",
     compute_units: Annotated[str, typer.Option(help="Units that a measured plan may use.")] = "CPU_AND_NE",
-    log: Annotated[bool, typer.Option(help="Write the placement into the experiment log.")] = False,
-    json: Json = False,
-) -> None:
+    log: Annotated[bool, typer.Option(help="Write the placement into the experiment log.")] = False, json: Json = False,
+) -> None:  # fmt: skip
     """Where every compute operation runs: Core ML's plan on a Mac; elsewhere what published rules predict, with advice.
 
     Example: workbench residency build/llama --chip M1
@@ -44,9 +43,8 @@ def residency(
 def log(
     runs: Annotated[int, typer.Option(help="Runs in the log.")] = 10_000,
     rounds: Annotated[int, typer.Option(help="Times that each side loads them.")] = 5,
-    folder: Annotated[Path, typer.Option(help="Where the log is made and kept.")] = Path("build/bench"),
-    json: Json = False,
-) -> None:
+    folder: Annotated[Path, typer.Option(help="Where the log is made and kept.")] = Path("build/bench"), json: Json = False,
+) -> None:  # fmt: skip
     """Loading every run of a large log, against pandas reading the same files.
 
     Example: workbench bench log
