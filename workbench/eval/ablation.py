@@ -4,8 +4,9 @@ Most ingredients are switched off by their own weights, the rest by wrapping one
 the time of a run. Nothing of the layer is typed in again.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -30,10 +31,6 @@ def _plain_residual(name: str, value: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(value) if name.endswith("scale") else torch.zeros_like(value)
 
 
-def _first_temperature(value: torch.Tensor) -> torch.Tensor:
-    return value[:1].expand_as(value).clone()
-
-
 def _current_tap(value: torch.Tensor) -> torch.Tensor:
     value = value.clone()
     if value.dim() == 3:
@@ -45,25 +42,11 @@ BY_WEIGHTS: dict[str, Change] = {
     "convolutions": _where("conv_qk_grouped", torch.zeros_like),
     "earlier tokens in the convolutions": _where("conv_qk", _current_tap),
     "delayed value head": _where("v_proj_delayed", torch.zeros_like),
-    "temperature per KV head": _where("qk_norm.temp", _first_temperature),
+    "temperature per KV head": _where("qk_norm.temp", lambda value: value[:1].expand_as(value).clone()),
     "residual scaling": _plain_residual,
     "router state across layers": _where("router_states_scale", torch.zeros_like),
     "balancing biases": _where("balancing_biases", torch.zeros_like),
 }
-
-
-@contextmanager
-def _patched(owner, name: str, replacement) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _without_norm(_):
-    return lambda self, query, key: (query, key * self.temp[None, None, :, None])
 
 
 def _without_means(original):
@@ -87,7 +70,7 @@ def by_code() -> dict[str, tuple]:
 
     return {
         "q/k mean": (zaya.ZayaCCAProjection, "forward", _without_means),
-        "L2 norm of q and k": (zaya.ZayaQKNorm, "forward", _without_norm),
+        "L2 norm of q and k": (zaya.ZayaQKNorm, "forward", lambda _: lambda self, q, k: (q, k * self.temp[None, None, :, None])),
         "GELU in the router (SiLU instead)": (nn.GELU, "forward", lambda _: lambda self, x: nn.functional.silu(x)),
     }
 
@@ -98,12 +81,13 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
     Returns:
         Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants them, worst first.
     """
-    patches = {name: (None, _patched(*how)) for name, how in by_code().items()}
+    patches = {name: (None, patch.object(owner, function, make(getattr(owner, function))))
+               for name, (owner, function, make) in by_code().items()}  # fmt: skip
     patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
     rows = []
-    for ingredient, (change, patch) in patches.items():
+    for ingredient, (change, patched) in patches.items():
         weights = (lambda name, change=change: change(name, checkpoint.tensor(name))) if change else None
-        with patch:
+        with patched:
             without = golden.make(checkpoint, reference.ids, weights, f"without {ingredient}", fed=reference.x)
         for tensor in ("update", "hidden"):
             worst = metrics.cosine(getattr(reference, tensor), getattr(without, tensor)).min()

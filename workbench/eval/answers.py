@@ -11,6 +11,7 @@ from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
 from . import gates
+from .golden import whole
 
 Generate = Callable[[list[int], int], list[int]]  # prompt ids, number of tokens → tokens
 
@@ -57,12 +58,7 @@ def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
     """Answers of Hugging Face's model in fp32; the whole model is loaded."""
-    import transformers
-
-    coder = tokenizer(checkpoint.path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    coder, model = tokenizer(checkpoint.path), whole(checkpoint)
 
     def generate(ids: list[int], n: int) -> list[int]:
         with torch.inference_mode():

@@ -3,10 +3,11 @@
 Numbers are those of the machine that ran them. See docs for what each one leaves out.
 """
 
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -61,15 +62,15 @@ def decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> 
         for (name, depth), found in samples.items():
             step = contestants[name](depth)
             step()
-            found.append(statistics.median(_seconds(step) for _ in range(STEPS)))
+            found.append(statistics.median(seconds(step) for _ in range(STEPS)))
     rates = {key: [1 / s for s in found] for key, found in samples.items()}
     rows = [row(f"{name} at {depth}", rates[name, depth], "tok/s", peer, rates[peer, depth])
             for name in bundles for depth in DEPTHS for peer in ("HF fp16", "HF fp32")]  # fmt: skip
     bandwidth = [read_bandwidth() for _ in range(3)]
     for name, bundle in bundles.items():
-        read = streamed_bytes(bundle)
+        read = sum(shard.bytes for shard in bundle.manifest.shards)  # a step of a dense bundle reads every shard
         rows += [row(f"{name} floor", [b / read for b in bandwidth], "tok/s"), row(f"{name} load", [loading[name]], "s"),
-                 row(f"{name} peak memory", [_apart(_peak, bundle.root)], "bytes", "stored", [bundle.bytes])]  # fmt: skip
+                 row(f"{name} peak memory", [apart(_peak, bundle.root)], "bytes", "stored", [bundle.bytes])]  # fmt: skip
     return rows
 
 
@@ -87,7 +88,7 @@ def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096),
         for (S, T), depth in calls.items():
             step = _ours(decoders[S], T)(depth)
             step()
-            samples[S, T].append(_seconds(step) * 1e3)
+            samples[S, T].append(seconds(step) * 1e3)
     base = samples[sizes[0], 1]
     return [row(f"S={S} T={T} depth={calls[S, T]}", found, "ms", f"S={sizes[0]} T=1", base) for (S, T), found in samples.items()]
 
@@ -134,27 +135,23 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
     return at
 
 
-def _seconds(step: Callable[[], object]) -> float:
+def seconds(step: Callable[[], object]) -> float:
+    """How long one call takes."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
-def streamed_bytes(bundle: Bundle) -> int:
-    """Bytes of stored weights that one decode step reads: every shard of a dense bundle."""
-    return sum(shard.bytes for shard in bundle.manifest.shards)
-
-
 def read_bandwidth(size: int = 1 << 30) -> float:
     """Bytes per second at which this machine reads memory, on torch's threads: the best of several passes over `size`."""
     data = torch.ones(size // 8, dtype=torch.int64)
-    return size / min(_seconds(data.sum) for _ in range(5))
+    return size / min(seconds(data.sum) for _ in range(5))
 
 
-def _apart(function: Callable, *arguments):
+def apart(function: Callable, *arguments):
     """`function(*arguments)` in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def _peak(path: Path) -> int | None:
@@ -176,10 +173,8 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
             profiled = speed.profile(decoder, calls=calls, seed=round_)
             times[kind].append(float(profiled[profiled["part"] == "moe"]["ms"].sum()))
     read = {kind: moe_bytes(decoder.bundle) for kind, decoder in decoders.items()}
-    return [
-        row("moe_ms_per_token", times["routed"], "ms", "dense", times["dense"]),
-        row("moe_bytes_per_token", [read["routed"]], "bytes", "dense", [read["dense"]]),
-    ]
+    return [row("moe_ms_per_token", times["routed"], "ms", "dense", times["dense"]),
+            row("moe_bytes_per_token", [read["routed"]], "bytes", "dense", [read["dense"]])]  # fmt: skip
 
 
 def moe_bytes(bundle: Bundle) -> int:
@@ -196,8 +191,5 @@ def _weights(bundle: Bundle, shard) -> int:
     from workbench import mil
 
     names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
-    total = 0
-    for op in mil.read(Path(bundle.package(shard))).block.walk():
-        if op.outputs and op.outputs[0][0] in names:
-            total += sum(v.nbytes for v in op.inputs.values() if hasattr(v, "nbytes"))
-    return total
+    held = [op for op in mil.read(bundle.package(shard)).block.walk() if op.outputs and op.outputs[0][0] in names]
+    return sum(v.nbytes for op in held for v in op.inputs.values() if hasattr(v, "nbytes"))

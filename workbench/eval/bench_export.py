@@ -9,13 +9,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 from workbench.errors import InputError
 
-from .bench import ZAYA_LAYER, row
+from .bench import ZAYA_LAYER, apart, row
 
 # transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of decoder layers
 MODELS = {
@@ -32,12 +30,6 @@ def model(family: str) -> tuple[dict, int]:
     if family not in MODELS:
         raise InputError("--family", repr(family), f"one of {', '.join(MODELS)}", "choose one of them")
     return MODELS[family]
-
-
-def apart(work: Callable, *arguments):
-    """work(*arguments) in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
 
 
 def compare(once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, chosen: dict) -> dict:
@@ -59,13 +51,11 @@ def compare(once: Callable, layers: Callable | None, source: Path, folder: Path,
         floors.append(floor(source, folder / "floor.bin", runs["stamped"][-1]["bytes"]))
     seconds = {mode: [run["seconds"] for run in found] for mode, found in runs.items()}
     name, stamped = "_".join(["export", *chosen.values()]), runs["stamped"]
-    rows = [
-        row(f"{name}_seconds_over_templates", [r["seconds"] - r["split"]["template"] for r in stamped], "s", "disk",
-            [sum(f.values()) for f in floors])]  # fmt: skip
+    rows = [row(f"{name}_seconds_over_templates", [r["seconds"] - r["split"]["template"] for r in stamped], "s", "disk",
+                [sum(f.values()) for f in floors])]  # fmt: skip
     found = {"rows": rows, "same_bytes": None, "split": [r["split"] for r in stamped], "floor": floors,
              "peak_rss_bytes": {mode: [r["peak_rss_bytes"] for r in found] for mode, found in runs.items()},
-             "shards": stamped[0]["shards"], "stamped": stamped[0]["stamped"], "bytes": stamped[0]["bytes"],
-             "seconds": seconds}  # fmt: skip
+             **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")}, "seconds": seconds}  # fmt: skip
     if layers:
         shutil.rmtree(folder)
         folder.mkdir()

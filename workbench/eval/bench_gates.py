@@ -3,9 +3,6 @@
 A bundle and its checkpoint in, rows of `workbench bench` out; nothing is judged. Loading is not timed.
 """
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -14,13 +11,7 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 from . import golden, trace, validate
-from .bench import row
-
-
-def _ms(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+from .bench import row, seconds
 
 
 def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> list[dict]:
@@ -28,18 +19,16 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
     token of a call of T, all that `workbench trace` does (exact, declared, narrow, and where declared leaves exact)."""
     decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
     ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, depth + T).tolist()
-    calls = {
-        "plain": lambda: decoders["declared"].decode_one_token(ids[0]),
-        "declared": lambda: trace.run({"declared": decoders["declared"]}, ids[:1]),
-        "whole": lambda: trace.run(decoders, ids[depth:], T),
-    }
+    calls = {"plain": lambda: decoders["declared"].decode_one_token(ids[0]),
+             "declared": lambda: trace.run({"declared": decoders["declared"]}, ids[:1]),
+             "whole": lambda: trace.run(decoders, ids[depth:], T)}  # fmt: skip
     samples = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             for decoder in decoders.values():
                 decoder.begin()
                 decoder.prefill(ids[:depth])
-            samples[name].append(_ms(call))
+            samples[name].append(seconds(call) * 1e3)
     per_token = [ms / T for ms in samples["whole"]]
     return [row("trace_declared_ms", samples["declared"], "ms", "plain decode step", samples["plain"]),
             row("trace_ms_per_token", per_token, "ms", "plain decode step", samples["plain"])]  # fmt: skip
@@ -48,20 +37,16 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
 def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3) -> list[dict]:
     """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
     same tokens."""
-    import transformers
-
     ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, positions).tolist()
     reference, decoder = golden.make(checkpoint, ids), Decoder(bundle, "portable", fast=False)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    model = golden.whole(checkpoint)
 
     def forward():
         with torch.inference_mode():
             model(torch.tensor([ids]))
 
     forward()
-    peers = [_ms(forward) for _ in range(rounds)]
-    value = _ms(lambda: validate.validate(decoder, reference, Ts))
-    peers += [_ms(forward) for _ in range(rounds)]
+    peers = [seconds(forward) * 1e3 for _ in range(rounds)]
+    value = seconds(lambda: validate.validate(decoder, reference, Ts)) * 1e3
+    peers += [seconds(forward) * 1e3 for _ in range(rounds)]
     return [row("validate_ms", [value], "ms", f"one Hugging Face forward over {positions} tokens", peers)]

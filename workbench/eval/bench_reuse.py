@@ -16,7 +16,7 @@ import pandas as pd
 from workbench.decode import Decoder, Store
 from workbench.errors import InputError
 
-from .bench import row
+from .bench import row, seconds
 
 
 def reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048), rounds: int = 5, seed: int = 0,
@@ -95,9 +95,7 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
     speeds: dict[str, list[float]] = {name: [] for name in actions}
     for round_ in range(4 * rounds + 1):
         for name, (amount, act) in actions.items():
-            start = time.perf_counter()
-            act()
-            speeds[name] += [amount / (time.perf_counter() - start)] * (round_ > 0)
+            speeds[name] += [amount / seconds(act)] * (round_ > 0)
     pairs = [("restore", "copy"), ("snapshot", "copy"), ("save", "file written"), ("read", "file read")]
     error = row("q4_bytes", [saved["q4"].bytes], "bytes", "fp16", [file_size]) | {"error": saved["q4"].error}
     return [error, *(row(name, speeds[name], "bytes/s", peer, speeds[peer]) for name, peer in pairs)]

@@ -125,24 +125,23 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
     for name, parameter in base.named_parameters():
         if not name.startswith(("layers.", "embed_tokens.")):
             _assign(base, name, read(prefix + name))
-    seen = [
-        _watch(layer, f"{prefix}layers.{i}.", read, _given(i, fed, fed_router)) for i, layer in enumerate(base.layers)
-    ]
+    seen = [_watch(layer, f"{prefix}layers.{i}.", read, _given(i, fed, fed_router)) for i, layer in enumerate(base.layers)]
     cache = _recording_cache(checkpoint.config)
     with torch.inference_mode():
         last = base(input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True)[0][0]
         logits = _logits(checkpoint, last, weights, prefix)
-    return Golden(
-        ids=ids, x=np.stack([s["x"] for s in seen]), hidden=np.stack([s["hidden"] for s in seen]),
-        k=np.stack([cache.rows[i][0] for i in range(len(seen))]),
-        v=np.stack([cache.rows[i][1] for i in range(len(seen))]), logits=logits,
-        meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__},
-        router=_stacked(seen, "router"), expert=_stacked(seen, "expert"), margin=_stacked(seen, "margin"),
-    )  # fmt: skip
+    k, v = (np.stack([cache.rows[i][side] for i in range(len(seen))]) for side in (0, 1))
+    layers = {name: np.stack([s[name] for s in seen]) for name in ("x", "hidden", "router", "expert", "margin") if name in seen[0]}
+    return Golden(ids=ids, k=k, v=v, logits=logits, **layers,
+                  meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__})  # fmt: skip
 
 
-def _stacked(seen: list[dict], name: str) -> np.ndarray | None:
-    return np.stack([s[name] for s in seen]) if name in seen[0] else None
+def whole(checkpoint: Checkpoint):
+    """Hugging Face's model in fp32 with all its weights loaded."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32, attn_implementation="eager",
+                                                             local_files_only=True).eval()  # fmt: skip
 
 
 def _check_ids(checkpoint: Checkpoint, ids: Sequence[int]) -> np.ndarray:

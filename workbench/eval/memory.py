@@ -4,6 +4,7 @@ import re
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 
 from workbench.bundle import Bundle, Dims, Options
@@ -49,11 +50,11 @@ def machine_bytes() -> int:
 def of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     """Measured from the bundle's own files and states: nothing is estimated but the call buffers."""
     states = {name: state for shard in bundle.manifest.shards for name, state in shard.states.items()}
-    kv = sum(_elements(s.shape) * 2 for n, s in states.items() if is_cache(n))
-    side = sum(_elements(s.shape) * 2 for n, s in states.items() if not is_cache(n))
+    kv = sum(prod(s.shape) * 2 for n, s in states.items() if is_cache(n))
+    side = sum(prod(s.shape) * 2 for n, s in states.items() if not is_cache(n))
     weights = sum(s.bytes for s in bundle.manifest.shards)
-    return Budget(weights, kv, side, bundle.manifest.embedding.file.bytes,
-                  _buffers(bundle.manifest.dims, bundle.manifest.options), machine)  # fmt: skip
+    m = bundle.manifest
+    return Budget(weights, kv, side, m.embedding.file.bytes, _buffers(m.dims, m.options), machine)
 
 
 def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
@@ -63,10 +64,9 @@ def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> B
     matrices = sum(n for name, n in elements.items() if name != table and len(checkpoint.shape(name)) > 1)
     matrices += elements[table] if plan.tied else 0  # the head stores its own copy, compressed
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
-    side = sum(_elements(shape) for shape in plan.side_states.values()) * d.L * B * 2
+    side = sum(prod(shape) for shape in plan.side_states.values()) * d.L * B * 2
     return Budget(int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2,
-                  kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B), side, elements[table] * 2,
-                  _buffers(d, options), machine)  # fmt: skip
+                  kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B), side, elements[table] * 2, _buffers(d, options), machine)
 
 
 def work(checkpoint, options: Options, T: int = 1) -> list[Work]:
@@ -88,15 +88,8 @@ def _elements_of(checkpoint):
     from workbench.models import family_of
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
-    elements = {name: _elements(entry.shape) for name, entry in checkpoint.header.items()}
+    elements = {name: prod(entry.shape) for name, entry in checkpoint.header.items()}
     return plan, elements, next(n for n in elements if n.endswith("embed_tokens.weight"))
-
-
-def _elements(shape) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _buffers(d: Dims, options: Options) -> int:

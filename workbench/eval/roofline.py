@@ -104,8 +104,7 @@ def figures() -> list[tuple[str, Work, Chip, float]]:
 def fit(known: Sequence[tuple[str, Work, Chip, float]]) -> Model:
     """The model with the least mean |log(predicted / published)|, over a grid of both numbers."""
     models = [Model(float(d), float(s)) for d in DISPATCH_MS for s in SHARES]
-    fixed = np.array([max(w.flops / c.tflops / 1e9, (w.weight_bytes / c.weights_gb_s + 2 * w.state_bytes / c.states_gb_s) / 1e6)
-                      for _, w, c, _ in known])  # fmt: skip
+    fixed = np.array([Model(0.0, 1.0).ms(work, chip) for _, work, chip, _ in known])
     calls, ms = np.array([w.dispatches for _, w, _, _ in known]), np.array([ms for *_, ms in known])
     predicted = np.array([m.dispatch_ms * calls + fixed / m.share for m in models])
     return models[int(np.abs(np.log(predicted / ms)).mean(1).argmin())]

@@ -63,13 +63,11 @@ def _loading(decoder: Decoder) -> list[dict]:
             for model in models for phase, value in model.loading_ms.items() if value is not None]  # fmt: skip
 
 
-def _ids(decoder: Decoder, rng, count: int):
-    ids = rng.integers(0, decoder.manifest.dims.V, (decoder.options.batch, count)).tolist()
-    return ids[0] if decoder.options.batch == 1 else ids
+def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
+    return rng.integers(0, decoder.manifest.dims.V, (decoder.options.batch, count)).tolist()
 
 
-def _timed_call(decoder: Decoder, ids, T: int) -> Times:
-    rows = [ids] if decoder.options.batch == 1 else ids
+def _timed_call(decoder: Decoder, rows: list[list[int]], T: int) -> Times:
     decoder.times = Times()
     start = time.perf_counter()
     hidden = decoder.advance(rows, T)
@@ -79,14 +77,9 @@ def _timed_call(decoder: Decoder, ids, T: int) -> Times:
 
 
 def _phases(decoder: Decoder, times: Times) -> list[dict]:
-    names = [m.shard.name for m in decoder.layers]
-    host = times.total - sum(times.layers) - times.head
-    return [
-        {"phase": "call", "value": times.total},
-        *({"phase": "layer", "shard": n, "value": ms} for n, ms in zip(names, times.layers, strict=True)),
-        {"phase": "head", "value": times.head},
-        {"phase": "host", "value": host},
-    ]
+    layers = [{"phase": "layer", "shard": m.shard.name, "value": ms} for m, ms in zip(decoder.layers, times.layers, strict=True)]
+    rest = {"head": times.head, "host": times.total - sum(times.layers) - times.head}
+    return [{"phase": "call", "value": times.total}, *layers, *({"phase": name, "value": ms} for name, ms in rest.items())]
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
@@ -98,11 +91,9 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
         for (T, depth), group in timed[timed["shard"] == model.shard.name].groupby(["T", "depth"]):
             each = group["value"].to_numpy() / (last - first)
             median = float(np.median(each))
-            rows += [
-                {"layer": layer, "shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
-                 "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}
-                for layer in range(first, last)
-            ]  # fmt: skip
+            found = {"shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
+                     "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}  # fmt: skip
+            rows += [{"layer": layer} | found for layer in range(first, last)]
     return pd.DataFrame(rows)
 
 
@@ -116,17 +107,17 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
         Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over calls, summed over equal operations.
     """
     rng, rows, last = np.random.default_rng(seed), [], [0.0]
-    experts = [decoder.experts.model(*key) for key in decoder.experts.shards]
+    models = [*decoder.layers, *(decoder.experts.model(*key) for key in decoder.experts.shards)]
     decoder.begin()
     if depth:
         decoder.prefill(_ids(decoder, rng, depth))
     for call in range(calls + 1):
-        for model in (*decoder.layers, *experts):
+        for model in models:
             model.hook = _clock(model.shard, call, rows, last)
         ids = _ids(decoder, rng, T)
         last[0] = time.perf_counter()
-        decoder.advance([ids] if decoder.options.batch == 1 else ids, T)
-    for model in (*decoder.layers, *experts):
+        decoder.advance(ids, T)
+    for model in models:
         model.hook = None
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
