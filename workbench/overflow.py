@@ -89,16 +89,13 @@ def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str
         module, parts = build(spec, source, plan, options)
         for block in module.blocks:
             attention = block.self_attn
-            attention.shape = NaiveShape(**vars(attention.shape), scale=attention.scale)
-            attention.scale = 1.0
+            attention.shape, attention.scale = NaiveShape(**vars(attention.shape), scale=attention.scale), 1.0
         model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         held = convert.constants(model)
-        made[spec.name] = package, {
-            "weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts},
-            "modules": convert.modules(model, spec.layers[0]),
-        }  # fmt: skip
+        made[spec.name] = package, {"weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts},
+                                    "modules": convert.modules(model, spec.layers[0])}  # fmt: skip
     return made
 
 
@@ -130,11 +127,9 @@ def score_sweep(bundle: Bundle, packages: dict, ids: Sequence[int], query_norms:
                 seen[precision] = trace.of_decoder(one, ids)
             first = {what: _place(seen["declared"].first(what)) for what in ("inf", "nan")}
             first["narrow"] = _place(seen["narrow"].first("inf") or seen["narrow"].first("nan"))
-            rows += [
-                {"order": order, "query_norm": norm, "layer": layer, "product": scores["max_abs"],
-                 "headroom_bits": scores["headroom_bits"], "op": scores["op"], **first}
-                for layer, scores in enumerate(products(seen["exact"].frame()))
-            ]  # fmt: skip
+            rows += [{"order": order, "query_norm": norm, "layer": layer, "product": scores["max_abs"],
+                      "headroom_bits": scores["headroom_bits"], "op": scores["op"], **first}
+                     for layer, scores in enumerate(products(seen["exact"].frame()))]  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -142,11 +137,9 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
     """The planted norms beside the reported ones, and what they assume: one row per layer."""
     heads, D = HEADS["num_key_value_heads"], HEADS["head_dim"]
     sources = {norm: layer for layer, norm in REPORTED.items()}
-    return pd.DataFrame([
-        {"layer here": i, "norm of the key bias": norm, "reported for layer of the 7B": sources.get(norm),
-         "norm per key head (spread evenly)": norm / heads**0.5, "RMS of one channel": norm / (heads * D) ** 0.5}
-        for i, norm in enumerate(norms)
-    ])  # fmt: skip
+    return pd.DataFrame([{"layer here": i, "norm of the key bias": norm, "reported for layer of the 7B": sources.get(norm),
+                          "norm per key head (spread evenly)": norm / heads**0.5, "RMS of one channel": norm / (heads * D) ** 0.5}
+                         for i, norm in enumerate(norms)])  # fmt: skip
 
 
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:

@@ -29,8 +29,7 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    e.number: e
-    for e in (
+    e.number: e for e in (
         Experiment("05", "stateful_kv_cache", "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?"),
         Experiment("29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"),
         Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
@@ -114,8 +113,8 @@ def write(number: str, root: Path | str | None = None) -> Path:
                          f"run the notebook: workbench run {number}")  # fmt: skip
     for row in exhibits:
         export(row, place, number)
-    parts = [f"# Experiment {number}: {chosen.question}", _conclusion(runs), _setup(runs), _results(exhibits, place, number),
-             _verdicts(runs), _speed(runs, root), _unmeasured(runs), _reproduce(runs, number)]  # fmt: skip
+    parts = [f"# Experiment {number}: {chosen.question}", _notebook(runs).get("conclusion", ""), _setup(runs),
+             _results(exhibits, place, number), _verdicts(runs), _speed(runs, root), _unmeasured(runs), _reproduce(runs, number)]
     path = place / "report.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n")
     return path
@@ -133,18 +132,10 @@ def behind(number: str, root: Path | str | None = None) -> tuple[pd.DataFrame, l
     return (runs[runs["run_id"].isin({i for row in exhibits for i in runs_of(row)})], exhibits) if exhibits else (runs, [])
 
 
-def _config(runs: pd.DataFrame, command: str) -> dict:
-    """What the newest run of a command kept in `config`."""
-    found = runs[runs["command"] == command]["config"].dropna()
-    return json.loads(found.iloc[-1]) if len(found) else {}
-
-
 def _notebook(runs: pd.DataFrame) -> dict:
-    return _config(runs, f"notebook {runs['experiment'].iloc[0]}")
-
-
-def _conclusion(runs: pd.DataFrame) -> str:
-    return _notebook(runs).get("conclusion", "")
+    """What the notebook's newest run kept in `config`."""
+    found = runs[runs["command"] == f"notebook {runs['experiment'].iloc[0]}"]["config"].dropna()
+    return json.loads(found.iloc[-1]) if len(found) else {}
 
 
 def _setup(runs: pd.DataFrame) -> str:
@@ -201,14 +192,12 @@ def _speed(runs: pd.DataFrame, root) -> str:
     if not ids:
         return ""
     samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
-    settings = runs[["run_id", "max_seq_len", "compress", "layers_per_shard", "kv_write", "layout", "states"]]
-    found = log.summary(samples).merge(settings, on="run_id")
-    found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
     options = ["compress", "max_seq_len", "layers_per_shard", "kv_write", "layout", "states"]
-    shown = found[[*(o for o in options if found[o].nunique() > 1), "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful",
-                   "run_id"]]  # fmt: skip
-    shown = shown.sort_values(["phase", *(c for c in options if c in shown), "T"])
-    return "## Speed\n\n" + shown.to_markdown(index=False, floatfmt=".4g")
+    found = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
+    found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
+    varied = [option for option in options if found[option].nunique() > 1]
+    shown = found[[*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]]
+    return "## Speed\n\n" + shown.sort_values(["phase", *varied, "T"]).to_markdown(index=False, floatfmt=".4g")
 
 
 def _unmeasured(runs: pd.DataFrame) -> str:

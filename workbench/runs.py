@@ -8,16 +8,15 @@ from workbench import log
 from workbench.bundle import Bundle
 from workbench.decode import Decoder
 
+OPTIONS = ("max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout", "states", "moe")
+"""Export options that are columns of `runs`."""
+
 
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
     """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: nothing here sees it."""
     m, o = bundle.manifest, bundle.manifest.options
-    row = {
-        "checkpoint": m.checkpoint["name"], "checkpoint_hash": m.checkpoint["sha256"], "bundle": bundle.root.name,
-        "bundle_hash": bundle.identity, "family": m.family, "max_seq_len": o.max_seq_len, "t_max": o.t_max,
-        "batch": o.batch, "layers_per_shard": o.layers_per_shard, "compress": o.compress, "kv_write": o.kv_write,
-        "layout": o.layout, "states": o.states, "moe": o.moe,
-    }  # fmt: skip
+    row = {"checkpoint": m.checkpoint["name"], "checkpoint_hash": m.checkpoint["sha256"], "bundle": bundle.root.name,
+           "bundle_hash": bundle.identity, "family": m.family} | {name: getattr(o, name) for name in OPTIONS}  # fmt: skip
     if decoder is not None:
         row |= {"runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
                 "fast": decoder.fast and decoder.precision == "declared" if decoder.runtime == "portable" else None,
@@ -41,8 +40,7 @@ def record(experiment: str, row: dict, *, root: str | Path | None = None, fideli
     return run_id
 
 
-SETTINGS = ["family", "checkpoint", "max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout",
-            "states", "moe", "runtime", "precision", "fast", "compute_units", "chip", "round"]  # fmt: skip
+SETTINGS = ["family", "checkpoint", *OPTIONS, "runtime", "precision", "fast", "compute_units", "chip", "round"]
 
 
 def table(name: str, experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:

@@ -10,8 +10,6 @@ from workbench.bundle import Options
 from workbench.eval import error, gates
 from workbench.models.checkpoint import Checkpoint
 
-KEYS = ("max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout", "states", "moe")
-
 
 def make(checkpoint: Checkpoint, options: Options, ids: list[int], experiment: str, root: Path, bundles: Path) -> str:
     """Splits the error over `ids` (see `workbench.eval.error`) and logs it; returns the run id."""
@@ -19,17 +17,15 @@ def make(checkpoint: Checkpoint, options: Options, ids: list[int], experiment: s
                      for c in ("fp16", options.compress))  # fmt: skip
     found = error.measure(checkpoint, bundle, plain, ids)
     judged = error.judge(found)
-    config = {
-        "parts": {mode: gates.records(split.layers()) for mode, split in found.items()},
-        "gates": [g.json() for g in judged],
-    }
+    parts = {mode: gates.records(split.layers()) for mode, split in found.items()}
+    config = {"parts": parts, "gates": [g.json() for g in judged]}
     row = {"command": "error", "runtime": "portable", "verdict": gates.verdict(judged), "config": config}
     return runs.record(experiment, runs.describe(bundle) | row, root=root)
 
 
 def stored(checkpoint: Checkpoint, options: Options, root: Path) -> pd.DataFrame | None:
     """Parts of every layer's isolated update (see `workbench.eval.error.Split.layers`), with run_id; None: never measured."""
-    wanted = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | {key: getattr(options, key) for key in KEYS}
+    wanted = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | {name: getattr(options, name) for name in runs.OPTIONS}
     for _, run in log.load("runs", root=root, where=wanted).sort_values("run_id", ascending=False).iterrows():
         config = json.loads(run["config"]) if isinstance(run["config"], str) else {}
         if "parts" in config:

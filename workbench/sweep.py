@@ -112,10 +112,8 @@ def make_grid(found: dict, subject: str = "grid") -> Grid:
         first = problem.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the grid"
         raise InputError(subject, f"{where}: {first.get('input')!r}", first["msg"], "see README: sweeps") from None
-    unknown = sorted(grid.export.keys() - Options.model_fields.keys())
-    if unknown:
-        raise InputError(subject, f"export options {', '.join(unknown)}", f"{', '.join(Options.model_fields)}",
-                         "correct the key")  # fmt: skip
+    if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
+        raise InputError(subject, f"export options {', '.join(unknown)}", ", ".join(Options.model_fields), "correct the key")
     for _ in cells(grid):
         pass
     return grid

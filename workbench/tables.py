@@ -48,13 +48,10 @@ def gates(found: Iterable[Gate]) -> pd.DataFrame:
 
 def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
     """Records of the write probe as `plots.cache_rows` wants them: one row per call, layer and slot."""
-    calls = {point: f"T={point[0]}, pos={point[1]}" for point in dict.fromkeys((r["T"], r["pos"]) for r in records)}
-    number = {point: i for i, point in enumerate(calls)}
-    rows = [
-        {"call": number[r["T"], r["pos"]], "T": r["T"], "slot": slot, "layer": r["layer"],
-         "changed": slot in r["changed"], "expected": slot in r["expected"]}
-        for r in records for slot in range(slots)
-    ]  # fmt: skip
+    number = {point: i for i, point in enumerate(dict.fromkeys((r["T"], r["pos"]) for r in records))}
+    rows = [{"call": number[r["T"], r["pos"]], "T": r["T"], "slot": slot, "layer": r["layer"],
+             "changed": slot in r["changed"], "expected": slot in r["expected"]}
+            for r in records for slot in range(slots)]  # fmt: skip
     return pd.DataFrame(rows).groupby(["call", "T", "slot", "layer"], as_index=False).agg({"changed": "any", "expected": "any"})
 
 
@@ -92,8 +89,7 @@ def listing(found: dict) -> pd.DataFrame:
 def conclusion(bundle: Bundle, found: Iterable[Gate]) -> str:
     """The verdict in words: what was judged, what failed and why, what could not run."""
     found, m = list(found), bundle.manifest
-    red = [g for g in found if g.verdict == "RED"]
-    idle = [g for g in found if g.verdict == "not_run"]
+    red, idle = ([g for g in found if g.verdict == verdict] for verdict in ("RED", "not_run"))
     what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {m.options.compress}, max_seq_len {m.options.max_seq_len})"
     lines = [f"RED: {what} fails {len(red)} of {len(found)} gates." if red else
              f"GREEN: {what} passes all {len(found) - len(idle)} gates that ran."]  # fmt: skip

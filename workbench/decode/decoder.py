@@ -325,8 +325,7 @@ class Decoder:
                 raise InputError("prompt after a snapshot", "no token", "at least one, to have logits to go on from",
                                  "trim the snapshot by a token and give that one")  # fmt: skip
             if row and before + len(row) + max(new - 1, 0) > S:
-                raise InputError("prompt and new tokens", f"{before + len(row)} + {new}",
-                                 f"at most max_seq_len = {S} positions",
+                raise InputError("prompt and new tokens", f"{before + len(row)} + {new}", f"at most max_seq_len = {S} positions",
                                  "shorten them, or export with a larger --max-seq-len")  # fmt: skip
 
     def _keep_last(self, before, hidden: np.ndarray, chunk) -> np.ndarray:

@@ -74,8 +74,7 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise InputError(f"store {folder}", problem.strerror, "a folder that can be written",
-                             "choose another") from problem  # fmt: skip
+            raise InputError(f"store {folder}", problem.strerror, "a folder that can be written", "choose another") from problem
         for left in self.folder.glob(".tmp*"):
             with contextlib.suppress(FileNotFoundError):  # another process has just finished it
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
@@ -89,10 +88,8 @@ class Store:
         """
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
-            raise InputError(
-                f"snapshot {name!r}", f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
-                f"at least one token, identity {self.identity[:12]}", "save it where it was made",
-            )  # fmt: skip
+            raise InputError(f"snapshot {name!r}", f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
+                             f"at least one token, identity {self.identity[:12]}", "save it where it was made")  # fmt: skip
         encoded = formats.encode(snapshot, format)
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write(path, encoded)

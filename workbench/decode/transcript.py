@@ -22,8 +22,7 @@ def tokenizer(bundle: Bundle):
     return PreTrainedTokenizerFast.from_pretrained(bundle.root / "tokenizer")
 
 
-def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None,
-               sampling: Sampling = GREEDY) -> dict:  # fmt: skip
+def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None, sampling: Sampling = GREEDY) -> dict:
     """Decodes one prompt and sums up.
 
     Args:
