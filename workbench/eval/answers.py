@@ -83,11 +83,9 @@ def judge(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]) -> li
     if not chosen:
         return [gates.not_run("answers", f"no prompt fits max_seq_len = {decoder.options.max_seq_len}")]
     golden, found = golden_answers(checkpoint, chosen), bundle_answers(decoder, chosen)
-    return [
-        gates.at_least("answers", sum(found) / len(chosen), sum(golden) / len(chosen),
-                       f"{sum(found)} of {len(chosen)} known answers, the golden {sum(golden)}"),
-        _as_evaluated(checkpoint, sum(golden), len(chosen)),
-    ]  # fmt: skip
+    return [gates.at_least("answers", sum(found) / len(chosen), sum(golden) / len(chosen),
+                           f"{sum(found)} of {len(chosen)} known answers, the golden {sum(golden)}"),
+            _as_evaluated(checkpoint, sum(golden), len(chosen))]  # fmt: skip
 
 
 def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:

@@ -22,8 +22,7 @@ STALE_FACTOR = 16
 
 
 @literal
-def check(decoder: Decoder, *, golden: Golden | None = None, machine: int | None = None,
-          progress: bool = False) -> list[Gate]:  # fmt: skip
+def check(decoder: Decoder, *, golden: Golden | None = None, machine: int | None = None, progress: bool = False) -> list[Gate]:
     """Runs every gate; see each one's reason for what was judged.
 
     Args:
@@ -32,16 +31,8 @@ def check(decoder: Decoder, *, golden: Golden | None = None, machine: int | None
     """
     rng = np.random.default_rng(0)
     probes = write_probe(decoder, rng, progress=progress)
-    return [
-        *interface(decoder.bundle),
-        *lifetime(decoder, rng),
-        _addresses(probes),
-        cache_contents(decoder, golden),
-        stale_rows(decoder, rng),
-        nan_is_noticed(decoder, rng),
-        overflow_raises(decoder),
-        fits(decoder.bundle, machine),
-    ]
+    return [*interface(decoder.bundle), *lifetime(decoder, rng), _addresses(probes), cache_contents(decoder, golden),
+            stale_rows(decoder), nan_is_noticed(decoder, rng), overflow_raises(decoder), fits(decoder.bundle, machine)]  # fmt: skip
 
 
 def interface(bundle: Bundle) -> list[Gate]:
@@ -56,21 +47,15 @@ def interface(bundle: Bundle) -> list[Gate]:
                 shapes.append(f"{shard.name}: {name} is {'absent' if found is None else found.dtype}")
             elif state.part is None and list(found.shape) != state.shape:
                 shapes.append(f"{shard.name}: {name} is {list(found.shape)}, not {state.shape}")
-            elif is_cache(name) and state.ring is None and state.shape != [
-                o.batch, d.H_kv, o.max_seq_len, d.D,
-            ]:  # fmt: skip
+            elif is_cache(name) and state.ring is None and state.shape != [o.batch, d.H_kv, o.max_seq_len, d.D]:
                 shapes.append(f"{shard.name}: {name} is {state.shape}, not [B, H_kv, S, D]")
         caches = {f"layers.{i}.{n}" for i in range(*shard.layers) for n in ("k_state", "v_state")}
-        missing = caches - shard.states.keys()
-        if missing:
+        if missing := caches - shard.states.keys():
             leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
-        for name, kind in program.inputs.items():
-            if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]:
-                leaks.append(f"{shard.name}: input {name} has the shape of a cache")
-    return [
-        gates.holds("state_shapes", not shapes, "; ".join(shapes) or "every state is fp16 and as declared, [B, H_kv, S, D]"),
-        gates.holds("kv_are_states", not leaks, "; ".join(leaks) or "K and V are states of every layer, not inputs or outputs"),
-    ]
+        leaks += [f"{shard.name}: input {name} has the shape of a cache" for name, kind in program.inputs.items()
+                  if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]]  # fmt: skip
+    return [gates.holds("state_shapes", not shapes, "; ".join(shapes) or "every state is fp16 and as declared, [B, H_kv, S, D]"),
+            gates.holds("kv_are_states", not leaks, "; ".join(leaks) or "K and V are states of every layer, not inputs or outputs")]
 
 
 def lifetime(decoder: Decoder, rng) -> list[Gate]:
@@ -148,12 +133,11 @@ def _changed(name: str, entry, before: np.ndarray, after: np.ndarray, T: int, po
 
 def _addresses(records: list[dict]) -> Gate:
     wrong = [r for r in records if not r["right"]]
+    Ts = sorted({r["T"] for r in wrong or records})
     if not wrong:
-        Ts, positions = {r["T"] for r in records}, {r["pos"] for r in records}
         return gates.holds("write_address", True, f"exactly rows pos … pos + T − 1 changed, every other row bit-identical: "
-                           f"{len(records)} calls, T in {sorted(Ts)}, {len(positions)} positions")  # fmt: skip
+                           f"{len(records)} calls, T in {Ts}, {len({r['pos'] for r in records})} positions")  # fmt: skip
     r = wrong[0]
-    Ts = sorted({w["T"] for w in wrong})
     return gates.holds("write_address", False, f"{len(wrong)} of {len(records)} calls (T in {Ts}); first: layer {r['layer']} "
                        f"{r['state']}, T = {r['T']}, pos = {r['pos']}: rows {r['changed']} changed, expected {r['expected']}")  # fmt: skip
 
@@ -168,24 +152,21 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
         rows = rows[rows["tensor"].isin(["k", "v"])]
         row = rows.loc[rows["cosine"].fillna(-2).idxmin()]
         if not row["cosine"] >= worst:
-            worst = row["cosine"]
-            at = f"layer {row['layer']} {row['tensor']}, position {row['position']}, T = {T}"
+            worst, at = row["cosine"], f"layer {row['layer']} {row['tensor']}, position {row['position']}, T = {T}"
     return gates.at_least("cache_contents", worst, limit, f"worst cache row against the golden's: {at}")
 
 
-def stale_rows(decoder: Decoder, rng) -> Gate:
+def stale_rows(decoder: Decoder) -> Gate:
     """What lies in unwritten rows must not matter as long as it is finite: zeros against ±16 · max|K|."""
     worst = ""
     for model in decoder.layers:
         results = []
         for fill in (0.0, STALE_FACTOR):
-            state = model.make_state()
-            local = np.random.default_rng(1)
+            state, local = model.make_state(), np.random.default_rng(1)
+            for name, entry in model.shard.states.items():
+                if is_cache(name):
+                    state.write(name, (fill * local.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
             for call in range(2):  # two tokens, so that there is a real cache to be confused with
-                if call == 0:
-                    for name, entry in model.shard.states.items():
-                        if is_cache(name):
-                            state.write(name, (fill * local.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
                 out = _stream(model.predict(_inputs(decoder, model.shard, np.random.default_rng(2 + call), call, 1), state))
             results.append(out)
         if not np.array_equal(*results):
@@ -240,7 +221,5 @@ def _inputs(decoder: Decoder, shard, rng, pos: int, T: int) -> dict[str, np.ndar
     B = decoder.options.batch
     width = decoder.options.t_max if decoder.options.t == "fixed" else T
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
-    return {
-        name: io[name] if name in io else rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
-        for name, shape in shard.inputs.items()
-    }
+    return {name: io[name] if name in io else rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
+            for name, shape in shard.inputs.items()}  # fmt: skip

@@ -93,8 +93,8 @@ def measure(checkpoint: Checkpoint, bundle: Bundle, plain: Bundle, ids: Sequence
 
     _check_pair(bundle, plain)
     source = golden.make(checkpoint, ids)
-    bar = tqdm(_stages(checkpoint, bundle, plain, source, T, device), desc="error", unit="stage", disable=not progress)
-    made = dict(bar)
+    stages = _stages(checkpoint, bundle, plain, source, T, device)
+    made = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for i, mode in enumerate(MODES):
         steps = {"source": source.update.astype(np.float64)} | {part: both[i] for part, both in made.items()}

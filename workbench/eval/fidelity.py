@@ -156,14 +156,11 @@ def _cache_rows(decoder: Decoder, n: int) -> tuple[dict, dict]:
     for model, state in zip(decoder.layers, decoder.states, strict=True):
         for layer in range(*model.shard.layers):
             for name, rows in ((K_STATE, k), (V_STATE, v)):
-                entry = model.shard.states[f"layers.{layer}.{name}"]
                 held = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[0]
-                if entry.ring is None:
-                    rows[layer] = held[:, :n]
-                else:
-                    rows[layer] = np.full((held.shape[0], n, held.shape[2]), np.nan, np.float32)
-                    kept = range(max(0, n - entry.ring), n)
-                    rows[layer][:, kept] = held[:, [p % entry.ring for p in kept]]
+                slots = model.shard.states[f"layers.{layer}.{name}"].ring or held.shape[1]
+                kept = np.arange(max(0, n - slots), n)
+                rows[layer] = np.full((held.shape[0], n, held.shape[2]), np.nan, np.float32)
+                rows[layer][:, kept] = held[:, kept % slots]
     return k, v
 
 
@@ -172,8 +169,8 @@ def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
     is that of each position's call unless it is among them."""
     parts = []
     for layer, hidden in trace.hidden.items():
-        parts.append(_rows(layer, "hidden", golden.hidden[layer], hidden))
-        parts.append(_rows(layer, "update", golden.update[layer], hidden - golden.x[layer]))
+        parts += [_rows(layer, "hidden", golden.hidden[layer], hidden),
+                  _rows(layer, "update", golden.update[layer], hidden - golden.x[layer])]  # fmt: skip
     for name, held, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
         for layer, rows in held.items():
             flat = [a.transpose(1, 0, 2).reshape(a.shape[1], -1) for a in (reference[layer], rows)]
@@ -188,11 +185,9 @@ def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
 def choices(traces: dict[str, Trace], golden: Golden) -> pd.DataFrame:
     """One row per choice of an expert that a program was seen to make: layer, position, T, `run` (the trace's name),
     whether it `differs` from the golden's, and the `margin` of the golden's."""
-    parts = [
-        pd.DataFrame({"layer": layer, "position": np.arange(len(own)), "T": trace.T, "run": name,
-                      "differs": own[:, 0] != golden.expert[layer], "margin": golden.margin[layer]})
-        for name, trace in traces.items() for layer, own in trace.chosen.items()
-    ]  # fmt: skip
+    parts = [pd.DataFrame({"layer": layer, "position": np.arange(len(own)), "T": trace.T, "run": name,
+                           "differs": own[:, 0] != golden.expert[layer], "margin": golden.margin[layer]})
+             for name, trace in traces.items() for layer, own in trace.chosen.items()]  # fmt: skip
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 

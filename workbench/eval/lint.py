@@ -72,8 +72,7 @@ class Graph:
     def fixed(self, op: Op, parameter: str) -> bool:
         """Whether an argument is known before the program runs: plain, or a compressed weight."""
         maker = self.source(op, parameter)
-        compressed = maker is not None and maker.kind.startswith("constexpr_")
-        return compressed or self.constant(op, parameter) is not None
+        return maker is not None and maker.kind.startswith("constexpr_") or self.constant(op, parameter) is not None
 
     def shape(self, op: Op, parameter: str) -> tuple:
         """Shape of an argument, None for sizes known only at run time; () where there is none."""

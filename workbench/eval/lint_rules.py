@@ -65,8 +65,7 @@ def rank3(g):
       "JR ran a convolution 2304 → 262144 on an A19 Pro (S5)")  # fmt: skip
 def long_axis(g):
     cap = 16384 if g.generation <= 3 else 65536
-    return [op for op in g.ops for t in results(op)
-            if any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(t.shape))]  # fmt: skip
+    return [op for op in g.ops for t in results(op) if any(n and n > (65536 if i == 1 else cap) for i, n in enumerate(t.shape))]
 
 
 @rule("S6", "fails", "M", "AF", "a convolution kernel wider than 13 (M1) or 15", "split the kernel")
@@ -174,7 +173,8 @@ def scatter(g):
 
 @rule("K10", "wrong", "M", "CT#2716", "4-bit palettes and state: crashed after 100 to 200 predictions", "soak-test it on a Mac")
 def four_bit_state(g):
-    luts = (op for op in g.maker.values() if op.kind == "constexpr_lut_to_dense" and _entries(g, op) == 16)
+    # a lut is [groups…, entries, vector]
+    luts = (op for op in g.maker.values() if op.kind == "constexpr_lut_to_dense" and (g.shape(op, "lut") or (0, 0))[-2] == 16)
     return list(luts) if g.program.states else []
 
 
@@ -213,8 +213,7 @@ def computed_weight(g):
 
 @rule("O7", "stays", "M", "STB#89", "two fused attentions in one function (macOS 26): all on the CPU, silently", "decompose them")
 def two_attentions(g):
-    found = g.of("scaled_dot_product_attention")
-    return g.ops if len(found) > 1 else []
+    return g.ops if len(g.of("scaled_dot_product_attention")) > 1 else []
 
 
 @rule("O8", "wrong", "H", "ET#15833", "fused attention gives inf and NaN in fp16 (macOS and iOS 26)", "decompose it")
@@ -336,11 +335,6 @@ def _scalar(g, op, parameter, default):
 def _axis(g, op, parameter, axis: int) -> int:
     shape = g.shape(op, parameter)
     return (shape[axis] or 0) if shape else 0
-
-
-def _entries(g, op) -> int:
-    """Palette entries of a constexpr_lut_to_dense: [groups…, entries, vector]."""
-    return (g.shape(op, "lut") or (0, 0))[-2]
 
 
 def _blocks(g, op) -> bool:

@@ -151,24 +151,20 @@ def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot:
     return Reference(ids, cold, states)
 
 
-def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int,
-          shown: dict) -> Cell:  # fmt: skip
+def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int, shown: dict) -> Cell:
     """Runs and judges one cell; whatever it raises is its reason to be RED."""
     limits = [max_new // 2 if slot == 0 and len(sequences) > 1 else max_new for slot in range(len(sequences))]
     try:
         found, problems = _run(alone, decoder, store, sequences, limits, shown)
     except Exception as problem:  # a planted or real fault may raise anything
         return Cell(**shown, tokens=None, verdict=RED, reason=f"{type(problem).__name__}: {problem}")
-    tokens = [len(records) for records in found]
-    fine = "rows, tokens, logits, predictions and stored entry as they must be"
-    return Cell(**shown, tokens=tokens, verdict=RED if problems else GREEN, reason=problems[0] if problems else fine)
+    reason = problems[0] if problems else "rows, tokens, logits, predictions and stored entry as they must be"
+    return Cell(**shown, tokens=[len(records) for records in found], verdict=RED if problems else GREEN, reason=reason)
 
 
 def _run(alone, decoder, store, sequences, limits, shown) -> tuple[list[list[Record]], list[str]]:
     cold = shown["cache"] == "cold"
-    after, rests, problems = None, [s.ids for s in sequences], []
-    if not cold:
-        after, rests, problems = _restored(store, sequences, shown)
+    after, rests, problems = (None, [s.ids for s in sequences], []) if cold else _restored(store, sequences, shown)
     with counted(decoder) as calls:
         found = _decode(decoder, rests, limits, after, shown["streaming"])
     longest = max(map(len, rests))
@@ -189,8 +185,7 @@ def _run(alone, decoder, store, sequences, limits, shown) -> tuple[list[list[Rec
     return found, problems
 
 
-def _restored(store: Store, sequences: list[Reference],
-              shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:  # fmt: skip
+def _restored(store: Store, sequences: list[Reference], shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:
     """What the store gives back: by prefix for the streaming path, by name for the other."""
     after, rests, problems = [], [], []
     for slot, sequence in enumerate(sequences):

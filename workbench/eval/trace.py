@@ -46,8 +46,7 @@ class Range:
         magnitude = x.abs()
         peak = float(magnitude.max()) if x.numel() else 0.0  # nan if any element is
         if not math.isfinite(peak):
-            nans = int(magnitude.isnan().sum())
-            infs = int(magnitude.isinf().sum())
+            nans, infs = int(magnitude.isnan().sum()), int(magnitude.isinf().sum())
             self.nan_at = now if nans and self.nan_at is None else self.nan_at
             self.inf_at = now if infs and self.inf_at is None else self.inf_at
             self.nans, self.infs = self.nans + nans, self.infs + infs
@@ -109,20 +108,13 @@ class Trace:
             frame = frame.merge(other[[*keys, f"finite_{precision}"]], on=keys, how="left")
         return frame.drop(columns=["inf_at", "nan_at"])
 
+    def _finite(self, precision: str, how: str) -> gates.Gate:
+        places = [f"first {what} at {place(at)}" for what in ("inf", "nan") if (at := self.ranges[precision].first(what))]
+        return gates.holds(f"{precision}_is_finite", not places, f"{how}: {', '.join(places) or 'every value is finite'}")
+
     def gates(self) -> list[gates.Gate]:
         """Finite with one rounding per result, and finite with sums rounded on the way."""
-        return [
-            gates.holds("declared_is_finite", self._failure("declared") is None, self._reason("declared")),
-            gates.holds("narrow_is_finite", self._failure("narrow") is None, self._reason("narrow")),
-        ]
-
-    def _failure(self, precision: str) -> dict | None:
-        return self.ranges[precision].first("inf") or self.ranges[precision].first("nan")
-
-    def _reason(self, precision: str) -> str:
-        how = {"declared": "one rounding per result", "narrow": "sums rounded to fp16 every 32 terms"}[precision]
-        places = [f"first {what} at {place(at)}" for what in ("inf", "nan") if (at := self.ranges[precision].first(what))]
-        return f"{how}: {', '.join(places) or 'every value is finite'}"
+        return [self._finite("declared", "one rounding per result"), self._finite("narrow", "sums rounded to fp16 every 32 terms")]
 
     def json(self) -> dict:
         frame, found = self.frame(), self.gates()
@@ -132,9 +124,8 @@ class Trace:
             "verdict": gates.verdict(found), "gates": [g.json() for g in found], "ops": len(frame),
             "first_inf": self.ranges["declared"].first("inf"), "first_nan": self.ranges["declared"].first("nan"),
             "narrow": {f"first_{w}": self.ranges["narrow"].first(w) for w in ("inf", "nan")},
-            "first_departure": self.departure,
-            "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
-            "worst": [{k: gates.jsonable(v) for k, v in row.items()} for row in worst[columns].to_dict("records")],
+            "first_departure": self.departure, "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
+            "worst": gates.records(worst[columns]),
         }  # fmt: skip
 
 
@@ -242,7 +233,5 @@ def of_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None, se
 
 def _random_inputs(program: mil.Program, rng) -> dict[str, np.ndarray]:
     shapes = {f.name: list(f.type.multiArrayType.shape) for f in program.description.input}
-    return {
-        name: rng.standard_normal(shapes[name]).astype(np.float32) if kind.dtype.startswith("FLOAT")
-        else np.zeros(shapes[name], np.int32) for name, kind in program.inputs.items()
-    }  # fmt: skip
+    return {name: rng.standard_normal(shapes[name]).astype(np.float32) if kind.dtype.startswith("FLOAT")
+            else np.zeros(shapes[name], np.int32) for name, kind in program.inputs.items()}  # fmt: skip

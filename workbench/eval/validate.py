@@ -15,8 +15,7 @@ from .golden import Golden
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, the gates judged on them, and the comparison of chained logits; `found` are these
-    [n, V].
+    """Rows of the `fidelity` table, the gates judged on them, and the comparison of chained logits; `found` are these [n, V].
     Where experts are routed and choices are seen, layers go on with the golden's expert, and `free_logits` compares the
     logits of a chained run that goes on with the program's own (else None).
     """
@@ -88,8 +87,8 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
         gates.at_least("logits_cosine", logits["cosine_min"], limits.logits_cosine, "worst position, chained"),
     ]  # fmt: skip
     if decoder.options.compress == "fp16":
-        found.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0,
-                                    "share of positions with the golden's top token, near-ties apart"))  # fmt: skip
+        reason = "share of positions with the golden's top token, near-ties apart"
+        found.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0, reason))
     return [*found, trend(rows), rangedim.judge(decoder, traces, golden)]
 
 
@@ -155,6 +154,4 @@ def _place(row: pd.Series) -> str:
 
 def _nonfinite(rows: pd.DataFrame) -> str:
     bad = rows[~rows["finite"]]
-    if bad.empty:
-        return "every value is finite"
-    return f"{len(bad)} rows hold inf or nan, first: {_place(bad.iloc[0])}"
+    return f"{len(bad)} rows hold inf or nan, first: {_place(bad.iloc[0])}" if len(bad) else "every value is finite"
