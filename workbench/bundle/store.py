@@ -27,9 +27,7 @@ def sha256(path: Path) -> str:
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable order."""
     files = sorted(f for p in paths for f in ([p] if p.is_file() else p.rglob("*")) if f.is_file())
-    return [
-        FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f)) for f in files
-    ]  # fmt: skip
+    return [FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f)) for f in files]
 
 
 class Bundle:
@@ -52,10 +50,9 @@ class Bundle:
         root = Path(path)
         if not (root / MANIFEST).is_file():
             unfinished = _working(root).exists()
-            raise InputError(
-                f"bundle {root}", "an unfinished export" if unfinished else f"no {MANIFEST}", "a finished bundle",
-                "run the same export again: it resumes" if unfinished else "run: workbench export CHECKPOINT BUNDLE",
-            )  # fmt: skip
+            found, step = ("an unfinished export", "run the same export again: it resumes") if unfinished else (
+                f"no {MANIFEST}", "run: workbench export CHECKPOINT BUNDLE")  # fmt: skip
+            raise InputError(f"bundle {root}", found, "a finished bundle", step)
         bundle = cls(root, read_manifest(root / MANIFEST))
         bundle.verify()
         return bundle

@@ -129,8 +129,7 @@ class Checkpoint:
         (its size is theirs), so a piece is gone when the next one comes."""
         file, dtype, shape, first = self._entry(name)
         if dtype not in KINDS:
-            raise InputError(f"tensor {name!r}", f"dtype {dtype}", "F32, F16 or BF16",
-                             "convert the checkpoint to one of these")  # fmt: skip
+            raise InputError(f"tensor {name!r}", f"dtype {dtype}", "F32, F16 or BF16", "convert the checkpoint to one of these")
         row = math.prod(shape[1:]) * KINDS[dtype].itemsize
         start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
         view, left = memoryview(buffer or bytearray(CHUNK_BYTES)), (stop - start) * row

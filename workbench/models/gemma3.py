@@ -16,9 +16,8 @@ from workbench.bundle import Options
 from .cache import Cache
 from .checkpoint import Checkpoint
 from .family import Plan, alternating, dims, refuse
-from .layers import Attention, GatedMLP, Head, RMSNorm
+from .layers import NORMAL, Attention, GatedMLP, Head, RMSNorm
 
-MAX_FP16 = 65504.0
 ADDING = ("post_attention_layernorm", "post_feedforward_layernorm")  # what they return joins the residual stream
 CHUNK = 16_384  # rows of the embedding table read at a time
 
@@ -67,12 +66,11 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
         for name in ADDING:
             bound += (1 + source.tensor(f"{source.prefix}layers.{i}.{name}.weight")).abs()
     peak = float(bound.max()) * plan.dims.C**0.5
-    exponent = max(0, math.frexp(peak / MAX_FP16)[1])
+    exponent = max(0, math.frexp(peak / NORMAL[1])[1])
     return replace(plan, residual_exponent=exponent, embedding_scale=plan.embedding_scale * 2.0**-exponent)
 
 
-def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    return DecoderLayer(plan, index, options)
+layer = DecoderLayer
 
 
 def head(plan: Plan, rows: int) -> nn.Module:

@@ -5,22 +5,18 @@ from torch import nn
 
 from workbench.bundle import Options
 from workbench.bundle.contract import (
-    BASE,
-    CONV_STATE,
-    EXPERT_IN,
-    ROUTER_PROBS,
-    ROUTER_SCORES,
-    ROUTER_STATE,
-    ROUTER_STATE_OUT,
-    V_DELAYED_STATE,
-)
+    BASE, CONV_STATE, EXPERT_IN, ROUTER_PROBS, ROUTER_SCORES, ROUTER_STATE, ROUTER_STATE_OUT, V_DELAYED_STATE,
+)  # fmt: skip
 
 from .cache import Cache
 from .cca import TAPS, Attention
 from .checkpoint import Checkpoint
 from .family import Plan, alternating, dims, refuse
-from .layers import Head, RMSNorm
+from .layers import RMSNorm
+from .llama import head
 from .moe import Experts, Mixture, Router
+
+__all__ = ["expert", "head", "layer", "plan", "settle"]
 
 LEGACY = ("zaya_block.", "self_attn.qkv.")  # parts of tensor names in the layout of 80 alternating blocks
 
@@ -112,13 +108,4 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     return plan
 
 
-def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    return DecoderLayer(plan, index, options)
-
-
-def expert(plan: Plan, options: Options) -> nn.Module:
-    return Expert(plan, options)
-
-
-def head(plan: Plan, rows: int) -> nn.Module:
-    return Head(RMSNorm(plan.dims.C, plan.config.rms_norm_eps), plan.dims.C, rows)
+layer, expert = DecoderLayer, Expert

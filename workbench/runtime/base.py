@@ -75,8 +75,7 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
     for name, shape in shard.inputs.items():
         found = inputs[name].shape
         if len(found) != len(shape) or any(n not in ("T", m) for n, m in zip(shape, found, strict=True)):
-            raise InputError(f"input {name!r} of shard {shard.name}", f"shape {list(found)}", f"{shape}",
-                             "reshape it")  # fmt: skip
+            raise InputError(f"input {name!r} of shard {shard.name}", f"shape {list(found)}", f"{shape}", "reshape it")
         for n, m in zip(shape, found, strict=True):
             if n == "T":
                 seen = m if seen is None else seen

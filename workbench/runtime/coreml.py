@@ -65,8 +65,7 @@ class CoreMLModel:
         InputError: a shard that Core ML does not compile or load; a hint that it does not know.
     """
 
-    def __init__(self, bundle: Bundle, shard: Shard, compute_units: str, hints: dict | None = None,
-                 function: str | None = None):  # fmt: skip
+    def __init__(self, bundle: Bundle, shard: Shard, compute_units: str, hints: dict | None = None, function: str | None = None):
         ct = coremltools()
         self.shard, self.t_max = shard, bundle.manifest.options.t_max
         self.function, self.units = function, ct.ComputeUnit[compute_units]
@@ -139,10 +138,9 @@ def _hints(ct, hints: dict) -> dict:
         raise InputError("optimization hints", ", ".join(unknown), f"some of {', '.join(HINTS)}", "correct the name")
     found = {}
     for name, value in hints.items():
-        kinds = getattr(ct, HINTS[name]) if HINTS[name] else {"True": True, "False": False}
-        known = list(kinds.__members__) if HINTS[name] else list(kinds)
-        if str(value) not in known:
-            raise InputError(f"optimization hint {name}", repr(value), f"one of {', '.join(known)}", "choose one")
+        kinds = getattr(ct, HINTS[name]).__members__ if HINTS[name] else {"True": True, "False": False}
+        if str(value) not in kinds:
+            raise InputError(f"optimization hint {name}", repr(value), f"one of {', '.join(kinds)}", "choose one")
         found[name] = kinds[str(value)]
     return found
 

@@ -63,9 +63,7 @@ class PortableModel:
 
     def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
-        tensors = {
-            n: torch.from_numpy(v if v.dtype == np.int32 else np.asarray(v, np.float32)) for n, v in inputs.items()
-        }  # fmt: skip
+        tensors = {n: torch.from_numpy(v if v.dtype == np.int32 else np.asarray(v, np.float32)) for n, v in inputs.items()}
         cells = state.raw.cells if state else {}
         if self.fast and self.hook is None:
             outputs = self.fast.run(tensors, cells)

@@ -38,8 +38,7 @@ def install(precision: str = "declared") -> None:
         InputError: on a Mac, where the native layer is better; an unknown precision.
     """
     if sys.platform == "darwin":
-        raise InputError("shim", "macOS, which has Core ML itself", "a machine without Core ML",
-                         "leave shim.install() out here")  # fmt: skip
+        raise InputError("shim", "macOS, which has Core ML itself", "a machine without Core ML", "leave shim.install() out here")
     if precision not in mil.PRECISIONS:
         raise InputError("precision", repr(precision), f"one of {', '.join(mil.PRECISIONS)}", "choose one of these")
     Proxy.precision = precision
@@ -169,12 +168,10 @@ def _input(feature, value, declared: mil.Type) -> torch.Tensor:
     array = array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
     allowed = feature.type.multiArrayType
     ranges, shapes = allowed.shapeRange.sizeRanges, [list(s.shape) for s in allowed.enumeratedShapes.shapes]
-    fits = (
-        len(ranges) == array.ndim
-        and all(r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0) for r, n in zip(ranges, array.shape))
-        if ranges
-        else list(array.shape) in (shapes or [list(allowed.shape)])
-    )
+    fits = list(array.shape) in (shapes or [list(allowed.shape)])
+    if ranges:
+        inside = (r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0) for r, n in zip(ranges, array.shape))
+        fits = len(ranges) == array.ndim and all(inside)
     if not fits:
         raise RuntimeError(f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
                            "is not compatible with the model's feature description.")  # fmt: skip
