@@ -87,11 +87,9 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint; refuses options that mean nothing to the family."""
     family = family_of(source.config)
     plan = family.plan(source.config)
-    pointless = [
-        ("moe", "routed", "a family with experts", not plan.experts),
-        ("sliding", "ring", "a family with sliding attention", not any(layer.window for layer in plan.layers)),
-    ]
-    for option, value, needed, missing in pointless:
+    sliding = any(layer.window for layer in plan.layers)
+    for option, value, needed, missing in (("moe", "routed", "a family with experts", not plan.experts),
+                                           ("sliding", "ring", "a family with sliding attention", not sliding)):  # fmt: skip
         if getattr(options, option) == value and missing:
             raise InputError(f"{option} = {value}", f"a {source.config.model_type} checkpoint", needed, f"leave out --{option}")
     return family.settle(plan, source) if hasattr(family, "settle") else plan

@@ -134,10 +134,9 @@ def load(part: Part, source: Checkpoint, options: Options, scratch: Scratch) -> 
         highest.append(high)
         at += len(chunk)
     peak = float(torch.maximum(torch.stack(highest).max(), -torch.stack(lowest).min()))
-    scaled = part.compressed and options.compress.startswith("int")
-    if not peak <= (MAX_SCALED if scaled else MAX_FP16):  # also catches NaN
-        raise InputError(f"tensor {part.tensor!r}", f"a value of {peak:g} in fp16",
-                         f"magnitudes up to {MAX_SCALED if scaled else MAX_FP16:g}",
+    limit = MAX_SCALED if part.compressed and options.compress.startswith("int") else MAX_FP16
+    if not peak <= limit:  # also catches NaN
+        raise InputError(f"tensor {part.tensor!r}", f"a value of {peak:g} in fp16", f"magnitudes up to {limit:g}",
                          "export a checkpoint whose weights fp16 can hold")  # fmt: skip
     return values, peak
 
@@ -164,8 +163,5 @@ def matrices(module: nn.Module) -> set[str]:
     Routers are small, and a changed choice of expert is the largest error there is.
     """
     routers = tuple(f"{n}." for n, m in module.named_modules() if isinstance(m, Router))
-    return {
-        path
-        for path, p in module.named_parameters()
-        if p.dim() == 4 and p.shape[2:] == (1, 1) and min(p.shape[:2]) > 1 and not path.startswith(routers)
-    }
+    return {path for path, p in module.named_parameters()
+            if p.dim() == 4 and p.shape[2:] == (1, 1) and min(p.shape[:2]) > 1 and not path.startswith(routers)}  # fmt: skip

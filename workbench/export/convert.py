@@ -37,14 +37,12 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
     # one symbol for every T: coremltools would take unrelated ranges without complaint
     fixed = options.t_max == 1 or options.t == "fixed"
     t = options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
-    examples = [_example(name, shape, options.t_max if fixed else 2) for name, shape in spec.inputs.items()]
-    inputs = [
-        ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=np.int32 if name == "pos" else np.float16)
-        for name, shape in spec.inputs.items()
-    ]
-    states = [
-        ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name) for name, shape in spec.buffers.items()
-    ]
+    length = options.t_max if fixed else 2
+    examples = [torch.zeros([length if n == "T" else n for n in shape], dtype=torch.int32 if name == "pos" else torch.float32)
+                for name, shape in spec.inputs.items()]  # fmt: skip
+    inputs = [ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=np.int32 if name == "pos" else np.float16)
+              for name, shape in spec.inputs.items()]  # fmt: skip
+    states = [ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name) for name, shape in spec.buffers.items()]
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
     if options.compress != "fp16":
@@ -55,10 +53,9 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
         try:
             return ct.convert(
-                traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
-                states=states, minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE,
-                pass_pipeline=pipeline, skip_model_load=True,
-            )  # fmt: skip
+                traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs], states=states,
+                minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE, pass_pipeline=pipeline,
+                skip_model_load=True)  # fmt: skip
         except RuntimeError as problem:  # its writer of weight files tells no more than this
             if "FileWriter" in str(problem):
                 raise OSError(f"coremltools could not write to {tempfile.gettempdir()}") from problem
@@ -82,10 +79,6 @@ def lean():
         yield
 
 
-def _example(name: str, shape: list, t: int) -> torch.Tensor:
-    return torch.zeros([t if n == "T" else n for n in shape], dtype=torch.int32 if name == "pos" else torch.float32)
-
-
 @contextmanager
 def _no_progress():
     """coremltools draws its bars with tqdm and has no switch for them."""
@@ -97,11 +90,8 @@ def _no_progress():
     def silent(self, *args, **keywords):
         original(self, *args, **(keywords | {"disable": True}))
 
-    tqdm.tqdm.__init__ = silent
-    try:
+    with replaced(tqdm.tqdm, "__init__", silent):
         yield
-    finally:
-        tqdm.tqdm.__init__ = original
 
 
 def _compress(pipeline, preset: str, kept: list[str]) -> None:
@@ -113,11 +103,9 @@ def _compress(pipeline, preset: str, kept: list[str]) -> None:
     """
     from coremltools.optimize import coreml as cto
 
-    linear = {
-        "int8-tensor": {"dtype": "int8", "granularity": "per_tensor"},
-        "int8-channel": {"dtype": "int8", "granularity": "per_channel"},
-        "int4-block32": {"dtype": "int4", "granularity": "per_block", "block_size": 32},
-    }
+    linear = {"int8-tensor": {"dtype": "int8", "granularity": "per_tensor"},
+              "int8-channel": {"dtype": "int8", "granularity": "per_channel"},
+              "int4-block32": {"dtype": "int4", "granularity": "per_block", "block_size": 32}}  # fmt: skip
     if preset in linear:
         op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, **linear[preset])
         name = "compression::linear_quantize_weights"
@@ -129,8 +117,8 @@ def _compress(pipeline, preset: str, kept: list[str]) -> None:
     pipeline.set_options(name, {"config": config})
 
 
-def modules(model, first_layer: int = 0) -> dict[str, str]:
-    """Program value → path of the torch module it came from; a shard's blocks are named by their decoder layer."""
+def modules(model) -> dict[str, str]:
+    """Program value → path of the torch module it came from; layers counted from the shard's first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     found = {}
@@ -138,7 +126,7 @@ def modules(model, first_layer: int = 0) -> dict[str, str]:
         scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
         if op.op_type != "const" and scope:
             block, *rest = scope[:-1] or [""]
-            path = [f"layers.{first_layer + int(block)}" if block.isdigit() else block, *rest]
+            path = [f"layers.{block}" if block.isdigit() else block, *rest]
             found |= {out.name: ".".join(path) for out in op.outputs}
     return found
 

@@ -140,18 +140,14 @@ class Maker:
 
     def convert(self, job: Job, target, plain: bool) -> Form:
         """Converts one shard with coremltools into the package `target`; `plain`: with nothing of ours in it."""
-        with self.clock("template"):
-            return self._conversion(job, target, plain)
-
-    def _conversion(self, job: Job, target, plain: bool) -> Form:
-        module, _ = build.build(job.spec, self.source, self.plan, self.options)
         compressed = {p.path for p in job.parts if p.compressed}
-        with ExitStack() as stack:
+        with self.clock("template"), ExitStack() as stack:
+            module, _ = build.build(job.spec, self.source, self.plan, self.options)
             if not plain:
                 stack.enter_context(compress.installed(self.options.compress))
                 stack.enter_context(convert.lean())
             model = convert.convert(module, job.spec, self.options, compressed)
-        package.save(model, target)
+            package.save(model, target)
         held = convert.constants(model)
         names = {p.path: p.path.replace(".", "_") for p in job.parts}
         return Form(job.spec, {path: held[name] for path, name in names.items() if name in held}, convert.modules(model))
@@ -182,14 +178,12 @@ class Maker:
         spec, names = job.spec, dict(zip(form.spec.buffers, job.spec.buffers, strict=True))
         modules = {stamp.renamed(value, names): _shifted(path, spec.layers[0]) for value, path in form.modules.items()}
         held = {p.tensor: p for p in job.parts if p.tensor and p.path in form.constants}
-        shard = Shard(
+        return self.writer.record(Shard(
             name=spec.name, kind=spec.kind, path=f"{spec.name}.mlpackage", layers=spec.layers, rows=spec.rows,
             inputs=spec.inputs, outputs=spec.outputs, states=spec.states,
             weights={tensor: form.constants[p.path] for tensor, p in held.items()},
             offsets={tensor: p.offset for tensor, p in held.items() if p.offset},
-            modules=modules, taps=_taps(modules, spec), how=how, bytes=sum(f.bytes for f in files), files=files,
-        )  # fmt: skip
-        return self.writer.record(shard)
+            modules=modules, taps=_taps(modules, spec), how=how, bytes=sum(f.bytes for f in files), files=files))  # fmt: skip
 
     def verify(self, jobs: list[Job], made: list[Shard], count: int) -> None:
         """Converts `count` random stamped shards again and compares the files.

@@ -8,29 +8,9 @@ from torch import nn
 
 from workbench.bundle import Options, State
 from workbench.bundle.contract import (
-    ACC,
-    ATTN_MASK,
-    BASE,
-    EXPERT_IN,
-    EXPERT_WEIGHT,
-    HIDDEN,
-    K_STATE,
-    KV_STATE,
-    KV_WRITE_MASK,
-    LOGITS,
-    POS,
-    ROPE_COS,
-    ROPE_SIN,
-    ROUTER_PROBS,
-    ROUTER_SCORES,
-    ROUTER_STATE,
-    ROUTER_STATE_OUT,
-    SIDE_STATE,
-    TAIL_SELECT,
-    V_STATE,
-    X,
-    is_cache,
-)
+    ACC, ATTN_MASK, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, K_STATE, KV_STATE, KV_WRITE_MASK, LOGITS, POS, ROPE_COS, ROPE_SIN,
+    ROUTER_PROBS, ROUTER_SCORES, ROUTER_STATE, ROUTER_STATE_OUT, SIDE_STATE, TAIL_SELECT, V_STATE, X, is_cache,
+)  # fmt: skip
 from workbench.models.cache import Cache
 from workbench.models.family import Plan
 
@@ -171,10 +151,8 @@ class LayerStack(nn.Module):
         self.blocks, self.inputs, self.outputs = nn.ModuleList(blocks), list(spec.inputs), list(spec.outputs)
         for tensor, shape in spec.buffers.items():
             self.register_buffer(tensor, torch.zeros(shape))
-        self.states = [
-            {name.rpartition(".")[2]: s for name, s in spec.states.items() if name.startswith(f"layers.{i}.")}
-            for i in range(*spec.layers)
-        ]
+        self.states = [{name.rpartition(".")[2]: s for name, s in spec.states.items() if name.startswith(f"layers.{i}.")}
+                       for i in range(*spec.layers)]  # fmt: skip
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         io = dict(zip(self.inputs, tensors, strict=True))

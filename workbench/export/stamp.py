@@ -123,7 +123,9 @@ class Template:
                     _write(file, piece)
                     hashed.result()
             size = file.tell()
-        rename(model, dict(zip(self.spec.buffers, spec.buffers, strict=True)))
+        names = {old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new}
+        if names:
+            rename(model, names)
         files = [(packages.MODEL, packages.serialize(model)), (packages.MANIFEST, self.manifest)]
         for name, content in files:
             (package / name).write_bytes(content)
@@ -202,12 +204,6 @@ def _refuse_twins(seen: set, part: Part, arrays: dict[str, np.ndarray]) -> None:
 
 def rename(message, names: dict[str, str]) -> None:
     """Puts state names (and names derived from them) into every string of a protobuf message."""
-    changed = {old: new for old, new in names.items() if old != new}
-    if changed:
-        _rename(message, changed)
-
-
-def _rename(message, names: dict[str, str]) -> None:
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             if field.is_repeated:
@@ -220,7 +216,7 @@ def _rename(message, names: dict[str, str]) -> None:
             else:
                 inner = value if field.is_repeated else [value]
             for part in inner:
-                _rename(part, names)
+                rename(part, names)
 
 
 def renamed(text: str, names: dict[str, str]) -> str:
