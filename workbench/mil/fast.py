@@ -89,7 +89,8 @@ class FastProgram:
             raise _failure(self.program, node.op, problem) from problem
         if shapes not in self.tapes:
             self.tapes[shapes] = record(self, values)
-        return {name: _boundary(values[register]) for name, register in self.outputs}
+        made = ((name, values[register]) for name, register in self.outputs)
+        return {name: value.float() if value.dtype == torch.float16 else value for name, value in made}
 
     def _register(self, name: str, value=None) -> int:
         if name not in self.registers:
@@ -167,10 +168,6 @@ def _half(value):
         half = value.half()
         return half if torch.equal(half.float(), value) else value
     return value
-
-
-def _boundary(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.dtype == torch.float16 else value
 
 
 def _spread(function, parameters, lists, attributes):

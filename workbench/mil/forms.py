@@ -152,7 +152,7 @@ def cache_write(graph: Graph, op: Op):
     """write_state of state·(1 − Σ mask) + mask @ rows, whole or through a slice_update that covers the state."""
     source, update = op.inputs["data"], graph.producer(op.inputs["data"], "slice_update")
     if update is not None:
-        need(_covers(graph, update))
+        need(all(w == (0, None) for w in _window(graph, update, update.outputs[0][1].shape)))
         source = update.inputs["update"]
     kept, placed = _operands(graph, graph.maker(source, "add"), "mul", "matmul")
     old, left = _operands(graph, kept, "read_state", "sub")
@@ -257,11 +257,6 @@ def _window(graph: Graph, op: Op, shape) -> list[tuple]:
     need(not any(graph.attribute(op, "squeeze_mask", [False])))
     return [(0 if o else b, None if p or e == n else e)
             for o, b, p, e, n in zip(open_begin, begin, open_end, end, shape, strict=True)]  # fmt: skip
-
-
-def _covers(graph: Graph, op: Op) -> bool:
-    """Whether a slice_update replaces the whole of its operand."""
-    return all(w == (0, None) for w in _window(graph, op, op.outputs[0][1].shape))
 
 
 def _columns(graph: Graph, op: Op, width: int) -> tuple[int, int]:

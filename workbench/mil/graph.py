@@ -48,9 +48,8 @@ class Graph:
         needed, kept = set(self.program.outputs), []
         for op in reversed(self.ops):
             special = self.special.get(op.outputs[0][0] if op.outputs else id(op))
-            if op.outputs and not any(name in needed for name, _ in op.outputs):
-                continue
-            if op.kind.startswith("constexpr_"):
+            unread = op.outputs and not any(name in needed for name, _ in op.outputs)
+            if unread or op.kind.startswith("constexpr_"):
                 continue
             kept.append(op)
             if special is not None:
@@ -86,7 +85,8 @@ class Graph:
         if op.kind == "const":
             return _tensor(op.inputs["val"])
         if source.name not in self.folded:
-            made = RULES[op.kind].function(**_arguments(self, op))
+            rule, known = RULES[op.kind], {name: self.constant(given) for name, given in op.inputs.items()}
+            made = rule.function(**{name: _plain(v) if name in rule.attributes else v for name, v in known.items()})
             for (name, declared), value in zip(op.outputs, made if isinstance(made, tuple) else (made,), strict=True):
                 self.folded[name] = value.half().float() if declared.dtype == "FLOAT16" else value
         return self.folded[source.name]
@@ -100,14 +100,6 @@ class Graph:
         return default if value is None else _plain(value)
 
 
-def _arguments(graph: Graph, op: Op) -> dict:
-    rule = RULES[op.kind]
-    known = {name: graph.constant(source) for name, source in op.inputs.items()}
-    return {name: _plain(v) if name in rule.attributes else v for name, v in known.items()}
-
-
 def _refs(op: Op):
     for source in op.inputs.values():
         yield from (s for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref))
-
-

@@ -10,12 +10,13 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import binding, ir
-from numba import config, get_num_threads, njit, prange, set_num_threads, types
+from numba import config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic, overload
 
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
-
+LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
 SMALL = 1 << 16  # weights below which a second thread costs more than it gives
 TERMS = 32  # of a sum that `narrow` rounds
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
@@ -68,24 +69,21 @@ def _row(weight, scale, x):
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
-def _one(weight, scale, x, out):
-    """out [R] = weight [R, K] @ x [K], for one activation vector."""
-    for r in prange(weight.shape[0]):
-        out[r] = _row(weight[r], scale[r], x)
+def _one(weight, scale, x, out, threads):
+    """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread where others cost more than they give."""
+    if threads and weight.size >= SMALL:
+        for r in prange(weight.shape[0]):
+            out[r] = _row(weight[r], scale[r], x)
+    else:
+        for r in range(weight.shape[0]):
+            out[r] = _row(weight[r], scale[r], x)
 
 
 @njit(fastmath=FLAGS, cache=True)
-def _one_here(weight, scale, x, out):
-    """`_one` on the calling thread."""
-    for r in range(weight.shape[0]):
-        out[r] = _row(weight[r], scale[r], x)
-
-
-@njit(fastmath=FLAGS, cache=True)
-def _four(weight, scale, x):
-    """weight [K] · x [4, K]: a weight is made dense once for four vectors."""
+def _four(weight, scale, x, terms):
+    """weight [K] · x [4, K]: a weight is made dense once for four vectors. K is given as `terms`: a constant makes it faster."""
     a = b = c = d = np.float32(0)
-    for k in range(weight.shape[0]):
+    for k in range(terms):
         w = _value(weight[k], scale)
         a += w * x[0, k]
         b += w * x[1, k]
@@ -99,7 +97,7 @@ def _many(weight, scale, x, out):
     """out [R, N] for x [N, K], N a multiple of 4."""
     for r in prange(weight.shape[0]):
         for n in range(0, x.shape[0], 4):
-            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(weight[r], scale[r], x[n : n + 4])
+            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(weight[r], scale[r], x[n : n + 4], x.shape[1])
 
 
 def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
@@ -109,31 +107,15 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         weight: int8, or the bits of fp16 values as uint16.
         scale: of each row of int8 weights, [R] float32; not looked at for fp16.
     """
-    N, (R, K) = len(x), weight.shape
-    if N > 1:
-        rows, out = np.zeros((-(-N // 4) * 4, K), np.float32), np.empty((R, -(-N // 4) * 4), np.float32)
-        rows[:N] = x.float().numpy()
-        on_threads(_many, weight, scale, rows, out)
-        return torch.from_numpy(out[:, :N].T)
-    row, out = np.ascontiguousarray(x.float().numpy()), np.empty((1, R), np.float32)
-    if weight.size < SMALL or torch.get_num_threads() == 1:
-        _one_here(weight, scale, row[0], out[0])
-    else:
-        on_threads(_one, weight, scale, row[0], out[0])
-    return torch.from_numpy(out)
-
-
-@njit(fastmath=FLAGS, cache=True)
-def _dots(weight, x):
-    """weight [32] · x [4, 32]: a length known beforehand is what makes this a few instructions."""
-    a = b = c = d = np.float32(0)
-    for k in range(TERMS):
-        w = _wide(weight[k])
-        a += w * x[0, k]
-        b += w * x[1, k]
-        c += w * x[2, k]
-        d += w * x[3, k]
-    return a, b, c, d
+    N, R = len(x), len(weight)
+    if N == 1:
+        row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
+        on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
+        return torch.from_numpy(out)
+    rows = F.pad(x.float(), (0, 0, 0, -N % 4)).contiguous()
+    out = np.empty((R, len(rows)), np.float32)
+    on_threads(_many, weight, scale, rows.numpy(), out)
+    return torch.from_numpy(out[:, :N].T)
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -143,7 +125,7 @@ def _narrow(weight, x, out):
         for n in range(x.shape[0]):
             a = b = c = d = np.float32(0)
             for g in range(weight.shape[1]):
-                p, q, s, t = _dots(weight[r, g], x[n, g])
+                p, q, s, t = _four(weight[r, g], np.float32(1), x[n, g], TERMS)
                 a, b, c, d = _round16(a + p), _round16(b + q), _round16(c + s), _round16(d + t)
             out[r, 4 * n], out[r, 4 * n + 1], out[r, 4 * n + 2], out[r, 4 * n + 3] = a, b, c, d
 
@@ -155,9 +137,8 @@ def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
         weight: the bits of fp16 values as uint16; K a multiple of 32.
     """
     (N, K), R = x.shape, len(weight)
-    rows, out = torch.zeros(-(-N // 4) * 4, K), np.empty((R, -(-N // 4) * 4), np.float32)
-    rows[:N] = x
-    rows = rows.reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
+    rows = F.pad(x.float(), (0, 0, 0, -N % 4)).reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
+    out = np.empty((R, 4 * len(rows)), np.float32)
     on_threads(_narrow, weight.reshape(R, -1, TERMS), rows.numpy(), out)
     return torch.from_numpy(out[:, :N].T)
 
@@ -166,10 +147,10 @@ def on_threads(kernel, *arguments):
     """Runs a parallel kernel on as many threads as torch uses."""
     threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
     with LOCK:
-        if get_num_threads() != threads:
+        if getattr(LOCAL, "threads", None) != threads:
             set_num_threads(threads)
-        if torch.get_num_threads() != threads:  # starting numba's pool sets the number for OpenMP, and so for torch
-            torch.set_num_threads(threads)
+            torch.set_num_threads(threads)  # starting numba's pool sets the number for OpenMP, and so for torch
+            LOCAL.threads = threads
         return kernel(*arguments)
 
 

@@ -11,7 +11,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from . import forms, kernels
-from .kernels import SMALL, _attend, _exp, _one, _one_here, _rms_norm, _rotate, _round16, _visible
+from .kernels import _attend, _exp, _one, _rms_norm, _rotate, _round16, _slots, _visible, write
 
 ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
 POINTWISE = {"add": ADD, "sub": SUB, "mul": MUL, "silu": SILU}
@@ -183,11 +183,7 @@ def _run(code, outer, masks, threads):
     """Executes instructions [n, FIELDS]: kind, address of the result, then operands and sizes; a negative address names
     an element of `outer`. False, with nothing done, unless every one of `masks` (place, size) holds one 1 or nothing."""
     for i in range(len(masks)):
-        ones = 0
-        for value in _vector(outer, masks[i, 0], masks[i, 1]):
-            if value != 0:
-                ones += 1 if value == 1 else 2
-        if ones > 1:
+        if not _slots(_vector(outer, masks[i, 0], masks[i, 1]).reshape(1, masks[i, 1], 1))[0]:
             return False
     for i in range(len(code)):
         kind, out, a, n, m, b, c, d, e, f = code[i]
@@ -200,15 +196,14 @@ def _run(code, outer, masks, threads):
             cos, sin = _vector(outer, b, d).reshape(1, 1, 1, d), _vector(outer, c, d).reshape(1, 1, 1, d)
             _rotate(_vector(outer, a, n * m).reshape(shape), cos, sin, _vector(outer, out, n * m).reshape(shape))
         elif kind == WRITE:
-            _write(_vector(outer, out, n * m * b).reshape(n, m, b), _vector(outer, a, n * b).reshape(n, b), _vector(outer, c, m))
+            _, slots = _slots(_vector(outer, c, m).reshape(1, m, 1))
+            write(_vector(outer, out, n * m * b).reshape(1, n, m, b), slots, _vector(outer, a, n * b).reshape(1, n, 1, b))
         elif kind == ATTEND:
             key, value = _vector(outer, b, e * f * m).reshape(e, f, m), _vector(outer, c, e * f * m).reshape(e, f, m)
-            mask, made = _vector(outer, d, f), _vector(outer, out, n * m).reshape(n, m)
+            mask, made = _vector(outer, d, f), _vector(outer, out, n * m)
             first, last = _visible(mask.reshape(1, f), np.float32(forms.BLOCKED))
-            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask[first:last], first, made)
-            for h in range(n):
-                for j in range(m):
-                    made[h, j] = _round16(made[h, j])
+            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask[first:last], first, made.reshape(n, m))
+            _pointwise(ROUND, made, made, made)
         else:
             _pointwise(kind, _vector(outer, a, n), _vector(outer, b, c), _vector(outer, out, n))
     return True
@@ -221,21 +216,14 @@ def _vector(outer, address, size):
 
 @njit(cache=True)
 def _product(x, R, K, weight, itemsize, scale, bias, out, threads):
-    scales, threads = carray(_floats(scale), (R,)), threads and R * K >= SMALL
-    if itemsize == 1 and threads:
-        _one(carray(_bytes(weight), (R, K)), scales, x, out)
-    elif itemsize == 1:
-        _one_here(carray(_bytes(weight), (R, K)), scales, x, out)
-    elif threads:
-        _one(carray(_halves(weight), (R, K)), scales, x, out)
+    scales = carray(_floats(scale), (R,))
+    if itemsize == 1:
+        _one(carray(_bytes(weight), (R, K)), scales, x, out, threads)
     else:
-        _one_here(carray(_halves(weight), (R, K)), scales, x, out)
+        _one(carray(_halves(weight), (R, K)), scales, x, out, threads)
     if bias:
-        biases = carray(_floats(bias), (R,))
-        for r in range(R):
-            out[r] += biases[r]
-    for r in range(R):
-        out[r] = _round16(out[r])
+        out += carray(_floats(bias), (R,))
+    _pointwise(ROUND, out, out, out)
 
 
 @njit(cache=True)
@@ -246,13 +234,6 @@ def _norm(x, packed, out):
     lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
     eps0, eps1, gains = lists[:first], lists[first : first + second], lists[first + second :]
     _rms_norm(x, head[:width], head[width : width + 3], eps0, eps1, gains, out)
-
-
-@njit(cache=True)
-def _write(state, rows, mask):
-    for s in range(len(mask)):
-        if mask[s] == 1:
-            state[:, s] = rows
 
 
 @njit(cache=True)
