@@ -13,11 +13,9 @@ from workbench.errors import InputError
 
 SENTINEL = 0xDEADBEEF
 # dtype code in the record → (storage dtype, bits per element)
-DTYPES = {
-    1: (np.float16, 16), 2: (np.float32, 32), 3: (np.uint8, 8), 4: (np.int8, 8), 5: (None, 16), 6: (np.int16, 16),
-    7: (np.uint16, 16), 8: (np.int8, 4), 9: (np.uint8, 1), 10: (np.uint8, 2), 11: (np.uint8, 4), 12: (np.uint8, 3),
-    13: (np.uint8, 6), 14: (np.int32, 32), 15: (np.uint32, 32),
-}  # fmt: skip
+DTYPES = {1: (np.float16, 16), 2: (np.float32, 32), 3: (np.uint8, 8), 4: (np.int8, 8), 5: (None, 16), 6: (np.int16, 16),
+          7: (np.uint16, 16), 8: (np.int8, 4), 9: (np.uint8, 1), 10: (np.uint8, 2), 11: (np.uint8, 4), 12: (np.uint8, 3),
+          13: (np.uint8, 6), 14: (np.int32, 32), 15: (np.uint32, 32)}  # fmt: skip
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.ndarray:

@@ -28,9 +28,8 @@ MOVES = {"reshape", "transpose", "slice_by_index", "concat", "split", "squeeze",
 Hook = Callable[[Op, list], list | None]
 # declared dtype → how torch holds it: unsigned types that torch lacks one size up, sub-byte integers in a byte
 _INTEGER = {"BOOL": torch.bool, "INT4": torch.int8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
-            "INT64": torch.int64, "UINT1": torch.uint8, "UINT2": torch.uint8, "UINT3": torch.uint8,
-            "UINT4": torch.uint8, "UINT6": torch.uint8, "UINT8": torch.uint8, "UINT16": torch.int32,
-            "UINT32": torch.int64, "UINT64": torch.int64}  # fmt: skip
+            "INT64": torch.int64, "UINT16": torch.int32, "UINT32": torch.int64, "UINT64": torch.int64,
+            **{f"UINT{bits}": torch.uint8 for bits in (1, 2, 3, 4, 6, 8)}}  # fmt: skip
 
 
 def _tensor(literal) -> object:
@@ -112,8 +111,7 @@ class Executable:
         """
         missing = [n for n in self.fits if n not in inputs] + [n for n in self.program.states if n not in state]
         if missing:
-            raise InputError(str(self.program.package), f"no {', '.join(missing)}", "every input and state",
-                             "give all of them")  # fmt: skip
+            raise InputError(str(self.program.package), f"no {', '.join(missing)}", "every input and state", "give all of them")
         values = self.body.constants | state
         for name, fit in self.fits.items():
             try:

@@ -19,12 +19,9 @@ from .blob import BlobFile, unpack_bits
 
 MAX_SPEC_BYTES = 1 << 30
 # MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per byte)
-NUMPY = {
-    "FLOAT16": np.float16, "FLOAT32": np.float32, "FLOAT64": np.float64, "BOOL": np.bool_, "STRING": np.str_,
-    "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "INT4": np.int8,
-    "UINT8": np.uint8, "UINT16": np.uint16, "UINT32": np.uint32, "UINT64": np.uint64,
-    "UINT1": np.uint8, "UINT2": np.uint8, "UINT3": np.uint8, "UINT4": np.uint8, "UINT6": np.uint8,
-}  # fmt: skip
+NUMPY = {"FLOAT16": np.float16, "FLOAT32": np.float32, "FLOAT64": np.float64, "BOOL": np.bool_, "STRING": np.str_, "INT4": np.int8,
+         "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "UINT16": np.uint16, "UINT32": np.uint32,
+         "UINT64": np.uint64, **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)}}  # fmt: skip
 BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
 
 
@@ -165,19 +162,13 @@ class _Reader:
     def program(self, name, function, described) -> Program:
         block = function.block_specializations[function.opset]
         typed = {p.name: self.type(p.type) for p in function.inputs}
-        return Program(
-            self.package, name,
-            {n: t for n, t in typed.items() if t.kind != "state"},
-            {n: t for n, t in typed.items() if t.kind == "state"},
-            list(block.outputs), self.block(block), described,
-        )  # fmt: skip
+        inputs = {n: t for n, t in typed.items() if t.kind != "state"}
+        states = {n: t for n, t in typed.items() if t.kind == "state"}
+        return Program(self.package, name, inputs, states, list(block.outputs), self.block(block), described)
 
     def block(self, block) -> Block:
-        return Block(
-            [(p.name, self.type(p.type)) for p in block.inputs],
-            [self.op(op) for op in block.operations],
-            list(block.outputs),
-        )
+        inputs = [(p.name, self.type(p.type)) for p in block.inputs]
+        return Block(inputs, [self.op(op) for op in block.operations], list(block.outputs))
 
     def op(self, op) -> Op:
         attributes = {k: self.value(v) for k, v in op.attributes.items()}
@@ -196,12 +187,9 @@ class _Reader:
             tensor = message.tensorType
             shape = (d.constant.size if d.WhichOneof("dimension") == "constant" else None for d in tensor.dimensions)
             return Type(self.dtype_name(tensor.dataType), tuple(shape))
-        if kind == "stateType":
-            inner = self.type(message.stateType.wrappedType)
-            return Type(inner.dtype, inner.shape, "state")
-        if kind == "listType":
-            inner = self.type(message.listType.type)
-            return Type(inner.dtype, inner.shape, "list")
+        if kind in ("stateType", "listType"):
+            inner = self.type(message.stateType.wrappedType if kind == "stateType" else message.listType.type)
+            return Type(inner.dtype, inner.shape, kind.removesuffix("Type"))
         return Type("STRING", (), "dict")
 
     def value(self, message):

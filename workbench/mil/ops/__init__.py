@@ -4,7 +4,7 @@ A rule's positional parameters are arrays, its keyword-only parameters are attri
 strings or lists of them); both are spelled as MIL spells them, and one rule serves every version of its op. Floats
 arrive in float32 whatever the program declares; the interpreter brings results to their declared dtype. A rule returns
 a tensor, a list (a MIL list), or a tuple: one element per output. To add an op: write the function in its family's
-file under `@rule()`.
+file under `@rule()`, or its one line into a table of `rules`.
 """
 
 import inspect
@@ -47,6 +47,13 @@ def rule(*names: str, narrow: Callable | None = None):
     return register
 
 
+def rules(functions: dict[str, Callable]) -> None:
+    """Registers each of `functions`, said in one line, as the meaning of the MIL op it stands under."""
+    for name, function in functions.items():
+        function.__qualname__ = name  # what Python calls it in messages
+        rule(name)(function)
+
+
 def bounded(shape) -> list[int]:
     """`shape` as a list, refused when a tensor of it would pass `MAX_ELEMENTS`: a damaged size, not a computation."""
     shape = [int(size) for size in shape]
@@ -64,19 +71,6 @@ def padded(x: torch.Tensor, pairs, mode: str = "constant", value: float = 0.0) -
 
 # each family fills RULES
 from . import (  # noqa: E402,F401
-    activation,
-    compression,
-    control,
-    convolution,
-    elementwise,
-    image,
-    indexing,
-    linear,
-    normalization,
-    pooling,
-    random,
-    recurrent,
-    reduction,
-    shape,
-    state,
-)
+    activation, compression, control, convolution, elementwise, image, indexing, linear, normalization, pooling, random,
+    recurrent, reduction, shape, state,
+)  # fmt: skip

@@ -5,6 +5,7 @@ Computed in float32; the interpreter rounds each result once, to its declared dt
 
 import torch
 
+from ..blob import unpack_bits
 from . import rule
 
 
@@ -47,10 +48,8 @@ def quantize(input, scale, zero_point=None, *, output_dtype, axis=0):
 
 def _unpacked(packed: torch.Tensor, bits: int, shape) -> torch.Tensor:
     """iOS 16's fields of `bits` bits, least significant first, as integers of `shape`."""
-    stream = (packed.reshape(-1, 1) >> torch.arange(8)) & 1
-    count = torch.Size(shape).numel()
-    fields = stream.reshape(-1)[: count * bits].reshape(count, bits)
-    return (fields << torch.arange(bits)).sum(-1).reshape(shape)
+    values = unpack_bits(packed.reshape(-1).numpy(), bits, torch.Size(shape).numel(), signed=False)
+    return torch.from_numpy(values).long().reshape(shape)
 
 
 @rule()
@@ -78,9 +77,7 @@ def constexpr_sparse_to_dense(nonzero_data, mask, *, shape=None):
 
 @rule()
 def constexpr_lut_to_sparse(indices_mask, indices_nonzero_data, lut, *, vector_axis=None):
-    dense = constexpr_lut_to_dense(
-        constexpr_sparse_to_dense(indices_nonzero_data, indices_mask), lut, vector_axis=vector_axis
-    )
+    dense = constexpr_lut_to_dense(constexpr_sparse_to_dense(indices_nonzero_data, indices_mask), lut, vector_axis=vector_axis)
     mask = indices_mask if lut.shape[-1] == 1 else indices_mask.repeat_interleave(lut.shape[-1], vector_axis)
     return mask, dense[mask.bool()]
 

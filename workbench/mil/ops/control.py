@@ -2,7 +2,7 @@
 
 import torch
 
-from . import bounded, rule
+from . import bounded, rule, rules
 
 MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
 
@@ -31,14 +31,11 @@ def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
     return [torch.zeros(elem_shape) if known else None] * init_length
 
 
-@rule()
-def list_length(ls):
-    return torch.tensor(len(ls))
-
-
-@rule()
-def list_read(ls, *, index):
-    return ls[index]
+rules({
+    "list_length": lambda ls: torch.tensor(len(ls)),
+    "list_read": lambda ls, *, index: ls[index],
+    "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
+})  # fmt: skip
 
 
 @rule()
@@ -46,11 +43,6 @@ def list_write(ls, value, *, index):
     bounded([index])
     ls = ls + [torch.zeros_like(value)] * (index + 1 - len(ls))
     return [value if i == index else old for i, old in enumerate(ls)]
-
-
-@rule()
-def list_gather(ls, *, indices):
-    return torch.stack([ls[i] for i in indices])
 
 
 @rule()

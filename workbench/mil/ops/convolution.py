@@ -83,8 +83,7 @@ rule("conv", narrow=_conv(narrow=True))(_conv(narrow=False))
 
 
 @rule()
-def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_type="valid", strides=None,
-                   dilations=None, groups=1):  # fmt: skip
+def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_type="valid", strides=None, dilations=None, groups=1):
     """The whole transposed convolution, then cut (or grown, where an output asks for more) to the padded size."""
     spatial = x.dim() - 2
     strides, dilations = strides or [1] * spatial, dilations or [1] * spatial

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import rule
+from . import rule, rules
 
 
 def unary(function):
@@ -22,14 +22,9 @@ for _name, _function in {
 }.items():  # fmt: skip
     rule(_name)(_binary(_function))
 
-for _name, _function in {
-    "abs": torch.abs, "acos": torch.acos, "asin": torch.asin, "atan": torch.atan, "atanh": torch.atanh,
-    "ceil": torch.ceil, "cos": torch.cos, "cosh": torch.cosh, "erf": torch.erf, "exp": torch.exp, "exp2": torch.exp2,
-    "floor": torch.floor, "identity": lambda x: x, "logical_not": torch.logical_not, "round": torch.round,
-    "sign": torch.sign, "sin": torch.sin, "sinh": torch.sinh, "sqrt": torch.sqrt, "square": torch.square,
-    "tan": torch.tan,
-}.items():  # fmt: skip
-    rule(_name)(unary(_function))
+# what torch calls as MIL does
+for _name in "abs acos asin atan atanh ceil cos cosh erf exp exp2 floor logical_not round sign sin sinh sqrt square tan".split():
+    rule(_name)(unary(getattr(torch, _name)))
 
 
 @rule()
@@ -39,37 +34,13 @@ def real_div(x, y):
     return torch.div(x, y, rounding_mode="trunc")  # integer operands stay integers in MIL
 
 
-@rule()
-def rsqrt(x, *, epsilon=1e-12):
-    return torch.rsqrt(x + epsilon)
-
-
-@rule()
-def inverse(x, *, epsilon=1e-4):
-    """1 / (x + epsilon): the epsilon, 1e-4 unless set, is MIL's own and biases the result."""
-    return 1.0 / (x + epsilon)
-
-
-@rule()
-def log(x, *, epsilon=1e-45):
-    return torch.log(x + epsilon)
-
-
-@rule()
-def clip(x, *, alpha, beta):
-    return torch.clamp(x, alpha, beta)
-
-
-@rule()
-def threshold(x, *, alpha):
-    return torch.clamp(x, min=alpha)
-
-
-@rule()
-def cast(x, *, dtype):
-    return x  # the declared type of the result says the same
-
-
-@rule()
-def select(cond, a, b):
-    return torch.where(cond.bool(), a, b)
+rules({
+    "identity": lambda x: x,
+    "rsqrt": lambda x, *, epsilon=1e-12: torch.rsqrt(x + epsilon),
+    "inverse": lambda x, *, epsilon=1e-4: 1.0 / (x + epsilon),  # the epsilon is MIL's own and biases the result
+    "log": lambda x, *, epsilon=1e-45: torch.log(x + epsilon),
+    "clip": lambda x, *, alpha, beta: torch.clamp(x, alpha, beta),
+    "threshold": lambda x, *, alpha: torch.clamp(x, min=alpha),
+    "cast": lambda x, *, dtype: x,  # the declared type of the result says the same
+    "select": lambda cond, a, b: torch.where(cond.bool(), a, b),
+})  # fmt: skip

@@ -93,9 +93,8 @@ def _corners(boxes, mode: str, scale: float, extent):
 
 
 @rule()
-def crop_resize(x, boxes=None, box_indices=None, roi=None, *, target_height=1, target_width=1,
-                normalized_coordinates=False, spatial_scale=1.0, box_coordinate_mode="CORNERS_HEIGHT_FIRST",
-                sampling_mode="DEFAULT", pad_value=0.0):  # fmt: skip
+def crop_resize(x, boxes=None, box_indices=None, roi=None, *, target_height=1, target_width=1, normalized_coordinates=False,
+                spatial_scale=1.0, box_coordinate_mode="CORNERS_HEIGHT_FIRST", sampling_mode="DEFAULT", pad_value=0.0):  # fmt: skip
     """Boxes cut out of x [B, C, H, W]; samples outside the image are `pad_value`.
 
     iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1, 1] (with the image's index
@@ -159,8 +158,7 @@ def affine(x, transform_matrix, *, output_height, output_width, sampling_mode, p
     matrix = transform_matrix.reshape(-1, 1, 2, 3)
     coordinates = points @ matrix[..., :2].transpose(-1, -2) + matrix[..., None, :, 2].squeeze(-2)
     return resample(x, coordinates.expand(len(x), -1, -1, -1), sampling_mode=sampling_mode, padding_mode=padding_mode,
-                    padding_value=padding_value, coordinates_mode=coordinates_mode,
-                    align_corners=align_corners)  # fmt: skip
+                    padding_value=padding_value, coordinates_mode=coordinates_mode, align_corners=align_corners)  # fmt: skip
 
 
 def _overlaps(boxes):
@@ -183,8 +181,7 @@ def _chosen(boxes, scores, iou_threshold, score_threshold, max_boxes, per_class)
 
 
 @rule()
-def non_maximum_suppression(boxes, scores, *, iou_threshold, max_boxes, score_threshold=-torch.inf,
-                            per_class_suppression=False):  # fmt: skip
+def non_maximum_suppression(boxes, scores, *, iou_threshold, max_boxes, score_threshold=-torch.inf, per_class_suppression=False):
     """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at least one is kept."""
     bounded([len(boxes), max_boxes, scores.shape[-1] + 4])
     kept_boxes = torch.zeros(len(boxes), max_boxes, 4)

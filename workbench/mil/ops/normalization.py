@@ -3,12 +3,16 @@
 import torch
 import torch.nn.functional as F
 
-from . import rule
+from . import rule, rules
 
-
-@rule()
-def softmax(x, *, axis=-1):
-    return torch.softmax(x, axis)
+rules({
+    "softmax": lambda x, *, axis=-1: torch.softmax(x, axis),
+    # over the Euclidean norm of the last three axes
+    "l2_norm": lambda x, *, epsilon=1e-6: x * torch.rsqrt(x.square().sum((-3, -2, -1), keepdim=True) + epsilon),
+    "local_response_norm": lambda x, *, size, alpha=1e-4, beta=0.75, k=1.0: F.local_response_norm(x, size, alpha, beta, k),
+    "batch_norm": lambda x, mean, variance, gamma=None, beta=None, *, epsilon=1e-5: (
+        F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)),
+})  # fmt: skip
 
 
 def _normalized(x, axes, gamma, beta, shape, epsilon):
@@ -26,22 +30,6 @@ def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
 
 
 @rule()
-def batch_norm(x, mean, variance, gamma=None, beta=None, *, epsilon=1e-5):
-    return F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)
-
-
-@rule()
 def instance_norm(x, gamma=None, beta=None, *, epsilon=1e-5):
     axes = list(range(2, x.dim()))
     return _normalized(x, axes, gamma, beta, [1, -1] + [1] * len(axes), epsilon)
-
-
-@rule()
-def l2_norm(x, *, epsilon=1e-6):
-    """x over the Euclidean norm of its last three axes."""
-    return x * torch.rsqrt(x.square().sum((-3, -2, -1), keepdim=True) + epsilon)
-
-
-@rule()
-def local_response_norm(x, *, size, alpha=1e-4, beta=0.75, k=1.0):
-    return F.local_response_norm(x, size, alpha, beta, k)

@@ -36,8 +36,7 @@ def max_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_
 
 
 @rule()
-def avg_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False,
-             exclude_padding_from_average=False):  # fmt: skip
+def avg_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False, exclude_padding_from_average=False):
     """The mean of each window: over its real elements, or over the declared padding too (never over ceil_mode's)."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)

@@ -24,8 +24,7 @@ def _scan(step, inputs, states, direction: str, whole: bool):
 
 
 @rule()
-def rnn(x, initial_h, weight_ih, weight_hh, bias=None, *, direction="forward", output_sequence=False,
-        activation="tanh"):  # fmt: skip
+def rnn(x, initial_h, weight_ih, weight_hh, bias=None, *, direction="forward", output_sequence=False, activation="tanh"):
     act = _ACTIVATION[activation]
     inputs = x @ weight_ih.T + (0 if bias is None else bias)
     return _scan(lambda g, h: (act(g + h @ weight_hh.T),), inputs, (initial_h,), direction, output_sequence)
@@ -70,8 +69,7 @@ def lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias=None, peephole=None
          recurrent_activation="sigmoid", cell_activation="tanh", activation="tanh", clip=None):  # fmt: skip
     functions = [_ACTIVATION[name] for name in (recurrent_activation, cell_activation, activation)]
     if direction != "bidirectional":
-        return _lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias, peephole, functions, clip,
-                     direction, output_sequence)  # fmt: skip
+        return _lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias, peephole, functions, clip, direction, output_sequence)
     (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
     ahead = _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, functions, clip, "forward", output_sequence)
     back = _lstm(x, h_back, c_back, weight_ih_back, weight_hh_back, bias_back, peephole_back, functions, clip,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import rule
+from . import rule, rules
 
 
 def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tensor:
@@ -64,14 +64,11 @@ _reduce("reduce_prod", _prod)
 _reduce("reduce_log_sum_exp", lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims))
 
 
-@rule()
-def reduce_argmax(x, *, axis=-1, keep_dims=False, output_dtype=None):
-    return torch.argmax(x, axis, keep_dims)
-
-
-@rule()
-def reduce_argmin(x, *, axis=-1, keep_dims=False, output_dtype=None):
-    return torch.argmin(x, axis, keep_dims)
+rules({
+    "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmax(x, axis, keep_dims),
+    "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmin(x, axis, keep_dims),
+    "argsort": lambda x, *, axis=-1, ascending=False: torch.argsort(x, dim=axis, descending=not ascending, stable=True),
+})  # fmt: skip
 
 
 @rule()
@@ -88,8 +85,3 @@ def topk(x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, ou
     k = x.shape[axis] if k == -1 else k
     values, indices = values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
     return (values, indices) if return_indices else values
-
-
-@rule()
-def argsort(x, *, axis=-1, ascending=False):
-    return torch.argsort(x, dim=axis, descending=not ascending, stable=True)

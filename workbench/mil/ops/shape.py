@@ -3,7 +3,21 @@
 import torch
 import torch.nn.functional as F
 
-from . import bounded, padded, rule
+from . import bounded, padded, rule, rules
+
+rules({
+    "transpose": lambda x, *, perm: x.permute(perm),
+    "stack": lambda values, *, axis: torch.stack(values, axis),
+    "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(split_sizes or x.shape[axis] // num_splits, axis),
+    "squeeze": lambda x, *, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
+    "reverse": lambda x, *, axes=None: x.flip(list(range(x.dim())) if axes is None else axes),
+    "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
+    "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
+    "fill_like": lambda ref_tensor, *, value=0.0: torch.full(ref_tensor.shape, value),
+    "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(axis, size, stride).movedim(-1, axis % x.dim() + 1),
+    "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
+    "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
+})  # fmt: skip
 
 
 @rule()
@@ -29,26 +43,11 @@ def flatten2d(x, *, axis=1):
 
 
 @rule()
-def transpose(x, *, perm):
-    return x.permute(perm)
-
-
-@rule()
 def concat(values, *, axis, interleave=False):
     if interleave:  # elements of the operands alternate along `axis`
         stacked = torch.stack(values, axis % values[0].dim() + 1)
         return stacked.flatten(axis % values[0].dim(), axis % values[0].dim() + 1)
     return torch.cat([torch.atleast_1d(v) for v in values], axis)
-
-
-@rule()
-def stack(values, *, axis):
-    return torch.stack(values, axis)
-
-
-@rule()
-def split(x, *, axis, num_splits=None, split_sizes=None):
-    return x.split(split_sizes or x.shape[axis] // num_splits, axis)
 
 
 @rule()
@@ -60,19 +59,9 @@ def expand_dims(x, *, axes):
 
 
 @rule()
-def squeeze(x, *, axes=None):
-    return x.squeeze() if axes is None else x.squeeze(tuple(axes))
-
-
-@rule()
 def tile(x, *, reps):
     bounded(n * r for n, r in zip(x.shape, reps, strict=True))
     return x.repeat(reps)
-
-
-@rule()
-def reverse(x, *, axes=None):
-    return x.flip(list(range(x.dim())) if axes is None else axes)
 
 
 @rule()
@@ -96,21 +85,6 @@ def pad(x, *, pad, mode="constant", constant_val=0.0):
 
 
 @rule()
-def shape(x):
-    return torch.tensor(x.shape, dtype=torch.int32)
-
-
-@rule()
-def fill(*, shape, value=0.0):
-    return torch.full(bounded(shape), value)
-
-
-@rule()
-def fill_like(ref_tensor, *, value=0.0):
-    return torch.full(ref_tensor.shape, value)
-
-
-@rule()
 def range_1d(*, start, end, step):
     bounded([(end - start) / step])
     return torch.arange(start, end, step)
@@ -128,21 +102,6 @@ def band_part(x, *, lower=-1, upper=-1):
     rows, columns = torch.arange(x.shape[-2])[:, None], torch.arange(x.shape[-1])
     keep = ((lower < 0) | (rows - columns <= lower)) & ((upper < 0) | (columns - rows <= upper))
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype))
-
-
-@rule()
-def sliding_windows(x, *, axis, size, stride=1):
-    return x.unfold(axis, size, stride).movedim(-1, axis % x.dim() + 1)
-
-
-@rule()
-def pixel_shuffle(x, *, upscale_factor):
-    return F.pixel_shuffle(x, upscale_factor)
-
-
-@rule()
-def pixel_unshuffle(x, *, downscale_factor):
-    return F.pixel_unshuffle(x, downscale_factor)
 
 
 @rule()
