@@ -21,6 +21,7 @@ from workbench.eval import gates, trace
 from workbench.eval.weights import replace
 from workbench.export import convert, read_plan, shards
 from workbench.export.build import build
+from workbench.export.make import shifted
 from workbench.models import checkpoint as checkpoints
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import Shape, scaled
@@ -94,8 +95,8 @@ def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         held = convert.constants(model)
-        made[spec.name] = package, {"weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts},
-                                    "modules": convert.modules(model, spec.layers[0])}  # fmt: skip
+        modules = {value: shifted(path, spec.layers[0]) for value, path in convert.modules(model).items()}
+        made[spec.name] = package, {"weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts}, "modules": modules}
     return made
 
 

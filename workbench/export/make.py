@@ -176,7 +176,7 @@ class Maker:
 
     def _record(self, job: Job, form: Form, files: list[FileEntry], how: str) -> Shard:
         spec, names = job.spec, dict(zip(form.spec.buffers, job.spec.buffers, strict=True))
-        modules = {stamp.renamed(value, names): _shifted(path, spec.layers[0]) for value, path in form.modules.items()}
+        modules = {stamp.renamed(value, names): shifted(path, spec.layers[0]) for value, path in form.modules.items()}
         held = {p.tensor: p for p in job.parts if p.tensor and p.path in form.constants}
         return self.writer.record(Shard(
             name=spec.name, kind=spec.kind, path=f"{spec.name}.mlpackage", layers=spec.layers, rows=spec.rows,
@@ -205,7 +205,7 @@ class Maker:
                                  "export with --plain, and report this")  # fmt: skip
 
 
-def _shifted(path: str, first: int) -> str:
+def shifted(path: str, first: int) -> str:
     """`layers.0.mlp` of a shard → the decoder's `layers.{first}.mlp`."""
     head, *rest = path.split(".")
     return ".".join(["layers", str(first + int(rest[0])), *rest[1:]]) if head == "layers" else path
