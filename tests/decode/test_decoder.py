@@ -1,3 +1,6 @@
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import tiny
@@ -133,3 +136,19 @@ def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(exports, 
         for state, single in zip(together.states, alone.states, strict=True):
             for name in state.shard.states:
                 np.testing.assert_allclose(state.read(name)[slot], single.read(name)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("zaya", {"moe": "routed"})])
+def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(exports, family, options):
+    bundle = exports.bundle(exports.checkpoint(family), **options)
+    for fast in (True, False):
+        Decoder(bundle, "portable", fast=fast).generate([1, 2, 3], 3, stop=())  # compiling leaves its own cycles behind
+        decoder = Decoder(bundle, "portable", fast=fast)
+        decoder.generate([1, 2, 3], 3, stop=())
+        held = [weakref.ref(model.fast or model.executable) for model in decoder.layers]
+        gc.disable()
+        try:
+            del decoder
+            assert not any(alive() for alive in held)
+        finally:
+            gc.enable()

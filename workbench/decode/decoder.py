@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 
 import numpy as np
 
 from workbench import runtime as runtimes
-from workbench.bundle import Bundle, Shard
+from workbench.bundle import Bundle
 from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
@@ -74,15 +74,14 @@ class Decoder:
         self.compute_units, self.hints = compute_units, hints or {}
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
-
+        self.plane = self.host.plane
+        # nothing here may hold the decoder itself: one that is dropped shall give its memory back at once
+        self._load = partial(runtimes.load, self.bundle, runtime=self.runtime, precision=precision, fast=fast,
+                             compute_units=compute_units, hints=self.hints)  # fmt: skip
         self.layers = [self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")]
         self.heads = [self._load(s) for s in self.bundle.shards("head")]
         self.experts = Experts(self.bundle, self._load, self.plane)
         self.begin()
-
-    def _load(self, shard: Shard) -> runtimes.Model:
-        return runtimes.load(self.bundle, shard, self.runtime, precision=self.precision,
-                             fast=self.fast, compute_units=self.compute_units, hints=self.hints)  # fmt: skip
 
     @contextmanager
     def literal(self) -> Iterator["Decoder"]:
@@ -299,11 +298,6 @@ class Decoder:
             parts.append(np.concatenate([s.reshape(*s.shape[:2], -1)[:, :, :used] for s in slices], axis=1))
         self.times.head = (time.perf_counter() - start) * 1e3
         return np.concatenate(parts, axis=2).transpose(0, 2, 1)
-
-    def plane(self, hidden: np.ndarray) -> np.ndarray:
-        """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
-        hidden = np.ascontiguousarray(hidden)
-        return hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
 
     def _rows(self, ids) -> list[list[int]]:
         batch, V = self.options.batch, self.manifest.dims.V

@@ -29,6 +29,11 @@ class Host:
                 raise InputError(f"sequence {slot}", f"position {offset + count - 1}", f"positions below max_seq_len = {S}",
                                  "shorten the prompt, or export with a larger --max-seq-len")  # fmt: skip
 
+    def plane(self, hidden: np.ndarray) -> np.ndarray:
+        """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
+        hidden = np.ascontiguousarray(hidden)
+        return hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
+
     def inputs(self, offsets: np.ndarray, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
         """Shared inputs of one call.
 

@@ -35,7 +35,8 @@ class Tape:
     """
 
     def __init__(self, program, values: list):
-        self.program, self.values, self.kept, self.places, self.code = program, values, [], {}, []
+        self.known, self.values, self.kept, self.places, self.code = program.values, values, [], {}, []
+        self.names = [[name for name, *_ in each] for each in (program.inputs, program.states, program.outputs)]
         self.outer = [register for _, register, *_ in (*program.inputs, *program.states, *program.outputs)]
         self.masks, self.shapes = [], [tuple(values[register].shape) for _, register in program.outputs]
         for i, (_, register, dtype) in enumerate(program.inputs):
@@ -48,19 +49,19 @@ class Tape:
             self._add(ROUND, -1 - first - i, self._place(register), self._size(register))
         self.code = np.array(self.code, np.int64)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 2)
-        del self.values
+        del self.known, self.values
 
     def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
         """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a state is laid out otherwise."""
         made = [torch.empty(shape) for shape in self.shapes]
-        given = [inputs[name].float().contiguous() for name, *_ in self.program.inputs]
-        cells = [state[name].value for name, _ in self.program.states]
+        wanted, held, promised = self.names
+        given, cells = [inputs[name].float().contiguous() for name in wanted], [state[name].value for name in held]
         if not all(cell.is_contiguous() for cell in cells):
             return None
         tensors = [*given, *cells, *made]
         outer = np.array([t.data_ptr() for t in tensors], np.int64)
         done = kernels.on_threads(_run, self.code, outer, self.masks, torch.get_num_threads() > 1)
-        return {name: t for (name, _), t in zip(self.program.outputs, made, strict=True)} if done else None
+        return dict(zip(promised, made, strict=True)) if done else None
 
     def _record(self, node) -> None:
         function, part = node.function, getattr(node.function, "func", None)
@@ -130,7 +131,7 @@ class Tape:
     def _place(self, register: int) -> int:
         """The address of a register; one that nothing made is a constant."""
         if register not in self.places:
-            _need(isinstance(self.program.values[register], torch.Tensor))
+            _need(isinstance(self.known[register], torch.Tensor))
             self.places[register] = self._keep(self.values[register].float().numpy())
         return self.places[register]
 
