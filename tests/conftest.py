@@ -2,10 +2,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: idle threads spin, and tiny tensors gain nothing from a second
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-import pytest  # noqa: E402
-from tiny import Exports  # noqa: E402
+import pytest
+from tiny import Exports
 
 
 def pytest_configure(config):

@@ -24,7 +24,9 @@ def run(exports, *arguments, code=0) -> dict:
 def test_reuse_prints_every_cell_and_its_verdict(exports):
     found = run(exports, "--batch-bundle", str(trained.decoder(exports, "tiny-llama", trained.BATCH).bundle.root))
     assert found["verdict"] == "GREEN" and len(found["cells"]) == 2 * 2 * 2 * 3 * 2
-    assert all({"batch", "cache", "streaming", "context", "format", "tokens", "verdict", "reason"} == c.keys() for c in found["cells"])
+    assert all(
+        {"batch", "cache", "streaming", "context", "format", "tokens", "verdict", "reason"} == c.keys() for c in found["cells"]
+    )
     assert {c["verdict"] for c in found["cells"] if c["context"] == 1000} == {"not_run"}
 
 

@@ -37,7 +37,9 @@ def test_residency_is_predicted_off_a_mac_with_rules_and_advice(llama, tmp_path,
 
 
 def test_an_older_chip_breaks_more_rules(llama):
-    rules = {chip: {r["id"] for s in run("residency", llama.root, "--chip", chip)["shards"] for r in s["rules"]} for chip in ("M1", "M5")}
+    rules = {
+        chip: {r["id"] for s in run("residency", llama.root, "--chip", chip)["shards"] for r in s["rules"]} for chip in ("M1", "M5")
+    }
     assert rules["M5"] <= rules["M1"]
     with pytest.raises(InputError, match="M9"):
         CliRunner().invoke(app, ["residency", str(llama.root), "--chip", "M9"], catch_exceptions=False)

@@ -43,7 +43,10 @@ def test_both_orders_compute_the_same_in_exact_arithmetic(case):
 def test_only_the_naive_order_overflows_and_it_does_in_the_product(case):
     _, bundle, packages = case
     sweep = overflow.score_sweep(bundle, packages, IDS, [0, 256])
-    assert {g.name: g.verdict for g in overflow.judge(sweep)} == {"naive_breaks_in_the_score": "GREEN", "scaled_stays_finite": "GREEN"}
+    assert {g.name: g.verdict for g in overflow.judge(sweep)} == {
+        "naive_breaks_in_the_score": "GREEN",
+        "scaled_stays_finite": "GREEN",
+    }
     assert overflow.first_broken(sweep) == 256
     product = sweep.pivot(index="query_norm", columns="order", values="product")
     assert np.allclose(product[overflow.NAIVE] / product[overflow.SCALED], 128**0.5, rtol=1e-3)

@@ -20,11 +20,7 @@ def commands() -> list[str]:
     for page in PAGES:
         for fence in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in fence.splitlines():
-                found += [
-                    part.strip()
-                    for part in line.split("  #")[0].split(" && ")
-                    if part.startswith(("workbench ", "make "))
-                ]
+                found += [part.strip() for part in line.split("  #")[0].split(" && ") if part.startswith(("workbench ", "make "))]
     return list(dict.fromkeys(found))
 
 

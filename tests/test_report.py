@@ -16,15 +16,11 @@ from workbench.errors import InputError
 ROOT = Path(__file__).parents[1]
 LOG = ROOT / "experiments" / "log"
 SHIPPED = sorted((ROOT / "experiments").glob("*/figures/*.json"))
-FRAME = pd.DataFrame(
-    {"part": ["a", "b"], "ms": [1.5, np.nan], "count": pd.array([1, None], "Int64"), "run_id": ["r", None]}
-)
+FRAME = pd.DataFrame({"part": ["a", "b"], "ms": [1.5, np.nan], "count": pd.array([1, None], "Int64"), "run_id": ["r", None]})
 
 
 def test_an_exhibit_comes_back_as_it_was():
-    row = report.exhibit(
-        "x", FRAME.assign(inf=[np.inf, 0.1 + 0.2]), "caption", "parts_bar", {"Ts": range(1, 3), "S": np.int64(4)}
-    )
+    row = report.exhibit("x", FRAME.assign(inf=[np.inf, 0.1 + 0.2]), "caption", "parts_bar", {"Ts": range(1, 3), "S": np.int64(4)})
     back = report.data_of(row)
     pd.testing.assert_frame_equal(back, FRAME.assign(inf=[np.inf, 0.1 + 0.2]), check_dtype=False)
     assert json.loads(row["options"]) == {"Ts": [1, 2], "S": 4}
@@ -38,10 +34,7 @@ def written(tmp_path):
     gates = [{"name": "update", "verdict": "GREEN", "value": 0.99, "threshold": 0.97, "reason": "worst layer 1"}]
     config = {"gates": gates, "conclusion": "It holds.", "parameters": {"CHECKPOINT": "data/tiny-llama"}}
     run_id = runs.record(
-        "29",
-        {"command": "notebook 29", "checkpoint": "tiny", "verdict": "GREEN", "config": config},
-        root=root,
-        exhibits=rows,
+        "29", {"command": "notebook 29", "checkpoint": "tiny", "verdict": "GREEN", "config": config}, root=root, exhibits=rows
     )
     return run_id, report.write("29", root)
 

@@ -14,6 +14,7 @@ import yaml
 from workbench import cell, log, sweep
 from workbench.errors import InputError
 
+
 def test_every_cell_is_logged_with_raw_samples(swept):
     folder, counts = swept
     assert (counts["cells"], counts["done"], counts["failed"]) == (2, 2, 0)
@@ -63,7 +64,9 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     elsewhere = log.environment() | {"chip": "another chip"}
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
     assert sweep.done_cells(root) == set()
-    assert len(sweep.done_cells(root, {(c, p) for c, p in log.load("runs", root)[["chip", "platform"]].itertuples(index=False)})) == 2
+    assert (
+        len(sweep.done_cells(root, {(c, p) for c, p in log.load("runs", root)[["chip", "platform"]].itertuples(index=False)})) == 2
+    )
 
 
 def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(swept, grid, tmp_path, monkeypatch):

@@ -49,7 +49,9 @@ def test_a_moved_slider_changes_the_plot_s_data(explorer):
     assert explorer.picture.png != picture and explorer.picture.png[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(("control", "value"), [("tensor", "k"), ("tensor", "logits"), ("metric", "psnr_db"), ("metric", "max_abs")])
+@pytest.mark.parametrize(
+    ("control", "value"), [("tensor", "k"), ("tensor", "logits"), ("metric", "psnr_db"), ("metric", "max_abs")]
+)
 def test_every_tensor_and_metric_is_drawn(explorer, control, value):
     before = explorer.picture.png
     explorer.controls[control].value = value

@@ -77,7 +77,11 @@ def doctor(json: Json = False) -> None:
     from workbench.doctor import examine
 
     found = examine()
-    show(found, json, [f"{k:20}{'–' if v is None else v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]])
+    show(
+        found,
+        json,
+        [f"{k:20}{'–' if v is None else v}" for k, v in found.items() if k != "notes"] + [f"- {n}" for n in found["notes"]],
+    )
 
 
 @app.command()
@@ -308,7 +312,9 @@ def report(experiment: Annotated[str, typer.Argument(help="Number of the experim
 @app.command("run")
 def run_(
     numbers: Annotated[list[str], typer.Argument(help="Numbers of experiments, such as 05 34.")],
-    set_: Annotated[list[str], typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")] = [],  # noqa: B006
+    set_: Annotated[
+        list[str], typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")
+    ] = [],  # noqa: B006
     json: Json = False,
 ) -> None:
     """Runs experiment notebooks headless: verdict, figures, log rows, report.

@@ -107,8 +107,16 @@ def matrix(bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath =
     opened = Bundle.open(bundle)
     table = units.run(opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V))
     device = bool((table["runtime"] == "coreml").any())
-    result = {"verdict": units.verdict(table), "device_measured": device, "units": gates.records(table.astype(object).where(table.notna(), None))}
+    result = {
+        "verdict": units.verdict(table),
+        "device_measured": device,
+        "units": gates.records(table.astype(object).where(table.notna(), None)),
+    }
     if log:
         result["run_id"] = _record(opened, "matrix", result)
     note = [] if device else ["no compute unit was measured: there is no Core ML here"]
-    show(result, json, [result["verdict"], table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g"), *note])
+    show(
+        result,
+        json,
+        [result["verdict"], table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g"), *note],
+    )

@@ -55,7 +55,9 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
 
 def _verdict(runs) -> str:
     """Verdict of the newest judged run of each bundle: RED if any is."""
-    judged = runs[runs["verdict"].notna()].sort_values("run_id").groupby(["bundle_hash", "command"], dropna=False).tail(1)["verdict"]
+    judged = (
+        runs[runs["verdict"].notna()].sort_values("run_id").groupby(["bundle_hash", "command"], dropna=False).tail(1)["verdict"]
+    )
     return "RED" if (judged == "RED").any() else "GREEN" if len(judged) else "not_run"
 
 

@@ -70,7 +70,11 @@ def rules(placements: list[Placement]) -> pd.DataFrame:
     """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what it says, advice."""
     rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
     frame = pd.DataFrame(rows, columns=["id", "confidence", "effect", "shard", "says", "advice"])
-    return frame.groupby(["id", "confidence", "effect", "says", "advice"], as_index=False)["shard"].nunique().rename(columns={"shard": "shards"})
+    return (
+        frame.groupby(["id", "confidence", "effect", "says", "advice"], as_index=False)["shard"]
+        .nunique()
+        .rename(columns={"shard": "shards"})
+    )
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:

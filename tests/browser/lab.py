@@ -19,12 +19,7 @@ import nbformat
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
-NAMES = (
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome", "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
             "apputils-extension/notification": {"fetchNews": "false"}}  # fmt: skip
 LIMIT_S = 300
@@ -123,10 +118,7 @@ class Notebook:
     def errors(self) -> list[str]:
         """What went wrong: error outputs of cells, and callback errors that widgets show."""
         raised = [
-            o["ename"] + ": " + o["evalue"]
-            for c in self.save().cells
-            for o in c.get("outputs", [])
-            if o["output_type"] == "error"
+            o["ename"] + ": " + o["evalue"] for c in self.save().cells for o in c.get("outputs", []) if o["output_type"] == "error"
         ]
         return raised + self.page.locator(".workbench-error").all_inner_texts()
 
@@ -154,11 +146,7 @@ class Widget:
         """Does `action` and waits until the picture is another one."""
         before = self.picture.get_attribute("src")
         action()
-        _wait(
-            lambda: self.notebook.errors() or self.picture.get_attribute("src") != before,
-            60,
-            "the picture did not change",
-        )
+        _wait(lambda: self.notebook.errors() or self.picture.get_attribute("src") != before, 60, "the picture did not change")
         assert not self.notebook.errors(), self.notebook.errors()
 
     def move_slider(self, name: str, steps: int = 1) -> None:

@@ -19,8 +19,7 @@ from workbench.models import checkpoint
 from workbench.notebook import set_parameters
 
 pytestmark = pytest.mark.skipif(
-    chromium() is None,
-    reason="no Chromium here: install it (apt-get install chromium) to test the notebooks in a browser",
+    chromium() is None, reason="no Chromium here: install it (apt-get install chromium) to test the notebooks in a browser"
 )
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screens"
@@ -48,10 +47,7 @@ def lab(project, tmp_path_factory):
     with serve(project, tmp_path_factory.mktemp("home")) as address, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         yield lambda name: Notebook(
-            browser.new_page(viewport={"width": 1280, "height": 1000}),
-            address,
-            project / "notebooks" / f"{name}.ipynb",
-            SHOTS,
+            browser.new_page(viewport={"width": 1280, "height": 1000}), address, project / "notebooks" / f"{name}.ipynb", SHOTS
         )
         browser.close()
 

@@ -181,5 +181,9 @@ def test_times_on_the_neural_engine_say_what_ran_and_where_they_are_from():
     assert ms["MoE shard"] == (layers - 40 * attention) / 40 and ms["attention shard"] == attention
     assert states["attention shard"] == 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2
     assert math.isclose(ms["token"], 1000 / 37.2, rel_tol=1e-4) and states["token"] == 2 * 32 * 4 * 512 * 128 * 2
-    assert states["8 layer shards"] == 2 * 32 * 8 * 2048 * 128 * 2 and math.isclose(ms["64-token window"], 1000 / 7.02, rel_tol=1e-4)
-    assert weights["head"].tolist() == [262272 * 2048, 200064 * 3072] and set(weights[weights.index.str.endswith("layer shards")]) == {3_075_000_000}
+    assert states["8 layer shards"] == 2 * 32 * 8 * 2048 * 128 * 2 and math.isclose(
+        ms["64-token window"], 1000 / 7.02, rel_tol=1e-4
+    )
+    assert weights["head"].tolist() == [262272 * 2048, 200064 * 3072] and set(
+        weights[weights.index.str.endswith("layer shards")]
+    ) == {3_075_000_000}

@@ -25,6 +25,7 @@
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -60,7 +61,9 @@ def taken(decoder, ids) -> Snapshot:
 
 
 def same(a: Snapshot, b: Snapshot) -> bool:
-    return a.ids == b.ids and a.states.keys() == b.states.keys() and all(np.array_equal(v, b.states[n]) for n, v in a.states.items())
+    return (
+        a.ids == b.ids and a.states.keys() == b.states.keys() and all(np.array_equal(v, b.states[n]) for n, v in a.states.items())
+    )
 
 
 def close(a: np.ndarray, b: np.ndarray) -> bool:
@@ -200,8 +203,8 @@ def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, togeth
         each.begin()
         each.prefill(rows)
         before = [each.snapshot(slot) for slot in range(len(rows))]
-        for refused in (lambda: each.add(0, foreign), lambda: each.begin([foreign] + [None] * (len(rows) - 1)),
-                        lambda: each.begin([None] * (len(rows) + 1)), *(lambda m=m: each.add(0, m) for m in misshapen)):  # fmt: skip
+        for refused in (partial(each.add, 0, foreign), partial(each.begin, [foreign] + [None] * (len(rows) - 1)),
+                        partial(each.begin, [None] * (len(rows) + 1)), *(partial(each.add, 0, m) for m in misshapen)):  # fmt: skip
             with pytest.raises(InputError, match="identity|for each sequence|another shape"):
                 refused()
         assert all(same(each.snapshot(slot), held) for slot, held in enumerate(before))

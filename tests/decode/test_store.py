@@ -312,7 +312,9 @@ def test_a_disk_that_fills_up_for_real(llama, tmp_path):
 
 def stand_in(decoder):
     """What a store asks of a decoder, small enough to hand to another process."""
-    return SimpleNamespace(identity=decoder.identity, manifest=decoder.manifest, runtime=decoder.runtime, precision=decoder.precision)
+    return SimpleNamespace(
+        identity=decoder.identity, manifest=decoder.manifest, runtime=decoder.runtime, precision=decoder.precision
+    )
 
 
 KILLS = """
@@ -387,5 +389,7 @@ def test_sixteen_processes_share_one_store(llama, tmp_path):
     for child in children:
         child.join()
     assert [c.exitcode for c in children] == [0] * 16
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{n}.safetensors" for n in ("ours", *(f"own-{i}" for i in range(16))))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        f"{n}.safetensors" for n in ("ours", *(f"own-{i}" for i in range(16)))
+    )
     assert store.STALE_SECONDS == 3600

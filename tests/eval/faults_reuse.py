@@ -155,7 +155,9 @@ def keys_of_one_save_and_values_of_another(patch, decoder, together):
         found = read(self, path, only_ids)
         if not only_ids:
             values = {n: v for n, v in found.tensors.items() if ".v_state" in n}
-            found.tensors.update({n: v[:, : values[n].shape[1]] for n, v in last.items() if n in values and v.shape[1] >= values[n].shape[1]})
+            found.tensors.update(
+                {n: v[:, : values[n].shape[1]] for n, v in last.items() if n in values and v.shape[1] >= values[n].shape[1]}
+            )
             last.update(values)
         return found
 

@@ -147,7 +147,9 @@ def test_eligible_and_expected_are_told_apart(id, eligible, ane):
 def test_a_disputed_rule_is_shown_and_moves_nothing():
     for id, r in lint.RULES.items():
         if r.disputed:
-            others = [x for x in residency.judge("s", BROKEN[id][0]).rules if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")]
+            others = [
+                x for x in residency.judge("s", BROKEN[id][0]).rules if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")
+            ]
             assert others == [] and residency.judge("s", BROKEN[id][0]).cpu == 0, id
 
 

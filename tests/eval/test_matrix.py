@@ -74,7 +74,9 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
     assert np.isnan(found["ALL"])
 
 
-@pytest.mark.parametrize(("outcomes", "verdict"), [({}, "GREEN"), ({"narrow": "RED"}, "GREEN"), ({"exact": "RED"}, "RED"), ({"ALL": "11"}, "RED")])
+@pytest.mark.parametrize(
+    ("outcomes", "verdict"), [({}, "GREEN"), ({"narrow": "RED"}, "GREEN"), ({"exact": "RED"}, "RED"), ({"ALL": "11"}, "RED")]
+)
 def test_the_verdict_is_of_units_and_not_of_the_bound(llama_bundle, llama_golden, outcomes, verdict):
     assert matrix.verdict(table(llama_bundle, llama_golden, outcomes).reset_index()) == verdict
 

@@ -81,10 +81,7 @@ def test_only_settings_that_differ_are_shown(tmp_path):
     a = logged(tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 0}, time=pd.Timestamp(0, tz="UTC"), **same)
     b = logged(tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 64}, runtime="portable", **same)
     found = log.compare(a, b, tmp_path).settings
-    assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
-        "config.depth": (0, 64),
-        "runtime": (None, "portable"),
-    }
+    assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {"config.depth": (0, 64), "runtime": (None, "portable")}
 
 
 def repeated(root, seed: int, slower: float = 1.0, rounds: int = 6, interleaved: bool = True) -> tuple[str, str]:
@@ -150,7 +147,9 @@ def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path, values_a
 
 
 def test_flags_say_in_words_what_makes_a_run_doubtful():
-    rows = pd.DataFrame(samples([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], phase="call") + samples([1.0, 1.0, 1.0, 9.0], phase="tokens_per_s"))
+    rows = pd.DataFrame(
+        samples([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], phase="call") + samples([1.0, 1.0, 1.0, 9.0], phase="tokens_per_s")
+    )
     rows = rows.assign(order=range(len(rows)), warmup=False, **dict.fromkeys(("shard", "depth", "n_prompt", "n_gen")))
     assert log.flags(rows) == ["call drifts by +22%", "tokens_per_s is unstable"]
 

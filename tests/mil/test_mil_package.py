@@ -90,7 +90,9 @@ def manifest_naming(package, path):
     (package / "Manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize("path", ["../../outside.mlmodel", "/etc/passwd", "com.apple.CoreML/../../x", "missing", "\0", "a" * 5000, 7])
+@pytest.mark.parametrize(
+    "path", ["../../outside.mlmodel", "/etc/passwd", "com.apple.CoreML/../../x", "missing", "\0", "a" * 5000, 7]
+)
 def test_a_manifest_cannot_lead_elsewhere(package, path):
     manifest_naming(package, path)
     refused(package, "Next: ")

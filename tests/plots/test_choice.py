@@ -36,7 +36,9 @@ def test_where_none_passes_none_is_ringed():
 
 
 def test_the_roofline_shows_every_figure_by_model_and_its_median_misfit():
-    judged = pd.DataFrame({"figure": ["A, x", "A, y", "B, z"], "published_ms": [1.0, 10.0, 100.0], "predicted_ms": [1.1, 5.0, 100.0]})
+    judged = pd.DataFrame(
+        {"figure": ["A, x", "A, y", "B, z"], "published_ms": [1.0, 10.0, 100.0], "predicted_ms": [1.1, 5.0, 100.0]}
+    )
     ax = plots.roofline(judged)
     assert {n: len(points) for n, points in lines(ax).items()} == {"equal": 2, "A": 2, "B": 1}
     assert ax.get_title("left") == "roofline, median misfit 10%"

@@ -260,11 +260,7 @@ def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
     data.loc[data.eval("call == 1 and slot == 0 and layer == 0"), "changed"] = True
     ax = plots.cache_rows(data)
     drawn = {line.get_label(): list(zip(line.get_ydata(), line.get_xdata())) for line in ax.lines}
-    assert drawn == {
-        "as expected (2)": [(0.5, 0.5), (1.5, 2.5)],
-        "missed (1)": [(0.5, 1.5)],
-        "stray (1)": [(1.5, 0.5)],
-    }
+    assert drawn == {"as expected (2)": [(0.5, 0.5), (1.5, 2.5)], "missed (1)": [(0.5, 1.5)], "stray (1)": [(1.5, 0.5)]}
     assert len({(line.get_marker(), line.get_markerfacecolor() == "none") for line in ax.lines}) == 3
     assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["0 (T = 2)", "1 (T = 1)"], list("0123"))
 
@@ -329,7 +325,9 @@ def test_a_backend_that_loads_with_the_first_figure_stays_interactive():
 
 
 def test_the_split_of_a_layer_has_a_bar_and_a_figure_for_every_part():
-    parts = pd.DataFrame({"layer": [0, 1], "storage": [1e-4, 0], "quantization": [1e-2, 2e-2], "runtime": [None, None], "total": [1e-2, 2e-2]})
+    parts = pd.DataFrame(
+        {"layer": [0, 1], "storage": [1e-4, 0], "quantization": [1e-2, 2e-2], "runtime": [None, None], "total": [1e-2, 2e-2]}
+    )
     ax = plots.layer_parts(parts, layer=1)
     said = {label: text.get_text() for label, text in zip(ticks(ax.yaxis), ax.texts)}
     assert said == {"storage": "0", "quantization": "0.02", "runtime": "not measured", "total": "0.02"}

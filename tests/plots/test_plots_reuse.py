@@ -40,5 +40,8 @@ def test_first_token_draws_medians_with_their_range():
     rows = [{"temperature": t, "context": n, "ms": n / div + extra}
             for t, div in (("cold", 1), ("hot", 20)) for n in (256, 512) for extra in (0, 2, 1)]  # fmt: skip
     ax = plots.first_token(pd.DataFrame(rows))
-    assert {line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers} == {"cold": [257, 513], "hot": [13.8, 26.6]}
+    assert {line.get_label(): list(line.lines[0].get_ydata()) for line in ax.containers} == {
+        "cold": [257, 513],
+        "hot": [13.8, 26.6],
+    }
     assert [t.get_text() for t in ax.get_xticklabels()] == ["256", "512"]

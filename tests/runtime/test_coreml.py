@@ -136,7 +136,11 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
         init(self, path, compute_units, function_name, hints, asset)
 
     monkeypatch.setattr(shim.Proxy, "__init__", spy)
-    hints = {"reshapeFrequency": "Infrequent", "specializationStrategy": "FastPrediction", "allowLowPrecisionAccumulationOnGPU": True}
+    hints = {
+        "reshapeFrequency": "Infrequent",
+        "specializationStrategy": "FastPrediction",
+        "allowLowPrecisionAccumulationOnGPU": True,
+    }
     load(bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main")
     assert seen == {"units": "CPU_ONLY", "function": "main", "hints": {k: str(v) for k, v in hints.items()}}
 
@@ -188,7 +192,9 @@ def plan(monkeypatch):
 
     def install(ops):
         asked = []
-        native = SimpleNamespace(get_compute_plan=lambda path, units: asked.append((path, units)) or plans.MLComputePlan(Proxy(ops)))
+        native = SimpleNamespace(
+            get_compute_plan=lambda path, units: asked.append((path, units)) or plans.MLComputePlan(Proxy(ops))
+        )
         monkeypatch.setattr(plans, "_MLComputePlanProxy", Proxy)
         monkeypatch.setattr(plans, "_MLModelProxy", native)
         return asked
@@ -223,10 +229,18 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
     assert names(models.CompiledMLModel.predict) == ["self", "data", "state"]
     assert names(models.CompiledMLModel.make_state) == ["self"]
     assert names(models.utils.compile_model) == ["model", "destination_path"]
-    state = inspect.signature(models.model.MLState.write_state).parameters, inspect.signature(models.model.MLState.read_state).parameters
+    state = (
+        inspect.signature(models.model.MLState.write_state).parameters,
+        inspect.signature(models.model.MLState.read_state).parameters,
+    )
     assert [list(p)[:2] for p in state] == [["self", "name"], ["self", "name"]]
     calls = inspect.getsource(models._compiled_model) + inspect.getsource(models.compute_plan) + inspect.getsource(models.utils)
-    for native in ("_MLModelProxy(", "_proxy.newState()", ".get_compute_plan(path, compute_units.name)", "_MLModelProxy.compileModel("):
+    for native in (
+        "_MLModelProxy(",
+        "_proxy.newState()",
+        ".get_compute_plan(path, compute_units.name)",
+        "_MLModelProxy.compileModel(",
+    ):
         assert native in calls
     assert {"reshapeFrequency", "specializationStrategy", "allowLowPrecisionAccumulationOnGPU"} == set(coreml.HINTS)
     assert all(hasattr(ct, kind) for kind in coreml.HINTS.values() if kind)

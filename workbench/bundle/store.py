@@ -117,7 +117,7 @@ class Bundle:
         table = self._embedding
         rows = table.get_slice("weight")  # read row by row: the table stays in its file
         hidden = np.concatenate([rows[i : i + 1] for i in np.ravel(ids).tolist()]).reshape(*np.shape(ids), -1).astype(np.float32)
-        if "bias" in table.keys():  # noqa: SIM118  (a file, not a dict)
+        if "bias" in table.keys():  # a file, not a dict
             hidden = (hidden + table.get_tensor("bias")) * table.get_tensor("scale")
         return hidden * np.float32(self.manifest.embedding.scale)
 

@@ -54,8 +54,10 @@ def interface(bundle: Bundle) -> list[Gate]:
             leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
         leaks += [f"{shard.name}: input {name} has the shape of a cache" for name, kind in program.inputs.items()
                   if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]]  # fmt: skip
-    return [gates.holds("state_shapes", not shapes, "; ".join(shapes) or "every state is fp16 and as declared, [B, H_kv, S, D]"),
-            gates.holds("kv_are_states", not leaks, "; ".join(leaks) or "K and V are states of every layer, not inputs or outputs")]
+    return [
+        gates.holds("state_shapes", not shapes, "; ".join(shapes) or "every state is fp16 and as declared, [B, H_kv, S, D]"),
+        gates.holds("kv_are_states", not leaks, "; ".join(leaks) or "K and V are states of every layer, not inputs or outputs"),
+    ]
 
 
 def lifetime(decoder: Decoder, rng) -> list[Gate]:
@@ -207,8 +209,12 @@ def overflow_raises(decoder: Decoder) -> Gate:
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:
     """max_seq_len fits: weights, caches, embedding and buffers against the machine's memory."""
     budget = memory.of_bundle(bundle, machine or memory.machine_bytes())
-    return gates.at_most("memory", budget.total, budget.machine,
-                         f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB")
+    return gates.at_most(
+        "memory",
+        budget.total,
+        budget.machine,
+        f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB",
+    )
 
 
 def _stream(outputs: dict[str, np.ndarray]) -> np.ndarray:

@@ -69,7 +69,7 @@ class Golden:
         try:
             with safe_open(path, framework="np") as file:
                 meta = json.loads(file.metadata()["workbench-golden"])
-                return cls(**{name: file.get_tensor(name) for name in file.keys()}, meta=meta)  # noqa: SIM118
+                return cls(**{name: file.get_tensor(name) for name in file.keys()}, meta=meta)
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
             raise InputError(f"golden {path}", f"no golden ({type(problem).__name__})", "a file that workbench golden wrote",
                              "run: workbench golden CHECKPOINT") from None  # fmt: skip
@@ -122,7 +122,7 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
     embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
     base.embed_tokens.weight = nn.Parameter(embedded if weights is None else embedded.half().float(), False)
     base.embed_tokens.padding_idx = None
-    for name, parameter in base.named_parameters():
+    for name, _ in base.named_parameters():
         if not name.startswith(("layers.", "embed_tokens.")):
             _assign(base, name, read(prefix + name))
     seen = [_watch(layer, f"{prefix}layers.{i}.", read, _given(i, fed, fed_router)) for i, layer in enumerate(base.layers)]

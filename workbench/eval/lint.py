@@ -26,7 +26,8 @@ SOURCES = {
 EXPERIMENT_30 = "experiment 30 counted 4 of 4 convolutions of such shards on the Neural Engine of an M4 Max"
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
-ON_ANE = frozenset("""
+ON_ANE = frozenset(
+    """
     add sub mul real_div maximum minimum abs sign square pow floor ceil round clip threshold inverse equal not_equal greater
     greater_equal less less_equal sqrt rsqrt exp exp2 log erf relu relu6 leaky_relu prelu clamped_relu elu
     thresholded_relu scaled_tanh sigmoid sigmoid_hard tanh silu gelu softplus softplus_parametric softsign linear_activation
@@ -36,7 +37,8 @@ ON_ANE = frozenset("""
     slice_by_index slice_by_size slice_update select scaled_dot_product_attention topk sin cos quantize dequantize
     resize_bilinear resize_nearest_neighbor upsample_bilinear upsample_nearest_neighbor pixel_shuffle pixel_unshuffle
     depth_to_space space_to_depth cast identity read_state write_state coreml_update_state fill flatten2d
-""".split())  # AF, one minimal program each; state and slice ops by K1 and K5
+""".split()
+)  # AF, one minimal program each; state and slice ops by K1 and K5
 
 
 class Graph:

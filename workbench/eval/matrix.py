@@ -35,7 +35,9 @@ def launch(command: list[str]) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(command, -9, "", f"no result after {SECONDS} s")
 
 
-def run(bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Sequence[int] = (), start: Launch = launch) -> pd.DataFrame:
+def run(
+    bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Sequence[int] = (), start: Launch = launch
+) -> pd.DataFrame:
     """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
 
     Args:
@@ -56,7 +58,9 @@ def run(bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Seque
     table = pd.DataFrame(rows)
     verdicts = dict(zip(table["unit"], table["verdict"], strict=True))
     declared = table["logits"][table["unit"] == "portable declared"].iloc[0]
-    table["kl_portable"] = [None if x is None or declared is None else float(metrics.kl(declared, x).max()) for x in table["logits"]]
+    table["kl_portable"] = [
+        None if x is None or declared is None else float(metrics.kl(declared, x).max()) for x in table["logits"]
+    ]
     table["blame"] = [None if v == gates.GREEN else blame(r, u, verdicts)
                       for r, u, v in zip(table["runtime"], table["unit"], table["verdict"], strict=True)]  # fmt: skip
     return table[COLUMNS]
@@ -66,7 +70,9 @@ def row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int]
     """One unit's row, all but the comparisons with others, out of what a child process left, or of how it died."""
     found = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
     out = golden.with_name(f"{runtime}-{unit}.npy")
-    child = start([sys.executable, "-m", "workbench.eval.matrix", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)])
+    child = start(
+        [sys.executable, "-m", "workbench.eval.matrix", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)]
+    )
     if child.returncode:
         last = (child.stderr or "").strip().splitlines()[-1:] or [""]
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"

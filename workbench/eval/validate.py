@@ -103,7 +103,9 @@ def trend(rows: pd.DataFrame) -> Gate:
     held = [tensor for tensor in ("k", "v") if tensor in errors]
     if not held or min(len(errors[tensor]) for tensor in held) < gates.TREND_POSITIONS:
         return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
-    found = [(*_trend(_unexplained(errors[t], errors.get("hidden"))), gates.TREND_GROWTH, f"{t}, the hidden state's apart") for t in held]
+    found = [
+        (*_trend(_unexplained(errors[t], errors.get("hidden"))), gates.TREND_GROWTH, f"{t}, the hidden state's apart") for t in held
+    ]
     found += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in held]
     growth, correlation, limit, where = max(found, key=lambda f: (f[0] >= f[2]) * abs(f[1]))
     grown = growth >= limit and abs(correlation) > gates.TREND

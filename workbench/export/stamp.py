@@ -28,7 +28,7 @@ NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}  # constants tha
 PREFIX = 100  # coremltools merges constants of one shape whose first 100 values are equal (and the rest nearly so)
 
 
-class Unlike(Exception):  # noqa: N818  (an answer, not an error)
+class Unlike(Exception):  # an answer, not an error
     """Weights for which the converter would make another program or another weight file."""
 
 

@@ -28,9 +28,11 @@ from .program import Op, Program, Ref
 from .tape import Tape, record
 
 # torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
-DIRECT = frozenset("""add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
+DIRECT = frozenset(
+    """add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
     reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index select identity cast
-    tile gather greater less greater_equal less_equal equal""".split())
+    tile gather greater less greater_equal less_equal equal""".split()
+)
 
 
 @dataclass

@@ -15,10 +15,11 @@ from llvmlite import binding, ir
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic, overload
 
+from .ops.linear import TERMS
+
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
 SMALL = 1 << 16  # weights below which a second thread costs more than it gives
-TERMS = 32  # of a sum that `narrow` rounds
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
@@ -120,7 +121,7 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _narrow(weight, x, out):
-    """out [R, 4 n] for weight [R, K/32, 32], x [n, K/32, 4, 32], each running sum rounded to fp16 after every 32 terms."""
+    """out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running sum rounded to fp16 after every TERMS."""
     for r in prange(weight.shape[0]):
         for n in range(x.shape[0]):
             a = b = c = d = np.float32(0)
@@ -131,10 +132,10 @@ def _narrow(weight, x, out):
 
 
 def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
-    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every 32 of the K products.
+    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every TERMS of the K products.
 
     Args:
-        weight: the bits of fp16 values as uint16; K a multiple of 32.
+        weight: the bits of fp16 values as uint16; K a multiple of TERMS.
     """
     (N, K), R = x.shape, len(weight)
     rows = F.pad(x.float(), (0, 0, 0, -N % 4)).reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()

@@ -118,7 +118,9 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``, ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio``."""
     figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
-        ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, color=["#0072B2", "white"], edgecolor="black", hatch=["", "////"])
+        ax.bar(
+            [this, row.peer], [row.value, row.peer_value], 0.55, color=["#0072B2", "white"], edgecolor="black", hatch=["", "////"]
+        )
         ax.set(title=f"{row.name.replace('_', ' ')}: {row.ratio:.2f}×", ylabel=row.unit)
         ax.grid(axis="y")
     return figure

@@ -22,8 +22,11 @@ from workbench.quiet import coremltools
 
 from .base import State, check_inputs
 
-HINTS = {"reshapeFrequency": "ReshapeFrequency", "specializationStrategy": "SpecializationStrategy",
-         "allowLowPrecisionAccumulationOnGPU": None}  # fmt: skip  (hint → coremltools' enumeration; None: a bool)
+HINTS = {
+    "reshapeFrequency": "ReshapeFrequency",
+    "specializationStrategy": "SpecializationStrategy",
+    "allowLowPrecisionAccumulationOnGPU": None,
+}  # fmt: skip  (hint → coremltools' enumeration; None: a bool)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PortableModel:
         self.fast = self._fast(program) if fast and precision == "declared" else None
         self.program = self.fast.program if self.fast else program
         if self.fast is None:
-            self.executable  # refuses now what it cannot run, not at the first call
+            self.executable  # noqa: B018  (refuses now what it cannot run, not at the first call)
         self.loading_ms = {"compile": None, "load": (time.perf_counter() - start) * 1e3, "first_predict": None}
 
     def _fast(self, program: mil.Program):

@@ -71,7 +71,7 @@ class Panel:
         """Runs a callback; what it raises is kept and shown."""
         try:
             action()
-        except Exception as problem:  # noqa: BLE001  (shown in the widget, kept, raised by check())
+        except Exception as problem:  # shown in the widget, kept, raised by check()
             self.errors.append(problem)
             text = str(problem) if isinstance(problem, InputError) else traceback.format_exc(limit=2)
             self.message.value = f"<pre class='workbench-error' style='color:#b00'>{html.escape(text)}</pre>"
@@ -115,9 +115,10 @@ def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
 
 def choice(name: str, values: list, start=None) -> ui.Dropdown:
     """One of `values`, which may be (label, value) pairs."""
-    found = ui.Dropdown(options=values, description=name, style={"description_width": "initial"}, layout=ui.Layout(width="auto"))
-    found.value = found.value if start is None else start
-    return found
+    start = {} if start is None else {"value": start}
+    return ui.Dropdown(
+        options=values, description=name, style={"description_width": "initial"}, layout=ui.Layout(width="auto"), **start
+    )
 
 
 class Job:

@@ -44,7 +44,9 @@ class Planner(Panel):
 
     def _lint(self) -> None:
         chosen = self.chosen
-        self.linted[chosen] = residency.predicted(sweep.bundle_for(self.checkpoint, chosen, self.bundles), int(self.value("chip")[1]))
+        self.linted[chosen] = residency.predicted(
+            sweep.bundle_for(self.checkpoint, chosen, self.bundles), int(self.value("chip")[1])
+        )
 
     def _draw(self) -> None:
         size, name = MACHINES[self.value("machine")], self.checkpoint.path.name
@@ -59,4 +61,6 @@ class Planner(Panel):
             + f" (a roofline; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
         )  # fmt: skip
         found = self.linted.get(self.chosen)
-        self.rules.value = "Rules: not checked, they need the exported graph." if found is None else tables.shown(tables.rules(found)).to_html()
+        self.rules.value = (
+            "Rules: not checked, they need the exported graph." if found is None else tables.shown(tables.rules(found)).to_html()
+        )

@@ -54,12 +54,12 @@ def rules(functions: dict[str, Callable]) -> None:
         rule(name)(function)
 
 
-def bounded(shape) -> list[int]:
-    """`shape` as a list, refused when a tensor of it would pass `MAX_ELEMENTS`: a damaged size, not a computation."""
-    shape = [int(size) for size in shape]
-    if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise ValueError(f"a tensor of shape {shape}, over {MAX_ELEMENTS} elements")
-    return shape
+def bounded(sizes) -> list[int]:
+    """`sizes` as a list, refused when a tensor of it would pass `MAX_ELEMENTS`: a damaged size, not a computation."""
+    sizes = [int(size) for size in sizes]
+    if math.prod(max(size, 1) for size in sizes) > MAX_ELEMENTS:
+        raise ValueError(f"a tensor of shape {sizes}, over {MAX_ELEMENTS} elements")
+    return sizes
 
 
 def padded(x: torch.Tensor, pairs, mode: str = "constant", value: float = 0.0) -> torch.Tensor:

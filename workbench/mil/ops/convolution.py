@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from . import bounded, padded, rule
-from .linear import narrow_matmul
+from .linear import TERMS, narrow_matmul
 
 FEW = 32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
 
@@ -44,7 +44,7 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
 def _product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torch.Tensor:
     """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are few."""
     (B, N, K), R = rows.shape, len(weight)
-    if weight.dtype == torch.float16 and B * N < FEW and not (narrow and K % 32):
+    if weight.dtype == torch.float16 and B * N < FEW and not (narrow and K % TERMS):
         from workbench.mil import kernels  # numba takes a moment to import
 
         if kernels.available():

@@ -1,4 +1,4 @@
-"""Matrix products and attention, each with its `narrow` twin (fp16 partial sums after every 32 products)."""
+"""Matrix products and attention, each with its `narrow` twin (partial sums rounded to fp16 after every TERMS products)."""
 
 import math
 
@@ -6,16 +6,18 @@ import torch
 
 from . import rule
 
+TERMS = 32
+
 
 def round16(x: torch.Tensor) -> torch.Tensor:
     return x.half().float()
 
 
 def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every 32 of the K products."""
+    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS of the K products."""
     if a.dim() > 1 and b.shape[-1] < a.shape[-2]:  # few columns: a product with few rows is several times as fast
         return narrow_matmul(b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)).transpose(-1, -2)
-    parts = zip(a.split(32, dim=-1), b.split(32, dim=-2), strict=True)
+    parts = zip(a.split(TERMS, dim=-1), b.split(TERMS, dim=-2), strict=True)
     left, right = next(parts)
     total = round16(left @ right)
     for left, right in parts:
@@ -65,12 +67,12 @@ rule("scaled_dot_product_attention", narrow=_attention(narrow_matmul))(_attentio
 
 
 def _narrow_einsum(values, *, equation):
-    """As `einsum`, summed over the last label that both operands share and the result lacks, 32 terms at a time."""
+    """As `einsum`, summed over the last label that both operands share and the result lacks, TERMS at a time."""
     left, right, result = equation.replace(" ", "").replace("->", ",").split(",")
     summed = [label for label in left if label in right and label not in result]
     if not summed:
         return torch.einsum(equation, *values)
-    parts = [v.split(32, labels.index(summed[-1])) for v, labels in zip(values, (left, right), strict=True)]
+    parts = [v.split(TERMS, labels.index(summed[-1])) for v, labels in zip(values, (left, right), strict=True)]
     total = torch.zeros(())
     for part in zip(*parts, strict=True):
         total = round16(total + torch.einsum(equation, *part))
