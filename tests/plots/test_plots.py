@@ -175,6 +175,12 @@ def test_update_bars_mark_what_fails_and_show_the_blind_hidden_state_beside():
     assert rings.get_xdata().tolist() == [0.958, 1.0]
 
 
+def test_a_part_without_error_says_so_where_a_log_scale_has_no_place_for_it():
+    parts = pd.DataFrame({"layer": [0, 1], "storage": [0.0, 0.0], "quantization": [0.0, 1e-3], "total": [1e-3, 1e-3]})
+    legend = plots.error_parts(parts).get_legend()
+    assert [t.get_text() for t in legend.get_texts()] == ["storage (0)", "quantization", "total"]
+
+
 def test_error_parts_leave_out_what_was_not_measured():
     parts = {"layer": [1, 0], "storage": [2e-4, 1e-4], "precision": [2e-3, 1e-3], "runtime": [None, None]}
     ax = plots.error_parts(pd.DataFrame(parts | {"total": [4e-3, 3e-3]}))
@@ -341,3 +347,12 @@ def test_a_ratio_without_an_interval_is_hollow():
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert [dot.get_markerfacecolor() for dot in dots] == ["#0072B2", "white"]
     assert [text.get_text() for text in ax.texts] == ["2×", "0.5×"] and ticks(ax.yaxis)[1] == "head head_00 T 1 depth 0"
+
+
+def test_a_peer_stands_beside_with_the_ratio_in_words():
+    rows = pd.DataFrame({"name": ["ms_per_token", "bytes_per_token"], "value": [5.0, 4e5], "unit": ["ms", "bytes"],
+                         "peer": "dense", "peer_value": [2.0, 1.6e6], "ratio": [0.4, 4.0]})  # fmt: skip
+    ms, size = plots.against_peer(rows, this="routed").axes
+    assert [bar.get_height() for bar in size.patches] == [4e5, 1.6e6] and ticks(ms.xaxis) == ["routed", "dense"]
+    assert [ax.get_title("left") for ax in (ms, size)] == ["ms per token: 2.5× worse", "bytes per token: 4.0× better"]
+    assert size.yaxis.get_major_formatter()(1.5e6) == "1.5 MB"

@@ -11,6 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from workbench.plots.figure import axes, cells, legend_above, style, unmeasured_key
 
@@ -115,13 +116,17 @@ def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
-    """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``, ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio``."""
+    """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``, ``value``, ``unit``, ``peer``,
+    ``peer_value``, ``ratio`` (over 1 where `this` is the better one)."""
     figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
         ax.bar(
             [this, row.peer], [row.value, row.peer_value], 0.55, color=["#0072B2", "white"], edgecolor="black", hatch=["", "////"]
         )
-        ax.set(title=f"{row.name.replace('_', ' ')}: {row.ratio:.2f}×", ylabel=row.unit)
+        better = f"{row.ratio:.1f}× better" if row.ratio >= 1 else f"{1 / row.ratio:.1f}× worse"
+        ax.set(title=f"{row.name.replace('_', ' ')}: {better}", ylabel=row.unit)
+        if row.unit == "bytes":
+            ax.yaxis.set_major_formatter(EngFormatter("B"))
         ax.grid(axis="y")
     return figure
 

@@ -188,9 +188,9 @@ def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
-    """One line per column of `lines` over its index, the column `total` dashed."""
+    """One line per column of `lines` over its index, the column `total` dashed; a log scale has no place for zeros."""
     for name, line in lines.drop(columns="total").items():
-        ax.plot(line.index, line, label=name)
+        ax.plot(line.index, line, label=name if (line > 0).any() else f"{name} (0)")
     ax.plot(lines.index, lines["total"], color="black", linestyle="--", marker="", label="total")
     ax.set(xlabel=lines.index.name, ylabel="relative RMS error", yscale="log")
     ax.xaxis.get_major_locator().set_params(integer=True)
