@@ -38,7 +38,9 @@ class Study:
     @staticmethod
     def machine() -> Styler:
         """What this machine is, which runtime it uses, and what it cannot show."""
-        return tables.shown(tables.listing(doctor.examine()))
+        found = doctor.examine()
+        found["memory_bytes"] = f"{found['memory_bytes']:,}"
+        return tables.shown(tables.listing({name: value for name, value in found.items() if value is not None}))
 
     def prompt(self, checkpoint: Checkpoint, count: int) -> tuple[list[int], list[str]]:
         """At most `count` token ids and their text: the first held-out task, or seeded ids without a tokenizer."""
