@@ -61,6 +61,7 @@ class Recorder:
         self.file.write(json.dumps({"case": nodeid} | self.result) + "\n")
         self.file.flush()  # what ran stays known if a later test ends the process
         self.result = {}
+        gc.freeze()  # what cases leave behind grows, and every conversion would go through it
 
     def pytest_unconfigure(self):
         self.file.close()
