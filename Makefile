@@ -10,7 +10,7 @@ run: .venv/ready
 	$(BIN)/workbench run 05 34
 
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from workbench.errors import InputError
 from workbench.log.store import load
@@ -53,6 +52,8 @@ def _timed(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _describe(values: np.ndarray) -> dict:
+    from scipy import stats  # half a second to import, which every command would wait
+
     median = np.median(values)
     order = np.arange(len(values))
     drift, drifting = 0.0, False
@@ -160,5 +161,7 @@ def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) ->
         return row | {"note": "not enough runs"}
     if not (np.ptp(a) or np.ptp(b)):  # such as counts: no spread, nothing to infer
         return row | {"low": row["ratio"], "high": row["ratio"]}
+    from scipy import stats
+
     interval = stats.ttest_ind(np.log(b), np.log(a)).confidence_interval(confidence)
     return row | {"low": float(np.exp(interval.low)), "high": float(np.exp(interval.high))}
