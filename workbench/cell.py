@@ -73,7 +73,8 @@ def measure(job: dict) -> None:
         except InputError as problem:
             config["placement"] = str(problem)
     if job["judge_ids"]:
-        judged = validate(decoder, golden.make(_checkpoint(job), job["judge_ids"]))
+        reference = golden.kept(_checkpoint(job), job["judge_ids"], _path(job).parent.with_name("golden"))
+        judged = validate(decoder, reference)
         fidelity, row["verdict"] = judged.rows, judged.verdict
         config["gates"] = [g.json() for g in judged.gates]
     runs.record(job["experiment"], row | {"config": config}, root=job["root"], fidelity=fidelity, samples=samples,

@@ -30,7 +30,8 @@ class Study:
 
     def __init__(self, number: str, names: Mapping):
         self.experiment, self.root = report.experiment(number), log.default_root()
-        self.project, self.bundles = self.root.parent.parent, self.root.parent.parent / "data" / "bundles"
+        self.project = self.root.parent.parent
+        self.bundles, self.goldens = self.project / "data" / "bundles", self.project / "data" / "golden"
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []

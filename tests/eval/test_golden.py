@@ -55,6 +55,29 @@ def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
     assert made.meta == loaded.meta and [p.name for p in (tmp_path / "deep").iterdir()] == ["g.safetensors"]
 
 
+def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(tmp_path, exports, monkeypatch):
+    source, made = Checkpoint(exports.checkpoint("llama")), []
+    make = golden.make
+    monkeypatch.setattr(golden, "make", lambda *given: made.append(given) or make(*given))
+    first = golden.kept(source, IDS, tmp_path)
+    again = golden.kept(source, IDS, tmp_path)
+    assert len(made) == 1 and np.array_equal(first.logits, again.logits) and first.meta == again.meta
+    golden.kept(source, IDS[:3], tmp_path)
+    golden.kept(Checkpoint(exports.checkpoint("qwen2")), IDS, tmp_path)
+    monkeypatch.setattr(golden, "version", lambda package: "another")
+    golden.kept(source, IDS, tmp_path)
+    assert len(made) == 4 == len(list(tmp_path.iterdir()))
+
+
+def test_a_kept_golden_that_cannot_be_read_is_made_again(tmp_path, exports):
+    source = Checkpoint(exports.checkpoint("llama"))
+    logits = golden.kept(source, IDS, tmp_path).logits
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert np.array_equal(golden.kept(source, IDS, tmp_path).logits, logits)
+    assert np.array_equal(Golden.load(path).logits, logits)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"nonsense that is long enough to look at"])
 def test_what_is_no_golden_is_refused(tmp_path, content):
     (tmp_path / "g").write_bytes(content)

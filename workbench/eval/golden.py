@@ -4,10 +4,13 @@ transformers' own model runs its own forward; only its weights come and go: each
 the layer is entered and dropped when it is left, so that a model of any depth fits. Nothing is re-typed here.
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,7 @@ from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
 HEAD_ROWS = 16_384
+FORMAT = 1  # of what is kept: raised when `make` changes
 Weights = Callable[[str], torch.Tensor]
 
 
@@ -54,7 +58,7 @@ class Golden:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router", "expert", "margin")}
-        temporary = path.with_name(f".{path.name}.partial")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
         save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
                   {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
         temporary.rename(path)
@@ -100,6 +104,19 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
         return torch.cat([p.reshape(-1, *shape[1:]) for p in parts])
 
     return read
+
+
+def kept(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
+    """`make` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the token
+    ids and the version of transformers. One that cannot be read is made again."""
+    key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
+    path = folder / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
+    if path.is_file():
+        with suppress(InputError):
+            return Golden.load(path)
+    made = make(checkpoint, ids)
+    made.save(path)
+    return made
 
 
 def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weights | None = None,
