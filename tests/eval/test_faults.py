@@ -12,7 +12,7 @@ from workbench import Decoder
 from workbench.eval import checklist, golden
 from workbench.eval.validate import validate
 
-CHECKED = {"state_shapes", "kv_are_states", "state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address",
+CHECKED = {"golden_is_of_this_checkpoint", "state_shapes", "kv_are_states", "state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address",
            "cache_contents", "stale_rows", "nan_in_state_is_noticed", "overflow_raises", "memory"}  # fmt: skip
 PROVED_ELSEWHERE = {"state_shapes", "kv_are_states", "memory", "cache_contents", "golden_is_of_this_checkpoint", "logits_top1"}
 

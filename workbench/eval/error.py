@@ -46,8 +46,8 @@ class Split:
         scale = _rms(self.reference)
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
-            frame[part] = _rms(self.parts[part]) / scale if part in self.parts else None
-        frame["total"] = _rms(self.found - self.reference) / scale
+            frame[part] = _over(_rms(self.parts[part]), scale) if part in self.parts else None
+        frame["total"] = _over(_rms(self.found - self.reference), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
         frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(0.0)
@@ -59,7 +59,7 @@ class Split:
         layer, position = np.indices(scale.shape)
         frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
         for name, difference in (self.parts | {"total": self.found - self.reference}).items():
-            frame[name] = (np.sqrt((difference**2).mean(-1)) / scale).ravel()
+            frame[name] = _over(np.sqrt((difference**2).mean(-1)), scale).ravel()
         return frame
 
     def shares(self) -> pd.DataFrame:
@@ -72,12 +72,18 @@ class Split:
     def residual(self) -> float:
         """What the parts' sum and the total differ by, as relative RMS of the worst layer."""
         rest = sum(self.parts.values()) - (self.found - self.reference)
-        return float((_rms(rest) / _rms(self.reference)).max())
+        return float(_over(_rms(rest), _rms(self.reference)).max())
 
 
 def _rms(vectors: np.ndarray) -> np.ndarray:
     """[L, n, C] → [L]."""
     return np.sqrt((vectors**2).mean((1, 2)))
+
+
+def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """error / scale; no error at all is 0 even of an update that is zero."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(error == 0, 0.0, error / scale)
 
 
 def measure(checkpoint: Checkpoint, bundle: Bundle, plain: Bundle, ids: Sequence[int], *, T: int | None = None,
@@ -135,13 +141,14 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     Raises:
         InputError: a runtime that does not show every layer's output (Core ML inside a shard of several layers).
     """
-    hidden = fidelity.run(decoder, source, T, mode, forced=False).hidden
+    trace = fidelity.run(decoder, source, T, mode, forced=False)
+    hidden = trace.hidden
     if len(hidden) < len(source.x):
         raise InputError(f"bundle {decoder.bundle.root.name}", "layers inside a shard that Core ML does not show",
                          "one layer a shard", "export with --layers-per-shard 1")  # fmt: skip
     after = np.stack([hidden[layer] for layer in range(len(hidden))]).astype(np.float64)
     if mode == "isolated":
-        return after - source.x
+        return after - trace.x
     first = decoder.bundle.embed(source.ids[None])[0] * 2.0**decoder.manifest.residual_exponent
     return after - np.concatenate([first[None], after[:-1]])
 

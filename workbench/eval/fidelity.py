@@ -29,12 +29,16 @@ from .golden import Golden
 class Trace:
     """What one pass over the golden's tokens produced: `hidden` [n, C] per layer (where it can be seen), cache rows
     `k`, `v` [H_kv, n, D] per layer, `logits` [n, V] (chained); `chosen` [n] per layer, the expert it would have picked (where
-    that can be seen). `T` [n]: tokens of the call that each position was in."""
+    that can be seen). `T` [n]: tokens of the call that each position was in. `x` [L, n, C]: what an update is counted from,
+    the golden's input; isolated as the program was given it, rounded to fp16. `held` per layer: positions whose cache rows
+    were there at the end, all but those that a ring buffer has overwritten."""
 
     T: np.ndarray
+    x: np.ndarray
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     k: dict[int, np.ndarray] = field(default_factory=dict)
     v: dict[int, np.ndarray] = field(default_factory=dict)
+    held: dict[int, np.ndarray] = field(default_factory=dict)
     logits: np.ndarray | None = None
     chosen: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -53,10 +57,14 @@ def run(decoder: Decoder, golden: Golden, T: int | Sequence[int], mode: str = "i
         mode: `isolated` or `chained`.
         forced: go on with the golden's choice of experts, whatever the program's own is (portable only).
     """
-    n = len(golden.ids)
+    n, dims = len(golden.ids), decoder.manifest.dims
     if n > decoder.options.max_seq_len:
         raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {decoder.options.max_seq_len}",
                          "validate with a shorter prompt, or export with a larger --max-seq-len")  # fmt: skip
+    if golden.x.shape[::2] != (dims.L, dims.C) or golden.logits.shape[1] != dims.V:
+        raise InputError("golden", "{} layers of width {}".format(*golden.x.shape[::2]) + f", vocabulary {golden.logits.shape[1]}",
+                         f"the bundle's {dims.L} layers of width {dims.C}, vocabulary {dims.V}",
+                         f"make the golden of {decoder.manifest.checkpoint['name']}")  # fmt: skip
     return _Pass(decoder, golden, mode == "isolated", forced).run(T)
 
 
@@ -66,7 +74,11 @@ class _Pass:
     def __init__(self, decoder: Decoder, golden: Golden, isolated: bool, forced: bool):
         self.decoder, self.golden, self.isolated, self.forced = decoder, golden, isolated, forced
         self.grow = np.float32(2.0**decoder.manifest.residual_exponent)
-        self.trace = Trace(np.zeros(len(golden.ids), int))
+        self.given = golden.x / self.grow
+        if isolated and decoder.precision != "exact":
+            with np.errstate(over="ignore"):
+                self.given = self.given.astype(np.float16).astype(np.float32)
+        self.trace = Trace(np.zeros(len(golden.ids), int), self.given * self.grow)
 
     def run(self, T: int | Sequence[int]) -> Trace:
         decoder, n, start = self.decoder, len(self.golden.ids), 0
@@ -76,7 +88,7 @@ class _Pass:
             start += size
             if start >= n:
                 break
-        self.trace.k, self.trace.v = _cache_rows(decoder, n)
+        _keep_cache(decoder, self.trace)
         if not self.isolated:
             self.trace.logits = decoder.logits(self.batched(self.trace.hidden[len(self.golden.x) - 1].T / self.grow))[0]
         return self.trace
@@ -91,7 +103,7 @@ class _Pass:
         for index, model in enumerate(decoder.layers):
             first, last = model.shard.layers
             if self.isolated:
-                io[X] = self.columns(golden.x[first][span] / self.grow, width)
+                io[X] = self.columns(self.given[first][span], width)
                 if golden.router is not None and first:
                     io[ROUTER_STATE] = self.columns(golden.router[first - 1][span], width)
             model.hook = self.hook(model.shard, span)
@@ -126,8 +138,7 @@ class _Pass:
 
     def fed(self, layer: int, span: slice, own: torch.Tensor) -> list[torch.Tensor]:
         """The golden's input of the layer after `layer`, as its shard would hold it."""
-        rows = self.columns(self.golden.x[layer + 1][span] / self.grow, own.shape[2] * own.shape[3])
-        return [torch.from_numpy(rows if self.decoder.precision == "exact" else rows.astype(np.float16).astype(np.float32))]
+        return [torch.from_numpy(self.columns(self.given[layer + 1][span], own.shape[2] * own.shape[3]))]
 
     def routed(self, layer: int, span: slice, own: torch.Tensor) -> list[torch.Tensor]:
         """The golden's choice in the place of an argmax, or of the scores that the host takes it from."""
@@ -150,18 +161,17 @@ class _Pass:
         return np.repeat(row[None], self.decoder.options.batch, axis=0)
 
 
-def _cache_rows(decoder: Decoder, n: int) -> tuple[dict, dict]:
-    """Cache rows of the first n positions of slot 0, per layer; a ring buffer shows only the last ones it holds."""
-    k, v = {}, {}
+def _keep_cache(decoder: Decoder, trace: Trace) -> None:
+    """Files the cache rows of slot 0 per layer; those that a ring buffer has overwritten are zeros."""
+    n = len(trace.T)
     for model, state in zip(decoder.layers, decoder.states, strict=True):
         for layer in range(*model.shard.layers):
-            for name, rows in ((K_STATE, k), (V_STATE, v)):
-                held = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[0]
-                slots = model.shard.states[f"layers.{layer}.{name}"].ring or held.shape[1]
-                kept = np.arange(max(0, n - slots), n)
-                rows[layer] = np.full((held.shape[0], n, held.shape[2]), np.nan, np.float32)
-                rows[layer][:, kept] = held[:, kept % slots]
-    return k, v
+            for name, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
+                found = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[0]
+                slots = model.shard.states[f"layers.{layer}.{name}"].ring or found.shape[1]
+                trace.held[layer] = held = np.arange(max(0, n - slots), n)
+                rows[layer] = np.zeros((found.shape[0], n, found.shape[2]), np.float32)
+                rows[layer][:, held] = found[:, held % slots]
 
 
 def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
@@ -170,12 +180,11 @@ def compare(trace: Trace, golden: Golden, **columns) -> pd.DataFrame:
     parts = []
     for layer, hidden in trace.hidden.items():
         parts += [_rows(layer, "hidden", golden.hidden[layer], hidden),
-                  _rows(layer, "update", golden.update[layer], hidden - golden.x[layer])]  # fmt: skip
+                  _rows(layer, "update", golden.update[layer], hidden - trace.x[layer])]  # fmt: skip
     for name, held, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
         for layer, rows in held.items():
             flat = [a.transpose(1, 0, 2).reshape(a.shape[1], -1) for a in (reference[layer], rows)]
-            shown = ~np.isnan(flat[1]).all(axis=1) if np.isnan(flat[1]).any() else np.ones(len(flat[1]), bool)
-            parts.append(_rows(layer, name, *flat)[shown])
+            parts.append(_rows(layer, name, *flat).iloc[trace.held[layer]])
     if trace.logits is not None:
         parts.append(_rows(-1, "logits", golden.logits, trace.logits))
     rows = pd.concat(parts, ignore_index=True)
@@ -189,6 +198,12 @@ def choices(traces: dict[str, Trace], golden: Golden) -> pd.DataFrame:
                            "differs": own[:, 0] != golden.expert[layer], "margin": golden.margin[layer]})
              for name, trace in traces.items() for layer, own in trace.chosen.items()]  # fmt: skip
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
+    """Another checkpoint's golden may have the same dimensions."""
+    theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
+    return gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}")
 
 
 def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:

@@ -86,6 +86,10 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> Weights:
     """
     from workbench import mil
 
+    if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
+        raise InputError(f"checkpoint {checkpoint.path.name}", checkpoint.sha256[:12],
+                         f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
+                         "give that checkpoint, or export this one")  # fmt: skip
     held: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for shard in bundle.manifest.shards:
         if shard.weights:

@@ -4,9 +4,8 @@ One program on the same inputs must compute the same for every T, so no golden i
 a device shows a difference, the portable runtime runs the same program and tells whose fault it is.
 """
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from workbench.decode import Decoder
 
@@ -32,16 +31,11 @@ def drift(decoder: Decoder, traces: dict[int, Trace], golden: Golden) -> Drift |
     for T, trace in traces.items():
         if base is not None and T > 1:
             for layer, hidden in trace.hidden.items():
-                x, sure = golden.x[layer], slice(None) if trace.chosen else ~near_ties[layer]
+                x, sure = base.x[layer], slice(None) if trace.chosen else ~near_ties[layer]
                 pairs = (("update", (base.hidden[layer] - x)[sure], (hidden - x)[sure]), ("k", base.k[layer], trace.k[layer]),
                          ("v", base.v[layer], trace.v[layer]))  # fmt: skip
-                found += [Drift(_apart(one, many), T, f"layer {layer}, {name}, T = {T}") for name, one, many in pairs]
-    return max(found, key=lambda d: d.value, default=None)
-
-
-def _apart(one: np.ndarray, many: np.ndarray) -> float:
-    """Relative RMS; rows that both lack (a ring forgot them) agree."""
-    return metrics.relative_rms(np.nan_to_num(one), np.nan_to_num(many))
+                found += [Drift(metrics.relative_rms(one, many), T, f"layer {layer}, {name}, T = {T}") for name, one, many in pairs]
+    return max(found, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None)
 
 
 def judge(decoder: Decoder, traces: dict[int, Trace], golden: Golden) -> Gate:

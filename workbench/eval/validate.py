@@ -76,9 +76,8 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
     limits, rows, logits = gates.LIMITS[decoder.options.compress], result.rows, result.logits
     weights = "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
     update, cached = _worst(rows, "update"), _worst(rows, "k", "v")
-    theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
     found = [
-        gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}"),
+        fidelity.of_this_checkpoint(decoder, golden),
         gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows)),
         gates.at_least("update", update["cosine"], limits.update_cosine,
                        f"worst isolated update against {weights}: {_place(update)}{_ties(rows)}"),

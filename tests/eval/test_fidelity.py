@@ -1,0 +1,99 @@
+"""Fidelity rows of unusual but faithful models: identity layers, values that are all NaN, goldens of another model."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import safetensors.torch
+from tiny import prompt
+
+from workbench import Decoder
+from workbench.errors import InputError
+from workbench.eval import checklist, error, golden
+from workbench.eval.validate import validate
+from workbench.export import export
+from workbench.models.checkpoint import Checkpoint
+
+
+def changed(exports, folder, edit, **dims):
+    """A small random llama whose tensors `edit` has changed, and its fp16 bundle."""
+    source = exports.checkpoint("llama", **dims)
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        edit(name, tensor)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return Checkpoint(folder), export(folder, folder.parent / "bundle", max_seq_len=32, progress=False)
+
+
+@pytest.fixture(scope="module")
+def identity(exports, tmp_path_factory):
+    """The second layer hands its input on, as layers do that were added to a trained model or pruned from it."""
+
+    def silence(name, tensor):
+        if name in ("model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+            tensor.zero_()
+
+    return changed(exports, tmp_path_factory.mktemp("identity") / "checkpoint", silence)
+
+
+def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
+    checkpoint, bundle = identity
+    reference = golden.make(checkpoint, prompt(97, 20))
+    assert not reference.update[1].any()
+    judged = validate(Decoder(bundle, "portable"), reference, (1, 4))
+    assert judged.verdict == "GREEN"
+    checked = {g.name: g.verdict for g in checklist.check(Decoder(bundle, "portable"), golden=reference)}
+    assert set(checked.values()) == {"GREEN"}
+
+
+def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
+    checkpoint, bundle = identity
+    splits = error.measure(checkpoint, bundle, bundle, prompt(97, 8))
+    assert {g.verdict for g in error.judge(splits)} == {"GREEN"}
+    assert splits["isolated"].layers().set_index("layer").loc[1, ["storage", "reauthoring", "precision", "total"]].eq(0).all()
+
+
+def test_an_update_where_hugging_face_has_none_is_red(identity):
+    checkpoint, bundle = identity
+    reference = golden.make(checkpoint, prompt(97, 20))
+    decoder = Decoder(bundle, "portable")
+    predict = decoder.layers[1].predict
+    decoder.layers[1].predict = lambda *given: {name: value * np.float32(1.01) for name, value in predict(*given).items()}
+    assert {g.name: g.verdict for g in validate(decoder, reference, (1, 4)).gates}["update"] == "RED"
+
+
+def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path):
+    def enlarge(name, tensor):
+        if "norm" in name:
+            tensor.fill_(30000)
+
+    checkpoint, bundle = changed(exports, tmp_path / "checkpoint", enlarge)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what overflows says so
+        judged = validate(Decoder(bundle, "portable"), golden.make(checkpoint, prompt(97, 8)), (1, 2))
+    verdicts = {g.name: g.verdict for g in judged.gates}
+    assert {verdicts[name] for name in ("finite", "kv", "update", "same_for_every_T")} == {"RED"}
+    counts = judged.rows.groupby(["layer", "tensor", "mode"])["T"].count()
+    assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
+
+
+@pytest.mark.parametrize("dims", [{"num_hidden_layers": 3}, {"vocab_size": 120}])
+def test_a_golden_of_other_dimensions_is_refused_before_anything_runs(dims, llama_bundle, exports):
+    reference = golden.make(exports.checkpoint("llama", **dims), prompt(97, 4))
+    with pytest.raises(InputError, match="layers of width"):
+        validate(Decoder(llama_bundle, "portable"), reference)
+
+
+def test_a_golden_of_another_checkpoint_is_red_in_the_checklist(llama_bundle, llama_golden):
+    other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
+    found = {g.name: g.verdict for g in checklist.check(Decoder(llama_bundle, "portable"), golden=other)}
+    assert found["golden_is_of_this_checkpoint"] == "RED"
+
+
+def test_the_weights_of_a_bundle_belong_to_one_checkpoint(llama_bundle, exports):
+    with pytest.raises(InputError, match="exported from"):
+        golden.stored_weights(Checkpoint(exports.checkpoint("llama")), llama_bundle)
