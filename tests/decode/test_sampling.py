@@ -13,6 +13,13 @@ def test_greedy_takes_the_lowest_of_equals():
     assert Sampling().pick(np.array([1.0, 3.0, 3.0]), 0) == 1
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_choose_no_token(sampling, broken):
+    with pytest.raises(InputError, match="logits for position 7"):
+        sampling.pick(np.array([1.0, broken, 3.0]), 7)
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 99), temperature=st.floats(0.2, 3), top_k=st.integers(0, 12), top_p=st.floats(0.05, 1))
 def test_draws_from_the_distribution_transformers_draws_from(seed, temperature, top_k, top_p):

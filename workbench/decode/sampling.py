@@ -29,9 +29,13 @@ class Sampling:
                              "correct the value")  # fmt: skip
 
     def pick(self, logits: np.ndarray, position: int) -> int:
-        """The token [V] logits choose for `position`."""
+        """The token [V] logits choose for `position`; refused where they choose none."""
+        best = int(np.argmax(logits))
+        if not np.isfinite(logits[best]):  # a NaN is the largest of all here
+            raise InputError(f"logits for position {position}", str(logits[best]), "finite values",
+                             "run workbench trace: it names the operation that made the first inf or NaN")  # fmt: skip
         if self.temperature == 0:
-            return int(np.argmax(logits))
+            return best
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
         weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / self.temperature)
         chances = weights / weights.sum()
