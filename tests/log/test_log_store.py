@@ -99,7 +99,7 @@ def test_a_run_is_written_once(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("run_id", ["", "../escape", ".hidden", "a/b", "a.b"])
+@pytest.mark.parametrize("run_id", ["", "../escape", ".hidden", "a/b", "a.b", 5])
 def test_a_run_id_stays_inside_its_table(tmp_path, run_id):
     with pytest.raises(InputError, match="run id"):
         log.append("layers", LAYER, tmp_path, run_id)
@@ -211,6 +211,12 @@ def test_a_run_is_listed_only_when_its_tables_are_there(tmp_path, monkeypatch):
         ("runs", {"status": "ok", "config": [1]}, "not a JSON object"),
         ("runs", {"status": "ok", "config": "{"}, "config"),
         ("runs", {"status": "ok", "config": {"x": float("nan")}}, "config"),
+        ("runs", {"status": "ok", "config": '{"x": NaN}'}, "NaN is not JSON"),
+        ("runs", {"status": "ok", "T": 2**70}, "T: found"),
+        ("runs", {"status": "ok", "experiment": "\ud800"}, "surrogates"),
+        ("layers", 5, "5 as a row"),
+        ("layers", "text", "'t' as a row"),
+        ("layers", [LAYER, 5], "5 as a row"),
         ("fidelity", {"tensor": "q", "mode": "isolated"}, "q"),
     ],
 )
@@ -354,7 +360,7 @@ def test_filters_keep_what_they_say(grid, where, rows):
 
 
 @pytest.mark.parametrize(
-    "where", [{"depht": 1}, {"T": "four"}, {"shard": 1}, "depht == 1", "T ==", "T + 1", "shard > 3", "import os"]
+    "where", [{"depht": 1}, {"T": "four"}, {"shard": 1}, "depht == 1", "T ==", "T + 1", "shard > 3", "import os", "T.foo", 5]
 )
 def test_filters_that_mean_nothing_are_refused(grid, where):
     with pytest.raises(InputError, match="filter"):

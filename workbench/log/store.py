@@ -8,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: P
     table already has; OSError when the disk does not take the file. Nothing is left behind in either case.
     """
     run_id = new_run_id() if run_id is None else run_id
-    if not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
+    if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
         raise InputError("run id", repr(run_id), "letters, digits, '-' and '_'", "take one from new_run_id()")
     path = _folder(table, root) / f"{run_id}.parquet"
     data = _to_arrow(table, rows, run_id)
@@ -79,6 +79,8 @@ def load(table: str, root: Path | str | None = None, where: Mapping | str | None
     columns that the table has not.
     """
     folder = _folder(table, root)
+    if not isinstance(where, Mapping | str | None):
+        raise InputError("log filter", repr(where), "columns and values, or a pandas query", "write for example {'T': 4}")
     keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
     if isinstance(where, Mapping) and where.get("run_id") is not None:  # a file is named after its run
         wanted = (folder / f"{run_id}.parquet" for run_id in _several(where["run_id"]))
@@ -132,7 +134,7 @@ def _folder(table: str, root: Path | str | None) -> Path:
 def _to_arrow(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str) -> pa.Table:
     """The rows with exactly the table's columns, every value checked."""
     subject, names = f"log table {table}", SCHEMAS[table].names
-    frame = pd.DataFrame([rows] if isinstance(rows, Mapping) else rows)
+    frame = _frame(subject, rows)
     if frame.empty:
         raise InputError(subject, "no rows", "at least one", "append only what was measured")
     if unknown := [name for name in frame if name not in names]:
@@ -144,6 +146,18 @@ def _to_arrow(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_
     return pa.Table.from_arrays([_column(subject, field, frame) for field in schema], schema=schema)
 
 
+def _frame(subject: str, rows: pd.DataFrame | Mapping | Sequence[Mapping]) -> pd.DataFrame:
+    if isinstance(rows, pd.DataFrame):
+        return rows
+    rows = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else [rows]
+    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
+        raise InputError(subject, f"{wrong[0]!r} as a row", "mappings from columns to values", "write for example {'T': 4}")
+    try:
+        return pd.DataFrame(rows)
+    except UnicodeEncodeError as error:
+        raise InputError(subject, str(error), "text that UTF-8 can hold", "correct the value") from error
+
+
 def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
     subject = f"{subject}, column {field.name}"
     values = frame.get(field.name, pd.Series([None] * len(frame)))
@@ -151,7 +165,7 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
         if field.name in JSON_COLUMNS:
             values = values.map(_json_text, na_action="ignore")
         column = pa.array(values, field.type, from_pandas=True)
-    except (TypeError, ValueError, pa.ArrowNotImplementedError) as error:  # Arrow's own are of the first two
+    except (TypeError, ValueError, OverflowError, pa.ArrowNotImplementedError) as error:  # Arrow's own are of the first two
         raise InputError(subject, str(error), f"type {field.type}", "correct the value") from error
     if column.null_count and not field.nullable:
         raise InputError(subject, "no value", "one in every row", "say what the row is about")
@@ -163,9 +177,14 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
 
 def _json_text(value: Mapping | str) -> str:
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, allow_nan=False)
-    if not isinstance(json.loads(text), dict):
+    if not isinstance(json.loads(text, parse_constant=_no_constant), dict):
         raise TypeError(f"{text} is not a JSON object")
     return text
+
+
+def _no_constant(name: str):
+    """Python reads NaN and Infinity, JSON has neither."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def _write_whole(data: bytes | pa.Buffer, path: Path) -> None:
@@ -227,6 +246,6 @@ def _several(wanted) -> list:
 def _query(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     try:
         return frame.query(where)
-    except (NameError, SyntaxError, NotImplementedError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever pandas makes of a query that means nothing
         needed, example = f"a pandas query over {', '.join(frame)}", "write for example: T == 4 and depth > 0"
         raise InputError("log filter", f"{where!r} ({error})", needed, example) from error
