@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import farm_jobs
 import pytest
@@ -71,3 +73,10 @@ def test_a_sweep_gives_the_same_rows_as_here(cluster, swept, grid, tmp_path):
     again = sweep.sweep(sweep.make_grid(grid), root=tmp_path / "log", bundles=folder / "bundles", progress=False,
                         scheduler=cluster.scheduler_address)  # fmt: skip
     assert again["resumed"] == 2
+
+
+def test_what_is_no_address_is_one_message():
+    """A client that could not begin tells of it when it is thrown away."""
+    code = "from workbench import farm\nwith farm.connect('foo'):\n    pass"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Next: start one: dask scheduler" in ended.stderr and "TimeoutError" not in ended.stderr

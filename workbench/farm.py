@@ -79,10 +79,12 @@ def connect(address: str):
         InputError: no scheduler there, or no worker with the resource.
     """
     from distributed import Client
+    from distributed.comm.addressing import resolve_address
 
     try:
+        resolve_address(address)  # a client of no address at all does not close by itself
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
-    except (OSError, ValueError) as problem:
+    except (OSError, TypeError, ValueError) as problem:  # TypeError: tls without a certificate
         raise InputError(f"scheduler {address}", str(problem) or type(problem).__name__, "the address of a Dask scheduler",
                          "start one: dask scheduler") from None  # fmt: skip
     with client:
