@@ -142,9 +142,41 @@ def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid,
         ({"run": {"runtime": ["cuda"]}}, "run.runtime"),
         ({"run": {"hints": [{"reshapeFrequency": "Often"}]}}, "reshapeFrequency"),
         ({"run": {"rounds": 0}}, "run.rounds"),
+        ({"run": {"runtime": []}}, "run.runtime"),
+        ({"run": {"precision": []}}, "run.precision"),
+        ({"run": {"compute_units": []}}, "run.compute_units"),
+        ({"export": {"max_seq_len": []}}, "export.max_seq_len"),
     ],
 )
 def test_unknown_keys_and_values_are_refused(change, words, grid, tmp_path):
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid | change))
     with pytest.raises(InputError, match=words):
         sweep.load_grid(tmp_path / "grid.yaml")
+
+
+def test_a_file_that_is_no_text_is_no_grid(tmp_path):
+    (tmp_path / "grid.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="a YAML file"):
+        sweep.load_grid(tmp_path / "grid.yaml")
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_path):
+    with pytest.raises(InputError, match=r"validate_ids \[256\]; needs ids from 0 to 255"):
+        sweep.sweep(sweep.make_grid(grid | {"validate_ids": [1, 256]}), root=tmp_path / "log", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(grid, tmp_path, monkeypatch):
+    monkeypatch.setattr(cell, "run", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="needs a folder that can be written"):
+        sweep.sweep(sweep.make_grid(grid), root=tmp_path / "file" / "log", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("root", "project"), [("a/experiments/log", "a"), ("a/log", "a"), ("a/experiments/other", "a/experiments")]
+)
+def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(tmp_path, root, project):
+    assert sweep.project(tmp_path / root) == tmp_path / project
+    (tmp_path / project / "model").mkdir(parents=True)
+    assert cell.find("model", tmp_path / root) == tmp_path / project / "model"

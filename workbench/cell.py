@@ -107,10 +107,16 @@ def _checkpoint(job: dict) -> Checkpoint:
     return found
 
 
+def project(root: Path) -> Path:
+    """The project that a log belongs to: the one whose experiments/log it is, else the folder that holds it."""
+    folder = root.absolute().parent
+    return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
+
+
 def find(checkpoint: str, root: Path) -> Path:
     """A checkpoint path as given, or relative to the project that the log belongs to (notebooks run elsewhere)."""
     here = Path(checkpoint)
-    return here if here.exists() or here.is_absolute() else root.parent.parent / checkpoint
+    return here if here.exists() or here.is_absolute() else project(root) / checkpoint
 
 
 def _path(job: dict) -> Path:

@@ -23,7 +23,7 @@ from workbench import cell as cell_
 from workbench import export as exporting
 from workbench import farm, log, runs
 from workbench.bundle import Options
-from workbench.cell import bundle_for
+from workbench.cell import bundle_for, project
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -53,10 +53,10 @@ class Run(BaseModel):
     cool_down_s: float = Field(0, ge=0)
     threads: int = Field(1, ge=1)
     timeout_s: float = Field(3600, gt=0)
-    runtime: list[Literal["auto", "portable", "coreml"]] = ["auto"]
-    precision: list[Literal["declared", "exact", "narrow"]] = ["declared"]
+    runtime: Annotated[list[Literal["auto", "portable", "coreml"]], Field(min_length=1)] = ["auto"]
+    precision: Annotated[list[Literal["declared", "exact", "narrow"]], Field(min_length=1)] = ["declared"]
     fast: Annotated[list[bool], Field(min_length=1)] = [True]
-    compute_units: list[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = ["CPU_AND_NE"]
+    compute_units: Annotated[list[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]], Field(min_length=1)] = ["CPU_AND_NE"]
     hints: Annotated[list[Hints], Field(min_length=1)] = [Hints()]
 
 
@@ -65,7 +65,7 @@ class Grid(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     checkpoint: str
-    export: dict[str, list] = {}
+    export: dict[str, Annotated[list, Field(min_length=1)]] = {}
     run: Run = Run()
     validate_ids: list[int] = []
     experiment: str = "34"
@@ -99,7 +99,7 @@ def load_grid(path: str | Path) -> Grid:
     """Reads a grid; unknown keys and values are refused before anything runs."""
     try:
         found = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as problem:
+    except (OSError, ValueError, yaml.YAMLError) as problem:  # ValueError: not UTF-8, or a date that is none
         raise InputError(f"grid {path}", type(problem).__name__, "a YAML file", "see README: sweeps") from None
     return make_grid(found, f"grid {path}")
 
@@ -139,8 +139,8 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
 
     Args:
         root: the log's folder.
-        bundles: where bundles are cached (default: data/bundles of the project that the log belongs to; on a cluster, of
-            the one that each worker runs in).
+        bundles: where bundles are cached (default: data/bundles of the project that the log belongs to, or beside a log of
+            its own; on a cluster, of the project that each worker runs in).
         scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure; default: this machine.
         measure: the function that the child process of a cell calls.
 
@@ -151,11 +151,13 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
 
     root = Path(root) if root else log.default_root()
     if scheduler is None:
-        bundles = bundles or root.parent.parent / "data" / "bundles"
+        bundles = bundles or project(root) / "data" / "bundles"
     checkpoint = Checkpoint(cell_.find(grid.checkpoint, root))
+    _check_ids(grid.validate_ids, checkpoint.config.vocab_size)
     everything = list(cells(grid))
     random.Random(seed).shuffle(everything)
     with _workers(scheduler, measure) as (machines, results):
+        _check_root(root)
         finished = done_cells(root, machines)
         todo = sorted((c for c in everything if c.key(checkpoint.sha256) not in finished), key=lambda c: c.round)
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in todo]
@@ -167,6 +169,19 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
                 counts["done" if ended == "ok" else "failed"] += last
                 bar.update(last)
     return counts
+
+
+def _check_ids(ids: list[int], V: int) -> None:
+    if wrong := [i for i in ids if not 0 <= i < V]:
+        raise InputError("grid", f"validate_ids {wrong}", f"ids from 0 to {V - 1}", "take them from the checkpoint's vocabulary")
+
+
+def _check_root(root: Path) -> None:
+    """Makes the log's folder, so that nothing is measured which could not be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise InputError(f"log {root}", problem.strerror, "a folder that can be written", "name another with --log") from None
 
 
 def _job(cell: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
@@ -232,4 +247,4 @@ def configurations(grid: Grid, root: str | Path | None = None) -> pd.DataFrame:
     return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)
 
 
-__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "stored", "sweep"]
+__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "project", "stored", "sweep"]
