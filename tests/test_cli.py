@@ -2,14 +2,20 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from workbench.cli import app
+from workbench.cli import app, show
 from workbench.errors import InputError
+from workbench.eval import golden
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -103,6 +109,15 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
         (("sweep", "nowhere.yaml"), "grid"),
         (("report", "99"), "99"),
         (("memory", DATA / "tiny-llama", "--memory", "lots"), "lots"),
+        (("memory", DATA / "tiny-llama", "--memory", "0"), "above zero"),
+        (("memory", DATA / "tiny-llama", "--memory", "-1G"), "above zero"),
+        (("memory", DATA / "tiny-llama", "--memory", "infG"), "above zero"),
+        (("memory", DATA / "tiny-llama", "--memory", ""), "above zero"),
+        (("golden", DATA / "tiny-llama", "--out", "."), "--out"),
+        (("golden", DATA / "tiny-llama", "--out", "/proc/x/g"), "--out"),
+        (("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", ""), "--prompt-ids"),
+        (("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", "1,256"), "from 0 to 255"),
+        (("run", "34", "--set", "DAY=2026-13-45"), "DAY"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
@@ -115,6 +130,57 @@ def test_prompts_are_checked(llama):
     assert "max_seq_len" in str(refused("decode", llama.root, "--prompt-ids", "1," * 64 + "1"))
     assert "ids from 0 to 255" in str(refused("decode", llama.root, "--prompt-ids", "256"))
     assert "one of them" in str(refused("decode", llama.root))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("validate", "--golden", "g", "--tasks", DATA / "tasks" / "heldout.jsonl"), "--checkpoint"),
+        (("validate", "--checkpoint", DATA / "tiny-llama", "--prompt-ids", ""), "--prompt-ids"),
+        (("check", "--memory", "0"), "above zero"),
+        (("trace", "--prompt-ids", "1,2,400"), "from 0 to 255"),
+        (("trace", "--prompt-ids", ""), "--prompt-ids"),
+    ],
+)
+def test_bad_input_about_a_bundle_is_refused(llama, arguments, words):
+    command, *rest = arguments
+    assert words in str(refused(command, llama.root, *rest))
+
+
+@pytest.mark.parametrize(("command", "count"), [("decode", -3), ("reuse", 0), ("reuse", -1)])
+def test_too_few_new_tokens_exit_2(llama, command, count):
+    prompt = ["--prompt-ids", "1"] if command == "decode" else []
+    assert CliRunner().invoke(app, [command, str(llama.root), *prompt, "--max-new", str(count)]).exit_code == 2
+
+
+def never(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_json_names_numbers_that_json_lacks(capsys):
+    show({"worst": {"cosine": np.float64("nan"), "at": [1.0, (float("-inf"),)]}, "n": 3}, True, [])
+    found = json.loads(capsys.readouterr().out, parse_constant=never)
+    assert found == {"worst": {"cosine": "nan", "at": [1.0, ["-inf"]]}, "n": 3}
+
+
+def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
+    made = golden.make(DATA / "tiny-llama", [1, 69, 142])
+    replace(made, logits=made.logits * np.nan).save(tmp_path / "g")
+    result = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(tmp_path / "g"), "--json"])
+    found = json.loads(result.stdout, parse_constant=never)
+    assert (result.exit_code, found["verdict"], found["logits"]["kl_max"]) == (1, "RED", "nan")
+
+
+def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from workbench.cli import main; main()"
+    command = [sys.executable, "-c", code, "export", DATA / "tiny-zaya", tmp_path / "b", "--plain", "--json"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(".b.partial/*.mlpackage")):
+        assert running.poll() is None
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    _, told = running.communicate(timeout=60)
+    assert (running.returncode, told) == (130, "workbench: interrupted; what was finished is kept\n")
 
 
 def test_text_needs_a_tokenizer(exports):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -65,8 +66,6 @@ def test_trace_takes_bundles_and_packages(llama):
 
 
 def test_trace_of_an_overflow_is_red_and_says_where_first(llama, tmp_path):
-    import numpy as np
-
     bundle = llama[1]
     package = bundle.root / bundle.manifest.shards[0].path
     C = bundle.manifest.dims.C
@@ -75,6 +74,29 @@ def test_trace_of_an_overflow_is_red_and_says_where_first(llama, tmp_path):
     assert result.exit_code == 1
     assert result.stdout.startswith("RED")
     assert "first inf at" in result.stdout.splitlines()[1]
+
+
+def one_array(file):
+    with file.open("wb") as opened:
+        np.save(opened, np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda file: None, "FileNotFoundError"),
+        (lambda file: file.write_text("text"), "numpy.savez"),
+        (one_array, "arrays by name"),
+        (lambda file: np.savez(file, x=np.array(["text"])), "no numbers in x"),
+        (lambda file: np.savez(file, x=np.array([{}], object)), "numpy.savez"),
+        (lambda file: np.savez(file, nonsense=np.ones(3)), "nonsense; needs some of x, "),
+    ],
+)
+def test_inputs_that_a_package_does_not_take_are_refused(llama, tmp_path, content, words):
+    content(tmp_path / "in.npz")
+    package = llama[1].root / llama[1].manifest.shards[0].path
+    with pytest.raises(InputError, match=words):
+        CliRunner().invoke(app, ["trace", str(package), "--inputs", str(tmp_path / "in.npz")], catch_exceptions=False)
 
 
 def test_a_trace_of_nothing_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json as jsonlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -35,14 +36,17 @@ def main() -> None:
     except InputError as problem:
         typer.echo(f"workbench: {problem}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("workbench: interrupted; what was finished is kept", err=True)
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # what typer makes of Ctrl-C
+            typer.echo("workbench: interrupted; what was finished is kept", err=True)
+        raise
 
 
 def show(result: dict, as_json: bool, lines: list[str]) -> None:
     """Prints the result as JSON, or its text lines; exits 1 when the verdict is RED."""
-    typer.echo(jsonlib.dumps(result, default=str) if as_json else "\n".join(lines))
+    from workbench.eval.gates import jsonable
+
+    typer.echo(jsonlib.dumps(jsonable(result), default=str, allow_nan=False) if as_json else "\n".join(lines))
     if result.get("verdict") == "RED":
         raise typer.Exit(1)
 
@@ -59,6 +63,23 @@ def some_ids(V: int, count: int = DEFAULT_IDS) -> list[int]:
     import numpy as np
 
     return np.random.default_rng(0).integers(0, V, count).tolist()
+
+
+def ids_for(prompt_ids: str | None, V: int) -> list[int]:
+    """The ids of a prompt, all of them in the vocabulary; seeded random ones when no prompt is given."""
+    ids = some_ids(V) if prompt_ids is None else parse_ids(prompt_ids)
+    if not ids or min(ids) < 0 or max(ids) >= V:
+        raise InputError("--prompt-ids", repr(prompt_ids), f"at least one id, all from 0 to {V - 1}", "write 2,42,100")
+    return ids
+
+
+def writable(out: Path) -> Path:
+    """`out`, refused before anything is computed where no file could be written; makes its folder."""
+    with contextlib.suppress(OSError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if not out.is_dir() and os.access(out.parent, os.W_OK):
+            return out
+    raise InputError("--out", str(out), "a file in a folder that can be written", "name a file, such as build/llama.golden")
 
 
 def gate_lines(gates: list) -> list[str]:
@@ -137,9 +158,10 @@ def golden(
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint)
-    ids = parse_ids(prompt_ids) if prompt_ids else some_ids(source.config.vocab_size)
+    ids = ids_for(prompt_ids, source.config.vocab_size)
     opened = Bundle.open(bundle) if bundle else None
     weights = goldens.stored_weights(source, opened) if opened else None
+    writable(out)
     made = goldens.make(source, ids, weights, opened.identity if opened else "source")
     made.save(out)
     result = {"golden": str(out), "tokens": len(ids), "layers": len(made.x), "bytes": out.stat().st_size} | made.meta
@@ -155,7 +177,7 @@ def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | 
     if not checkpoint:
         raise InputError("golden", "neither --golden nor --checkpoint", "one of them",
                          "run: workbench golden CHECKPOINT --out G, then give --golden G")  # fmt: skip
-    return goldens.make(checkpoint, parse_ids(prompt_ids) if prompt_ids else some_ids(V))
+    return goldens.make(checkpoint, ids_for(prompt_ids, V))
 
 
 @app.command()
@@ -174,7 +196,7 @@ def check(
     from workbench.eval.memory import parse_bytes
 
     found = checklist.check(Decoder(bundle, runtime), golden=Golden.load(golden) if golden else None,
-                            machine=parse_bytes(memory) if memory else None, progress=not json)  # fmt: skip
+                            machine=None if memory is None else parse_bytes(memory), progress=not json)  # fmt: skip
     result = {"verdict": gates.verdict(found), "gates": [g.json() for g in found]}
     show(result, json, [result["verdict"], *gate_lines(found)])
 
@@ -196,11 +218,13 @@ def validate(
     from workbench.eval.validate import validate as judge
     from workbench.models.checkpoint import Checkpoint
 
+    if tasks and not checkpoint:
+        raise InputError("--tasks", "no --checkpoint", "the checkpoint that also answers them", "give --checkpoint")
     decoder = Decoder(bundle, runtime, precision)
     reference = load_golden(golden, checkpoint, prompt_ids, decoder.manifest.dims.V)
     Ts = range(1, decoder.options.t_max + 1) if all_t else None
     found = judge(decoder, reference, Ts, progress=not json)
-    if tasks and checkpoint:
+    if tasks:
         found.gates += answers.judge(decoder, Checkpoint(checkpoint), answers.load_tasks(tasks))
     result = found.json()
     if log:
@@ -227,7 +251,7 @@ def memory(
     from workbench.export import options
     from workbench.models.checkpoint import Checkpoint
 
-    size = budgets.parse_bytes(machine) if machine else budgets.machine_bytes()
+    size = budgets.machine_bytes() if machine is None else budgets.parse_bytes(machine)
     if (source / "bundle.json").exists():
         budget = budgets.of_bundle(Bundle.open(source), size)
         works = roofline.work(Bundle.open(source))
@@ -250,6 +274,8 @@ def sweep(
     json: Json = False,
 ) -> None:  # fmt: skip
     """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
+
+    Bundles are kept in data/bundles of the project that the log belongs to, or beside a log of its own.
 
     Example: workbench sweep grid.yaml
     """
@@ -337,7 +363,7 @@ def _parameter(text: str) -> tuple[str, object]:
     import yaml
 
     name, _, value = text.partition("=")
-    with contextlib.suppress(yaml.YAMLError):
+    with contextlib.suppress(yaml.YAMLError, ValueError):
         if name and value:
             return name, yaml.safe_load(value)
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")

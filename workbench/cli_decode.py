@@ -13,7 +13,7 @@ from workbench.errors import InputError
 def decode(
     bundle: BundlePath, prompt_ids: Ids = None,
     prompt: Annotated[str | None, typer.Option(help="Text; needs the tokenizer in the bundle.")] = None,
-    max_new: Annotated[int, typer.Option("--max-new", help="New tokens.")] = 32,
+    max_new: Annotated[int, typer.Option("--max-new", help="New tokens.", min=0)] = 32,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Only the k most likely tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Only the most likely tokens up to this probability.")] = 1.0,
@@ -50,7 +50,7 @@ def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
 def reuse(
     bundle: BundlePath,
     batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.")] = None,
-    max_new: Annotated[int, typer.Option("--max-new", help="Tokens decoded by each cell.")] = 6,
+    max_new: Annotated[int, typer.Option("--max-new", help="Tokens decoded by each cell.", min=1)] = 6,
     runtime: RuntimeName = "auto", precision: Precision = "exact", json: Json = False,
 ) -> None:  # fmt: skip
     """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, app, gate_lines, load_golden, parse_ids, show, some_ids
+from workbench.cli import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, app, gate_lines, ids_for, load_golden, show
+from workbench.errors import InputError
 
 
 @app.command()
@@ -29,7 +30,7 @@ def error(
     from workbench.runtime import coreml_available
 
     opened, source = Bundle.open(bundle), Checkpoint(checkpoint)
-    ids = parse_ids(prompt_ids) if prompt_ids else some_ids(opened.manifest.dims.V)
+    ids = ids_for(prompt_ids, opened.manifest.dims.V)
     twin = Bundle.open(plain) if plain else _uncompressed(opened, source, progress=not json)
     splits = splitting.measure(source, opened, twin, ids, device=coreml_available(), progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
@@ -60,9 +61,10 @@ def _uncompressed(bundle, checkpoint, progress: bool):
 
 def _record(bundle, command: str, result: dict) -> str:
     from workbench import runs
+    from workbench.eval.gates import jsonable
 
     row = runs.describe(bundle) | {"verdict": result["verdict"], "command": command, "runtime": "portable"}
-    return runs.record(command, row | {"config": result})
+    return runs.record(command, row | {"config": jsonable(result)})
 
 
 @app.command()
@@ -75,22 +77,39 @@ def trace(
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
-    import numpy as np
-
     from workbench.bundle import Bundle
     from workbench.eval import trace as tracing
 
     bundle = Bundle.open(source) if (source / "bundle.json").exists() else None
     if bundle:
-        ids = parse_ids(prompt_ids) if prompt_ids else some_ids(bundle.manifest.dims.V)
-        found = tracing.of_bundle(bundle, ids)
+        found = tracing.of_bundle(bundle, ids_for(prompt_ids, bundle.manifest.dims.V))
     else:
-        found = tracing.of_package(source, dict(np.load(inputs)) if inputs else None)
+        found = tracing.of_package(source, _inputs(inputs, source) if inputs else None)
     result = found.json()
     if log and bundle:
         result["run_id"] = _record(bundle, "trace", result)
     worst = [f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{tracing.place(w)}" for w in result["worst"]]
     show(result, json, [result["verdict"], *gate_lines(found.gates()), f"{result['ops']} results; the largest:", *worst])
+
+
+def _inputs(path: Path, package: Path) -> dict:
+    """The arrays of an .npz, all of them numbers, and inputs of the package."""
+    import zipfile
+
+    import numpy as np
+
+    from workbench import mil
+
+    try:
+        found = {name: np.array(value) for name, value in np.load(path).items()}
+    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as problem:  # AttributeError: a single array
+        raise InputError(f"--inputs {path}", type(problem).__name__, "arrays by name (.npz)", "write it with numpy.savez") from None
+    known = mil.read(package).inputs
+    if unknown := sorted(found.keys() - known.keys()):
+        raise InputError(f"--inputs {path}", f"inputs {', '.join(unknown)}", f"some of {', '.join(known)}", "correct the names")
+    if wrong := sorted(name for name, value in found.items() if value.dtype.kind not in "biuf"):
+        raise InputError(f"--inputs {path}", f"no numbers in {', '.join(wrong)}", "arrays of numbers", "convert them")
+    return {name: value.astype(np.float64) for name, value in found.items()}
 
 
 @app.command()

@@ -55,6 +55,14 @@ def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
     assert made.meta == loaded.meta and [p.name for p in (tmp_path / "deep").iterdir()] == ["g.safetensors"]
 
 
+def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, exports):
+    made = golden.make(exports.checkpoint("llama"), IDS)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        made.save(tmp_path / "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
 def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(tmp_path, exports, monkeypatch):
     source, made = Checkpoint(exports.checkpoint("llama")), []
     make = golden.make

@@ -22,7 +22,11 @@ class Gate:
 
 
 def jsonable(value):
-    """`value`, or its name where it is a float that JSON lacks (nan, inf)."""
+    """`value` with each float that JSON lacks (nan, inf) replaced by its name, in dicts and lists too."""
+    if isinstance(value, dict):
+        return {name: jsonable(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -59,9 +59,12 @@ class Golden:
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router", "expert", "margin")}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
-                  {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
-        temporary.rename(path)
+        try:
+            save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
+                      {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
     @classmethod

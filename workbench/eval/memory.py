@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -109,10 +110,10 @@ def parse_bytes(text: str) -> int:
     units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
     stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
     number, unit = (stripped[:-1], stripped[-1]) if stripped[-1:] in units and stripped else (stripped, "")
-    try:
-        return int(float(number) * units[unit])
-    except ValueError:
-        raise InputError("memory", repr(text), "a size such as 16G", "write a number and K, M, G or T") from None
+    with suppress(ValueError, OverflowError):  # no number, or infinite
+        if (size := int(float(number) * units[unit])) > 0:
+            return size
+    raise InputError("memory", repr(text), "a size above zero, such as 16G", "write a number and K, M, G or T")
 
 
 def peak_rss() -> int | None:
