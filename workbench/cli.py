@@ -5,6 +5,7 @@ import json as jsonlib
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,8 @@ DEFAULT_IDS = 24
 
 
 def main() -> None:
-    """Entry point: an InputError becomes one message and exit code 2."""
+    """Entry point: an InputError becomes one message and exit code 2, a warning one line without the source around it."""
+    warnings.formatwarning = lambda message, *rest: f"workbench: {message}\n"
     try:
         app(standalone_mode=True)
     except InputError as problem:
