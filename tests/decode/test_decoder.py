@@ -109,6 +109,59 @@ def test_unusable_prompts_are_refused(exports, ids, found):
         exports.decoder(exports.checkpoint("llama"), max_seq_len=S).prefill(ids)
 
 
+def state_of(decoder):
+    return decoder.offsets.tolist(), [list(ids) for ids in decoder.ids], [s.read(n) for s in decoder.states for n in s.shard.states]
+
+
+@pytest.mark.parametrize(
+    "call, found",
+    [
+        (lambda d: d.decode_one_token(97), "token id: found 97; needs ids from 0 to 96"),
+        (lambda d: d.decode_one_token(-1), "-1"),
+        (lambda d: d.decode_one_token(1.7), "1.7"),
+        (lambda d: d.decode_one_token("5"), "'5'"),
+        (lambda d: d.decode_one_token([1, 2]), "2 of them"),
+        (lambda d: d.decode_one_token([]), "0 of them"),
+        (lambda d: d.prefill([1.5, 2.7]), "1.5"),
+        (lambda d: d.generate([1, 2], -1), "new tokens: found -1"),
+        (lambda d: d.generate([1, 2], 1.5), "new tokens: found 1.5"),
+        (lambda d: d.trim(-1), "tokens to trim: found -1"),
+        (lambda d: d.snapshot().trim(-1), "tokens to trim: found -1"),
+        (lambda d: d.trim(1, slot=1), "slot: found 1"),
+        (lambda d: d.snapshot(1), "slot: found 1"),
+        (lambda d: d.snapshot(-1), "slot: found -1"),
+        (lambda d: d.remove(-1), "slot: found -1"),
+        (lambda d: d.add(1, d.snapshot()), "slot: found 1"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_and_changes_nothing(exports, call, found):
+    decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+    decoder.begin()
+    decoder.prefill([3, 14, 15, 9, 2, 6])
+    before = state_of(decoder)
+    with pytest.raises(InputError, match=found):
+        call(decoder)
+    after = state_of(decoder)
+    assert before[:2] == after[:2] and all(np.array_equal(a, b) for a, b in zip(before[2], after[2], strict=True))
+
+
+def test_whole_numbers_of_numpy_are_token_ids_and_no_new_token_is_none(exports):
+    decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+    assert decoder.generate(np.array([3, 14, 15]), np.int64(2), stop=()) == decoder.generate([3, 14, 15], 2, stop=())
+    assert np.isfinite(decoder.decode_one_token(np.int32(5))).all()
+    assert decoder.generate([3, 14, 15], 0) == []
+
+
+def test_a_stream_does_not_go_on_in_the_sequence_of_another(exports):
+    decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+    first, second = decoder.stream([3, 14, 15], 4, stop=()), decoder.stream([50, 60, 70], 4, stop=())
+    next(first), next(second)
+    with pytest.raises(InputError, match="stream: found another sequence begun on its decoder"):
+        next(first)
+    rest = [record.token for record in second]
+    assert rest == decoder.generate([50, 60, 70], 4, stop=())[1:]
+
+
 @pytest.mark.parametrize("family_name, changed", [("llama", {}), ("zaya", {"num_experts": 2})])
 def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(exports, family_name, changed):
     checkpoint = exports.checkpoint(family_name, num_hidden_layers=1, vocab_size=53, **changed)

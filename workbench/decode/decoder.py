@@ -17,6 +17,7 @@ from workbench.bundle import Bundle
 from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
+from . import checks
 from .experts import Experts
 from .host import Host
 from .sampling import Sampling
@@ -110,6 +111,7 @@ class Decoder:
             InputError: a snapshot that does not fit; what ran before is untouched then.
         """
         held = {slot: self._fitting(s) for slot, s in enumerate(_each(snapshot, self.options.batch)) if s is not None}
+        self.run = object()  # whose turn it is: a stream that finds another one here must not go on
         self.states = [model.make_state() for model in self.layers]
         self.ids: list[list[int]] = [[] for _ in range(self.options.batch)]
         self.offsets = np.zeros(self.options.batch, int)
@@ -118,7 +120,7 @@ class Decoder:
 
     def snapshot(self, slot: int = 0) -> Snapshot:
         """A detached copy of one sequence."""
-        offset = int(self.offsets[slot])
+        offset = int(self.offsets[checks.slot(slot, self.options.batch)])
         assert offset == len(self.ids[slot]), "positions that no token was run for"
         names = [(state, name) for state in self.states for name in state.shard.states]
         states = {name: take(state.read(name)[slot], name, offset) for state, name in names}
@@ -130,21 +132,21 @@ class Decoder:
         Raises:
             InputError: a snapshot of another bundle, or one with no room; nothing is changed then.
         """
-        self._write({slot: self._fitting(snapshot)})
+        self._write({checks.slot(slot, self.options.batch): self._fitting(snapshot)})
 
     def remove(self, slot: int) -> None:
         """Ends the sequence in `slot` and leaves nothing of it behind."""
         empty = {name: np.zeros(shape, np.float32) for name, shape in layout(self.manifest, 0).items()}
-        self._write({slot: Snapshot((), self.identity, empty)})
+        self._write({checks.slot(slot, self.options.batch): Snapshot((), self.identity, empty)})
 
     def trim(self, count: int, slot: int = 0) -> int:
         """Takes the last `count` tokens of a sequence back; says how many it had to take back.
 
         Raises:
-            InputError: a sequence with side states, or a ring that has wrapped, cannot go back.
+            InputError: a sequence with side states, or a ring that has wrapped, cannot go back; a negative count.
         """
-        offset = int(self.offsets[slot])
-        count = min(count, offset)
+        offset = int(self.offsets[checks.slot(slot, self.options.batch)])
+        count = min(checks.count(count, "tokens to trim"), offset)
         if count and not trimmable(self.manifest, offset):
             raise untrimmable(offset)
         self.offsets[slot] -= count
@@ -204,11 +206,19 @@ class Decoder:
 
     def decode_one_token(self, token) -> np.ndarray:
         """Continues each sequence by one token (a list of them when batch > 1, None for a sequence that waits); returns
-        logits [V] (or [B, V])."""
+        logits [V] (or [B, V]).
+
+        Raises:
+            InputError: no token of the vocabulary, another number of them than sequences; nothing is changed then.
+        """
         start = time.perf_counter()
-        self.times = Times()
         tokens = [token] if np.ndim(token) == 0 else list(token)
-        logits = self.logits(self.advance([[] if t is None else [t] for t in tokens], 1)[:, :, :1])
+        if len(tokens) != self.options.batch:
+            raise InputError("tokens", f"{len(tokens)} of them", f"{self.options.batch}, one for each sequence", "give that many")
+        V = self.manifest.dims.V
+        chunk = [[] if t is None else [checks.token(t, V)] for t in tokens]
+        self.times = Times()
+        logits = self.logits(self.advance(chunk, 1)[:, :, :1])
         self.times.total = (time.perf_counter() - start) * 1e3
         return self._shape(logits)
 
@@ -221,23 +231,32 @@ class Decoder:
             max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
             after: see `begin`.
             stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
+
+        Raises:
+            InputError: what cannot be run, before anything is; a stream that goes on after another `begin`.
         """
         rows, B = self._rows(ids), self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
-        limits, picks, held = _each(max_new, B), _each(sampling, B), _each(after, B)
+        limits = [checks.count(new, "new tokens") for new in _each(max_new, B)]
+        picks, held = _each(sampling, B), _each(after, B)
         stops = stop if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         self._fits(rows, limits, held)
         self.begin(held)
+        run = self.run
         logits, times = self.prefill(rows).reshape(B, -1), self.times
         last: list[int | None] = [None] * B
         live = [slot for slot in range(B) if rows[slot] and limits[slot]]
         for step in range(1, max(limits) + 1):
             for slot in live:
                 last[slot] = picks[slot].pick(logits[slot], int(self.offsets[slot]))
+            for slot in live:
                 yield Record(last[slot], logits[slot], times, slot)
             live = [s for s in live if step < limits[s] and last[s] not in stops[s]]
             if not live:
                 return
+            if self.run is not run:
+                raise InputError("stream", "another sequence begun on its decoder", "a decoder of its own until it ends",
+                                 "drain one stream before the next, or open a second Decoder")  # fmt: skip
             keep = range(B) if self.options.kv_write == "slice" else live  # a slice moves every sequence on, ended or not
             logits = self.decode_one_token([last[s] if s in keep else None for s in range(B)]).reshape(B, -1)
             times = self.times
@@ -305,11 +324,7 @@ class Decoder:
         if len(rows) != batch or not any(rows):
             raise InputError("prompt", f"{len(rows)} sequences of {[len(r) for r in rows]} tokens",
                              f"{batch}, one of them of at least one token", "give one prompt per sequence")  # fmt: skip
-        wrong = [t for r in rows for t in r if not 0 <= t < V]
-        if wrong:
-            raise InputError("prompt", f"token id {wrong[0]}", f"ids from 0 to {V - 1}",
-                             "encode the prompt with this bundle's tokenizer")  # fmt: skip
-        return rows
+        return [[checks.token(t, V) for t in r] for r in rows]
 
     def _fits(self, rows: list[list[int]], limits: list[int], after: Sequence[Snapshot | None]) -> None:
         S = self.options.max_seq_len

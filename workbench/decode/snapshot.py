@@ -14,6 +14,8 @@ from workbench.bundle import Manifest
 from workbench.bundle.contract import is_cache
 from workbench.errors import InputError
 
+from . import checks
+
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
@@ -43,9 +45,9 @@ class Snapshot:
         """Without its last `count` tokens (all of them, when it has fewer).
 
         Raises:
-            InputError: a side state or a ring that has lost rows cannot go back.
+            InputError: a side state or a ring that has lost rows cannot go back; a negative count.
         """
-        count = min(count, self.offset)
+        count = min(checks.count(count, "tokens to trim"), self.offset)
         if count and not all(is_cache(n) and v.shape[1] == self.offset for n, v in self.states.items()):
             raise untrimmable(self.offset)
         kept = {n: v[:, : self.offset - count] if count else v for n, v in self.states.items()}

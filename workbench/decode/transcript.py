@@ -8,6 +8,7 @@ import numpy as np
 from workbench.bundle import Bundle
 from workbench.errors import InputError
 
+from . import checks
 from .decoder import GREEDY, Decoder
 from .sampling import Sampling
 
@@ -30,7 +31,12 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
 
     Returns:
         The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.
+
+    Raises:
+        InputError: what cannot be decoded, or kept, before any token is.
     """
+    if logits:
+        _keepable(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
     start, records, prefill_ms = time.perf_counter(), [], None
     for record in decoder.stream(ids, max_new, sampling=sampling):
         prefill_ms = prefill_ms if records else (time.perf_counter() - start) * 1e3
@@ -40,7 +46,8 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
         if not tokens:
             decoder.begin()
         rows.append(decoder.decode_one_token(tokens[-1]) if tokens else decoder.prefill(ids))
-        np.save(logits, np.stack(rows).astype(np.float32))
+        with logits.open("wb") as file:  # a file, because np.save appends .npy to a name
+            np.save(file, np.stack(rows).astype(np.float32))
     has_text = any(f.path == "tokenizer/tokenizer.json" for f in decoder.manifest.tokens.files)
     samples = [t.total for t in times]
     return {
@@ -53,3 +60,14 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
         },
         "runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
     }  # fmt: skip
+
+
+def _keepable(decoder: Decoder, positions: int, logits: Path) -> None:
+    """Refuses logits that could not be made or written: the last token too is run for its row."""
+    S = decoder.options.max_seq_len
+    if positions > S:
+        raise InputError("prompt and new tokens, with a row of logits for each", f"{positions} tokens",
+                         f"at most max_seq_len = {S}", "ask for fewer, or export with a larger --max-seq-len")  # fmt: skip
+    if logits.is_dir() or not logits.parent.is_dir():
+        raise InputError(f"logits {logits}", "a folder" if logits.is_dir() else f"no folder {logits.parent}",
+                         "a file in a folder that is there", "make the folder, or choose another file")  # fmt: skip

@@ -1,0 +1,41 @@
+"""What cannot be decoded to its end, or kept, is refused before anything is decoded."""
+
+import numpy as np
+import pytest
+
+from workbench import InputError
+from workbench.decode.transcript import transcript
+
+S, IDS = 16, [3, 14, 15, 9, 2, 6]
+
+
+@pytest.fixture
+def decoder(exports):
+    return exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
+
+
+@pytest.mark.parametrize(
+    "max_new, name, found",
+    [
+        (S - len(IDS) + 1, "logits.npy", "17 tokens; needs at most max_seq_len = 16"),
+        (2, "missing/logits.npy", "no folder"),
+        (2, ".", "a folder"),
+        (-1, "logits.npy", "new tokens: found -1"),
+        (-1, None, "new tokens: found -1"),
+    ],
+)
+def test_a_transcript_that_cannot_be_kept_is_refused_before_a_token_is_decoded(
+    decoder, tmp_path, monkeypatch, max_new, name, found
+):
+    monkeypatch.setattr(decoder, "advance", lambda *_: pytest.fail("a token is decoded"))
+    with pytest.raises(InputError, match=found):
+        transcript(decoder, IDS, max_new, tmp_path / name if name else None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("max_new", [0, S - len(IDS)])
+def test_logits_are_written_under_exactly_the_name_given(decoder, tmp_path, max_new):
+    decoder.manifest.tokens.eos.clear()
+    transcript(decoder, IDS, max_new, tmp_path / "logits")
+    assert [path.name for path in tmp_path.iterdir()] == ["logits"]
+    assert np.load(tmp_path / "logits").shape == (max_new + 1, 97)
