@@ -14,7 +14,7 @@ from workbench.errors import InputError
 from workbench.eval import residency
 from workbench.models import checkpoint
 from workbench.quiet import coremltools
-from workbench.runtime import coreml, load, shim
+from workbench.runtime import coreml, load, resolve, shim
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,14 @@ def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
     assert [r.token for r in records["coreml"]] == [r.token for r in records["portable"]]
     for ours, theirs in zip(records["coreml"], records["portable"], strict=True):
         assert np.array_equal(ours.logits, theirs.logits)
+
+
+def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
+    assert resolve("coreml") == "coreml" and resolve() == "portable"
+    shim.uninstall()
+    for use in (lambda: resolve("coreml"), lambda: Decoder(bundle, "coreml"), lambda: load(bundle, shard, "coreml")):
+        with pytest.raises(InputError, match="runtime 'coreml'.*macOS 15"):
+            use()
 
 
 def test_states_read_and_write_alike(bundle, shard):

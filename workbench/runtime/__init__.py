@@ -1,6 +1,7 @@
 """Where shards run: `portable` anywhere, `coreml` on macOS 15 or later. Which one is an argument."""
 
 import platform
+import sys
 
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
@@ -16,12 +17,19 @@ def coreml_available() -> bool:
     return platform.system() == "Darwin" and int(platform.mac_ver()[0].split(".")[0] or 0) >= 15
 
 
+def _shimmed() -> bool:
+    """Whether the shim stands in for Core ML: off a Mac nothing else puts this module there."""
+    return platform.system() != "Darwin" and "coremltools.libcoremlpython" in sys.modules
+
+
 def resolve(runtime: str = "auto") -> str:
     """The runtime that `auto` stands for here; refuses `coreml` where there is none."""
     if runtime not in RUNTIMES:
         raise InputError("runtime", repr(runtime), f"one of {', '.join(RUNTIMES)}", "choose one of these")
     if runtime == "auto":
         return "coreml" if coreml_available() else "portable"
+    if runtime == "coreml" and not (coreml_available() or _shimmed()):
+        raise InputError("runtime 'coreml'", platform.platform(), "macOS 15 or later", "choose portable, or run this on such a Mac")
     return runtime
 
 
