@@ -74,6 +74,13 @@ def test_damage_is_named(copy, damage, found):
         Checkpoint(copy).config  # noqa: B018
 
 
+@pytest.mark.parametrize("damaged", ["{", "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": true}'])
+def test_a_damaged_generation_configuration_is_refused(copy, damaged):
+    (copy / "generation_config.json").write_text(damaged)
+    with pytest.raises(InputError, match="generation_config.json.*no JSON object|eos_token_id .*a token id, a list of them"):
+        Checkpoint(copy).eos  # noqa: B018
+
+
 def test_a_missing_tensor_and_an_integer_one_are_named(copy):
     weights = load_file(copy / WEIGHTS)
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)

@@ -45,6 +45,16 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"hidden_activation": "gelu"}, "'gelu'"),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "partial rotary factor",
+        ),
         ("zaya", {"attention_bias": True}, "attention_bias"),
         ("zaya", {"lm_head_bias": True}, "lm_head_bias"),
         ("zaya", {"cca_time0": 3}, "cca_time0, cca_time1 = 3, 2"),

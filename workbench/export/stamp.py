@@ -70,6 +70,8 @@ class Template:
     def __init__(self, spec: Spec, parts: list[Part], package: Path, constants: dict[str, str]):
         self.spec, self.model = spec, packages.read(package)
         self.manifest = (package / packages.MANIFEST).read_bytes()
+        if not (package / packages.WEIGHTS).is_file():
+            raise Unlike("weights so small that they stand in the program")
         weights = (package / packages.WEIGHTS).read_bytes()
         ops = operations(self.model)
         at = {op.outputs[0].name: i for i, op in enumerate(ops) if values_of(op)}

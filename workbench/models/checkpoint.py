@@ -80,10 +80,17 @@ class Checkpoint:
 
     @cached_property
     def raw_config(self) -> dict:
-        try:
-            return json.loads((self.path / "config.json").read_text())
-        except ValueError:
-            raise InputError(str(self.path / "config.json"), "no JSON", "the model's configuration", FETCH) from None
+        return _read_json(self.path / "config.json")
+
+    @cached_property
+    def eos(self) -> list[int]:
+        """Tokens that end a text. As in transformers' `generate`, generation_config.json alone decides where there is one."""
+        own = self.path / "generation_config.json"
+        found = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(type(token) is int for token in listed):
+            raise InputError(f"checkpoint {self.path}", f"eos_token_id {found!r}", "a token id, a list of them, or null", FETCH)
+        return listed
 
     @cached_property
     def sha256(self) -> str:
@@ -157,6 +164,18 @@ class Checkpoint:
 
     def tokenizer_files(self) -> list[Path]:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
+
+
+def _read_json(path: Path) -> dict:
+    with _reading(path):
+        text = path.read_bytes()
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(str(path), "no JSON object", "the model's configuration", FETCH)
+    return found
 
 
 @contextmanager

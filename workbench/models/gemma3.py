@@ -50,6 +50,8 @@ def plan(config) -> Plan:
     if config.hidden_activation != "gelu_pytorch_tanh":
         refuse(config, f"activation {config.hidden_activation!r}", "gelu_pytorch_tanh")
     ropes, layers = alternating(config, "full_attention", "sliding_attention")
+    if any(2 * len(rope.inv_freq) != config.head_dim for rope in ropes):
+        refuse(config, "a partial rotary factor", "full rotary dimensions")
     return Plan(config, dims(config), ropes, layers, config.tie_word_embeddings, embedding_scale=config.hidden_size**0.5)
 
 
