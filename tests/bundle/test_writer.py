@@ -27,6 +27,36 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_link_that_leads_nowhere_is_refused_before_anything_is_made(exports, tmp_path):
+    from workbench.export import export
+
+    (tmp_path / "b").symlink_to(tmp_path / "gone")
+    with pytest.raises(InputError, match="something else there"):
+        export(exports.checkpoint("llama"), tmp_path / "b", progress=False, max_seq_len=16)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "kept"), [(InputError("a", "b", "c", "d"), False), (OSError(), True), (KeyboardInterrupt(), True)]
+)
+def test_a_refused_export_leaves_nothing_and_an_interrupted_one_its_work(tmp_path, problem, kept):
+    with pytest.raises(type(problem)), Writer(tmp_path / "b", Future()) as writer:
+        (writer.root / "shard").write_text("done")
+        raise problem
+    assert (tmp_path / ".b.partial").exists() == kept
+
+
+def test_a_refusal_keeps_what_an_earlier_export_of_the_same_had_finished(tmp_path):
+    identity = Future()
+    identity.set_result({"checkpoint": "a"})
+    left = tmp_path / ".b.partial"
+    left.mkdir()
+    (left / "identity.json").write_text('{"checkpoint": "a"}')
+    with pytest.raises(InputError), Writer(tmp_path / "b", identity):
+        raise InputError("a", "b", "c", "d")
+    assert (left / "identity.json").exists()
+
+
 def test_a_bundle_that_appears_while_another_is_made_is_not_replaced(exports, tmp_path, monkeypatch):
     from workbench.export import export
 

@@ -1,5 +1,6 @@
 """An export holds the checkpoint's own weights, says what it holds, and refuses what it cannot keep."""
 
+import json
 import resource
 import shutil
 import subprocess
@@ -127,6 +128,48 @@ def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, option
     with pytest.raises(InputError, match=found):
         export(copy, tmp_path / "b", progress=False, max_seq_len=16, **options)
     assert not (tmp_path / "b").exists()
+
+
+def test_a_refused_export_leaves_nothing_behind(copy, tmp_path):
+    change(copy, **{"model.layers.1.mlp.up_proj.weight": lambda t: t / 0})
+    with pytest.raises(InputError):
+        export(copy, tmp_path / "b", progress=False, max_seq_len=16)
+    assert not list(tmp_path.glob(".b*"))
+    with pytest.raises(InputError, match="no bundle.json"):
+        Bundle.open(tmp_path / "b")
+
+
+def test_only_a_full_disk_asks_for_room(llama, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="Not a directory.*file") as refusal:
+        export(llama, tmp_path / "file" / "b", progress=False, max_seq_len=16)
+    assert "room" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": 5}, [5]), ({}, []), (None, [3])]
+)
+def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path, own, expected):
+    import transformers
+
+    path = shutil.copytree(exports.checkpoint("llama", num_hidden_layers=1, eos_token_id=3), tmp_path / "c")
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if own is not None:
+        (path / "generation_config.json").write_text(json.dumps(own))
+    eos = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True).generation_config.eos_token_id
+    made = export(path, tmp_path / "b", progress=False, max_seq_len=16)
+    assert made.manifest.tokens.eos == expected == (eos if isinstance(eos, list) else [] if eos is None else [eos])
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": "int8-tensor", "layers_per_shard": 2}])
+def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, options):
+    checkpoint = exports.checkpoint("llama", hidden_size=1, intermediate_size=1, num_attention_heads=1, num_key_value_heads=1,
+                                    head_dim=2)  # fmt: skip
+    with pytest.warns(UserWarning, match="width 2"):
+        decoder = exports.decoder(checkpoint, **options)
+    assert not list(decoder.bundle.root.glob("layers*/**/weight.bin"))
+    g = tiny.golden(exports.hf(checkpoint), [1, 2, 3, 4])
+    assert tiny.relative(tiny.chained(decoder, g.ids, [4]), g.logits) < 2e-6
 
 
 @pytest.mark.parametrize(

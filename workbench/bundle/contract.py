@@ -170,7 +170,7 @@ class Shard(Part):
     modules: dict[str, str] = {}  # program value → source module
     how: Literal["converted", "stamped"] = "converted"
     bytes: Annotated[int, Field(ge=0)]
-    files: list[FileEntry]
+    files: Annotated[list[FileEntry], Field(min_length=1)]
 
 
 class Embedding(Part):
@@ -212,9 +212,11 @@ class Manifest(Part):
         if len({(layer.rope, layer.window) for layer in self.layers}) > len({layer.rope for layer in self.layers}):
             raise ValueError("layers of one rope table differ in their windows")
         covered = [i for s in self.shards if s.kind in ("layers", "router") for i in range(*s.layers)]
-        if sorted(set(covered)) != list(range(self.dims.L)):
-            raise ValueError("the shards do not cover every decoder layer")
-        rows = sorted(s.rows for s in self.shards if s.kind == "head")
+        if covered != list(range(self.dims.L)):
+            raise ValueError("the shards do not cover every decoder layer once, in order")
+        rows = [s.rows for s in self.shards if s.kind == "head"]
         if [r[0] for r in rows] + [self.dims.V] != [0] + [r[1] for r in rows]:
-            raise ValueError("the head slices do not cover the vocabulary")
+            raise ValueError("the head slices do not cover the vocabulary once, in order")
+        if len({s.path for s in self.shards}) < len(self.shards):
+            raise ValueError("two shards have one path")
         return self

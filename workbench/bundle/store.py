@@ -47,12 +47,14 @@ class Bundle:
         Raises:
             InputError: no bundle there, an unknown version, a file missing, truncated, changed or outside it.
         """
-        root = Path(path)
+        root = Path(path).resolve()  # `.` has no name, and what is kept beside a bundle is named after it
+        if (root / MANIFEST).is_symlink():
+            raise _damaged(root / MANIFEST, "a symlink")
         if not (root / MANIFEST).is_file():
             unfinished = _working(root).exists()
             found, step = ("an unfinished export", "run the same export again: it resumes") if unfinished else (
                 f"no {MANIFEST}", "run: workbench export CHECKPOINT BUNDLE")  # fmt: skip
-            raise InputError(f"bundle {root}", found, "a finished bundle", step)
+            raise InputError(f"bundle {path}", found, "a finished bundle", step)
         bundle = cls(root, read_manifest(root / MANIFEST))
         bundle.verify()
         return bundle
@@ -146,9 +148,10 @@ def _seen_file(root: Path) -> Path:
 
 def _read_seen(root: Path) -> dict[str, str]:
     try:
-        return json.loads(_seen_file(root).read_text())
+        seen = json.loads(_seen_file(root).read_text())
     except (OSError, ValueError):
         return {}
+    return seen if isinstance(seen, dict) else {}
 
 
 def _write_seen(root: Path, seen: dict[str, str]) -> None:
@@ -195,13 +198,23 @@ class Writer:
             raise InputError(f"bundle {target}", "another export writing to it", "one export to one target",
                              "wait for that one, or choose another target") from None  # fmt: skip
         try:
-            if target.exists():
+            if os.path.lexists(target):  # a link that leads nowhere too
                 found = "a finished bundle" if (target / MANIFEST).exists() else "something else there"
                 raise InputError(f"bundle {target}", found, "a new folder", "remove it or choose another")
             self._resume()
         except BaseException:
             self.close()
             raise
+        self.resumes = self.signed
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        """Of an export that was refused nothing is left, unless an earlier one had begun the work."""
+        if kind and issubclass(kind, InputError) and not self.resumes:
+            shutil.rmtree(self.root, ignore_errors=True)
+        self.close()
 
     def _resume(self) -> None:
         """Keeps what an export of the same identity left behind; throws away anything else."""

@@ -1,5 +1,6 @@
 """Checkpoint in, bundle out: stateful Core ML shards, host tables, manifest. Knows nothing of how shards are run."""
 
+import errno
 import json
 import math
 import shutil
@@ -21,6 +22,7 @@ from workbench.quiet import coremltools
 from . import make, shards
 from .build import Clock
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room left: on the disk, for this user, in one file
 THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
@@ -57,7 +59,7 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
     coremltools()  # quietly, before a part of it is imported by itself
     chosen_options = options(**chosen)
     source = Checkpoint(checkpoint)
-    plan = read_plan(source, chosen_options)
+    plan, eos = read_plan(source, chosen_options), source.eos
     _warn_widths(plan, chosen_options)
     packages = versions()
     try:
@@ -65,16 +67,26 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
             identity = pool.submit(lambda: {"checkpoint": source.sha256, "options": chosen_options.model_dump(),
                                             "packages": packages})  # fmt: skip
-            writer = Writer(Path(bundle), identity)
-            stack.callback(writer.close)
+            writer = stack.enter_context(Writer(Path(bundle), identity))
             stack.callback(pool.shutdown, cancel_futures=True)  # comes first: the folder is left when nobody writes to it
             maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
             made, table = _make(maker, pool, verify_stamps, progress)
             identity.result()
-            return writer.finish(_manifest(source, plan, chosen_options, writer, made, packages, table))
+            return writer.finish(_manifest(source, plan, eos, chosen_options, writer, made, packages, table))
     except OSError as problem:
-        raise InputError(f"bundle {bundle}", f"{problem.strerror or problem}", "a writable disk with room for the bundle",
-                         "free some room and run the same export again: it resumes") from problem  # fmt: skip
+        raise _stopped(bundle, problem) from problem
+
+
+def _stopped(bundle: str | Path, problem: OSError) -> InputError:
+    """What the system refused; only where there is no room would more of it help."""
+    found = f"{problem.strerror or problem}"
+    if problem.errno in FULL:
+        return InputError(f"bundle {bundle}", found, "a writable disk with room for the bundle",
+                          "free some room and run the same export again: it resumes")  # fmt: skip
+    where = f" ({problem.filename})" if problem.filename else ""
+    return InputError(
+        f"bundle {bundle}", found + where, "files that can be written and read", "mend that, or choose another target"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -118,14 +130,12 @@ def _make(maker: make.Maker, pool: ThreadPoolExecutor, verify: int, progress: bo
     return ordered, table.result()
 
 
-def _manifest(source, plan, options, writer, made, packages, table) -> Manifest:
+def _manifest(source, plan, eos, options, writer, made, packages, table) -> Manifest:
     config = source.config
-    eos = config.eos_token_id
     return Manifest(
         family=config.model_type, dims=plan.dims, options=options, rope=plan.rope, layers=plan.layers,
         embedding=Embedding(file=table, scale=plan.embedding_scale),
-        tokens=Tokens(bos=config.bos_token_id, eos=eos if isinstance(eos, list) else [] if eos is None else [eos],
-                      files=_copy_tokenizer(source, writer)),
+        tokens=Tokens(bos=config.bos_token_id, eos=eos, files=_copy_tokenizer(source, writer)),
         checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},
         packages=packages, residual_exponent=plan.residual_exponent, shards=made,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """A traced module → a Core ML model with state, flexible T and compressed weights, by coremltools alone."""
 
+import errno
 import gc
 import tempfile
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
                 skip_model_load=True)  # fmt: skip
         except RuntimeError as problem:  # its writer of weight files tells no more than this
             if "FileWriter" in str(problem):
-                raise OSError(f"coremltools could not write to {tempfile.gettempdir()}") from problem
+                raise OSError(errno.ENOSPC, f"coremltools could not write to {tempfile.gettempdir()}") from problem
             raise
 
 

@@ -1,0 +1,81 @@
+"""A bundle opens from anywhere, and only as the export left it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from workbench import Bundle, InputError
+
+
+@pytest.fixture(scope="module")
+def made(exports):
+    return exports.bundle(exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed")
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    return shutil.copytree(made.root, tmp_path / "b")
+
+
+@pytest.mark.parametrize("noted", ["null", "[1]", '"text"', "{", ""])
+def test_what_is_no_note_of_a_check_means_that_none_was_made(copy, noted):
+    note = copy.parent / ".b.checked"
+    note.write_text(noted)
+    Bundle.open(copy)
+    assert json.loads(note.read_text()).keys() == {entry.path for entry in Bundle.open(copy).files}
+
+
+def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
+    before = sorted(copy.rglob("*"))
+    monkeypatch.chdir(copy)
+    assert Bundle.open(".").root == Bundle.open(copy).root
+    assert sorted(copy.rglob("*")) == before
+    monkeypatch.chdir(copy / "tokenizer" if (copy / "tokenizer").exists() else next(p for p in copy.iterdir() if p.is_dir()))
+    Bundle.open("..")
+    assert sorted(copy.rglob("*")) == before and [p.name for p in copy.parent.glob(".*")] == [".b.checked"]
+
+
+def swapped(shards, kind):
+    first, second = [i for i, shard in enumerate(shards) if shard["kind"] == kind][:2]
+    shards[first], shards[second] = shards[second], shards[first]
+
+
+def doubled(shards):
+    shards.insert(1, shards[0] | {"name": "again", "path": "again.mlpackage"})
+
+
+def test_the_manifest_of_an_export_says_each_thing_once_and_in_order(copy):
+    for edit, found in [
+        (lambda shards: swapped(shards, "router"), "every decoder layer once, in order"),
+        (doubled, "every decoder layer once, in order"),
+        (lambda shards: shards.pop(0), "every decoder layer once, in order"),
+        (lambda shards: shards[0].update(path=shards[1]["path"]), "two shards have one path"),
+        (lambda shards: shards[0].update(files=[]), "shards.0.files: List should have at least 1 item"),
+    ]:
+        whole = (copy / "bundle.json").read_text()
+        manifest = json.loads(whole)
+        edit(manifest["shards"])
+        (copy / "bundle.json").write_text(json.dumps(manifest))
+        with pytest.raises(InputError, match=found):
+            Bundle.open(copy)
+        (copy / "bundle.json").write_text(whole)
+    Bundle.open(copy)
+
+
+def test_head_slices_out_of_order_are_refused(exports, tmp_path):
+    made = exports.bundle(exports.checkpoint("llama", vocab_size=16_384 + 77, num_hidden_layers=1))
+    copy = shutil.copytree(made.root, tmp_path / "b")
+    manifest = json.loads((copy / "bundle.json").read_text())
+    swapped(manifest["shards"], "head")
+    (copy / "bundle.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="vocabulary once, in order"):
+        Bundle.open(copy)
+
+
+def test_a_manifest_that_is_a_link_is_refused(copy):
+    elsewhere = Path(shutil.move(copy / "bundle.json", copy.parent / "elsewhere.json"))
+    (copy / "bundle.json").symlink_to(elsewhere)
+    with pytest.raises(InputError, match="a symlink"):
+        Bundle.open(copy)
