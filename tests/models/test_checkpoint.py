@@ -81,6 +81,14 @@ def test_a_damaged_generation_configuration_is_refused(copy, damaged):
         Checkpoint(copy).eos  # noqa: B018
 
 
+def test_where_texts_end_is_part_of_the_identity(copy):
+    (copy / "generation_config.json").unlink(missing_ok=True)
+    plain = Checkpoint(copy)
+    for eos, same in ((plain.raw_config.get("eos_token_id"), True), ([3, 5], False)):
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        assert (Checkpoint(copy).sha256 == plain.sha256) == same
+
+
 def test_a_missing_tensor_and_an_integer_one_are_named(copy):
     weights = load_file(copy / WEIGHTS)
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)

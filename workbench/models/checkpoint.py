@@ -19,6 +19,7 @@ HASH_BYTES = 1 << 26  # large, so that a thread that hashes rarely asks for the 
 CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
 LFS = b"version https://git-lfs"
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FETCH = "download the checkpoint again, whole (git lfs pull, or huggingface-cli download)"
 
@@ -85,7 +86,7 @@ class Checkpoint:
     @cached_property
     def eos(self) -> list[int]:
         """Tokens that end a text. As in transformers' `generate`, generation_config.json alone decides where there is one."""
-        own = self.path / "generation_config.json"
+        own = self.path / GENERATION
         found = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
         listed = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(token) is int for token in listed):
@@ -96,6 +97,9 @@ class Checkpoint:
     def sha256(self) -> str:
         """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
         digest, view = hashlib.sha256((self.path / "config.json").read_bytes()), memoryview(bytearray(HASH_BYTES))
+        own = self.path / GENERATION
+        if own.is_file() and _read_json(own).get("eos_token_id") != self.raw_config.get("eos_token_id"):
+            digest.update(own.read_bytes())  # it ends texts where the configuration does not
         for path in self.files:
             whole = hashlib.sha256()
             with _reading(path), path.open("rb", buffering=0) as file:
