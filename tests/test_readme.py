@@ -72,7 +72,7 @@ def test_links_lead_somewhere(page):
 def test_files_named_in_the_documents_exist():
     for page in PAGES:
         for name in re.findall(r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`", page.read_text()):
-            assert (ROOT / name).exists() or name.startswith("data/bundles"), f"{page.name}: {name}"
+            assert (ROOT / name).exists() or name.startswith(("data/bundles", "data/golden")), f"{page.name}: {name}"
 
 
 def test_readme_names_every_notebook():
