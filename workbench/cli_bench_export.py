@@ -68,7 +68,9 @@ def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dic
     from workbench.bundle import Writer
     from workbench.export import make, shards
     from workbench.models.checkpoint import Checkpoint
+    from workbench.quiet import coremltools
 
+    coremltools()
     source, options = Checkpoint(checkpoint), exports.options(**chosen)
     plan, found = exports.read_plan(source, options), {"plain": [], "stamped": []}
     jobs = [j for j in make.jobs(list(shards.specs(plan, options)), source, plan, options) if j.spec.kind == "layers"]
