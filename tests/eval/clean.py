@@ -35,8 +35,8 @@ def draw(seed: int) -> tuple[str, dict, dict]:
         heads = [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]  # Llama's must divide the width
         changes |= dict(zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True))
     compress = PRESETS[seed // len(FAMILIES) % len(PRESETS)]
-    if compress == "int4-block32" and changes.get("num_attention_heads") == 3:
-        changes["hidden_size"] = 96  # three heads of another width give no whole blocks
+    if changes.get("num_attention_heads") == 3 and (changes["hidden_size"] == 64 or compress == "int4-block32"):
+        changes["hidden_size"] = 96  # three heads of another width have an odd one, or give no whole blocks
     options = {"compress": compress, "t_max": int(rng.choice([2, 4])),
                "layers_per_shard": int(rng.choice([1, 2])), "kv_write": str(rng.choice(["mask", "slice"])),
                "layout": str(rng.choice(["bct1", "bc1t"])), "states": str(rng.choice(["separate", "packed"]))}  # fmt: skip

@@ -41,6 +41,7 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1}, "a rotary width of 21"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

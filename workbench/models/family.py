@@ -53,8 +53,10 @@ def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
     kind = parameters["rope_type"]
     if kind not in ROPE_TYPES:
         refuse(config, f"rope type {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
+    width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
+    if width % 2:
+        refuse(config, f"a rotary width of {width}", "an even one, two halves to rotate")
     if kind == "default":
-        width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
         inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width)
         return Rope(name=name, inv_freq=inv_freq.tolist())
     keywords = {"layer_type": layer_type} if layer_type else {}
