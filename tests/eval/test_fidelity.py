@@ -46,8 +46,9 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
     assert not reference.update[1].any()
     judged = validate(Decoder(bundle, "portable"), reference, (1, 4))
     assert judged.verdict == "GREEN"
-    checked = {g.name: g.verdict for g in checklist.check(Decoder(bundle, "portable"), golden=reference)}
-    assert set(checked.values()) == {"GREEN"}
+    checked = {g.name: g for g in checklist.check(Decoder(bundle, "portable"), golden=reference)}
+    assert {g.verdict for g in checked.values()} == {"GREEN"}
+    assert f"not asked of {bundle.shards('layers')[1].name}, whose own weights" in checked["state_is_used"].reason
 
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
@@ -79,6 +80,16 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     assert {verdicts[name] for name in ("finite", "kv", "update", "same_for_every_T")} == {"RED"}
     counts = judged.rows.groupby(["layer", "tensor", "mode"])["T"].count()
     assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checked = {g.name: g.verdict for g in checklist.check(Decoder(bundle, "portable"))}
+    assert {checked[name] for name in ("state_is_used", "states_are_independent", "stale_rows")} == {"RED"}
+
+
+def test_a_model_without_attention_leaves_the_use_of_its_state_open(exports, tmp_path):
+    _, bundle = changed(exports, tmp_path / "checkpoint", lambda name, tensor: "o_proj" in name and tensor.zero_())
+    checked = {g.name: g.verdict for g in checklist.lifetime(Decoder(bundle, "portable"), np.random.default_rng(0))}
+    assert checked["state_is_used"] == "not_run"
 
 
 @pytest.mark.parametrize("dims", [{"num_hidden_layers": 3}, {"vocab_size": 120}])

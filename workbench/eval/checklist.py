@@ -63,7 +63,7 @@ def interface(bundle: Bundle) -> list[Gate]:
 
 def lifetime(decoder: Decoder, rng) -> list[Gate]:
     """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets, two do not mix."""
-    stuck, mixed, dirty = [], [], []
+    stuck, mute, mixed, dirty = [], [], [], []
     for model in decoder.layers:
         first, other = (_inputs(decoder, model.shard, rng, 0, 1) for _ in range(2))
         second = _inputs(decoder, model.shard, rng, 1, 1)
@@ -75,20 +75,29 @@ def lifetime(decoder: Decoder, rng) -> list[Gate]:
         if any(np.any(model.make_state().read(n)) for n in model.shard.states):
             dirty.append(model.shard.name)
         alone = after(first, second)
-        if np.array_equal(alone, after(second), equal_nan=True) and not _mute(decoder, model.shard):
-            stuck.append(model.shard.name)
+        if np.array_equal(alone, after(second), equal_nan=True):
+            (mute if _mute(decoder, model.shard) else stuck).append(model.shard.name)
         a, b = model.make_state(), model.make_state()
         model.predict(first, a)
         model.predict(other, b)
-        if not np.array_equal(_stream(model.predict(second, a)), alone, equal_nan=True):
+        if not np.array_equal(_stream(model.predict(second, a)), alone):
             mixed.append(model.shard.name)
     return [
-        gates.holds("state_is_used", not stuck, f"the first token leaves no trace in: {', '.join(stuck)}" if stuck
-                    else "every shard's second token depends on its first through the state"),
+        _used(stuck, mute, len(decoder.layers)),
         gates.holds("fresh_state_is_zero", not dirty, f"not zeros: {', '.join(dirty)}" if dirty else "make_state gives zeros"),
         gates.holds("states_are_independent", not mixed, f"interleaved states differ in: {', '.join(mixed)}" if mixed
                     else "two states on one model, used in turn, give what each gives alone, bit for bit"),
     ]  # fmt: skip
+
+
+def _used(stuck: list[str], mute: list[str], count: int) -> Gate:
+    if stuck:
+        return gates.holds("state_is_used", False, f"the first token leaves no trace in: {', '.join(stuck)}")
+    apart = f"{', '.join(mute)}, whose own weights keep attention from the output" if mute else ""
+    if len(mute) == count:
+        return gates.not_run("state_is_used", f"nothing to ask {apart}")
+    reason = "every shard's second token depends on its first through the state"
+    return gates.holds("state_is_used", True, reason + (f"; not asked of {apart}" if apart else ""))
 
 
 def _mute(decoder: Decoder, shard) -> bool:
@@ -181,7 +190,7 @@ def stale_rows(decoder: Decoder) -> Gate:
             for call in range(2):  # two tokens, so that there is a real cache to be confused with
                 out = _stream(model.predict(_inputs(decoder, model.shard, np.random.default_rng(2 + call), call, 1), state))
             results.append(out)
-        if not np.array_equal(*results, equal_nan=True):
+        if not np.array_equal(*results):
             worst = worst or f"{model.shard.name}: max |Δ| = {np.abs(results[0] - results[1]).max():.3g}"
     return gates.holds("stale_rows", not worst, worst or "finite values in unwritten rows change nothing, bit for bit")
 
