@@ -177,6 +177,6 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(grid, tmp_
     ("root", "project"), [("a/experiments/log", "a"), ("a/log", "a"), ("a/experiments/other", "a/experiments")]
 )
 def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(tmp_path, root, project):
-    assert sweep.project(tmp_path / root) == tmp_path / project
+    assert log.project(tmp_path / root) == tmp_path / project
     (tmp_path / project / "model").mkdir(parents=True)
     assert cell.find("model", tmp_path / root) == tmp_path / project / "model"

@@ -107,21 +107,15 @@ def _checkpoint(job: dict) -> Checkpoint:
     return found
 
 
-def project(root: Path) -> Path:
-    """The project that a log belongs to: the one whose experiments/log it is, else the folder that holds it."""
-    folder = root.absolute().parent
-    return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
-
-
 def find(checkpoint: str, root: Path) -> Path:
     """A checkpoint path as given, or relative to the project that the log belongs to (notebooks run elsewhere)."""
     here = Path(checkpoint)
-    return here if here.exists() or here.is_absolute() else project(root) / checkpoint
+    return here if here.exists() or here.is_absolute() else log.project(root) / checkpoint
 
 
 def _path(job: dict) -> Path:
     """Where this machine keeps the bundle of a job."""
-    folder = Path(job["bundles"]) if job["bundles"] else log.default_root().parent.parent / "data" / "bundles"
+    folder = Path(job["bundles"]) if job["bundles"] else log.project() / "data" / "bundles"
     return folder / _bundle_name(Path(job["checkpoint"]).name, job["checkpoint_hash"], Options(**job["options"]))
 
 

@@ -55,7 +55,7 @@ def _uncompressed(bundle, checkpoint, progress: bool):
     options = bundle.manifest.options
     if options.compress == "fp16":
         return bundle
-    folder = log.default_root().parent.parent / "data" / "bundles"
+    folder = log.project() / "data" / "bundles"
     return sweep.bundle_for(checkpoint, options.model_copy(update={"compress": "fp16"}), folder, progress)
 
 

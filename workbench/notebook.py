@@ -24,14 +24,14 @@ def run(number: str, parameters: dict | None = None, progress: bool = True) -> d
 
     root = log.default_root()
     name = report.experiment(number).name
-    source = root.parent.parent / "notebooks" / f"{name}.ipynb"
+    source = log.project(root) / "notebooks" / f"{name}.ipynb"
     if not source.is_file():
         raise InputError(f"notebook {source}", "no such file", "a checkout of this project", "run inside the checkout")
     notebook = nbformat.read(source, as_version=4)
     set_parameters(notebook, parameters or {})
     before = set(log.load("runs", root=root)["run_id"])
     bar = tqdm(total=len(notebook.cells), desc=name, unit="cell", disable=not progress)
-    executed = root.parent.parent / "build" / "notebooks" / source.name
+    executed = log.project(root) / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user of this machine could listen
         kernel = Config(KernelManager={"transport": "ipc", "connection_file": f"{sockets}/kernel.json"})

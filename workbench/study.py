@@ -30,7 +30,7 @@ class Study:
 
     def __init__(self, number: str, names: Mapping):
         self.experiment, self.root = report.experiment(number), log.default_root()
-        self.project = self.root.parent.parent
+        self.project = log.project(self.root)
         self.bundles, self.goldens = self.project / "data" / "bundles", self.project / "data" / "golden"
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
         self._exhibits: dict[tuple[str, str], dict] = {}

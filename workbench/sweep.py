@@ -23,7 +23,7 @@ from workbench import cell as cell_
 from workbench import export as exporting
 from workbench import farm, log, runs
 from workbench.bundle import Options
-from workbench.cell import bundle_for, project
+from workbench.cell import bundle_for
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -151,7 +151,7 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
 
     root = Path(root) if root else log.default_root()
     if scheduler is None:
-        bundles = bundles or project(root) / "data" / "bundles"
+        bundles = bundles or log.project(root) / "data" / "bundles"
     checkpoint = Checkpoint(cell_.find(grid.checkpoint, root))
     _check_ids(grid.validate_ids, checkpoint.config.vocab_size)
     everything = list(cells(grid))
@@ -247,4 +247,4 @@ def configurations(grid: Grid, root: str | Path | None = None) -> pd.DataFrame:
     return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)
 
 
-__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "project", "stored", "sweep"]
+__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "stored", "sweep"]

@@ -44,6 +44,13 @@ def default_root() -> Path:
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
+def project(root: Path | None = None) -> Path:
+    """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder that holds it."""
+    root = default_root() if root is None else root
+    folder = root.absolute().parent
+    return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
+
+
 def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: Path | str | None = None,
            run_id: str | None = None) -> Path:  # fmt: skip
     """Write one run's rows of one table and return the new file, whose stem is the run id.

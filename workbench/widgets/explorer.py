@@ -34,7 +34,7 @@ class Explorer(Panel):
 
     def __init__(self, grid: dict, root: str | Path | None = None):
         self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
-        project = sweep.project(self.root)
+        project = log.project(self.root)
         self.bundles, named = project / "data" / "bundles", Path(self.grid.checkpoint)
         self.checkpoint = Checkpoint(named if named.exists() else project / named)
         self.tokens, self.cell, self.rows = _tokens(self.checkpoint, self.grid.validate_ids), None, None
