@@ -69,10 +69,9 @@ def some_ids(V: int, count: int = DEFAULT_IDS) -> list[int]:
 
 def ids_for(prompt_ids: str | None, V: int) -> list[int]:
     """The ids of a prompt, all of them in the vocabulary; seeded random ones when no prompt is given."""
-    ids = some_ids(V) if prompt_ids is None else parse_ids(prompt_ids)
-    if not ids or min(ids) < 0 or max(ids) >= V:
-        raise InputError("--prompt-ids", repr(prompt_ids), f"at least one id, all from 0 to {V - 1}", "write 2,42,100")
-    return ids
+    from workbench.eval.golden import check_ids
+
+    return check_ids(some_ids(V) if prompt_ids is None else parse_ids(prompt_ids), V).tolist()
 
 
 def writable(out: Path) -> Path:

@@ -137,7 +137,7 @@ def make(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: Weigh
 
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     read = weights or checkpoint.tensor
-    ids = _check_ids(checkpoint, ids)
+    ids = check_ids(ids, checkpoint.config.vocab_size)
     with _parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32, attn_implementation="eager")
     model.eval()
@@ -168,8 +168,9 @@ def whole(checkpoint: Checkpoint):
                                                              local_files_only=True).eval()  # fmt: skip
 
 
-def _check_ids(checkpoint: Checkpoint, ids: Sequence[int]) -> np.ndarray:
-    ids, V = np.asarray(ids, np.int64), checkpoint.config.vocab_size
+def check_ids(ids: Sequence[int], V: int) -> np.ndarray:
+    """Token ids [n] of a prompt, at least one, all of them in the vocabulary."""
+    ids = np.asarray(ids, np.int64)
     if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= V:
         raise InputError("prompt ids", f"{ids.tolist()}", f"at least one id from 0 to {V - 1}", "check --prompt-ids")
     return ids

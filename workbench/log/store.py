@@ -250,9 +250,13 @@ def _several(wanted) -> list:
     return list(wanted) if isinstance(wanted, (list, tuple, set)) else [wanted]
 
 
+# what pandas makes of a query that means nothing
+MEANINGLESS = (ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, SyntaxError, TypeError, ValueError)
+
+
 def _query(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     try:
         return frame.query(where)
-    except Exception as error:  # whatever pandas makes of a query that means nothing
+    except MEANINGLESS as error:
         needed, example = f"a pandas query over {', '.join(frame)}", "write for example: T == 4 and depth > 0"
         raise InputError("log filter", f"{where!r} ({error})", needed, example) from error
