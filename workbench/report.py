@@ -113,16 +113,9 @@ def write(number: str, root: Path | str | None = None) -> Path:
                          f"run the notebook: workbench run {number}")  # fmt: skip
     for row in exhibits:
         export(row, place, number)
-    parts = [
-        f"# Experiment {number}: {chosen.question}",
-        _notebook(runs).get("conclusion", ""),
-        _setup(runs),
-        _results(exhibits, place, number),
-        _verdicts(runs),
-        _speed(runs, root),
-        _unmeasured(runs),
-        _reproduce(runs, number),
-    ]
+    parts = [f"# Experiment {number}: {chosen.question}", _notebook(runs).get("conclusion", ""), _setup(runs),
+             _results(exhibits, place, number), _verdicts(runs), _speed(runs, root), _unmeasured(runs),
+             _reproduce(runs, number)]  # fmt: skip
     path = place / "report.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n")
     return path
@@ -147,18 +140,8 @@ def _notebook(runs: pd.DataFrame) -> dict:
 
 
 def _setup(runs: pd.DataFrame) -> str:
-    columns = [
-        "checkpoint",
-        "family",
-        "compress",
-        "max_seq_len",
-        "t_max",
-        "runtime",
-        "precision",
-        "platform",
-        "chip",
-        "power_source",
-    ]
+    columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "chip",
+               "power_source"]  # fmt: skip
     rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
     rows += [(f"parameter {name}", str(value)) for name, value in _notebook(runs).get("parameters", {}).items()]
     table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])

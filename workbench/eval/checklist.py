@@ -228,12 +228,8 @@ def overflow_raises(decoder: Decoder) -> Gate:
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:
     """max_seq_len fits: weights, caches, embedding and buffers against the machine's memory."""
     budget = memory.of_bundle(bundle, machine or memory.machine_bytes())
-    return gates.at_most(
-        "memory",
-        budget.total,
-        budget.machine,
-        f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB",
-    )
+    reason = f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB"
+    return gates.at_most("memory", budget.total, budget.machine, reason)
 
 
 def _stream(outputs: dict[str, np.ndarray]) -> np.ndarray:

@@ -66,14 +66,9 @@ def of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> B
     matrices += elements[table] if plan.tied else 0  # the head stores its own copy, compressed
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
     side = sum(prod(shape) for shape in plan.side_states.values()) * d.L * B * 2
-    return Budget(
-        int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2,
-        kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B),
-        side,
-        elements[table] * 2,
-        _buffers(d, options),
-        machine,
-    )
+    stored = int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2
+    caches = kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B)
+    return Budget(stored, caches, side, elements[table] * 2, _buffers(d, options), machine)
 
 
 def work(checkpoint, options: Options, T: int = 1) -> list[Work]:

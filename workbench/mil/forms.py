@@ -212,14 +212,8 @@ def _attend(q, key, value, mask, span):
     return torch.matmul(weights.view(scores.shape).float(), value).half()
 
 
-FORMS = (
-    ("conv", linear),
-    ("reshape", reshape),
-    ("mul", rms_norm),
-    ("concat", rotation),
-    ("write_state", cache_write),
-    ("matmul", attention),
-)
+FORMS = (("conv", linear), ("reshape", reshape), ("mul", rms_norm), ("concat", rotation), ("write_state", cache_write),
+         ("matmul", attention))  # fmt: skip
 
 
 def _half(op: Op) -> bool:
