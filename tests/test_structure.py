@@ -10,7 +10,7 @@ import pytest
 import workbench
 
 PACKAGE = Path(workbench.__file__).parent
-LEAVES = {"errors", "quiet"}
+LEAVES = {"errors", "quiet", "machines"}
 MAY_IMPORT = {
     "bundle": set(),
     "mil": set(),
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "sweep": {"cell", "farm", "export", "models", "bundle", "log", "runs"},
     "overflow": {"export", "eval", "decode", "mil", "models", "bundle"},
     "splits": {"bundle", "eval", "models", "log", "runs", "sweep"},
-    "report": {"log", "plots"},
+    "report": {"log", "plots", "runs"},
     "study": {"bundle", "decode", "eval", "models", "doctor", "log", "plots", "report", "runs", "tables"},
     "notebook": {"report", "log"},
     "doctor": {"runtime", "log"},

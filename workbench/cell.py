@@ -9,7 +9,6 @@ import fcntl
 import hashlib
 import json
 import os
-import socket
 import tempfile
 import time
 from contextlib import contextmanager
@@ -33,12 +32,12 @@ def run(job: dict, measure: str = MEASURE) -> dict[str, bytes]:
 
     Args:
         job: {checkpoint, checkpoint_hash, options, run, setting, round, cell, judge_ids, experiment, bundles, timeout_s,
-            attempt}.
+            attempt, worker (an index; None: 0)}.
         measure: the function that a fresh process calls; it logs one run into job["root"].
     """
     started = time.time()
     with tempfile.TemporaryDirectory() as root:
-        inner = job | {"root": root, "started": started, "worker": f"{socket.gethostname()}:{os.getpid()}"}
+        inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = child.Outcome()
         if not (_path(job) / "bundle.json").exists():
             outcome = child.call("workbench.cell:prepare", inner, timeout_s=job["timeout_s"])
@@ -83,14 +82,14 @@ def measure(job: dict) -> None:
 
 def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
     """Logs a run that did not come to an end."""
-    options = {name: value for name, value in job["options"].items() if name in log.SCHEMAS["runs"].names}
     row = {"checkpoint": Path(job["checkpoint"]).name, "checkpoint_hash": job["checkpoint_hash"], "status": "failed",
            "reason": reason, "config": _config(job) | {"stderr": list(lines)}}  # fmt: skip
-    runs.record(job["experiment"], options | row | _identity(job), root=job["root"])
+    runs.record(job["experiment"], runs.exported(Options(**job["options"])) | row | _identity(job), root=job["root"])
 
 
 def _identity(job: dict) -> dict:
-    return {"command": "sweep", "T": job["run"]["T"], "setting": job["setting"], "round": job["round"]}
+    counts = {name: job["run"][name] for name in ("threads", "T", "depth", "n_gen")}
+    return {"command": "sweep", "setting": job["setting"], "round": job["round"]} | counts
 
 
 def _config(job: dict) -> dict:

@@ -23,11 +23,11 @@ class Farm:
     """A connection to a scheduler."""
 
     def __init__(self, client):
-        self.client = client
+        self.client, self.addresses = client, []
 
-    def machines(self) -> set[tuple]:
-        """(chip, platform) of every worker."""
-        return {(found["chip"], found["platform"]) for found in self.client.run(log.environment).values()}
+    def environments(self) -> list[dict]:
+        """What `log.environment` says on every worker."""
+        return list(self.client.run(log.environment).values())
 
     def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
         """Runs every job; yields (job, its log files, whether that is the last of it).
@@ -51,23 +51,35 @@ class Farm:
             again = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
             if again:
                 waiting.appendleft(job | {"attempt": job["attempt"] + 1})
-            yield job, _failure(job, problem, failed), not again
+            yield job, _failure(job, problem, failed, self.addresses), not again
 
     def _capacity(self) -> int:
-        workers = self.client.scheduler_info(n_workers=-1)["workers"].values()
-        return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers), 1)
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        self.addresses += sorted(workers.keys() - set(self.addresses))
+        return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()), 1)
 
     def _submit(self, job: dict, run: Callable):
         key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
-        return self.client.submit(run, job, key=key, pure=False, resources={RESOURCE: 1}, retries=0)
+        return self.client.submit(_on_worker, run, job, list(self.addresses), key=key, pure=False, resources={RESOURCE: 1}, retries=0)
 
 
-def _failure(job: dict, problem: Exception, failed: Callable[[dict, str], None]) -> dict[str, bytes]:
+def _on_worker(run: Callable[[dict], dict], job: dict, addresses: list[str]) -> dict:
+    """On a worker: runs a job that names its worker by an index, since an address names the host."""
+    from distributed import get_worker
+
+    return run(job | {"worker": _index(get_worker().address, addresses)})
+
+
+def _index(address: str | None, addresses: list[str]) -> int | None:
+    return addresses.index(address) if address in addresses else None
+
+
+def _failure(job: dict, problem: Exception, failed: Callable, addresses: list[str]) -> dict[str, bytes]:
     """The log files of a job that brought none back."""
     reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
     with tempfile.TemporaryDirectory() as root:
         worker = getattr(getattr(problem, "last_worker", None), "address", None)
-        failed(job | {"root": root, "worker": worker}, f"attempt {job['attempt']}: {reason}")
+        failed(job | {"root": root, "worker": _index(worker, addresses)}, f"attempt {job['attempt']}: {reason}")
         return log.files(root)
 
 

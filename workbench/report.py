@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from workbench import log, plots
+from workbench import log, machines, plots
 from workbench.errors import InputError
+from workbench.runs import TIMES
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ def experiment(number: str) -> Experiment:
 
 
 def folder(number: str, root: Path | str | None = None) -> Path:
-    """`experiments/NN_slug` beside the log at `root`, made if missing."""
-    path = (Path(root) if root else log.default_root()).parent / experiment(number).name
+    """`experiments/NN_slug` beside the log at `root`, made if missing; a sweep of one's own has a folder of its name."""
+    name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
+    path = (Path(root) if root else log.default_root()).parent / name
     (path / "figures").mkdir(parents=True, exist_ok=True)
     return path
 
@@ -140,8 +142,9 @@ def _notebook(runs: pd.DataFrame) -> dict:
 
 
 def _setup(runs: pd.DataFrame) -> str:
-    columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "chip",
+    columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "machine",
                "power_source"]  # fmt: skip
+    runs = machines.with_names(runs)
     rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
     rows += [(f"parameter {name}", str(value)) for name, value in _notebook(runs).get("parameters", {}).items()]
     table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])
@@ -171,8 +174,8 @@ def _figure(sidecar: Path, command: str) -> str:
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
     """The newest run of each setting that says anything."""
-    by = ["checkpoint", "compress", "max_seq_len", "t_max", "T", "command", "bundle", "setting", "round"]
-    return runs.groupby(by, dropna=False).tail(1)
+    by = ["checkpoint", "checkpoint_hash", "compress", "max_seq_len", "t_max", "T", "command", "bundle", "setting", "round"]
+    return runs.groupby([*by, *(["machine", "software"] if "machine" in runs else [])], dropna=False).tail(1)
 
 
 def _verdicts(runs: pd.DataFrame) -> str:
@@ -190,16 +193,21 @@ def _verdicts(runs: pd.DataFrame) -> str:
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
-    ids = _latest(runs[runs["command"] == "sweep"])["run_id"].tolist()
-    if not ids:
-        return ""
+    """The speeds of each machine under its name: they are never put into one table."""
+    named = machines.with_names(runs[runs["command"] == "sweep"])
+    parts = [part for name in machines.names(named) if (part := _speed_of(named[named["machine"] == name], name, root))]
+    return "\n\n".join(["## Speed", *parts]) if parts else ""
+
+
+def _speed_of(runs: pd.DataFrame, machine: str, root) -> str:
+    ids = _latest(runs)["run_id"].tolist()
     samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
-    options = ["compress", "max_seq_len", "layers_per_shard", "kv_write", "layout", "states"]
+    options = [c for c in ("checkpoint", "checkpoint_hash", *TIMES, "software") if c not in samples]
     found = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
     found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
-    varied = [option for option in options if found[option].nunique() > 1]
+    varied = [option for option in options if found[option].nunique(dropna=False) > 1]
     shown = found[[*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]]
-    return "## Speed\n\n" + shown.sort_values(["phase", *varied, "T"]).to_markdown(index=False, floatfmt=".4g")
+    return f"On {machine}:\n\n" + shown.sort_values(["phase", *varied, "T"]).to_markdown(index=False, floatfmt=".4g")
 
 
 def _unmeasured(runs: pd.DataFrame) -> str:

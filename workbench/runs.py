@@ -1,26 +1,53 @@
-"""One run in the log: what a bundle, a decoder and their results look like as rows."""
+"""One run in the log: what a bundle, a decoder and their results look like as rows, and which rows belong together."""
 
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from workbench import log
-from workbench.bundle import Bundle
+from workbench import log, machines
+from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
+from workbench.log.scrub import scrubbed
 
-OPTIONS = ("max_seq_len", "t_max", "batch", "layers_per_shard", "compress", "kv_write", "layout", "states", "moe")
-"""Export options that are columns of `runs`."""
+OPTIONS = tuple(Options.model_fields)
+"""Export options, all of them columns of `runs`."""
+
+VALUES = (*OPTIONS, "runtime", "precision", "compute_units", "hints")
+"""What decides the values that a bundle of one checkpoint computes: machines do not."""
+
+TIMES = (*VALUES, "fast", "threads", "T", "depth", "n_gen")
+"""What, with checkpoint, machine and software, decides how long it takes."""
+
+RUNTIMES = ("portable", "coreml")
+
+
+def exported(options: Options) -> dict:
+    """Columns of `runs` that export options are."""
+    values = options.model_dump().items()
+    return {name: _text(value) if isinstance(value, list | tuple | dict) else value for name, value in values}
+
+
+def executed(runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping) -> dict:
+    """Columns of `runs` that a decoder's arguments are: null where the runtime has no such thing."""
+    portable, coreml = runtime == "portable", runtime == "coreml"
+    return {"runtime": runtime, "precision": precision if portable else None,
+            "fast": bool(fast and precision == "declared") if portable else None,
+            "compute_units": compute_units if coreml else None, "hints": _text(hints) if coreml else None}  # fmt: skip
+
+
+def _text(value) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
     """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: nothing here sees it."""
-    m, o = bundle.manifest, bundle.manifest.options
+    m = bundle.manifest
     row = {"checkpoint": m.checkpoint["name"], "checkpoint_hash": m.checkpoint["sha256"], "bundle": bundle.root.name,
-           "bundle_hash": bundle.identity, "family": m.family} | {name: getattr(o, name) for name in OPTIONS}  # fmt: skip
+           "bundle_hash": bundle.identity, "family": m.family} | exported(m.options)  # fmt: skip
     if decoder is not None:
-        row |= {"runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
-                "fast": decoder.fast and decoder.precision == "declared" if decoder.runtime == "portable" else None,
-                "compute_units": decoder.compute_units if decoder.runtime == "coreml" else None}  # fmt: skip
+        row |= executed(decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints)
     return row
 
 
@@ -29,6 +56,8 @@ def record(experiment: str, row: dict, *, root: str | Path | None = None, fideli
            exhibits: list[dict] | None = None) -> str:  # fmt: skip
     """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
 
+    Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
+
     Returns:
         The run id.
     """
@@ -36,23 +65,48 @@ def record(experiment: str, row: dict, *, root: str | Path | None = None, fideli
     for table, rows in (("fidelity", fidelity), ("samples", samples), ("layers", layers), ("exhibits", exhibits)):
         if rows is not None and len(rows):
             log.append(table, rows, root=root, run_id=run_id)
-    log.append("runs", log.environment() | {"experiment": experiment, "status": "ok"} | row, root=root, run_id=run_id)
+    row = log.environment() | {"experiment": experiment, "status": "ok"} | row
+    log.append("runs", scrubbed(row, log.project()), root=root, run_id=run_id)
     return run_id
 
 
-SETTINGS = ["family", "checkpoint", *OPTIONS, "runtime", "precision", "fast", "compute_units", "chip", "round"]
+def listing(experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
+    """Rows of `runs` that ended well, with their `machine` and `software`."""
+    where = {"status": "ok"} | ({"experiment": experiment} if experiment else {})
+    return machines.with_names(log.load("runs", root=root, where=where))
 
 
-def table(name: str, experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
-    """Rows of a log table with their run's settings joined on; of runs that ended well, the latest of each setting and
-    round."""
-    found = log.load("runs", root=root)
-    found = found[(found["status"] == "ok") & ((found["experiment"] == experiment) if experiment else True)]
-    rows = log.load(name, root=root, where={"run_id": found["run_id"].tolist()})
-    joined = rows.merge(found[["run_id", "bundle", *(c for c in SETTINGS if c not in rows)]], on="run_id")
-    by = [c for c in (*SETTINGS, "T", "depth") if c in joined]
-    newest = joined.groupby(by, dropna=False)["run_id"].transform("max")  # run ids sort by time
-    return joined[joined["run_id"] == newest].reset_index(drop=True)
+def here() -> str:
+    """This machine's name."""
+    return machines.name(log.environment())
+
+
+def fitting(rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]) -> pd.DataFrame:
+    """The rows whose `columns` are those of one of `settings`; null fits null alone."""
+    wanted = {tuple(setting[column] for column in columns) for setting in settings}
+    return rows[[values in wanted for values in values(rows, columns)]]
+
+
+def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
+    """Each row's values of some columns as plain Python values, null as None."""
+    plain = rows[list(columns)].astype(object)
+    return list(plain.where(plain.notna(), None).itertuples(index=False, name=None))
+
+
+def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """The newest run of each setting."""
+    return rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)  # run ids sort by time
+
+
+def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The rows whose `column` is that of the newest one."""
+    return rows[rows[column] == rows.loc[rows["run_id"] == rows["run_id"].max(), column].iloc[0]] if len(rows) else rows
+
+
+def table(name: str, rows: pd.DataFrame, columns: Sequence[str], root: str | Path | None = None) -> pd.DataFrame:
+    """Rows of a log table that belong to the given rows of `runs`, with their `columns` joined on."""
+    found = log.load(name, root=root, where={"run_id": rows["run_id"].tolist()})
+    return found.merge(rows[["run_id", *(c for c in columns if c not in found)]], on="run_id")
 
 
 def footer(*run_ids: str, **more) -> pd.DataFrame:

@@ -25,7 +25,7 @@ def make(checkpoint: Checkpoint, options: Options, ids: list[int], experiment: s
 
 def stored(checkpoint: Checkpoint, options: Options, root: Path) -> pd.DataFrame | None:
     """Parts of every layer's isolated update (see `workbench.eval.error.Split.layers`), with run_id; None: never measured."""
-    wanted = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | {name: getattr(options, name) for name in runs.OPTIONS}
+    wanted = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(options)
     for _, run in log.load("runs", root=root, where=wanted).sort_values("run_id", ascending=False).iterrows():
         config = json.loads(run["config"]) if isinstance(run["config"], str) else {}
         if "parts" in config:

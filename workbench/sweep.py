@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench import cell as cell_
 from workbench import export as exporting
-from workbench import farm, log, runs
+from workbench import farm, log, machines, runs
 from workbench.bundle import Options
 from workbench.cell import bundle_for
 from workbench.errors import InputError
@@ -29,6 +29,10 @@ from workbench.models.checkpoint import Checkpoint
 
 Several = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
 Depths = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
+"""The lists of `Run`."""
 
 
 class Hints(BaseModel):
@@ -68,7 +72,7 @@ class Grid(BaseModel):
     export: dict[str, Annotated[list, Field(min_length=1)]] = {}
     run: Run = Run()
     validate_ids: list[int] = []
-    experiment: str = "34"
+    experiment: str = Field("sweep", pattern=r"^\w[\w-]*$")
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,13 @@ class Cell:
         """Identity of the cell: its setting, its round, and what it is judged on."""
         judged = f"-{_hash(list(self.judge_ids))[:6]}" if self.judge_ids else ""
         return f"{self.setting(checkpoint_hash)}-{self.round}{judged}"
+
+    def columns(self, auto: str) -> dict:
+        """Columns of `runs` that a run of this cell has (see `runs.TIMES`), where `auto` is the runtime that auto means."""
+        runtime = auto if self.run["runtime"] == "auto" else self.run["runtime"]
+        how = {name: self.run[name] for name in ("precision", "fast", "compute_units", "hints")}
+        counts = {name: self.run[name] for name in ("threads", "T", "depth", "n_gen")}
+        return runs.exported(self.options) | runs.executed(runtime, **how) | counts
 
 
 def _hash(value) -> str:
@@ -121,7 +132,7 @@ def make_grid(found: dict, subject: str = "grid") -> Grid:
 
 def cells(grid: Grid) -> Iterator[Cell]:
     """The cross product, round by round. The first way to run each bundle and runtime also judges it, once."""
-    run, axes = grid.run, ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
+    run, axes = grid.run, RUN_AXES
     common = {name: getattr(run, name) for name in ("n_gen", "repetitions", "cool_down_s", "threads")}
     for round_ in range(run.rounds):
         for values in itertools.product(*grid.export.values()):
@@ -156,9 +167,9 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
     _check_ids(grid.validate_ids, checkpoint.config.vocab_size)
     everything = list(cells(grid))
     random.Random(seed).shuffle(everything)
-    with _workers(scheduler, measure) as (machines, results):
+    with _workers(scheduler, measure) as (hosts, results):
         _check_root(root)
-        finished = done_cells(root, machines)
+        finished = done_cells(root, hosts)
         todo = sorted((c for c in everything if c.key(checkpoint.sha256) not in finished), key=lambda c: c.round)
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in todo]
         counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(todo), "failed": 0, "log": str(root)}
@@ -196,55 +207,130 @@ def _job(cell: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, h
 
 @contextmanager
 def _workers(scheduler: str | None, measure: str):
-    """(machines that measure, function from jobs to results) here or on a cluster."""
+    """((machine, software) of all that measure, function from jobs to results) here or on a cluster."""
     if scheduler is None:
-        here = log.environment()
-        yield {(here["chip"], here["platform"])}, lambda jobs: ((job, cell_.run(job, measure), True) for job in jobs)
+        yield {_host(log.environment())}, lambda jobs: ((job, cell_.run(job, measure), True) for job in jobs)
         return
     with farm.connect(scheduler) as found:
-        yield found.machines(), lambda jobs: found.results(jobs, cell_.run, cell_.failed)
+        hosts = {_host(environment) for environment in found.environments()}
+        yield hosts, lambda jobs: found.results(jobs, cell_.run, cell_.failed)
 
 
-def done_cells(root: Path, machines: set[tuple] | None = None) -> set[str]:
-    """Keys of the cells that ended well in the log at `root`, on machines like these (chip, platform; default: this one):
-    times belong to a machine."""
-    here = log.environment()
-    machines = machines or {(here["chip"], here["platform"])}
-    found = log.load("runs", root=root, where={"status": "ok", "command": "sweep"})
-    rows = found[["chip", "platform", "config"]].itertuples(index=False)
-    return {json.loads(config)["cell"] for chip, platform, config in rows if (chip, platform) in machines}
+def _host(environment: dict) -> tuple[str, str]:
+    return machines.name(environment), machines.software(environment)
 
 
-def stored(grid: Grid, root: str | Path | None = None) -> dict[str, pd.DataFrame]:
-    """What the log holds of a grid: tables `samples`, `layers`, `fidelity` with settings joined on, newest runs only."""
-    found = {name: runs.table(name, grid.experiment, root) for name in ("samples", "layers", "fidelity")}
-    axes = {**grid.export, "checkpoint": [Path(grid.checkpoint).name], "T": grid.run.T}
-    for name, frame in found.items():
-        if name != "fidelity":  # whoever judged a bundle judged it; times are a sweep's alone
-            frame = frame[frame["round"].notna()]
-        for axis, values in axes.items():
-            if axis in frame and not (axis == "T" and name == "fidelity"):
-                frame = frame[frame[axis].isin(values)]
-        found[name] = frame
-    return found
+def done_cells(root: Path, hosts: set[tuple[str, str]] | None = None) -> set[str]:
+    """Keys of the cells that ended well in the log at `root`, on one of these machines with its software.
+
+    Args:
+        hosts: (`machines.name`, `machines.software`) of each; default: this machine.
+    """
+    hosts = hosts or {_host(log.environment())}
+    found = machines.with_names(log.load("runs", root=root, where={"status": "ok", "command": "sweep"}))
+    rows = found[["machine", "software", "config"]].itertuples(index=False)
+    return {json.loads(config)["cell"] for machine, software, config in rows if (machine, software) in hosts}
 
 
-def configurations(grid: Grid, root: str | Path | None = None) -> pd.DataFrame:
-    """One row per bundle and T of a grid that the log holds, fastest first: ``name`` (its values of the axes that vary),
-    those values, ``tokens_per_s`` and ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle
-    ``worst_cosine`` (of isolated updates, any T) and ``verdict``."""
-    found = stored(grid, root)
-    varied = [axis for axis, values in grid.export.items() if len(values) > 1]
-    timed = found["samples"][~found["samples"]["warmup"].fillna(False)]
-    by_run = timed.groupby(["bundle", *varied, "T", "run_id", "phase"])["value"].median().unstack("phase")
-    rows = by_run.groupby(["bundle", *varied, "T"]).agg(
+def stored(grid: Grid, root: str | Path | None = None, machine: str | None = None) -> dict[str, pd.DataFrame]:
+    """What the log holds of a grid: tables `samples`, `layers` and `fidelity` with settings joined on, newest runs only.
+
+    Times are those of one machine and one setting of everything that the grid does not vary: where the log holds the grid
+    with several checkpoints of one name, or on several versions of a system, coremltools or torch, those of the newest run.
+    Fidelity is whichever machine judged it.
+
+    Args:
+        machine: whose times (see `workbench.machines.name`); default: this machine's if the log has some, else those of the
+            machine that measured last.
+
+    Raises:
+        InputError: no run of the grid is of `machine`.
+    """
+    every, timed = _of_checkpoint(grid, root), _timed(grid, root)
+    timed = runs.like_newest(machines.choose(timed, machine, runs.here()), "software")
+    device = every if timed.empty else timed
+    auto = "coreml" if device["runtime"].eq("coreml").any() else "portable"
+    wanted = [cell.columns(auto) for cell in cells(grid)]
+    timed = runs.newest(runs.fitting(timed, wanted, runs.TIMES), [*runs.TIMES, "round"])
+    judged = runs.fitting(every, wanted, runs.VALUES)
+    fidelity = log.load("fidelity", root=root, where={"run_id": judged["run_id"].tolist()})
+    judged = runs.newest(judged[judged["run_id"].isin(fidelity["run_id"])], runs.VALUES)
+    about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
+    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round"]
+    return {name: runs.table(name, timed, times, root) for name in ("samples", "layers")} | {
+        "fidelity": fidelity.merge(judged[["run_id", *about, *(c for c in runs.VALUES if c not in fidelity)]], on="run_id")}
+
+
+def offered_machines(grid: Grid, root: str | Path | None = None) -> list[str]:
+    """The machines on which the log holds times of a grid, the one of the newest run first."""
+    return machines.names(_timed(grid, root))
+
+
+def _timed(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+    """The sweeps' runs of a grid's cells, on any machine and whichever runtime auto means there."""
+    rows = _of_checkpoint(grid, root)
+    wanted = (cell.columns(runtime) for cell in cells(grid) for runtime in runs.RUNTIMES)
+    return runs.fitting(rows[rows["round"].notna()], wanted, runs.TIMES)
+
+
+def _of_checkpoint(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+    """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
+    name."""
+    rows = runs.listing(grid.experiment, root)
+    path = cell_.find(grid.checkpoint, Path(root) if root else log.default_root())
+    if path.is_dir():
+        return rows[rows["checkpoint_hash"] == _contents(Checkpoint(path))]
+    return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
+
+
+_HASHES: dict[tuple, str] = {}
+
+
+def _contents(checkpoint: Checkpoint) -> str:
+    """The checkpoint's hash, taken once for files of the same sizes and times."""
+    found = sorted(path for path in checkpoint.path.iterdir() if path.is_file())
+    key = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in found)
+    if key not in _HASHES:
+        _HASHES[key] = checkpoint.sha256
+    return _HASHES[key]
+
+
+def configurations(grid: Grid, root: str | Path | None = None, machine: str | None = None) -> pd.DataFrame:
+    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
+
+    Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
+    ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
+    T) and ``verdict``. For `machine` see `stored`.
+    """
+    found = stored(grid, root, machine)
+    samples, fidelity = found["samples"], found["fidelity"]
+    varied = [name for name in varied_axes(grid) if name != "T"]
+    value = ["bundle", "runtime", "precision", "compute_units", "hints"]  # what fidelity and verdict belong to
+    shown = [*value, *(name for name in varied if name not in value), "machine", "T"]
+    timed = samples[~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])]
+    by_run = timed.groupby([*shown, "run_id", "phase"], dropna=False)["value"].median().unstack("phase").reset_index()
+    by_run = by_run.reindex(columns=[*shown, "run_id", "tokens_per_s", "call"])
+    rows = by_run.groupby(shown, dropna=False).agg(
         tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")).reset_index()  # fmt: skip
-    updates = found["fidelity"].query("mode == 'isolated' and tensor == 'update'")
-    judged = log.load("runs", root=root).query("verdict.notna()").sort_values("run_id").groupby("bundle")["verdict"].last()
-    rows["worst_cosine"] = rows["bundle"].map(updates.groupby("bundle")["cosine"].min())
-    rows["verdict"] = rows["bundle"].map(judged).fillna("not_run")
+    updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
+    worst = updates.groupby(value, dropna=False, as_index=False)["cosine"].min()
+    every = log.load("runs", root=root)
+    judged = runs.newest(every[every["verdict"].notna()], value)
+    for column, answers, name in (("worst_cosine", worst, "cosine"), ("verdict", judged, "verdict")):
+        known = dict(zip(runs.values(answers, value), answers[name]))
+        rows[column] = [known.get(key) for key in runs.values(rows, value)]
+    rows["verdict"] = rows["verdict"].fillna("not_run")
+    rows["worst_cosine"] = rows["worst_cosine"].astype(float)
     rows["name"] = [", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")]
-    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)
+    columns = ["name", *varied, "T", "machine", "runtime", "bundle", "tokens_per_s", "call_ms", "n", "worst_cosine", "verdict"]
+    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[list(dict.fromkeys(columns))]
 
 
-__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "stored", "sweep"]
+def varied_axes(grid: Grid) -> list[str]:
+    """The axes of a grid that have several values, by the names of their columns in `runs`."""
+    run = {axis: getattr(grid.run, axis) for axis in RUN_AXES}
+    return [axis for axis, values in (grid.export | run).items() if len(values) > 1]
+
+
+__all__ = ["Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "offered_machines", "stored",
+           "sweep", "varied_axes"]  # fmt: skip

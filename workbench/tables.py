@@ -6,6 +6,7 @@ from dataclasses import replace
 import pandas as pd
 from pandas.io.formats.style import Styler
 
+from workbench import machines
 from workbench.bundle import Bundle, Options
 from workbench.eval import roofline
 from workbench.eval.gates import Gate
@@ -103,11 +104,12 @@ def conclusion(bundle: Bundle, found: Iterable[Gate]) -> str:
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
-    """What a sweep over max_seq_len and T says, in words, from medians."""
+    """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
+    machine = machines.only(pd.concat([rates, layers]))
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
     (s_best, t_best), best = median.idxmax(), median.max()
     lengths, Ts = (sorted(median.index.unique(n)) for n in ("max_seq_len", "T"))
-    lines = [f"Fastest: {best:.0f} tok/s at max_seq_len {s_best}, T = {t_best} ({', '.join(sorted(rates['runtime'].unique()))})."]
+    lines = [f"Fastest: {best:.0f} tok/s at max_seq_len {s_best}, T = {t_best} ({', '.join(sorted(rates['runtime'].unique()))}), on {machine}."]
     for T in (Ts[0], Ts[-1]):
         ratio = median[lengths[0], T] / median[lengths[-1], T]
         lines.append(f"At T = {T}, going from max_seq_len {lengths[0]} to {lengths[-1]} costs a factor of {ratio:.2f}.")
@@ -118,16 +120,21 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+_WAYS = ("runtime", "precision", "fast", "compute_units", "hints", "depth")
+
+
 def choice_conclusion(found: pd.DataFrame) -> str:
-    """Which configuration of a sweep to take, what the fastest of all would cost, and what each axis is worth."""
+    """Which configuration of a sweep to take on its one machine, what the fastest of all would cost, and what each axis is
+    worth."""
+    machine = machines.only(found)
     passing = found[found["verdict"] == "GREEN"]
     if passing.empty:
         return f"None of {len(found)} configurations passes the gates."
     best, first = passing.iloc[0], found.iloc[0]
     tell = lambda row: f"{row['name']}, {row['tokens_per_s']:.0f} tok/s, worst update cosine {row['worst_cosine']:.6f}."  # noqa: E731
-    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}): {tell(best)}"]
+    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}) on {machine}: {tell(best)}"]
     lines += [f"Faster, and not passing: {tell(first)}"] if first["verdict"] != "GREEN" else []
-    for axis in [c for c in found if c in Options.model_fields]:
+    for axis in [c for c in found if c in (*Options.model_fields, *_WAYS) and found[c].nunique() > 1]:
         speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
         lines.append(f"{axis}: " + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()) + " (medians).")
     return "\n".join(lines)
@@ -160,12 +167,12 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(share=frame["ms"] / frame["ms"].sum())
 
 
-def probe_conclusion(shares: pd.DataFrame) -> str:
-    """How much of attention a Q→O probe measures, in words."""
+def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str:
+    """How much of attention a Q→O probe measures on a machine, in words."""
     ms = shares.set_index("part")["ms"]
     probe, rest = ms["probe: q_proj and o_proj"], ms["rest of attention"]
     return (f"The probe's two projections take {probe:.3g} ms of {probe + rest:.3g} ms of attention per token "
-            f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on this machine and runtime.")  # fmt: skip
+            f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} and this runtime.")  # fmt: skip
 
 
 def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
@@ -194,16 +201,17 @@ def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     return pd.DataFrame(rows).groupby(["bundle", "kind"])["bytes"].agg(["count", "sum", "max"]).reset_index()
 
 
-def bench(rows: list[dict]) -> pd.DataFrame:
-    """Benchmark rows without their raw samples."""
-    return pd.DataFrame(rows)[["name", "value", "unit", "peer", "peer_value", "ratio", "n"]]
+def bench(rows: list[dict], machine: str) -> pd.DataFrame:
+    """Benchmark rows without their raw samples, and the machine they were taken on."""
+    frame = pd.DataFrame(rows)[["name", "value", "unit", "peer", "peer_value", "ratio", "n"]]
+    return frame.assign(machine=machine)
 
 
-def moe_conclusion(rows: list[dict], experts: int) -> str:
-    """What routing saves against dense, in words."""
+def moe_conclusion(rows: list[dict], experts: int, machine: str) -> str:
+    """What routing saves against dense on a machine, in words."""
     ratio = {r["name"]: r["ratio"] for r in rows}
     ms = ratio["moe_ms_per_token"]
     time = (f"{ms:.2f} times fewer milliseconds" if ms >= 1 else
             f"{1 / ms:.2f} times the milliseconds (experts this small cost less than the calls they need)")  # fmt: skip
     return (f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token (of {experts} experts) and "
-            f"spends {time} in the MoE part, on this checkpoint, machine and runtime.")  # fmt: skip
+            f"spends {time} in the MoE part, on this checkpoint and runtime, on {machine}.")  # fmt: skip

@@ -4,6 +4,7 @@ Asks the operating system and never guesses: what it does not tell is None. Know
 does not say that a model ran on its Neural Engine.
 """
 
+import os
 import platform
 import re
 import subprocess
@@ -27,7 +28,8 @@ def environment() -> dict:
     return {
         "time": datetime.now(UTC), "platform": platform.platform(),
         "chip": _output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
-        "os_build": _output("sw_vers", "-buildVersion") or platform.version() or None,
+        "model": _output("sysctl", "-n", "hw.model") or _dmi_model(), "cores": psutil.cpu_count(),
+        "os_build": _output("sw_vers", "-buildVersion") or f"{platform.release()} {platform.version()}".strip() or None,
         "memory_bytes": psutil.virtual_memory().total, "power_source": _power_source(),
         "thermal": _output("pmset", "-g", "therm"), "commit": _commit(),
         "versions": {"python": platform.python_version()} | {name: _package(name) for name in _PACKAGES},
@@ -47,6 +49,12 @@ def _proc_cpu() -> str | None:
     info = Path("/proc/cpuinfo")
     found = info.is_file() and re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
     return found[1] if found else None
+
+
+def _dmi_model() -> str | None:
+    """What the firmware of a PC or a virtual machine calls it."""
+    path = Path("/sys/class/dmi/id/product_name")
+    return (path.read_text(errors="replace").strip() or None) if os.access(path, os.R_OK) else None
 
 
 def _power_source() -> str | None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from workbench import machines
 from workbench.errors import InputError
 from workbench.log.store import load
-from workbench.log.tables import JSON_COLUMNS
+from workbench.log.tables import JSON_COLUMNS, SCHEMAS
 
 MEASURE = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """What makes two samples repetitions of one measurement, within a run."""
@@ -22,7 +23,7 @@ MIN_ROUNDS = 3
 _DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
 _IDENTITY = ["run_id", "time"]
 _INCIDENTAL = {"round", "config.cell", "config.measured", "config.before", "config.flags", "config.load_average", "config.gates"}
-_SAME = ["setting", "commit", "versions", "platform", "chip", "os_build", "power_source"]
+_SAME = ["setting", "commit", "versions", "platform", "machine", "os_build", "power_source"]
 
 
 def summary(samples: pd.DataFrame) -> pd.DataFrame:
@@ -85,11 +86,13 @@ def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Compariso
     each, its median over repetitions. Fewer than three rounds in which both were measured answer "not enough runs",
     and so does one measured after the other, since a machine that warms up meanwhile would look like a difference.
 
+    Times of two machines are not compared: such measures have both medians, no ratio and the note "two machines".
+
     The interval is Student's for the difference of mean logarithms, at a confidence that makes one false alarm in a
     hundred comparisons, however many measurements a comparison holds (Bonferroni). Raises InputError when the log lacks
     one of the runs.
     """
-    runs = load("runs", root)
+    runs = machines.with_names(load("runs", root)).drop(columns="software")
     a, b = (_repeats(run_id, runs) for run_id in (run_a, run_b))
     if set(a["run_id"]) & set(b["run_id"]):  # two runs of one setting: each stands for itself
         a, b = (runs[runs["run_id"] == run_id] for run_id in (run_a, run_b))
@@ -99,6 +102,9 @@ def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Compariso
     settings = pd.DataFrame(differing, columns=["setting", "a", "b"], dtype=object)
     samples = [load("samples", root, {"run_id": group["run_id"].tolist()}) for group in (a, b)]
     measures = _ratios(*samples, rounds(a["run_id"].tolist(), b["run_id"].tolist()))
+    if a["machine"].iloc[0] != b["machine"].iloc[0]:
+        measures[["ratio", "low", "high"]] = np.nan
+        measures["note"] = "two machines"
     same = (measures["low"] <= 1) & (measures["high"] >= 1)
     return Comparison(settings, measures[~same].reset_index(drop=True), int(same.sum()))
 
@@ -128,6 +134,9 @@ def _settings(run: pd.Series) -> dict:
     row = run.drop(_IDENTITY).dropna().to_dict()
     for name in sorted(JSON_COLUMNS & row.keys()):
         row |= {f"{name}.{key}": value for key, value in json.loads(row.pop(name)).items()}
+    for name in ("config.export", "config.run"):  # most of it has columns of its own
+        more = row.pop(name, None) or {}
+        row |= {f"{name}.{key}": value for key, value in more.items() if key not in SCHEMAS["runs"].names}
     return {name: value for name, value in row.items() if name not in _INCIDENTAL}
 
 

@@ -4,6 +4,7 @@ A leaf of constants; knows neither files nor DataFrames. Units stand in the name
 ``samples.value``, in the column ``unit``.
 """
 
+import json
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -29,14 +30,15 @@ SCHEMAS: dict[str, pa.Schema] = {
         time: time
         text: experiment command status! reason verdict
         text: config checkpoint checkpoint_hash bundle bundle_hash family
-        text: commit versions platform chip os_build power_source thermal
-        int:  memory_bytes
-        text: runtime precision compute_units placement placement_source
+        text: commit versions platform chip model os_build power_source thermal
+        int:  memory_bytes cores
+        text: runtime precision compute_units hints placement placement_source
         text: setting
         int:  round
         bool: fast
-        int:  max_seq_len t_max T batch layers_per_shard
-        text: compress kv_write layout states moe
+        int:  threads T depth n_gen
+        int:  max_seq_len t_max batch layers_per_shard
+        text: compress kv_write layout states moe t sliding
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
     "samples": _schema("""
@@ -71,7 +73,7 @@ SCHEMAS: dict[str, pa.Schema] = {
     """),
 }
 
-JSON_COLUMNS = {"config", "versions", "placement", "data", "options"}
+JSON_COLUMNS = {"config", "versions", "hints", "placement", "data", "options"}
 
 ALLOWED = {
     "status": {"ok", "invalid", "failed", "skipped"},
@@ -81,9 +83,24 @@ ALLOWED = {
     "mode": {"isolated", "chained"},
 }
 
+
+def _settings_of_config(runs: pa.Table) -> pa.Table:
+    """`runs` from version 1 to 2: the settings that only a sweep's `config` held become columns."""
+    configs = [json.loads(text) if text else {} for text in runs["config"].to_pylist()]
+    export, run = ([config.get(part) or {} for config in configs] for part in ("export", "run"))
+    for name in ("t", "sliding"):
+        runs = runs.append_column(name, pa.array([found.get(name) for found in export], pa.string()))
+    for name in ("threads", "depth", "n_gen"):
+        runs = runs.append_column(name, pa.array([found.get(name) for found in run], pa.int64()))
+    hints = [json.dumps(found.get("hints", {}), sort_keys=True) if found and runtime == "coreml" else None
+             for found, runtime in zip(run, runs["runtime"].to_pylist())]  # fmt: skip
+    return runs.append_column("hints", pa.array(hints, pa.string()))
+
+
 # Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new nullable column needs none: files
 # that lack it read as null there.
 MIGRATIONS: dict[str, tuple[Callable[[pa.Table], pa.Table], ...]] = {table: () for table in SCHEMAS}
+MIGRATIONS["runs"] = (_settings_of_config,)
 
 
 def version(table: str) -> int:

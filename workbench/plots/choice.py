@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from workbench.plots.figure import PALETTE, axes, legend_above, style
+from workbench.plots.figure import PALETTE, axes, legend_above, on_machine, style
 
 _VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("s", "0.6")}
 
@@ -12,8 +12,10 @@ _VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("
 def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
 
-    `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each.
+    `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each. A column
+    ``machine`` goes into the title and must name one.
     """
+    title = on_machine("speed against fidelity", configurations)
     ax = axes(ax, 5.5, 3.2)
     error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
     for verdict, (marker, colour) in _VERDICTS.items():
@@ -28,7 +30,7 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
     ax.set_ylim(bottom=0)
     ax.grid()
-    ax.set_title("speed against fidelity")
+    ax.set_title(title)
     legend_above(ax, ax.get_legend_handles_labels()[0])
     return ax
 
@@ -37,15 +39,15 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
 def roofline(judged: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
 
-    `judged`: ``figure``, ``published_ms``, ``predicted_ms``.
+    `judged`: ``figure``, ``chip``, ``published_ms``, ``predicted_ms``.
     """
     ax = axes(ax, 4.2, 3.6)
     ms = judged[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
     ax.fill_between([low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%")
-    for model, rows in judged.groupby(judged["figure"].str.split(",").str[0], sort=False):
-        ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=model)
+    for (model, chip), rows in judged.groupby([judged["figure"].str.split(",").str[0], "chip"], sort=False):
+        ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=f"{model}, {chip}")
     ax.set(xscale="log", yscale="log", xlabel="published ms", ylabel="predicted ms", xlim=(low, high), ylim=(low, high))
     ax.set_title(f"roofline, median misfit {(judged['predicted_ms'] / judged['published_ms'] - 1).abs().median():.0%}")
     ax.legend(loc="upper left")

@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from workbench.plots.figure import axes, cells, legend_above, style, unmeasured_key
+from workbench.plots.figure import axes, cells, legend_above, on_machine, style, unmeasured_key
 
 _GIB = 2**30
 _ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -25,8 +25,10 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     """Medians over max_seq_len, one line per value of the column `lines`; bars reach from the least to the largest.
 
     `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per repetition of one phase,
-    such as the log's samples with their run's settings joined on; rows marked ``warmup`` are left out.
+    such as the log's samples with their run's settings joined on; rows marked ``warmup`` are left out. A column
+    ``machine`` goes into the title and must name one.
     """
+    title = on_machine("speed, median and range", samples)
     timed = samples[~samples["warmup"].fillna(False).astype(bool)] if "warmup" in samples else samples
     units = timed["unit"].unique()
     if len(units) != 1:
@@ -42,7 +44,7 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     ax.set_ylim(bottom=0)
     ax.grid(axis="y")
-    ax.set_title("speed, median and range")
+    ax.set_title(title)
     legend_above(ax, ax.get_legend_handles_labels()[0])
     return ax
 
@@ -52,8 +54,9 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
 
     `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
-    Settings without a measurement are hatched.
+    Settings without a measurement are hatched. A column ``machine`` goes into the title and must name one.
     """
+    title = on_machine("time of one layer", layers)
     grid = layers.pivot_table(index="T", columns="max_seq_len", values="layer_ms", aggfunc="median").astype(float)
     ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
     norm = Normalize(0, grid.max(axis=None))
@@ -65,7 +68,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
                 figure = f"{value:#.3g}".rstrip(".")
                 ax.text(x + 0.5, y + 0.5, figure, color=shade, ha="center", va="center")
     ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02).outline.set_visible(False)
-    ax.set_title("time of one layer")
+    ax.set_title(title)
     legend_above(ax, [unmeasured_key()] * bool(grid.isna().any(axis=None)))
     return ax
 
@@ -117,7 +120,8 @@ def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @style()
 def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``, ``value``, ``unit``, ``peer``,
-    ``peer_value``, ``ratio`` (over 1 where `this` is the better one)."""
+    ``peer_value``, ``ratio`` (over 1 where `this` is the better one). A column ``machine`` must name one, which stands above."""
+    machine = on_machine("", rows).strip()
     figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
         ax.bar(
@@ -128,6 +132,8 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
         ax.grid(axis="y")
+    if machine:
+        figure.suptitle(machine, x=0.01, ha="left", fontsize=matplotlib.rcParams["axes.titlesize"])
     return figure
 
 
@@ -135,7 +141,8 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
 def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Run B over run A: a dot per measurement with its interval; hollow where there are too few runs for one.
 
-    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives.
+    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives. A
+    column ``machine`` goes into the title and must name one.
     """
     shown = measures.dropna(subset="ratio")
     names = [" ".join(str(v) for v in (r.phase, r.shard, f"T {r.T}", f"depth {r.depth}") if "<NA>" not in str(v) and v == v and v)
@@ -151,5 +158,5 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(shown)), labels=names)
     ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
-    ax.set_title("B against A")
+    ax.set_title(on_machine("B against A", measures))
     return ax

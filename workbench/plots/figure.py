@@ -22,6 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 
+from workbench import machines
+
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which colour-blind readers tell apart."""
 
@@ -100,6 +102,16 @@ def label_cells(axis, labels: Sequence, most: int = 16) -> None:
     step = next(step for n in itertools.count() for step in (10**n, 2 * 10**n, 5 * 10**n) if len(labels) <= step * most)
     axis.set_ticks([i + 0.5 for i in range(0, len(labels), step)], labels=[str(label) for label in labels[::step]])
     axis.set_tick_params(length=0)
+
+
+def on_machine(title: str, data: pd.DataFrame) -> str:
+    """A title of times and, on a line of its own, the one machine that the column `machine` of `data` names.
+
+    Raises:
+        ValueError: rows of several machines.
+    """
+    machine = machines.only(data)
+    return f"{title}\n{machine}" if machine else title
 
 
 def unmeasured_key() -> Patch:

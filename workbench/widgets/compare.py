@@ -1,4 +1,4 @@
-"""The Compare: two runs of the log side by side, what differs in their settings and in what they measured."""
+"""The Compare: two runs of one machine side by side, what differs in their settings and in what they measured."""
 
 from pathlib import Path
 
@@ -6,13 +6,16 @@ import ipywidgets as ui
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from workbench import log, plots
+from workbench import log, machines, plots
+from workbench import runs as runs_
 from workbench.errors import InputError
 from workbench.widgets.panel import Panel, absent, choice
 
 
 class Compare(Panel):
     """Ratios of medians with their intervals, over the settings that differ; what the samples cannot tell apart is left out.
+
+    Runs of one machine are offered, by what differs among them; another machine's are a dropdown away.
 
     Args:
         experiment: only its runs; default: all that timed something.
@@ -22,16 +25,32 @@ class Compare(Panel):
     def __init__(self, experiment: str | None = None, root: str | Path | None = None):
         self.root = root
         timed = log.load("samples", root=root)["run_id"].unique()
-        runs = log.load("runs", root=root, where={"status": "ok"} | ({"experiment": experiment} if experiment else {}))
+        runs = runs_.listing(experiment, root)
         runs = runs[runs["run_id"].isin(timed)].sort_values("run_id", ascending=False)
-        if len(runs) < 2:
-            raise InputError("log", f"{len(runs)} timed runs", "two", "run a sweep first, such as notebook 34")
-        names = [(_label(run), run["run_id"]) for run in runs.to_dict("records")]
-        last, *others = runs.to_dict("records")
-        like = next((run for run in others if run["T"] == last["T"]), others[0])
+        self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
+        if self.runs.empty:
+            raise InputError("log", f"{len(runs)} timed runs", "two of one machine", "run a sweep first, such as notebook 34")
+        shown = machines.choose(self.runs, None, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
-        super().__init__({"a": choice("A", names, like["run_id"]), "b": choice("B", names)}, self.settings)
+        names, first, last = self._entries(shown)
+        super().__init__({"machine": choice("machine", machines.names(self.runs), shown), "a": choice("A", names, first),
+                          "b": choice("B", names, last)}, self.settings)  # fmt: skip
+        self.controls["machine"].observe(lambda change: self.guarded(lambda: self._offer(change["new"])), names="value")
         self.draw()
+
+    def _entries(self, machine: str) -> tuple[list[tuple[str, str]], str, str]:
+        """(label, run id) of a machine's runs, the newest first, and the two to begin with: the newest and one of its T."""
+        runs = self.runs[self.runs["machine"] == machine]
+        last, *others = runs.to_dict("records")
+        like = next((run for run in others if run["T"] is last["T"] or run["T"] == last["T"]), others[0])
+        return list(zip(_labels(runs), runs["run_id"])), like["run_id"], last["run_id"]
+
+    def _offer(self, machine: str) -> None:
+        """Lists the runs of another machine."""
+        names, first, last = self._entries(machine)
+        for side, run_id in (("a", first), ("b", last)):
+            self.controls[side].options = names
+            self.controls[side].value = run_id
 
     def _draw(self) -> None:
         found = log.compare(self.value("a"), self.value("b"), self.root)
@@ -41,12 +60,23 @@ class Compare(Panel):
                 figure, ax = plt.subplots(figsize=(6, 1.2))
             absent(ax, "nothing that both runs measured differs")
         else:
-            figure = plots.ratios(shown).figure
-        self.show(figure, "ratios of run B to run A with their intervals")
+            figure = plots.ratios(shown.assign(machine=self.value("machine"))).figure
+        self.show(figure, f"ratios of run B to run A with their intervals, on {self.value('machine')}")
         self.message.value = f"{found.hidden} further measurements do not differ: their intervals hold 1."
         self.settings.value = found.settings.to_html(index=False, border=0)
 
 
-def _label(run: dict) -> str:
-    parts = [run["experiment"], run["checkpoint"], run["compress"], f"S {run['max_seq_len']}", f"T {run['T']}", run["precision"]]
-    return ", ".join(str(p) for p in parts if pd.notna(p) and "<NA>" not in str(p)) + f" ({run['run_id']})"
+def _labels(runs: pd.DataFrame) -> list[str]:
+    """What tells each run from the others: the settings in which some differ, its round, and when it was where that is all."""
+    columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES, "os_build", "software", "round"]
+    varied = [c for c in columns if runs[c].nunique(dropna=False) > 1]
+    varied = [c for c in varied if c != "software" or "os_build" not in varied]
+    rows = runs.to_dict("records")
+    labels = [", ".join(f"{c} {_short(c, run[c])}" for c in varied if pd.notna(run[c])) for run in rows]
+    times = [f"{run['time']:%Y-%m-%d %H:%M:%S}" for run in rows]
+    labels = [f"{label}, {time}" if labels.count(label) > 1 else label for label, time in zip(labels, times)]
+    return [f"{label} ({run['run_id']})" if labels.count(label) > 1 else label for label, run in zip(labels, rows)]
+
+
+def _short(column: str, value) -> str:
+    return str(value)[:12] if column == "checkpoint_hash" else str(value)

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from pydantic import BaseModel
 
 from workbench import log, plots, report, runs, splits, sweep
 from workbench.bundle import Options
@@ -33,33 +34,52 @@ class Explorer(Panel):
     """
 
     def __init__(self, grid: dict, root: str | Path | None = None):
+        self.stored, self.machine = None, None
         self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
         project = log.project(self.root)
         self.bundles, named = project / "data" / "bundles", Path(self.grid.checkpoint)
         self.checkpoint = Checkpoint(named if named.exists() else project / named)
         self.tokens, self.cell, self.rows = _tokens(self.checkpoint, self.grid.validate_ids), None, None
-        cells = list(sweep.cells(self.grid))
-        self.options = {_label(c.options, self.grid.export): c.options for c in cells}
-        lengths = sorted({c.options.max_seq_len for c in cells})
+        self.cells = list(sweep.cells(self.grid))
+        self.options = {_label(c.options, self.grid.export): c.options for c in self.cells}
+        lengths = sorted({c.options.max_seq_len for c in self.cells})
         self.worst = ui.Select(rows=WORST + 1, layout=ui.Layout(width="420px"))
         self.worst.observe(lambda change: self.choose(change["new"]), names="value")
         self.saved = ui.Button(description="Save figure", icon="download", layout=ui.Layout(width="auto"))
         self.saved.on_click(lambda _: self.guarded(self.save))
         self.split = ui.HTML()
         lists = ui.HBox([ui.VBox([ui.Label("worst cells"), self.worst]), self.split])
+        run = {axis: choice(axis, _values(getattr(self.grid.run, axis))) for axis in sweep.varied_axes(self.grid)
+               if axis in sweep.RUN_AXES and axis not in ("T", "precision")}  # fmt: skip
         super().__init__({"bundle": choice("bundle", list(self.options)), "max_seq_len": slider("max_seq_len", lengths, max(lengths)),
-                          "T": slider("T", sorted(self.grid.run.T)), "precision": choice("precision", self.grid.run.precision),
-                          "tensor": choice("tensor", ["update", "k", "v", "hidden", "logits"]),
+                          "T": slider("T", sorted(self.grid.run.T)), "precision": choice("precision", self.grid.run.precision), **run,
+                          "machine": choice("machine", [runs.here()]), "tensor": choice("tensor", ["update", "k", "v", "hidden", "logits"]),
                           "metric": choice("metric", list(METRICS.items()))}, lists)  # fmt: skip
         self.picture.observe(lambda change: self.guarded(lambda: self.click(*change["new"])), names="clicked")
         self.refresh()
-        self.job = Job(self.missing, self, self.refresh)
+        self.job = Job(self.missing, self, lambda: self.refresh(runs.here()))
         self.box.children = (*self.box.children[:1], ui.HBox([self.job.box, self.saved]), *self.box.children[1:])
 
-    def refresh(self) -> None:
-        """Reads the log again and draws."""
-        self.guarded(lambda: setattr(self, "stored", sweep.stored(self.grid, self.root)))
+    def refresh(self, machine: str | None = None) -> None:
+        """Reads the log again and draws; shows the times of `machine`, where there are some, else of the one shown before."""
+        self.machine = None
+        self.guarded(lambda: self._offer(machine))
         self.draw()
+
+    def _offer(self, machine: str | None) -> None:
+        """Offers the machines that the log has times of: first this one, else the one that measured last."""
+        control, offered = self.controls["machine"], sweep.offered_machines(self.grid, self.root)
+        before = self.value("machine") if self.stored else None
+        wanted = [name for name in (machine, before, runs.here(), *offered) if name in offered]
+        control.options = offered or [runs.here()]
+        control.value = wanted[0] if wanted else runs.here()
+
+    def _read(self) -> None:
+        """Reads what the log holds of the machine chosen, unless it is read already."""
+        if self.machine != self.value("machine"):
+            known = self.value("machine") in sweep.offered_machines(self.grid, self.root)
+            self.stored = sweep.stored(self.grid, self.root, self.value("machine") if known else None)
+            self.machine = self.value("machine")
 
     @property
     def setting(self) -> Options:
@@ -69,7 +89,7 @@ class Explorer(Panel):
     def missing(self) -> list:
         """What the log lacks, as steps for a `Job`: one per bundle and precision, one per bundle's error split."""
         done, steps = sweep.done_cells(self.root), {}
-        for o in dict.fromkeys(cell.options for cell in sweep.cells(self.grid)):
+        for o in dict.fromkeys(cell.options for cell in self.cells):
             name = f"{_label(o, self.grid.export)}, max_seq_len {o.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(o, precision)
@@ -113,6 +133,7 @@ class Explorer(Panel):
             self.draw()
 
     def _draw(self) -> None:
+        self._read()
         T, S, rows = self.value("T"), self.value("max_seq_len"), self._stored("fidelity")
         rows = rows[(rows["tensor"] == self.value("tensor")) & (rows["max_seq_len"] == S)]
         rows = rows[rows["mode"] == self._mode()]
@@ -129,16 +150,24 @@ class Explorer(Panel):
         self.show(figure, f"{self.value('tensor')} of {name}: fidelity by layer and position, error split, speed")
         layers = self._stored("layers")
         layers = layers[(layers["T"] == T) & (layers["max_seq_len"] == S)]
-        ms = f"{layers['layer_ms'].median():.3f} ms per layer" if len(layers) else "not measured: press Run"
+        ms = (f"{layers['layer_ms'].median():.3f} ms per layer on {self.value('machine')}" if len(layers) else
+              "not measured: press Run")  # fmt: skip
         self.message.value = html.escape(f"{name}: {ms}")
 
     def _stored(self, table: str) -> pd.DataFrame:
-        """Rows of the bundle and precision shown, at every max_seq_len and T."""
-        rows = self.stored[table]
-        wanted = {name: getattr(self.setting, name) for name in self.grid.export} | {"precision": self.value("precision")}
-        for name in wanted.keys() & set(rows) - {"max_seq_len"}:
-            rows = rows[rows[name] == wanted[name]]
-        return rows
+        """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
+        rows, chosen = self.stored[table], {axis: self._chosen(axis) for axis in sweep.RUN_AXES}
+        settings = [cell.columns(runtime) for cell in self.cells for runtime in runs.RUNTIMES
+                    if _label(cell.options, self.grid.export) == self.value("bundle")
+                    and all(cell.run[axis] == chosen[axis] for axis in chosen if axis != "T")]  # fmt: skip
+        columns = [c for c in (runs.VALUES if table == "fidelity" else runs.TIMES) if c not in ("max_seq_len", "T")]
+        return runs.fitting(rows, settings, columns)
+
+    def _chosen(self, axis: str):
+        """The value of a run axis that is shown, as `Cell.run` has it."""
+        values = getattr(self.grid.run, axis)
+        value = self.value(axis) if axis in self.controls else values[0]
+        return value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
 
     def _mode(self) -> str:
         """Logits exist only behind all layers."""
@@ -217,6 +246,12 @@ def _label(options, axes: dict) -> str:
     """What tells a bundle of the grid from the others, max_seq_len apart."""
     told = [str(getattr(options, name)) for name, values in axes.items() if name != "max_seq_len" and len(values) > 1]
     return ", ".join([options.compress, *(t for t in told if t != options.compress)])
+
+
+def _values(values: list) -> list:
+    """The values of an axis as a dropdown takes them: (label, value)."""
+    hints = lambda v: ", ".join(f"{k} {x}" for k, x in v.model_dump(exclude_none=True).items()) or "none"  # noqa: E731
+    return [(hints(v) if isinstance(v, BaseModel) else str(v), v) for v in values]
 
 
 def _tokens(checkpoint: Checkpoint, ids: list[int]) -> list[str] | None:
