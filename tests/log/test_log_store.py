@@ -1,6 +1,7 @@
 """What the log promises its writers and readers: whole files, whole columns, nothing guessed, nothing lost."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench import log
+from workbench import log, machines
 from workbench.errors import InputError
 from workbench.log import cache, tables
 
@@ -26,7 +27,7 @@ LAYER = {"layer": 0, "layer_ms": 1.5}
 
 WRITER = """
 import sys
-from workbench import log
+from workbench import log, machines
 rows = [{"layer": i, "layer_ms": i / 2, "n": 64} for i in range(64)]
 for _ in range(int(sys.argv[2])):
     log.append("layers", rows, sys.argv[1])
@@ -419,3 +420,52 @@ def test_the_default_log_is_the_checkouts_from_any_folder_in_it(tmp_path, monkey
 def test_outside_a_checkout_the_log_is_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert log.default_root() == tmp_path / "experiments" / "log"
+
+
+# --- older versions --------------------------------------------------------------------------------------------------
+
+FIRST_VERSION = {
+    "run_id": pa.string(), "time": pa.timestamp("us", tz="UTC"),
+    **dict.fromkeys(("experiment", "command", "status", "reason", "verdict", "config", "checkpoint", "checkpoint_hash", "bundle",
+                     "bundle_hash", "family", "commit", "versions", "platform", "chip", "os_build", "power_source", "thermal"),
+                    pa.string()),
+    "memory_bytes": pa.int64(),
+    **dict.fromkeys(("runtime", "precision", "compute_units", "placement", "placement_source", "setting"), pa.string()),
+    "round": pa.int64(), "fast": pa.bool_(),
+    **dict.fromkeys(("max_seq_len", "t_max", "T", "batch", "layers_per_shard"), pa.int64()),
+    **dict.fromkeys(("compress", "kv_write", "layout", "states", "moe"), pa.string()),
+}  # fmt: skip
+"""The columns of `runs` in its version 1."""
+
+FIRST_CONFIG = {"cell": "c72a5b7199081f03-0", "export": {"t": "range", "sliding": "mask", "max_seq_len": 256},
+                "run": {"T": 1, "compute_units": "CPU_AND_NE", "depth": 64, "fast": True, "hints": {"reshapeFrequency": "Frequent"},
+                        "n_gen": 24, "precision": "declared", "runtime": "auto", "threads": 1}}  # fmt: skip
+
+
+def first_version(root: Path, **values) -> None:
+    """A `runs` file as version 1 wrote it."""
+    (root / "runs").mkdir(parents=True, exist_ok=True)
+    row = {"run_id": "old", "status": "ok", "chip": "AMD EPYC", "memory_bytes": 25276510208, "T": 1, "os_build": "#1"} | values
+    columns = [pa.array([row.get(name)], kind) for name, kind in FIRST_VERSION.items()]
+    table = pa.table(columns, names=list(FIRST_VERSION)).replace_schema_metadata({b"workbench.log.version": b"1"})
+    pq.write_table(table, root / "runs" / f"{row['run_id']}.parquet")
+
+
+@pytest.mark.parametrize(("runtime", "hints"), [("portable", None), ("coreml", '{"reshapeFrequency": "Frequent"}')])
+def test_a_sweep_s_run_of_the_first_version_has_its_settings_as_columns(tmp_path, runtime, hints):
+    first_version(tmp_path, config=json.dumps(FIRST_CONFIG), runtime=runtime)
+    log.append("runs", {"status": "ok", "t": "fixed", "cores": 8}, tmp_path, "young")
+    frame = log.load("runs", tmp_path).astype(object).set_index("run_id")
+    assert list(log.load("runs", tmp_path)) == log.SCHEMAS["runs"].names
+    old = frame.loc["old"].where(frame.loc["old"].notna(), None)
+    assert [old[name] for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")] == ["range", "mask", 1, 64, 24, hints]
+    assert (old["model"], old["cores"], old["chip"], old["T"]) == (None, None, "AMD EPYC", 1)
+    assert (frame.loc["young", "t"], frame.loc["young", "cores"]) == ("fixed", 8)
+    assert machines.name(old) == "AMD EPYC, 24 GiB"
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"export": null, "run": null}'])
+def test_a_run_of_the_first_version_without_settings_reads_as_not_measured(tmp_path, config):
+    first_version(tmp_path, config=config)
+    (row,) = log.load("runs", tmp_path).to_dict("records")
+    assert all(pd.isna(row[name]) for name in ("t", "sliding", "threads", "depth", "n_gen", "hints"))

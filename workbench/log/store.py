@@ -128,7 +128,7 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
     schema, versions = SCHEMAS[table], {path: _file_version(path, table) for path in paths}
     current = [path for path, version in versions.items() if version == tables.version(table)]
     older = [_migrated(path, table, version) for path, version in versions.items() if version < tables.version(table)]
-    lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default")
+    lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default").select(schema.names).cast(schema)
     return pa.concat_tables([lifted, ds.dataset(current, schema=schema, format="parquet").to_table()])
 
 
