@@ -173,6 +173,14 @@ def test_the_explorer_shows_one_machine_and_offers_the_others(root, machine, ms)
     assert speed.containers[0][0].get_ydata()[-1] == pytest.approx(expected(ms)["max_seq_len 32, compress fp16, T 1"])
 
 
+def test_widgets_refuse_a_machine_that_the_log_lacks(root):
+    for widget in (lambda: Explorer(GRID, root=root, machine="Apple M9"), lambda: Compare("34", root=root, machine="Apple M9")):
+        with pytest.raises(InputError, match="Apple M9"):
+            widget()
+    assert Explorer(GRID, root=root, machine=SLOW_NAME).value("machine") == SLOW_NAME
+    assert Compare("34", root=root, machine=SLOW_NAME).value("machine") == SLOW_NAME
+
+
 def test_compare_offers_runs_of_one_machine_by_what_differs(root):
     made = Compare("34", root=root)
     made.check()
@@ -234,3 +242,36 @@ def test_a_machine_of_which_little_is_known_has_a_name(run):
 
 def test_tables_of_one_machine_can_be_asked_for_by_name(root):
     assert machines.names(runs.listing("34", root)) == [FAST_NAME, SLOW_NAME]
+
+
+def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
+    found = sweep.stored(grid(), tmp_path)
+    assert all(frame.empty and "machine" in frame for name, frame in found.items() if name != "fidelity")
+    assert sweep.configurations(grid(), tmp_path).empty and sweep.offered_machines(grid(), tmp_path) == []
+
+
+def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
+    elsewhere = GRID | {"checkpoint": "models/tiny-llama", "export": {"max_seq_len": [16]}, "run": GRID["run"] | {"T": [1]}}
+    for number, contents in enumerate(("1" * 64, "2" * 64)):
+        add(tmp_path / "log", elsewhere, SLOW, slow_ms, number=number, checkpoint_hash=contents)
+    found = sweep.stored(sweep.make_grid(elsewhere), tmp_path / "log")
+    assert all(set(frame["checkpoint_hash"]) == {"2" * 64} for frame in found.values())
+
+
+@pytest.mark.parametrize("draw", [plots.against_peer, plots.ratios])
+def test_bars_and_ratios_name_their_machine(draw):
+    row = {"name": "ms", "value": 1.0, "unit": "ms", "peer": "p", "peer_value": 2.0, "ratio": 2.0, "n": 3, "phase": "call",
+           "shard": None, "T": 1, "depth": 0, "low": 1.0, "high": 3.0}  # fmt: skip
+    data = pd.DataFrame([row, row]).assign(machine=SLOW_NAME)
+    figure = draw(data)
+    title = figure.get_suptitle() if draw is plots.against_peer else figure.get_title("left")
+    assert SLOW_NAME in title
+    with pytest.raises(ValueError, match="machine"):
+        draw(data.assign(machine=NAMES))
+
+
+def test_a_bench_of_routing_names_its_machine():
+    rows = [{"name": name, "value": 1.0, "unit": "ms", "peer": "dense", "peer_value": 2.0, "ratio": 2.0, "n": 1}
+            for name in ("moe_ms_per_token", "moe_bytes_per_token")]  # fmt: skip
+    assert set(tables.bench(rows, SLOW_NAME)["machine"]) == {SLOW_NAME}
+    assert SLOW_NAME in tables.moe_conclusion(rows, 16, SLOW_NAME)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from workbench import cell, log, sweep
+from workbench import cell, log, machines, sweep
 from workbench.errors import InputError
 
 
@@ -64,9 +64,8 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     elsewhere = log.environment() | {"chip": "another chip"}
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
     assert sweep.done_cells(root) == set()
-    assert (
-        len(sweep.done_cells(root, {(c, p) for c, p in log.load("runs", root)[["chip", "platform"]].itertuples(index=False)})) == 2
-    )
+    named = machines.with_names(log.load("runs", root))[["machine", "software"]]
+    assert len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
 
 
 def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(swept, grid, tmp_path, monkeypatch):

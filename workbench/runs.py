@@ -84,7 +84,7 @@ def here() -> str:
 def fitting(rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]) -> pd.DataFrame:
     """The rows whose `columns` are those of one of `settings`; null fits null alone."""
     wanted = {tuple(setting[column] for column in columns) for setting in settings}
-    return rows[[values in wanted for values in values(rows, columns)]]
+    return rows[pd.Series([row in wanted for row in values(rows, columns)], rows.index, dtype=bool)]
 
 
 def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:

@@ -36,6 +36,11 @@ class Study:
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
 
+    @property
+    def here(self) -> str:
+        """This machine's name, as the log has it: times that a notebook shows stand beside it."""
+        return runs.here()
+
     @staticmethod
     def machine() -> Styler:
         """What this machine is, which runtime it uses, and what it cannot show."""

@@ -26,6 +26,16 @@ def test_a_figure_is_predicted_by_the_others_alone(monkeypatch):
     assert after.loc[11, "misfit"] < -0.9
 
 
+def test_figures_of_another_chip_do_not_move_the_calibration(monkeypatch):
+    """Planted: every time that another chip published, ten times too long."""
+    true, before = roofline.figures(), roofline.judged()
+    elsewhere = [f[2].name != roofline.CALIBRATED_ON for f in true]
+    assert any(elsewhere) and not all(elsewhere)
+    wrong = [(*f[:3], f[3] * 10) if other else f for f, other in zip(true, elsewhere, strict=True)]
+    monkeypatch.setattr(roofline, "figures", lambda: wrong)
+    assert roofline.judged()["predicted_ms"].tolist() == before["predicted_ms"].tolist()
+
+
 def test_a_fit_finds_the_numbers_that_made_the_figures():
     made = roofline.Model(0.5, 0.8)
     works = [roofline.Work("", w, s, 0, n) for w, s, n in ((5e6, 2e6, 1), (2e8, 0, 1), (3e9, 3e8, 8), (3e9, 3e8, 32), (6e8, 0, 4))]

@@ -3,8 +3,8 @@
 t = dispatches · t_dispatch + max(FLOP / peak, weights / weight stream + 2 · states / activation stream) / share
 
 Weights are read once, states read and written once a call. Stream rates and peaks are published per chip; t_dispatch and
-the share of them that decoding reaches are fitted to published times (`data/sources/ane_decode.csv`), and `judged` says
-how far off the fit is on figures it has not seen. A prediction, never a measurement; knows nothing of this machine.
+the share of them that decoding reaches are fitted to the published times of one chip (`CALIBRATED_ON`, in
+`data/sources/ane_decode.csv`), and `judged` says how far off the fit is on figures it has not seen, other chips' too. A prediction, never a measurement; knows nothing of this machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +22,7 @@ from workbench.errors import InputError
 from workbench.mil.program import Ref
 
 SOURCES = Path(__file__).parents[2] / "data" / "sources"
+CALIBRATED_ON = "M4 Max"
 DISPATCH_MS, SHARES = np.arange(0.0, 3.0, 0.02), np.arange(0.4, 1.3, 0.02)
 
 
@@ -96,7 +97,7 @@ def _table(name: str) -> pd.DataFrame:
 
 
 def figures() -> list[tuple[str, Work, Chip, float]]:
-    """(model, work, chip, published ms) of every figure to calibrate on."""
+    """(model, work, chip, published ms) of every figure, whichever chip's."""
     return [(r.model, Work(f"{r.model}, {r.part}", r.weight_bytes, r.state_bytes, r.flops, r.dispatches), chip(r.chip), r.ms)
             for r in _table("ane_decode.csv").itertuples()]  # fmt: skip
 
@@ -110,9 +111,14 @@ def fit(known: Sequence[tuple[str, Work, Chip, float]]) -> Model:
     return models[int(np.abs(np.log(predicted / ms)).mean(1).argmin())]
 
 
+def of_one_chip(known: Iterable[tuple[str, Work, Chip, float]]) -> list[tuple[str, Work, Chip, float]]:
+    """The figures to calibrate on: those of one chip, since times of two are not mixed."""
+    return [figure for figure in known if figure[2].name == CALIBRATED_ON]
+
+
 @cache
 def calibrated() -> Model:
-    return fit(figures())
+    return fit(of_one_chip(figures()))
 
 
 def judged(by_model: bool = False) -> pd.DataFrame:
@@ -125,7 +131,7 @@ def judged(by_model: bool = False) -> pd.DataFrame:
     for one in every:
         rest = [f for f in every if (f[0] != one[0] if by_model else f is not one)]
         model, work, on, ms = one
-        predicted = fit(rest).ms(work, on)
+        predicted = fit(of_one_chip(rest)).ms(work, on)
         rows.append({"figure": work.name, "chip": on.name, "published_ms": ms, "predicted_ms": predicted})
     frame = pd.DataFrame(rows)
     return frame.assign(misfit=frame["predicted_ms"] / frame["published_ms"] - 1)

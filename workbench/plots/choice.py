@@ -39,15 +39,16 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
 def roofline(judged: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
 
-    `judged`: ``figure``, ``chip``, ``published_ms``, ``predicted_ms``.
+    `judged`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
     """
     ax = axes(ax, 4.2, 3.6)
     ms = judged[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
     ax.fill_between([low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%")
-    for (model, chip), rows in judged.groupby([judged["figure"].str.split(",").str[0], "chip"], sort=False):
-        ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=f"{model}, {chip}")
+    names = judged["figure"].str.split(",").str[0] + (", " + judged["chip"] if "chip" in judged else "")
+    for name, rows in judged.groupby(names, sort=False):
+        ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
     ax.set(xscale="log", yscale="log", xlabel="published ms", ylabel="predicted ms", xlim=(low, high), ylim=(low, high))
     ax.set_title(f"roofline, median misfit {(judged['predicted_ms'] / judged['published_ms'] - 1).abs().median():.0%}")
     ax.legend(loc="upper left")

@@ -20,9 +20,10 @@ class Compare(Panel):
     Args:
         experiment: only its runs; default: all that timed something.
         root: the log's folder.
+        machine: whose runs are offered first; default: this machine's, else those of the machine that measured last.
     """
 
-    def __init__(self, experiment: str | None = None, root: str | Path | None = None):
+    def __init__(self, experiment: str | None = None, root: str | Path | None = None, machine: str | None = None):
         self.root = root
         timed = log.load("samples", root=root)["run_id"].unique()
         runs = runs_.listing(experiment, root)
@@ -30,7 +31,7 @@ class Compare(Panel):
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
             raise InputError("log", f"{len(runs)} timed runs", "two of one machine", "run a sweep first, such as notebook 34")
-        shown = machines.choose(self.runs, None, runs_.here())["machine"].iloc[0]
+        shown = machines.choose(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
         names, first, last = self._entries(shown)
         super().__init__({"machine": choice("machine", machines.names(self.runs), shown), "a": choice("A", names, first),

@@ -31,9 +31,10 @@ class Explorer(Panel):
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
+        machine: whose times are shown first (see `workbench.machines.name`); default: `workbench.sweep.stored`'s.
     """
 
-    def __init__(self, grid: dict, root: str | Path | None = None):
+    def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
         self.stored, self.machine = None, None
         self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
         project = log.project(self.root)
@@ -41,6 +42,8 @@ class Explorer(Panel):
         self.checkpoint = Checkpoint(named if named.exists() else project / named)
         self.tokens, self.cell, self.rows = _tokens(self.checkpoint, self.grid.validate_ids), None, None
         self.cells = list(sweep.cells(self.grid))
+        if machine is not None:
+            sweep.stored(self.grid, self.root, machine)  # refuses a machine that the log lacks
         self.options = {_label(c.options, self.grid.export): c.options for c in self.cells}
         lengths = sorted({c.options.max_seq_len for c in self.cells})
         self.worst = ui.Select(rows=WORST + 1, layout=ui.Layout(width="420px"))
@@ -56,7 +59,7 @@ class Explorer(Panel):
                           "machine": choice("machine", [runs.here()]), "tensor": choice("tensor", ["update", "k", "v", "hidden", "logits"]),
                           "metric": choice("metric", list(METRICS.items()))}, lists)  # fmt: skip
         self.picture.observe(lambda change: self.guarded(lambda: self.click(*change["new"])), names="clicked")
-        self.refresh()
+        self.refresh(machine)
         self.job = Job(self.missing, self, lambda: self.refresh(runs.here()))
         self.box.children = (*self.box.children[:1], ui.HBox([self.job.box, self.saved]), *self.box.children[1:])
 

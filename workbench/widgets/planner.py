@@ -58,7 +58,7 @@ class Planner(Panel):
         self.message.value = (
             f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {self.value('machine')}. "
             f"Predicted on {self.value('chip')}: " + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
-            + f" (a roofline; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
+            + f" (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
         )  # fmt: skip
         found = self.linted.get(self.chosen)
         self.rules.value = (
