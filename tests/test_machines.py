@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from synthetic import FAST, FAST_NAME, SLOW, SLOW_NAME, add
@@ -44,6 +45,12 @@ def root(tmp_path_factory) -> Path:
             add(folder, changed, machine, other, number=10 * number + 2 + i, **mine)
         add(folder, GRID, machine, ms, number=10 * number + 9, **mine)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
 
 
 def grid():

@@ -43,7 +43,7 @@ class Compare(Panel):
         """(label, run id) of a machine's runs, the newest first, and the two to begin with: the newest and one of its T."""
         runs = self.runs[self.runs["machine"] == machine]
         last, *others = runs.to_dict("records")
-        like = next((run for run in others if run["T"] is last["T"] or run["T"] == last["T"]), others[0])
+        like = next((run for run in others if str(run["T"]) == str(last["T"])), others[0])
         return list(zip(_labels(runs), runs["run_id"])), like["run_id"], last["run_id"]
 
     def _offer(self, machine: str) -> None:
