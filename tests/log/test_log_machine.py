@@ -7,11 +7,11 @@ import platform
 import psutil
 import pytest
 
-from workbench import log
+from workbench import log, machines
 from workbench.log import machine
 
 MAC = {
-    "sysctl": '[ "$2" = machdep.cpu.brand_string ] && echo "Apple M4 Max"',
+    "sysctl": 'case "$2" in machdep.cpu.brand_string) echo "Apple M4 Max";; hw.model) echo Mac16,5;; *) exit 1;; esac',
     "sw_vers": "echo 24F74",
     "pmset": """[ "$2" = batt ] && echo "Now drawing from 'Battery Power'" || printf 'CPU_Speed_Limit \\t= 100\\n'""",
 }
@@ -41,7 +41,8 @@ def test_every_column_belongs_to_the_runs_table_and_logs(tmp_path):
 def test_a_mac_is_read_through_its_own_commands(commands):
     commands(MAC)
     here = log.environment()
-    assert (here["chip"], here["os_build"]) == ("Apple M4 Max", "24F74")
+    assert (here["chip"], here["model"], here["os_build"]) == ("Apple M4 Max", "Mac16,5", "24F74")
+    assert machines.name(here | {"memory_bytes": (64 << 30) - 4096, "cores": 16}) == "Apple M4 Max, Mac16,5, 64 GiB, 16 cores"
     assert (here["power_source"], here["thermal"]) == ("Battery Power", "CPU_Speed_Limit = 100")
 
 
