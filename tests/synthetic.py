@@ -5,18 +5,39 @@ from pathlib import Path
 
 from workbench import cell, log, sweep
 
-SLOW = {"chip": "Apple M1", "model": "MacBookAir10,1", "memory_bytes": 8 << 30, "cores": 8, "platform": "macOS-15.1-arm64",
-        "os_build": "24B83", "versions": {"python": "3.11.7", "coremltools": "9.0", "torch": "2.13.0"}}  # fmt: skip
+SLOW = {
+    "chip": "Apple M1",
+    "model": "MacBookAir10,1",
+    "memory_bytes": 8 << 30,
+    "cores": 8,
+    "platform": "macOS-15.1-arm64",
+    "os_build": "24B83",
+    "versions": {"python": "3.11.7", "coremltools": "9.0", "torch": "2.13.0"},
+}
 FAST = SLOW | {"model": "Mac16,5", "memory_bytes": 64 << 30}
 """The same chip and system as SLOW in a machine of another model and another memory."""
 
-SLOW_NAME, FAST_NAME = "Apple M1, MacBookAir10,1, 8 GiB, 8 cores", "Apple M1, Mac16,5, 64 GiB, 8 cores"
+SLOW_NAME, FAST_NAME = (
+    "Apple M1, MacBookAir10,1, 8 GiB, 8 cores",
+    "Apple M1, Mac16,5, 64 GiB, 8 cores",
+)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ALONE = {"declared": True, "exact": False, "narrow": False}
 
 
-def add(root: Path, grid: dict, machine: dict, call_ms, *, number: int, checkpoint_hash: str, runtime: str = "portable",
-        cosine=lambda options: 0.99, status: str = "ok", **columns) -> list[str]:  # fmt: skip
+def add(
+    root: Path,
+    grid: dict,
+    machine: dict,
+    call_ms,
+    *,
+    number: int,
+    checkpoint_hash: str,
+    runtime: str = "portable",
+    cosine=lambda options: 0.99,
+    status: str = "ok",
+    **columns,
+) -> list[str]:
     """Logs every cell of a grid, as a sweep on `machine` would; `call_ms` maps options and run of a cell to its time.
 
     `number` orders what is added: later numbers are newer.
@@ -26,29 +47,89 @@ def add(root: Path, grid: dict, machine: dict, call_ms, *, number: int, checkpoi
         run_id = f"{START + timedelta(hours=number, seconds=i):%Y%m%dT%H%M%S%fZ}-{number:08x}"
         how, ms = c.run, call_ms(c.options, c.run)
         portable = runtime == "portable"
-        row = c.options.model_dump() | machine | {
-            "time": START + timedelta(hours=number, seconds=i), "status": status, "command": "sweep", "experiment": made.experiment,
-            "checkpoint": Path(made.checkpoint).name, "checkpoint_hash": checkpoint_hash, "family": "llama",
-            "bundle": cell._bundle_name(Path(made.checkpoint).name, checkpoint_hash, c.options), "runtime": runtime,
-            "precision": how["precision"] if portable else None,
-            "fast": how["fast"] and ALONE[how["precision"]] if portable else None,
-            "compute_units": None if portable else how["compute_units"], "hints": None if portable else how["hints"],
-            "T": how["T"], "depth": how["depth"], "n_gen": how["n_gen"], "threads": how["threads"],
-            "setting": c.setting(checkpoint_hash), "round": c.round, "verdict": "GREEN" if c.judge_ids else None,
-            "config": {"cell": c.key(checkpoint_hash), "export": c.options.model_dump(), "run": how}} | columns  # fmt: skip
+        row = (
+            c.options.model_dump()
+            | machine
+            | {
+                "time": START + timedelta(hours=number, seconds=i),
+                "status": status,
+                "command": "sweep",
+                "experiment": made.experiment,
+                "checkpoint": Path(made.checkpoint).name,
+                "checkpoint_hash": checkpoint_hash,
+                "family": "llama",
+                "bundle": cell._bundle_name(Path(made.checkpoint).name, checkpoint_hash, c.options),
+                "runtime": runtime,
+                "precision": how["precision"] if portable else None,
+                "fast": how["fast"] and ALONE[how["precision"]] if portable else None,
+                "compute_units": None if portable else how["compute_units"],
+                "hints": None if portable else how["hints"],
+                "T": how["T"],
+                "depth": how["depth"],
+                "n_gen": how["n_gen"],
+                "threads": how["threads"],
+                "setting": c.setting(checkpoint_hash),
+                "round": c.round,
+                "verdict": "GREEN" if c.judge_ids else None,
+                "config": {
+                    "cell": c.key(checkpoint_hash),
+                    "export": c.options.model_dump(),
+                    "run": how,
+                },
+            }
+            | columns
+        )
         known = {name: value for name, value in row.items() if name in log.SCHEMAS["runs"].names}
         common = {"T": how["T"], "depth": how["depth"], "n_gen": how["n_gen"], "warmup": False}
-        samples = [common | {"repetition": r, "order": r, "phase": phase, "value": value, "unit": unit}
-                   for r in range(3)
-                   for phase, value, unit in (("call", ms, "ms"), ("tokens_per_s", 1e3 * how["T"] / ms, "tok/s"))]  # fmt: skip
+        samples = [
+            common | {"repetition": r, "order": r, "phase": phase, "value": value, "unit": unit}
+            for r in range(3)
+            for phase, value, unit in (
+                ("call", ms, "ms"),
+                ("tokens_per_s", 1e3 * how["T"] / ms, "tok/s"),
+            )
+        ]
         log.append("samples", samples, root, run_id)
-        log.append("layers", [{"layer": n, "T": how["T"], "depth": how["depth"], "layer_ms": ms / 4, "mad_ms": 0.0, "n": 3}
-                              for n in range(2)], root, run_id)  # fmt: skip
+        log.append(
+            "layers",
+            [
+                {
+                    "layer": n,
+                    "T": how["T"],
+                    "depth": how["depth"],
+                    "layer_ms": ms / 4,
+                    "mad_ms": 0.0,
+                    "n": 3,
+                }
+                for n in range(2)
+            ],
+            root,
+            run_id,
+        )
         if c.judge_ids:
-            log.append("fidelity", [{"layer": n, "position": p, "T": T, "tensor": "update", "mode": "isolated", "runtime": runtime,
-                                     "precision": row["precision"], "cosine": cosine(c.options), "psnr_db": 60.0,
-                                     "max_abs": 0.01, "finite": True}
-                                    for n in range(2) for p in range(len(c.judge_ids)) for T in made.run.T], root, run_id)  # fmt: skip
+            log.append(
+                "fidelity",
+                [
+                    {
+                        "layer": n,
+                        "position": p,
+                        "T": T,
+                        "tensor": "update",
+                        "mode": "isolated",
+                        "runtime": runtime,
+                        "precision": row["precision"],
+                        "cosine": cosine(c.options),
+                        "psnr_db": 60.0,
+                        "max_abs": 0.01,
+                        "finite": True,
+                    }
+                    for n in range(2)
+                    for p in range(len(c.judge_ids))
+                    for T in made.run.T
+                ],
+                root,
+                run_id,
+            )
         log.append("runs", known, root, run_id)
         ids.append(run_id)
     return ids

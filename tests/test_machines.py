@@ -14,9 +14,13 @@ from workbench.widgets import Compare, Explorer
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
 HASH = Checkpoint(CHECKPOINT).sha256
-GRID = {"checkpoint": str(CHECKPOINT), "experiment": "34", "validate_ids": [1, 4, 69],
-        "export": {"max_seq_len": [16, 32], "t_max": [2], "compress": ["int8-tensor", "fp16"]},
-        "run": {"T": [1, 2], "n_gen": 4, "repetitions": 3}}  # fmt: skip
+GRID = {
+    "checkpoint": str(CHECKPOINT),
+    "experiment": "34",
+    "validate_ids": [1, 4, 69],
+    "export": {"max_seq_len": [16, 32], "t_max": [2], "compress": ["int8-tensor", "fp16"]},
+    "run": {"T": [1, 2], "n_gen": 4, "repetitions": 3},
+}
 NAMES = [SLOW_NAME, FAST_NAME]
 
 
@@ -39,8 +43,23 @@ def root(tmp_path_factory) -> Path:
         mine = {"checkpoint_hash": HASH}
         other = lambda options, run: 1e-3  # noqa: E731  (anything that mixes these in has a winner of its own)
         add(folder, GRID, machine | {"os_build": "23A344"}, other, number=10 * number, **mine)
-        add(folder, GRID | {"validate_ids": []}, machine, other, number=10 * number + 1, checkpoint_hash="0" * 64)
-        for i, run in enumerate(({"precision": ["exact"]}, {"fast": [False]}, {"threads": 2}, {"n_gen": 8}, {"depth": [4]})):
+        add(
+            folder,
+            GRID | {"validate_ids": []},
+            machine,
+            other,
+            number=10 * number + 1,
+            checkpoint_hash="0" * 64,
+        )
+        for i, run in enumerate(
+            (
+                {"precision": ["exact"]},
+                {"fast": [False]},
+                {"threads": 2},
+                {"n_gen": 8},
+                {"depth": [4]},
+            )
+        ):
             changed = GRID | {"run": GRID["run"] | run, "validate_ids": []}
             add(folder, changed, machine, other, number=10 * number + 2 + i, **mine)
         add(folder, GRID, machine, ms, number=10 * number + 9, **mine)
@@ -59,20 +78,33 @@ def grid():
 
 def expected(ms) -> pd.Series:
     """tok/s of every configuration by name."""
-    return pd.Series({f"max_seq_len {c.options.max_seq_len}, compress {c.options.compress}, T {c.run['T']}":
-                      1e3 * c.run["T"] / ms(c.options, c.run) for c in sweep.cells(grid())})  # fmt: skip
+    return pd.Series(
+        {
+            f"max_seq_len {c.options.max_seq_len}, compress {c.options.compress}, T {c.run['T']}": 1e3
+            * c.run["T"]
+            / ms(c.options, c.run)
+            for c in sweep.cells(grid())
+        }
+    )
 
 
-@pytest.mark.parametrize(("machine", "name", "ms"), [(SLOW_NAME, SLOW_NAME, slow_ms), (FAST_NAME, FAST_NAME, fast_ms),
-                                                     (None, FAST_NAME, fast_ms)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("machine", "name", "ms"),
+    [(SLOW_NAME, SLOW_NAME, slow_ms), (FAST_NAME, FAST_NAME, fast_ms), (None, FAST_NAME, fast_ms)],
+)
 def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, name, ms):
     found = sweep.configurations(grid(), root, machine)
     assert set(found["machine"]) == {name} and (found["n"] == 1).all()
-    pd.testing.assert_series_equal(found.set_index("name")["tokens_per_s"].sort_index(), expected(ms).sort_index(),
-                                   check_names=False)  # fmt: skip
+    pd.testing.assert_series_equal(
+        found.set_index("name")["tokens_per_s"].sort_index(),
+        expected(ms).sort_index(),
+        check_names=False,
+    )
     assert found["name"][0] == expected(ms).idxmax()
     words = tables.choice_conclusion(found)
-    assert name in words and f"{expected(ms).max():.0f} tok/s" in words and found["name"][0] in words
+    assert (
+        name in words and f"{expected(ms).max():.0f} tok/s" in words and found["name"][0] in words
+    )
 
 
 @pytest.mark.parametrize(("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)])
@@ -84,7 +116,9 @@ def test_stored_timings_are_one_machine_s_and_one_setting_s(root, machine, ms):
         for column in ("precision", "fast", "threads", "depth", "os_build", "n_gen"):
             assert frame[column].nunique(dropna=False) == 1, column
         assert frame["run_id"].nunique() == 8
-    words = tables.speed_conclusion(found["samples"].query("phase == 'tokens_per_s' and compress == 'fp16'"), found["layers"])
+    words = tables.speed_conclusion(
+        found["samples"].query("phase == 'tokens_per_s' and compress == 'fp16'"), found["layers"]
+    )
     assert machine in words
 
 
@@ -98,23 +132,39 @@ def test_fidelity_is_not_split_by_machine(root):
 def test_every_figure_names_its_machine(root, machine, ms):
     found = sweep.stored(grid(), root, machine)
     one = {name: frame[frame["compress"] == "fp16"] for name, frame in found.items()}
-    rates, calls = (one["samples"][one["samples"]["phase"] == phase] for phase in ("tokens_per_s", "call"))
-    for draw, data in ((plots.speed, rates), (plots.speed, calls), (plots.layer_ms, one["layers"]),
-                       (plots.speed_against_fidelity, sweep.configurations(grid(), root, machine))):  # fmt: skip
+    rates, calls = (
+        one["samples"][one["samples"]["phase"] == phase] for phase in ("tokens_per_s", "call")
+    )
+    for draw, data in (
+        (plots.speed, rates),
+        (plots.speed, calls),
+        (plots.layer_ms, one["layers"]),
+        (plots.speed_against_fidelity, sweep.configurations(grid(), root, machine)),
+    ):
         again = report.data_of(report.exhibit("x", data, "caption"))
         for frame in (data, again):  # what is drawn from the log says the same
             ax = draw(frame)
             assert machine in ax.get_title("left"), draw
     lines = {line.get_label(): line for line in plots.speed(rates).containers}
-    assert lines["T = 1"][0].get_ydata()[0] == pytest.approx(expected(ms)["max_seq_len 16, compress fp16, T 1"])
+    assert lines["T = 1"][0].get_ydata()[0] == pytest.approx(
+        expected(ms)["max_seq_len 16, compress fp16, T 1"]
+    )
 
 
 def test_figures_and_conclusions_refuse_two_machines(root):
-    both = {t: pd.concat([sweep.stored(grid(), root, m)[t] for m in NAMES]) for t in ("samples", "layers")}
+    both = {
+        t: pd.concat([sweep.stored(grid(), root, m)[t] for m in NAMES])
+        for t in ("samples", "layers")
+    }
     rates = both["samples"][both["samples"]["phase"] == "tokens_per_s"]
     ranked = pd.concat([sweep.configurations(grid(), root, m) for m in NAMES], ignore_index=True)
-    for refused in (lambda: plots.speed(rates), lambda: plots.layer_ms(both["layers"]), lambda: plots.speed_against_fidelity(ranked),
-                    lambda: tables.speed_conclusion(rates, both["layers"]), lambda: tables.choice_conclusion(ranked)):  # fmt: skip
+    for refused in (
+        lambda: plots.speed(rates),
+        lambda: plots.layer_ms(both["layers"]),
+        lambda: plots.speed_against_fidelity(ranked),
+        lambda: tables.speed_conclusion(rates, both["layers"]),
+        lambda: tables.choice_conclusion(ranked),
+    ):
         with pytest.raises(ValueError, match="machine"):
             refused()
 
@@ -123,9 +173,13 @@ def test_the_default_is_this_machine_where_the_log_has_it(root, monkeypatch):
     monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
     assert set(sweep.configurations(grid(), root)["machine"]) == {SLOW_NAME}
     monkeypatch.setattr(log, "environment", lambda: SLOW | {"memory_bytes": (8 << 30) + 4096})
-    assert set(sweep.configurations(grid(), root)["machine"]) == {SLOW_NAME}, "memory is rounded to GiB"
+    assert set(sweep.configurations(grid(), root)["machine"]) == {SLOW_NAME}, (
+        "memory is rounded to GiB"
+    )
     monkeypatch.setattr(log, "environment", lambda: SLOW | {"memory_bytes": 16 << 30})
-    assert set(sweep.configurations(grid(), root)["machine"]) == {FAST_NAME}, "a machine that the log lacks: the newest run's"
+    assert set(sweep.configurations(grid(), root)["machine"]) == {FAST_NAME}, (
+        "a machine that the log lacks: the newest run's"
+    )
 
 
 def test_a_machine_that_the_log_lacks_is_refused(root):
@@ -137,9 +191,18 @@ def test_the_newest_setting_is_shown_where_the_software_differs(root):
     assert set(sweep.stored(grid(), root, SLOW_NAME)["samples"]["os_build"]) == {"24B83"}
 
 
-@pytest.mark.parametrize("change", [{"memory_bytes": 16 << 30}, {"model": "Mac14,2"}, {"cores": 10}, {"chip": "Apple M2"},
-                                    {"os_build": "24C101"}, {"versions": SLOW["versions"] | {"coremltools": "9.1"}},
-                                    {"versions": SLOW["versions"] | {"torch": "2.14.0"}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"memory_bytes": 16 << 30},
+        {"model": "Mac14,2"},
+        {"cores": 10},
+        {"chip": "Apple M2"},
+        {"os_build": "24C101"},
+        {"versions": SLOW["versions"] | {"coremltools": "9.1"}},
+        {"versions": SLOW["versions"] | {"torch": "2.14.0"}},
+    ],
+)
 def test_a_cell_is_done_only_on_its_machine_with_its_software(root, monkeypatch, change):
     keys = {cell.key(HASH) for cell in sweep.cells(grid())}
     monkeypatch.setattr(log, "environment", lambda: dict(SLOW))
@@ -149,19 +212,33 @@ def test_a_cell_is_done_only_on_its_machine_with_its_software(root, monkeypatch,
 
 
 def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path, monkeypatch):
-    small = GRID | {"validate_ids": [], "export": {"max_seq_len": [16], "t_max": [2]}, "run": GRID["run"] | {"T": [1]}}
+    small = GRID | {
+        "validate_ids": [],
+        "export": {"max_seq_len": [16], "t_max": [2]},
+        "run": GRID["run"] | {"T": [1]},
+    }
     add(tmp_path / "log", small, SLOW, slow_ms, number=0, checkpoint_hash=HASH)
     measured = []
 
     def measure(job, function):
         measured.append(job["cell"])
-        add(tmp_path / "new", small, log.environment(), fast_ms, number=1 + len(measured), checkpoint_hash=HASH)
+        add(
+            tmp_path / "new",
+            small,
+            log.environment(),
+            fast_ms,
+            number=1 + len(measured),
+            checkpoint_hash=HASH,
+        )
         return log.files(tmp_path / "new")
 
     monkeypatch.setattr(sweep.cell_, "run", measure)
     for machine, count in ((SLOW, 0), (SLOW | {"memory_bytes": 16 << 30}, 1)):
         monkeypatch.setattr(log, "environment", lambda machine=machine: dict(machine))
-        assert sweep.sweep(sweep.make_grid(small), root=tmp_path / "log", progress=False)["resumed"] == 1 - count
+        assert (
+            sweep.sweep(sweep.make_grid(small), root=tmp_path / "log", progress=False)["resumed"]
+            == 1 - count
+        )
         assert len(measured) == count
 
 
@@ -169,19 +246,34 @@ def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path,
 def test_the_explorer_shows_one_machine_and_offers_the_others(root, machine, ms):
     made = Explorer(GRID, root=root)
     made.check()
-    assert list(made.controls["machine"].options) == [FAST_NAME, SLOW_NAME] and made.value("machine") == FAST_NAME
+    assert (
+        list(made.controls["machine"].options) == [FAST_NAME, SLOW_NAME]
+        and made.value("machine") == FAST_NAME
+    )
     made.controls["machine"].value = machine
     made.controls["bundle"].value = "fp16"
     made.check()
-    chosen = next(c for c in sweep.cells(grid()) if (c.options.compress, c.options.max_seq_len) == ("fp16", 32))
-    assert f"{ms(chosen.options, chosen.run) / 4:.3f} ms per layer" in made.message.value and machine in made.message.value
+    chosen = next(
+        c
+        for c in sweep.cells(grid())
+        if (c.options.compress, c.options.max_seq_len) == ("fp16", 32)
+    )
+    assert (
+        f"{ms(chosen.options, chosen.run) / 4:.3f} ms per layer" in made.message.value
+        and machine in made.message.value
+    )
     speed = made.figure.axes[-1]
     assert machine in speed.get_title("left")
-    assert speed.containers[0][0].get_ydata()[-1] == pytest.approx(expected(ms)["max_seq_len 32, compress fp16, T 1"])
+    assert speed.containers[0][0].get_ydata()[-1] == pytest.approx(
+        expected(ms)["max_seq_len 32, compress fp16, T 1"]
+    )
 
 
 def test_widgets_refuse_a_machine_that_the_log_lacks(root):
-    for widget in (lambda: Explorer(GRID, root=root, machine="Apple M9"), lambda: Compare("34", root=root, machine="Apple M9")):
+    for widget in (
+        lambda: Explorer(GRID, root=root, machine="Apple M9"),
+        lambda: Compare("34", root=root, machine="Apple M9"),
+    ):
         with pytest.raises(InputError, match="Apple M9"):
             widget()
     assert Explorer(GRID, root=root, machine=SLOW_NAME).value("machine") == SLOW_NAME
@@ -197,19 +289,38 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
         made.check()
         labels = [label for label, _ in made.controls["a"].options]
         assert len(labels) == len(set(labels)) == 64
-        listed = log.load("runs", root, {"run_id": [run_id for _, run_id in made.controls["a"].options]})
+        listed = log.load(
+            "runs", root, {"run_id": [run_id for _, run_id in made.controls["a"].options]}
+        )
         assert set(machines.with_names(listed)["machine"]) == {machine}
-        for said in ("compress fp16", "compress int8-tensor", "T 2", "precision exact", "fast False", "threads 2", "n_gen 8",
-                     "depth 4", "os_build 23A344", "checkpoint_hash 000000"):  # fmt: skip
+        for said in (
+            "compress fp16",
+            "compress int8-tensor",
+            "T 2",
+            "precision exact",
+            "fast False",
+            "threads 2",
+            "n_gen 8",
+            "depth 4",
+            "os_build 23A344",
+            "checkpoint_hash 000000",
+        ):
             assert any(said in label for label in labels), said
-        assert not any("t_max" in label or "batch" in label for label in labels), "what all share is not repeated"
+        assert not any("t_max" in label or "batch" in label for label in labels), (
+            "what all share is not repeated"
+        )
 
 
 def test_two_machines_are_not_compared(root):
-    found = machines.with_names(log.load("runs", root).query("os_build == '24B83'").sort_values("run_id"))
+    found = machines.with_names(
+        log.load("runs", root).query("os_build == '24B83'").sort_values("run_id")
+    )
     slow, fast = (found.loc[found["machine"] == name, "run_id"].iloc[-1] for name in NAMES)
     compared = log.compare(slow, fast, root)
-    assert set(compared.measures["note"]) == {"two machines"} and compared.measures["ratio"].isna().all()
+    assert (
+        set(compared.measures["note"]) == {"two machines"}
+        and compared.measures["ratio"].isna().all()
+    )
     assert "machine" in set(compared.settings["setting"])
     same = log.compare(slow, found.loc[found["machine"] == SLOW_NAME, "run_id"].iloc[-2], root)
     assert "two machines" not in set(same.measures["note"])
@@ -217,13 +328,26 @@ def test_two_machines_are_not_compared(root):
 
 def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
     """The same setting, code and chip: rounds of another machine are no evidence for this one."""
-    small = GRID | {"validate_ids": [], "export": {"max_seq_len": [16], "t_max": [2]}, "run": GRID["run"] | {"T": [1, 2]}}
+    small = GRID | {
+        "validate_ids": [],
+        "export": {"max_seq_len": [16], "t_max": [2]},
+        "run": GRID["run"] | {"T": [1, 2]},
+    }
     for number in range(3):
         for machine, ms in ((SLOW, slow_ms), (FAST, fast_ms)):
-            add(tmp_path, small, machine, ms, number=2 * number + (machine is FAST), checkpoint_hash=HASH)
+            add(
+                tmp_path,
+                small,
+                machine,
+                ms,
+                number=2 * number + (machine is FAST),
+                checkpoint_hash=HASH,
+            )
     found = machines.with_names(log.load("runs", tmp_path))
-    a, b = found[(found["machine"] == SLOW_NAME) & (found["T"] == 1)]["run_id"].iloc[0], \
-           found[(found["machine"] == SLOW_NAME) & (found["T"] == 2)]["run_id"].iloc[0]  # fmt: skip
+    a, b = (
+        found[(found["machine"] == SLOW_NAME) & (found["T"] == 1)]["run_id"].iloc[0],
+        found[(found["machine"] == SLOW_NAME) & (found["T"] == 2)]["run_id"].iloc[0],
+    )
     assert (log.compare(a, b, tmp_path).measures[["n_a", "n_b"]].dropna() <= 3).all(axis=None)
 
 
@@ -242,7 +366,9 @@ def test_a_grid_of_a_user_has_an_experiment_of_its_own():
     assert sweep.make_grid({"checkpoint": "x"}).experiment == "sweep"
 
 
-@pytest.mark.parametrize("run", [{"chip": None, "model": None, "memory_bytes": None, "cores": None}, {"chip": "x"}])
+@pytest.mark.parametrize(
+    "run", [{"chip": None, "model": None, "memory_bytes": None, "cores": None}, {"chip": "x"}]
+)
 def test_a_machine_of_which_little_is_known_has_a_name(run):
     assert machines.name(run) and "None" not in machines.name(run)
 
@@ -253,12 +379,21 @@ def test_tables_of_one_machine_can_be_asked_for_by_name(root):
 
 def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
     found = sweep.stored(grid(), tmp_path)
-    assert all(frame.empty and "machine" in frame for name, frame in found.items() if name != "fidelity")
-    assert sweep.configurations(grid(), tmp_path).empty and sweep.offered_machines(grid(), tmp_path) == []
+    assert all(
+        frame.empty and "machine" in frame for name, frame in found.items() if name != "fidelity"
+    )
+    assert (
+        sweep.configurations(grid(), tmp_path).empty
+        and sweep.offered_machines(grid(), tmp_path) == []
+    )
 
 
 def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
-    elsewhere = GRID | {"checkpoint": "models/tiny-llama", "export": {"max_seq_len": [16]}, "run": GRID["run"] | {"T": [1]}}
+    elsewhere = GRID | {
+        "checkpoint": "models/tiny-llama",
+        "export": {"max_seq_len": [16]},
+        "run": GRID["run"] | {"T": [1]},
+    }
     for number, contents in enumerate(("1" * 64, "2" * 64)):
         add(tmp_path / "log", elsewhere, SLOW, slow_ms, number=number, checkpoint_hash=contents)
     found = sweep.stored(sweep.make_grid(elsewhere), tmp_path / "log")
@@ -267,8 +402,21 @@ def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
 
 @pytest.mark.parametrize("draw", [plots.against_peer, plots.ratios])
 def test_bars_and_ratios_name_their_machine(draw):
-    row = {"name": "ms", "value": 1.0, "unit": "ms", "peer": "p", "peer_value": 2.0, "ratio": 2.0, "n": 3, "phase": "call",
-           "shard": None, "T": 1, "depth": 0, "low": 1.0, "high": 3.0}  # fmt: skip
+    row = {
+        "name": "ms",
+        "value": 1.0,
+        "unit": "ms",
+        "peer": "p",
+        "peer_value": 2.0,
+        "ratio": 2.0,
+        "n": 3,
+        "phase": "call",
+        "shard": None,
+        "T": 1,
+        "depth": 0,
+        "low": 1.0,
+        "high": 3.0,
+    }
     data = pd.DataFrame([row, row]).assign(machine=SLOW_NAME)
     figure = draw(data)
     title = figure.get_suptitle() if draw is plots.against_peer else figure.get_title("left")
@@ -278,7 +426,17 @@ def test_bars_and_ratios_name_their_machine(draw):
 
 
 def test_a_bench_of_routing_names_its_machine():
-    rows = [{"name": name, "value": 1.0, "unit": "ms", "peer": "dense", "peer_value": 2.0, "ratio": 2.0, "n": 1}
-            for name in ("moe_ms_per_token", "moe_bytes_per_token")]  # fmt: skip
+    rows = [
+        {
+            "name": name,
+            "value": 1.0,
+            "unit": "ms",
+            "peer": "dense",
+            "peer_value": 2.0,
+            "ratio": 2.0,
+            "n": 1,
+        }
+        for name in ("moe_ms_per_token", "moe_bytes_per_token")
+    ]
     assert set(tables.bench(rows, SLOW_NAME)["machine"]) == {SLOW_NAME}
     assert SLOW_NAME in tables.moe_conclusion(rows, 16, SLOW_NAME)

@@ -11,18 +11,40 @@ from workbench.bundle import Options
 from workbench.export import options
 from workbench.widgets import Explorer
 
-OTHER = {"max_seq_len": 32, "t_max": 2, "batch": 2, "layers_per_shard": 2, "compress": "int8-tensor", "kv_write": "slice",
-         "layout": "bc1t", "states": "packed", "moe": "routed", "t": "fixed", "sliding": "ring"}  # fmt: skip
+OTHER = {
+    "max_seq_len": 32,
+    "t_max": 2,
+    "batch": 2,
+    "layers_per_shard": 2,
+    "compress": "int8-tensor",
+    "kv_write": "slice",
+    "layout": "bc1t",
+    "states": "packed",
+    "moe": "routed",
+    "t": "fixed",
+    "sliding": "ring",
+}
 """Of every export option a value that is not its default."""
 
-AXES = {"runtime": ["portable", "coreml"], "precision": ["declared", "exact"], "fast": [True, False],
-        "compute_units": ["CPU_AND_NE", "CPU_ONLY"], "hints": [{}, {"reshapeFrequency": "Infrequent"}], "T": [1, 2],
-        "depth": [0, 4]}  # fmt: skip
+AXES = {
+    "runtime": ["portable", "coreml"],
+    "precision": ["declared", "exact"],
+    "fast": [True, False],
+    "compute_units": ["CPU_AND_NE", "CPU_ONLY"],
+    "hints": [{}, {"reshapeFrequency": "Infrequent"}],
+    "T": [1, 2],
+    "depth": [0, 4],
+}
 ON_CORE_ML = {"compute_units", "hints"}
 
 
 def varied(axis: str) -> dict:
-    grid = {"checkpoint": str(CHECKPOINT), "validate_ids": [1, 4], "export": {"max_seq_len": [16]}, "run": {"n_gen": 4}}
+    grid = {
+        "checkpoint": str(CHECKPOINT),
+        "validate_ids": [1, 4],
+        "export": {"max_seq_len": [16]},
+        "run": {"n_gen": 4},
+    }
     if axis in AXES:
         return grid | {"run": grid["run"] | {axis: AXES[axis]}}
     first = 16 if axis == "max_seq_len" else getattr(options(), axis)
@@ -31,7 +53,10 @@ def varied(axis: str) -> dict:
 
 def ms(options, run) -> float:
     """Different for both values of whichever axis varies."""
-    return 1.0 + int(runs._text([options.model_dump(), run]) != FIRST.setdefault("first", runs._text([options.model_dump(), run])))
+    return 1.0 + int(
+        runs._text([options.model_dump(), run])
+        != FIRST.setdefault("first", runs._text([options.model_dump(), run]))
+    )
 
 
 FIRST: dict = {}
@@ -39,7 +64,12 @@ FIRST: dict = {}
 
 def test_every_option_has_a_column_and_another_value_here():
     assert runs.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(Options.model_fields)
-    run = sweep.Run.model_fields.keys() - {"repetitions", "rounds", "cool_down_s", "timeout_s"}  # how often, not how
+    run = sweep.Run.model_fields.keys() - {
+        "repetitions",
+        "rounds",
+        "cool_down_s",
+        "timeout_s",
+    }  # how often, not how
     assert run == set(AXES) | {"n_gen", "threads"} and set(sweep.RUN_AXES) == set(AXES)
     assert {*runs.OPTIONS, *run} == set(runs.TIMES) <= set(log.SCHEMAS["runs"].names)
 
@@ -51,15 +81,35 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     if axis == "runtime":
         for i, runtime in enumerate(AXES[axis]):
             part = grid | {"run": grid["run"] | {"runtime": [runtime]}}
-            add(root, part, SLOW, lambda o, r, i=i: 1.0 + i, number=i, checkpoint_hash=HASH, runtime=runtime)
+            add(
+                root,
+                part,
+                SLOW,
+                lambda o, r, i=i: 1.0 + i,
+                number=i,
+                checkpoint_hash=HASH,
+                runtime=runtime,
+            )
     else:
-        add(root, grid, SLOW, ms, number=0, checkpoint_hash=HASH, runtime="coreml" if axis in ON_CORE_ML else "portable")
+        add(
+            root,
+            grid,
+            SLOW,
+            ms,
+            number=0,
+            checkpoint_hash=HASH,
+            runtime="coreml" if axis in ON_CORE_ML else "portable",
+        )
     made = sweep.make_grid(grid)
     stored = sweep.stored(made, root)
     assert stored["samples"][axis].nunique() == stored["layers"][axis].nunique() == 2
     found = sweep.configurations(made, root)
     assert len(found) == 2 and (found["n"] == 1).all() and found["call_ms"].tolist() == [1.0, 2.0]
-    assert found["name"].nunique() == 2 and found["name"].str.contains(f"{axis} ").all() and found[axis].nunique() == 2
+    assert (
+        found["name"].nunique() == 2
+        and found["name"].str.contains(f"{axis} ").all()
+        and found[axis].nunique() == 2
+    )
     assert found["worst_cosine"].notna().all() and (found["verdict"] == "GREEN").all()
 
     explorer = Explorer(grid, root=root)
@@ -67,12 +117,19 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     assert explorer.value("machine") == SLOW_NAME
     control = explorer.controls[axis if axis in explorer.controls else "bundle"]
     shown = set()
-    for _, value in control._options_full if hasattr(control, "_options_full") else [(None, v) for v in control.options]:
+    for _, value in (
+        control._options_full
+        if hasattr(control, "_options_full")
+        else [(None, v) for v in control.options]
+    ):
         control.value = value
         explorer.check()
         shown.add(explorer.message.value)
         assert explorer.rows is not None, "fidelity"
-    assert {text.split(" ms per layer")[0].rsplit(" ", 1)[-1] for text in shown} == {"0.250", "0.500"}, shown
+    assert {text.split(" ms per layer")[0].rsplit(" ", 1)[-1] for text in shown} == {
+        "0.250",
+        "0.500",
+    }, shown
 
 
 @pytest.mark.parametrize("option", ["threads", "n_gen"])
@@ -91,14 +148,32 @@ def test_a_decoder_s_row_has_every_option(exports):
 
     bundle = exports.bundle(exports.checkpoint("llama"), t="fixed", t_max=2)
     row = runs.describe(bundle, Decoder(bundle, "portable"))
-    assert row["t"] == "fixed" and row["sliding"] == "mask" and set(runs.OPTIONS) <= set(row) and row["hints"] is None
-    cell = next(sweep.cells(sweep.make_grid({"checkpoint": "x", "export": {"t": ["fixed"], "t_max": [2], "max_seq_len": [32]}})))
-    assert {name: row[name] for name in runs.VALUES} == {name: cell.columns("portable")[name] for name in runs.VALUES}
+    assert (
+        row["t"] == "fixed"
+        and row["sliding"] == "mask"
+        and set(runs.OPTIONS) <= set(row)
+        and row["hints"] is None
+    )
+    cell = next(
+        sweep.cells(
+            sweep.make_grid(
+                {"checkpoint": "x", "export": {"t": ["fixed"], "t_max": [2], "max_seq_len": [32]}}
+            )
+        )
+    )
+    assert {name: row[name] for name in runs.VALUES} == {
+        name: cell.columns("portable")[name] for name in runs.VALUES
+    }
 
 
 def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
     rows = runs.listing(grid["experiment"], swept[0] / "log")
     for cell in sweep.cells(sweep.make_grid(grid)):
         assert len(runs.fitting(rows, [cell.columns("portable")], runs.TIMES)) == 1
-    assert set(rows["machine"]) == {runs.here()} and rows["model"].isna().all() == (log.environment()["model"] is None)
-    assert not any("worker" in json.loads(c)["measured"] and json.loads(c)["measured"]["worker"] != 0 for c in rows["config"])
+    assert set(rows["machine"]) == {runs.here()} and rows["model"].isna().all() == (
+        log.environment()["model"] is None
+    )
+    assert not any(
+        "worker" in json.loads(c)["measured"] and json.loads(c)["measured"]["worker"] != 0
+        for c in rows["config"]
+    )

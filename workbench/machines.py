@@ -17,7 +17,8 @@ SOFTWARE = ("os_build", "versions")
 def name(run: Mapping) -> str:
     """A machine in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16 cores``.
 
-    Two rows of `runs` are of one machine when their names are equal. What a row does not say is left out; memory is
+    Two rows of `runs` are of one machine when their names are equal. What a row does not say is
+    left out; memory is
     rounded to GiB, since systems report a few pages more or less.
     """
     chip, model, memory, cores = (run.get(column) for column in COLUMNS)
@@ -31,8 +32,18 @@ def name(run: Mapping) -> str:
 def software(run: Mapping) -> str:
     """What else decides a timing: the system's build, and the versions of coremltools and torch."""
     build, versions = (run.get(column) for column in SOFTWARE)
-    versions = json.loads(versions) if isinstance(versions, str) else versions if isinstance(versions, Mapping) else {}
-    words = [f"{package} {versions[package]}" for package in ("coremltools", "torch") if versions.get(package)]
+    versions = (
+        json.loads(versions)
+        if isinstance(versions, str)
+        else versions
+        if isinstance(versions, Mapping)
+        else {}
+    )
+    words = [
+        f"{package} {versions[package]}"
+        for package in ("coremltools", "torch")
+        if versions.get(package)
+    ]
     return ", ".join([str(build) if _is_known(build) else "unknown build", *words])
 
 
@@ -45,8 +56,12 @@ def with_names(runs: pd.DataFrame) -> pd.DataFrame:
     columns = [*COLUMNS, *SOFTWARE]
     rows = list(runs[columns].itertuples(index=False, name=None))
     different = {row: dict(zip(columns, row)) for row in rows}
-    machine, system = ({row: word(run) for row, run in different.items()} for word in (name, software))
-    return runs.assign(machine=[machine[row] for row in rows], software=[system[row] for row in rows])
+    machine, system = (
+        {row: word(run) for row, run in different.items()} for word in (name, software)
+    )
+    return runs.assign(
+        machine=[machine[row] for row in rows], software=[system[row] for row in rows]
+    )
 
 
 def names(runs: pd.DataFrame) -> list[str]:
@@ -55,15 +70,20 @@ def names(runs: pd.DataFrame) -> list[str]:
 
 
 def choose(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFrame:
-    """The rows of one machine (see `with_names`): the one named, else `here` if there are rows of it, else the newest run's.
+    """The rows of one machine (see `with_names`): the one named, else `here` if there are rows
+    of it, else the newest run's.
 
     Raises:
         InputError: no row is of the machine named.
     """
     offered = names(runs)
     if machine is not None and machine not in offered:
-        raise InputError("machine", repr(machine), f"one of {'; '.join(offered) or 'none, no run fits'}",
-                         "name one of these, or none for the default")  # fmt: skip
+        raise InputError(
+            "machine",
+            repr(machine),
+            f"one of {'; '.join(offered) or 'none, no run fits'}",
+            "name one of these, or none for the default",
+        )
     if not offered:
         return runs
     return runs[runs["machine"] == (machine or (here if here in offered else offered[0]))]
@@ -77,5 +97,7 @@ def only(frame: pd.DataFrame) -> str:
     """
     found = list(frame["machine"].dropna().unique()) if "machine" in frame else []
     if len(found) > 1:
-        raise ValueError(f"rows of the machines {'; '.join(found)}; times are shown of one machine at a time")
+        raise ValueError(
+            f"rows of the machines {'; '.join(found)}; times are shown of one machine at a time"
+        )
     return found[0] if found else ""

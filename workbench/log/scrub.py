@@ -1,4 +1,5 @@
-"""What a row may say of where it was made: no host name and no absolute path, whoever reads the log later.
+"""What a row may say of where it was made: no host name and no absolute path, whoever reads the log
+later.
 
 Text in, text out; knows nothing of tables.
 """
@@ -9,14 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2]
-_QUOTED = re.compile(r"""(?P<quote>['"`])(?:file://)?(?P<path>(?:~|/[^/'"`\n])[^'"`\n]*/[^'"`\n]*)(?P=quote)""")
-_BARE = re.compile(r"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s])[^\s/'\"`<>|,;:()\[\]{}]*)(?:/[^\s/'\"`<>|,;:()\[\]{}]*)+")
+_QUOTED = re.compile(
+    r"""(?P<quote>['"`])(?:file://)?(?P<path>(?:~|/[^/'"`\n])[^'"`\n]*/[^'"`\n]*)(?P=quote)"""
+)
+_BARE = re.compile(
+    r"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s])[^\s/'\"`<>|,;:()\[\]{}]*)(?:/[^\s/'\"`<>|,;:()\[\]{}]*)+"
+)
 
 
 def scrubbed(value, *projects: Path):
-    """A row's value with every absolute path in it shortened: inside a project to the path within it, else to ``…/name``.
+    """A row's value with every absolute path in it shortened: inside a project to the path
+    within it, else to ``…/name``.
 
-    Mappings, lists and tuples are walked through; what is no text is left as it is. The name of this host becomes ``…``.
+    Mappings, lists and tuples are walked through; what is no text is left as it is. The name of
+    this host becomes ``…``.
     """
     if isinstance(value, Mapping):
         return {scrubbed(key, *projects): scrubbed(item, *projects) for key, item in value.items()}
@@ -32,14 +39,21 @@ def _text(text: str, projects: tuple[Path, ...]) -> str:
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "…", text)
     if "/" not in text:
         return text
-    for folder in dict.fromkeys(str(p) for project in projects for p in (project.absolute(), project.resolve())):
+    for folder in dict.fromkeys(
+        str(p) for project in projects for p in (project.absolute(), project.resolve())
+    ):
         if folder != "/":
-            text = re.sub(rf"(?<![\w.…/~-])(?:file://)?{re.escape(folder)}(?:/(?=[^\s/])|(?![\w.-])/?)",
-                          lambda match: "" if match[0].endswith("/") else ".", text)  # fmt: skip
+            text = re.sub(
+                rf"(?<![\w.…/~-])(?:file://)?{re.escape(folder)}(?:/(?=[^\s/])|(?![\w.-])/?)",
+                lambda match: "" if match[0].endswith("/") else ".",
+                text,
+            )
     home = str(Path.home())
     if home != "/":
         text = re.sub(rf"(?<![\w.…/~-]){re.escape(home)}(?![\w.-])", "~", text)
-    text = _QUOTED.sub(lambda match: f"{match['quote']}{_short(match['path'])}{match['quote']}", text)
+    text = _QUOTED.sub(
+        lambda match: f"{match['quote']}{_short(match['path'])}{match['quote']}", text
+    )
     return _BARE.sub(lambda match: _short(match[0]), text)
 
 

@@ -1,4 +1,5 @@
-"""The Compare: two runs of one machine side by side, what differs in their settings and in what they measured."""
+"""The Compare: two runs of one machine side by side, what differs in their settings and in what
+they measured."""
 
 from pathlib import Path
 
@@ -13,34 +14,56 @@ from workbench.widgets.panel import Panel, absent, choice
 
 
 class Compare(Panel):
-    """Ratios of medians with their intervals, over the settings that differ; what the samples cannot tell apart is left out.
+    """Ratios of medians with their intervals, over the settings that differ; what the samples
+    cannot tell apart is left out.
 
-    Runs of one machine are offered, by what differs among them; another machine's are a dropdown away.
+    Runs of one machine are offered, by what differs among them; another machine's are a
+    dropdown away.
 
     Args:
         experiment: only its runs; default: all that timed something.
         root: the log's folder.
-        machine: whose runs are offered first; default: this machine's, else those of the machine that measured last.
+        machine: whose runs are offered first; default: this machine's, else those of the
+        machine that measured last.
     """
 
-    def __init__(self, experiment: str | None = None, root: str | Path | None = None, machine: str | None = None):
+    def __init__(
+        self,
+        experiment: str | None = None,
+        root: str | Path | None = None,
+        machine: str | None = None,
+    ):
         self.root = root
         timed = log.load("samples", root=root)["run_id"].unique()
         runs = runs_.listing(experiment, root)
         runs = runs[runs["run_id"].isin(timed)].sort_values("run_id", ascending=False)
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
-            raise InputError("log", f"{len(runs)} timed runs", "two of one machine", "run a sweep first, such as notebook 34")
+            raise InputError(
+                "log",
+                f"{len(runs)} timed runs",
+                "two of one machine",
+                "run a sweep first, such as notebook 34",
+            )
         shown = machines.choose(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
         names, first, last = self._entries(shown)
-        super().__init__({"machine": choice("machine", machines.names(self.runs), shown), "a": choice("A", names, first),
-                          "b": choice("B", names, last)}, self.settings)  # fmt: skip
-        self.controls["machine"].observe(lambda change: self.guarded(lambda: self._offer(change["new"])), names="value")
+        super().__init__(
+            {
+                "machine": choice("machine", machines.names(self.runs), shown),
+                "a": choice("A", names, first),
+                "b": choice("B", names, last),
+            },
+            self.settings,
+        )
+        self.controls["machine"].observe(
+            lambda change: self.guarded(lambda: self._offer(change["new"])), names="value"
+        )
         self.draw()
 
     def _entries(self, machine: str) -> tuple[list[tuple[str, str]], str, str]:
-        """(label, run id) of a machine's runs, the newest first, and the two to begin with: the newest and one of its T."""
+        """(label, run id) of a machine's runs, the newest first, and the two to begin with:
+        the newest and one of its T."""
         runs = self.runs[self.runs["machine"] == machine]
         last, *others = runs.to_dict("records")
         like = next((run for run in others if str(run["T"]) == str(last["T"])), others[0])
@@ -55,28 +78,52 @@ class Compare(Panel):
 
     def _draw(self) -> None:
         found = log.compare(self.value("a"), self.value("b"), self.root)
-        shown = found.measures[found.measures["ratio"].notna() & ~found.measures["phase"].eq("layer")]
+        shown = found.measures[
+            found.measures["ratio"].notna() & ~found.measures["phase"].eq("layer")
+        ]
         if shown.empty:
             with plots.style():
                 figure, ax = plt.subplots(figsize=(6, 1.2))
             absent(ax, "nothing that both runs measured differs")
         else:
             figure = plots.ratios(shown.assign(machine=self.value("machine"))).figure
-        self.show(figure, f"ratios of run B to run A with their intervals, on {self.value('machine')}")
-        self.message.value = f"{found.hidden} further measurements do not differ: their intervals hold 1."
+        self.show(
+            figure, f"ratios of run B to run A with their intervals, on {self.value('machine')}"
+        )
+        self.message.value = (
+            f"{found.hidden} further measurements do not differ: their intervals hold 1."
+        )
         self.settings.value = found.settings.to_html(index=False, border=0)
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:
-    """What tells each run from the others: the settings in which some differ, its round, and when it was where that is all."""
-    columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES, "os_build", "software", "round"]
+    """What tells each run from the others: the settings in which some differ, its round, and
+    when it was where that is all."""
+    columns = [
+        "experiment",
+        "command",
+        "checkpoint",
+        "checkpoint_hash",
+        *runs_.TIMES,
+        "os_build",
+        "software",
+        "round",
+    ]
     varied = [c for c in columns if runs[c].nunique(dropna=False) > 1]
     varied = [c for c in varied if c != "software" or "os_build" not in varied]
     rows = runs.to_dict("records")
-    labels = [", ".join(f"{c} {_short(c, run[c])}" for c in varied if pd.notna(run[c])) for run in rows]
+    labels = [
+        ", ".join(f"{c} {_short(c, run[c])}" for c in varied if pd.notna(run[c])) for run in rows
+    ]
     times = [f"{run['time']:%Y-%m-%d %H:%M:%S}" for run in rows]
-    labels = [f"{label}, {time}" if labels.count(label) > 1 else label for label, time in zip(labels, times)]
-    return [f"{label} ({run['run_id']})" if labels.count(label) > 1 else label for label, run in zip(labels, rows)]
+    labels = [
+        f"{label}, {time}" if labels.count(label) > 1 else label
+        for label, time in zip(labels, times)
+    ]
+    return [
+        f"{label} ({run['run_id']})" if labels.count(label) > 1 else label
+        for label, run in zip(labels, rows)
+    ]
 
 
 def _short(column: str, value) -> str:
