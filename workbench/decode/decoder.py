@@ -5,7 +5,7 @@ Sequences come and go slot by slot as snapshots; every slot keeps its own positi
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench import runtime as runtimes
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
@@ -46,11 +46,12 @@ class Record:
 
 
 def literal(gate: Callable) -> Callable:
-    """Decorates a gate, a function whose first argument is a decoder: it judges the literal graph, see `Decoder.literal`."""
+    """Decorates a gate, a function whose first argument is a decoder: it runs the literal graph, see `Decoder.literal`, on
+    sequences of its own, see `Decoder.set_aside`."""
 
     @wraps(gate)
     def judged(decoder: "Decoder", *arguments, **options):
-        with decoder.literal():
+        with decoder.literal(), decoder.set_aside():
             return gate(decoder, *arguments, **options)
 
     return judged
@@ -87,17 +88,52 @@ class Decoder:
     @contextmanager
     def literal(self) -> Iterator["Decoder"]:
         """Within, the portable runtime executes the literal graph, as with `fast=False`; sequences go on as they are."""
-        models = [*self.layers, *self.heads, *self.experts.models.values()] if self.runtime == "portable" else []
-        held, before = [(model, model.fast) for model in models], self.fast
-        self.fast = False
-        for model in models:
-            model.fast = None
+        before = self.fast
+        try:
+            self.fast = False
+            with self._within(lambda model: model.literal()) if self.runtime == "portable" else nullcontext():
+                yield self
+        finally:
+            self.fast = before
+
+    @contextmanager
+    def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator["Decoder"]:
+        """Within, every model of the portable runtime has the hook that `hook_of` gives for its shard (None: no hook).
+
+        Raises:
+            InputError: Core ML shows no operation of a program.
+        """
+        if self.runtime != "portable":
+            raise InputError("hook", f"runtime {self.runtime}", "the portable runtime, which shows each operation",
+                             "open the bundle with runtime='portable'")  # fmt: skip
+        with self._within(lambda model: model.hooked(hook_of(model.shard))):
+            yield self
+
+    @contextmanager
+    def set_aside(self) -> Iterator["Decoder"]:
+        """Within, `begin` may start other sequences; afterwards those that ran before go on as if nothing had happened."""
+        before = {name: getattr(self, name) for name in ("run", "states", "ids", "offsets", "times")}
         try:
             yield self
         finally:
-            self.fast = before
-            for model, fast in held:
-                model.fast = fast
+            vars(self).update(before)
+
+    @contextmanager
+    def _within(self, context_of: Callable[[runtimes.Model], AbstractContextManager]) -> Iterator[None]:
+        """Enters `context_of(model)` for every model, those of experts that are loaded meanwhile included."""
+        load = self.experts.load
+        with ExitStack() as contexts:
+
+            def loaded(shard: Shard) -> runtimes.Model:
+                model = load(shard)
+                contexts.enter_context(context_of(model))
+                return model
+
+            for model in (*self.layers, *self.heads, *self.experts.models.values()):
+                contexts.enter_context(context_of(model))
+            contexts.callback(setattr, self.experts, "load", load)
+            self.experts.load = loaded
+            yield
 
     @cached_property
     def identity(self) -> str:
