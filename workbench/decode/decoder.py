@@ -5,9 +5,9 @@ Sequences come and go slot by slot as snapshots; every slot keeps its own positi
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
-from . import checks
+from . import checks, contexts
 from .experts import Experts
 from .host import Host
 from .sampling import Sampling
@@ -43,18 +43,6 @@ class Record:
     logits: np.ndarray
     times: Times
     slot: int = 0
-
-
-def literal(gate: Callable) -> Callable:
-    """Decorates a gate, a function whose first argument is a decoder: it runs the literal graph, see `Decoder.literal`, on
-    sequences of its own, see `Decoder.set_aside`."""
-
-    @wraps(gate)
-    def judged(decoder: "Decoder", *arguments, **options):
-        with decoder.literal(), decoder.set_aside():
-            return gate(decoder, *arguments, **options)
-
-    return judged
 
 
 class Decoder:
@@ -91,7 +79,7 @@ class Decoder:
         before = self.fast
         try:
             self.fast = False
-            with self._within(lambda model: model.literal()) if self.runtime == "portable" else nullcontext():
+            with contexts.of_models(self, lambda model: model.literal()) if self.runtime == "portable" else nullcontext():
                 yield self
         finally:
             self.fast = before
@@ -106,7 +94,7 @@ class Decoder:
         if self.runtime != "portable":
             raise InputError("hook", f"runtime {self.runtime}", "the portable runtime, which shows each operation",
                              "open the bundle with runtime='portable'")  # fmt: skip
-        with self._within(lambda model: model.hooked(hook_of(model.shard))):
+        with contexts.of_models(self, lambda model: model.hooked(hook_of(model.shard))):
             yield self
 
     @contextmanager
@@ -117,23 +105,6 @@ class Decoder:
             yield self
         finally:
             vars(self).update(before)
-
-    @contextmanager
-    def _within(self, context_of: Callable[[runtimes.Model], AbstractContextManager]) -> Iterator[None]:
-        """Enters `context_of(model)` for every model, those of experts that are loaded meanwhile included."""
-        load = self.experts.load
-        with ExitStack() as contexts:
-
-            def loaded(shard: Shard) -> runtimes.Model:
-                model = load(shard)
-                contexts.enter_context(context_of(model))
-                return model
-
-            for model in (*self.layers, *self.heads, *self.experts.models.values()):
-                contexts.enter_context(context_of(model))
-            contexts.callback(setattr, self.experts, "load", load)
-            self.experts.load = loaded
-            yield
 
     @cached_property
     def identity(self) -> str:
