@@ -82,20 +82,32 @@ def test_an_exception_is_its_last_line(module):
 
 def test_an_error_of_core_ml_keeps_its_text_and_not_its_last_brace(module):
     found = child.call("called:raises_as_core_ml", {})
-    assert found.failure == 'exit code 1: RuntimeError: NSLocalizedDescription = "failed with error code: -14."'
+    assert (
+        found.failure
+        == 'exit code 1: RuntimeError: NSLocalizedDescription = "failed with error code: -14."'
+    )
 
 
 def test_a_refusal_keeps_the_lines_that_tell(module):
     found = child.call("called:refuses_after_core_ml_complained", {})
-    assert found.failure.startswith("x: found 1") and found.lines == ("E5RT: ANECCompile() FAILED (-14)",)
+    assert found.failure.startswith("x: found 1") and found.lines == (
+        "E5RT: ANECCompile() FAILED (-14)",
+    )
 
 
-@pytest.mark.parametrize(("written", "text"), [
-    ("", "no message"), ("one\n\n", "one"), ("log\n{\n    a = 14;\n}", "a = 14"),
-    ("Traceback (most recent call last):\n  File x\n    y\nRuntimeError: a\n  b\n\nWhile that was handled:\n\n"
-     "Traceback (most recent call last):\n  File z\nE: {\n    NSLocalizedDescription = \"3 \\U00d7 4\";\n    Code = 14;\n}",
-     'E: NSLocalizedDescription = "3 × 4"; Code = 14'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("", "no message"),
+        ("one\n\n", "one"),
+        ("log\n{\n    a = 14;\n}", "a = 14"),
+        (
+            "Traceback (most recent call last):\n  File x\n    y\nRuntimeError: a\n  b\n\nWhile that was handled:\n\n"
+            'Traceback (most recent call last):\n  File z\nE: {\n    NSLocalizedDescription = "3 \\U00d7 4";\n    Code = 14;\n}',
+            'E: NSLocalizedDescription = "3 × 4"; Code = 14',
+        ),
+    ],
+)
 def test_the_last_message_is_one_line(written, text):
     assert last_message(written.splitlines()) == text
 

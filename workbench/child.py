@@ -58,7 +58,11 @@ def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | 
     telling = [line for line in written if TELLING.search(line)]
     if answer:
         found = json.loads(answer)
-        return Outcome(found.get("value"), found.get("refused"), tuple(dict.fromkeys(telling)) if "refused" in found else ())
+        return Outcome(
+            found.get("value"),
+            found.get("refused"),
+            tuple(dict.fromkeys(telling)) if "refused" in found else (),
+        )
     lines = dict.fromkeys([*telling, *written[-TAIL:]])
     return Outcome(None, f"no answer in {timeout_s} s" if late.is_set() else _death(code, written), tuple(lines))
 

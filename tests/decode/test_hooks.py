@@ -73,7 +73,10 @@ def test_a_hook_is_set_in_a_with_statement_alone(looked_into):
     model = decoder.layers[0]
     with pytest.raises(AttributeError):
         model.hook = print
-    with pytest.raises(KeyboardInterrupt), decoder.hooked(lambda shard: lambda op, outputs: seen.append(shard.name)):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        decoder.hooked(lambda shard: lambda op, outputs: seen.append(shard.name)),
+    ):
         with model.hooked(lambda op, outputs: None):
             decoder.prefill(IDS)
             assert set(seen) == {m.shard.name for m in decoder.heads}
@@ -98,13 +101,18 @@ def test_core_ml_has_no_hooks_and_says_so(looked_into):
 
 
 def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(exports):
-    bundle = exports.bundle(exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed", t_max=2)
+    bundle = exports.bundle(
+        exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed", t_max=2
+    )
     decoder, seen = Decoder(bundle, "portable"), set()
     load, (late, later) = decoder.experts.load, list(decoder.experts.shards)[:2]
 
     def call(key):
         model = decoder.experts.model(*key)
-        shapes = {name: [1 if n == "T" else n for n in shape] for name, shape in model.shard.inputs.items()}
+        shapes = {
+            name: [1 if n == "T" else n for n in shape]
+            for name, shape in model.shard.inputs.items()
+        }
         assert EXPERT_IN in shapes
         model.predict({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
 

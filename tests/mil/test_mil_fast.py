@@ -114,7 +114,9 @@ def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, 
     io = decoder.host.inputs(np.array([5]), np.array([T]), T)
     rng = np.random.default_rng(T)
     io["x"] = rng.normal(size=(1, decoder.manifest.dims.C, T, 1)).astype(np.float16).astype(np.float32) * 7
-    with model.hooked(lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))):
+    with model.hooked(
+        lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
+    ):
         decoder.run_layers(0, io, np.array([T]))
     graph = Graph(model.program, (("mul", forms.rms_norm), ("concat", forms.rotation)))
     seen |= {name: torch.from_numpy(np.float32(value)) for name, value in io.items()}

@@ -150,29 +150,48 @@ def locked(value):
 
 
 REFUSED = {  # `PybindCompatibleArray`, `Utils::convertValueToObjC` and `py::array` itself: what they do not take
-    **{kind.__name__: np.zeros((1, 32), kind) for kind in (np.float16, np.int64, np.int16, np.uint8, np.int8, np.bool_)},
-    "longdouble": np.zeros((1, 32), np.longdouble), "complex": np.zeros((1, 32), np.complex64),
-    "swapped": np.zeros((1, 32), ">f4"), "scalar": np.array(1.0, np.float32), "tensor": torch.zeros(1, 32),
-    "read-only": locked(np.zeros((1, 32), np.float32)), "broadcast": np.broadcast_to(np.float32(0), (1, 32)),
-}  # fmt: skip
+    **{
+        kind.__name__: np.zeros((1, 32), kind)
+        for kind in (np.float16, np.int64, np.int16, np.uint8, np.int8, np.bool_)
+    },
+    "longdouble": np.zeros((1, 32), np.longdouble),
+    "complex": np.zeros((1, 32), np.complex64),
+    "swapped": np.zeros((1, 32), ">f4"),
+    "scalar": np.array(1.0, np.float32),
+    "tensor": torch.zeros(1, 32),
+    "read-only": locked(np.zeros((1, 32), np.float32)),
+    "broadcast": np.broadcast_to(np.float32(0), (1, 32)),
+}
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
 def test_arrays_that_the_binding_refuses_are_refused(ct, counter, value, capfd):
     model = ct.models.MLModel(counter)
     state = model.make_state()
-    for use in (lambda: state.write_state("count", value), lambda: model.__proxy__.predict({"x": value}, state.__proxy__)):
+    for use in (
+        lambda: state.write_state("count", value),
+        lambda: model.__proxy__.predict({"x": value}, state.__proxy__),
+    ):
         with pytest.raises(RuntimeError, match="^value type not convertible$"):
             use()
-        assert capfd.readouterr().out.startswith("Error: value type not convertible:\n")  # as natively, on stdout
+        assert capfd.readouterr().out.startswith(
+            "Error: value type not convertible:\n"
+        )  # as natively, on stdout
     assert not state.read_state("count").any()
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32])
 def test_arrays_that_the_binding_takes_are_taken_whatever_their_strides(ct, counter, kind):
-    model, value = ct.models.CompiledMLModel(ct.models.utils.compile_model(counter)), np.arange(64).astype(kind)
+    model, value = (
+        ct.models.CompiledMLModel(ct.models.utils.compile_model(counter)),
+        np.arange(64).astype(kind),
+    )
     state = model.make_state()
-    for strided in (value[:32].reshape(1, 32), value[::2].reshape(1, 32), value.reshape(32, 2)[:, :1].T):
+    for strided in (
+        value[:32].reshape(1, 32),
+        value[::2].reshape(1, 32),
+        value.reshape(32, 2)[:, :1].T,
+    ):
         state.write_state("count", strided)
         assert np.array_equal(state.read_state("count"), strided)
         assert np.array_equal(model.predict({"x": strided}, state)["y"], 2.0 * strided + 1)
@@ -183,7 +202,9 @@ def test_coremltools_own_upcast_of_halves_comes_before_the_binding(ct, counter):
     assert model.predict({"x": np.ones((1, 32), np.float16)}, model.make_state())["y"][0, 0] == 2
     with pytest.raises(RuntimeError, match="not convertible"):  # of int64 there is none
         model.predict({"x": np.ones((1, 32), int)}, model.make_state())
-    with pytest.raises(RuntimeError, match="Feature x is required"):  # the binding makes nil of a list
+    with pytest.raises(
+        RuntimeError, match="Feature x is required"
+    ):  # the binding makes nil of a list
         model.predict({"x": [[1.0] * 32]}, model.make_state())
 
 
@@ -208,11 +229,18 @@ def test_errors_of_core_ml_have_three_lines_the_last_a_brace(ct, counter, tmp_pa
     with pytest.raises(RuntimeError) as failed:
         model.predict({"x": np.zeros((5, 32), np.float32)}, model.make_state())
     first, text, last = str(failed.value).split("\n")
-    assert (first, last) == ("{", "}") and text.startswith('    NSLocalizedDescription = "For') and text.endswith('";')
+    assert (
+        (first, last) == ("{", "}")
+        and text.startswith('    NSLocalizedDescription = "For')
+        and text.endswith('";')
+    )
     assert str(failed.value).isascii()
     empty = tmp_path / "empty.mlmodelc"
     empty.mkdir()
-    for refused in (lambda: ct.models.CompiledMLModel(str(empty)), lambda: shim.Proxy.compileModel(str(empty))):
+    for refused in (
+        lambda: ct.models.CompiledMLModel(str(empty)),
+        lambda: shim.Proxy.compileModel(str(empty)),
+    ):
         with pytest.raises(RuntimeError, match=r"^\{\n    NSLocalizedDescription = .*;\n\}$"):
             refused()
     with pytest.raises(RuntimeError, match='^Error compiling model: ".*".$'):

@@ -1,4 +1,4 @@
-"""What holds of a decoder within a `with` statement or a call alone, and ends with it, however that ends."""
+"""What holds of a decoder within a `with` statement or a call, and ends with it, however that ends."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,7 +10,8 @@ from workbench.runtime import Model
 
 @contextmanager
 def of_models(decoder, context_of: Callable[[Model], AbstractContextManager]) -> Iterator[None]:
-    """Enters `context_of(model)` for every model of a decoder, those of experts that are loaded meanwhile included."""
+    """Enters `context_of(model)` for every model of a decoder, those of experts that are loaded
+    meanwhile included."""
     experts = decoder.experts
     load = experts.load
     with ExitStack() as contexts:
@@ -28,8 +29,8 @@ def of_models(decoder, context_of: Callable[[Model], AbstractContextManager]) ->
 
 
 def literal(gate: Callable) -> Callable:
-    """Decorates a gate, a function whose first argument is a decoder: it runs the literal graph, see `Decoder.literal`, on
-    sequences of its own, see `Decoder.set_aside`."""
+    """Decorates a gate, a function whose first argument is a decoder: it runs the literal graph
+    (`Decoder.literal`) on sequences of its own (`Decoder.set_aside`)."""
 
     @wraps(gate)
     def run(decoder, *arguments, **options):

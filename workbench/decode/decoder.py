@@ -79,28 +79,40 @@ class Decoder:
         before = self.fast
         try:
             self.fast = False
-            with contexts.of_models(self, lambda model: model.literal()) if self.runtime == "portable" else nullcontext():
+            with (
+                contexts.of_models(self, lambda model: model.literal())
+                if self.runtime == "portable"
+                else nullcontext()
+            ):
                 yield self
         finally:
             self.fast = before
 
     @contextmanager
     def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator["Decoder"]:
-        """Within, every model of the portable runtime has the hook that `hook_of` gives for its shard (None: no hook).
+        """Within, every model of the portable runtime has the hook that `hook_of` gives for its
+        shard (None: no hook).
 
         Raises:
             InputError: Core ML shows no operation of a program.
         """
         if self.runtime != "portable":
-            raise InputError("hook", f"runtime {self.runtime}", "the portable runtime, which shows each operation",
-                             "open the bundle with runtime='portable'")  # fmt: skip
+            raise InputError(
+                "hook",
+                f"runtime {self.runtime}",
+                "the portable runtime, which shows each operation",
+                "open the bundle with runtime='portable'",
+            )
         with contexts.of_models(self, lambda model: model.hooked(hook_of(model.shard))):
             yield self
 
     @contextmanager
     def set_aside(self) -> Iterator["Decoder"]:
-        """Within, `begin` may start other sequences; afterwards those that ran before go on as if nothing had happened."""
-        before = {name: getattr(self, name) for name in ("run", "states", "ids", "offsets", "times")}
+        """Within, `begin` may start other sequences; afterwards those that ran before go on as if
+        nothing had happened."""
+        before = {
+            name: getattr(self, name) for name in ("run", "states", "ids", "offsets", "times")
+        }
         try:
             yield self
         finally:

@@ -221,7 +221,9 @@ def overflow_raises(decoder: Decoder) -> Gate:
         except InputError:
             raised = True
         touched = any(
-            np.any(state.read(n)) for m, state in zip(decoder.layers, decoder.states, strict=True) for n in m.shard.states
+            np.any(state.read(n))
+            for m, state in zip(decoder.layers, decoder.states, strict=True)
+            for n in m.shard.states
         )
     return gates.holds("overflow_raises", raised and not touched, "a token past max_seq_len is refused, no state touched"
                        if raised and not touched else "a token past max_seq_len was written")  # fmt: skip

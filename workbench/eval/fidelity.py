@@ -101,7 +101,11 @@ class _Pass:
         width = decoder.options.t_max if decoder.options.t == "fixed" else span.stop - span.start
         io = decoder.host.inputs(np.full(B, span.start), counts, width)
         io[X] = self.columns(decoder.bundle.embed(golden.ids[None, span])[0], width)
-        hooks = decoder.hooked(lambda shard: self.hook(shard, span)) if decoder.runtime == "portable" else nullcontext()
+        hooks = (
+            decoder.hooked(lambda shard: self.hook(shard, span))
+            if decoder.runtime == "portable"
+            else nullcontext()
+        )
         with hooks:
             for index, model in enumerate(decoder.layers):
                 first, last = model.shard.layers

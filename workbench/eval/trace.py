@@ -177,8 +177,8 @@ def of_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Tr
 
 
 def of_decoder(decoder: Decoder, ids: Sequence[int], tile: int | None = None) -> Ranges:
-    """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a fresh state; the
-    decoder's own sequences go on afterwards."""
+    """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a
+    fresh state; the decoder's own sequences go on afterwards."""
     with decoder.set_aside():
         decoder.begin()
         return run({decoder.precision: decoder}, ids, tile).ranges[decoder.precision]
@@ -194,7 +194,11 @@ def run(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = Non
     size = tile or next(iter(decoders.values())).options.t_max
     with ExitStack() as hooks:
         for precision, decoder in decoders.items():
-            hooks.enter_context(decoder.hooked(lambda shard, p=precision: found.hook(p, ranges[p], shard.name, shard.modules)))
+            hooks.enter_context(
+                decoder.hooked(
+                    lambda shard, p=precision: found.hook(p, ranges[p], shard.name, shard.modules)
+                )
+            )
         for start in range(0, len(ids), size):
             for decoder in decoders.values():
                 chunk = [list(ids[start : start + size])] * decoder.options.batch

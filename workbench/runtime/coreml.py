@@ -47,7 +47,8 @@ class Placed:
 
 @contextmanager
 def _one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
-    """Within, errors of Core ML's binding, RuntimeErrors of several lines, become one InputError with their text."""
+    """Within, errors of Core ML's binding, RuntimeErrors of several lines, become one InputError
+    with their text."""
     try:
         yield
     except RuntimeError as problem:
@@ -72,8 +73,11 @@ class Handle:
             self.state.write_state(tensor, np.require(value, np.float32, "CW"))
 
     def _one_message(self, tensor: str):
-        return _one_message(f"state {tensor!r} of shard {self.shard}", "a state that Core ML reads and writes",
-                            "see the message; run the bundle with the portable runtime")  # fmt: skip
+        return _one_message(
+            f"state {tensor!r} of shard {self.shard}",
+            "a state that Core ML reads and writes",
+            "see the message; run the bundle with the portable runtime",
+        )
 
 
 class CoreMLModel:
@@ -85,8 +89,8 @@ class CoreMLModel:
         function: the function to run (default: the model's own default).
 
     Raises:
-        InputError: a shard that Core ML does not compile, load or run, with Core ML's own message in one line; a hint
-            that it does not know.
+        InputError: a shard that Core ML does not compile, load or run, with Core ML's own message
+            in one line; a hint that it does not know.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, compute_units: str, hints: dict | None = None, function: str | None = None):
@@ -102,8 +106,11 @@ class CoreMLModel:
         self.loading_ms["load"] = (time.perf_counter() - start) * 1e3
 
     def _one_message(self):
-        return _one_message(f"shard {self.shard.name}", f"a model that Core ML runs on {self.units.name}",
-                            "see the message; try other --compute-units")  # fmt: skip
+        return _one_message(
+            f"shard {self.shard.name}",
+            f"a model that Core ML runs on {self.units.name}",
+            "see the message; try other --compute-units",
+        )
 
     def _compile(self, bundle: Bundle) -> Path:
         """The compiled shard: from the cache, or compiled into it, whole or not at all."""

@@ -7,10 +7,12 @@ model = coremltools.models.MLModel("model.mlpackage")
 state = model.make_state()
 model.predict({"x": x}, state)
 ```
-In go packages, PIL images and the NumPy arrays that Core ML's Python binding takes: writeable ones of float32, float64
-or int32, all others are refused as there (coremltools' Python code upcasts float16 inputs before). Out comes what the
-binding gives: float32 for fp16, int32, images, class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean nothing here. Compiling
-copies the package. Knows nothing of bundles. Not there: compute plans, devices, model assets, anything but ML Programs.
+In go packages, PIL images and the NumPy arrays that Core ML's Python binding takes: writeable ones
+of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
+upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
+class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
+nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
+devices, model assets, anything but ML Programs.
 """
 
 import shutil
@@ -111,7 +113,11 @@ class Proxy:
             program = mil.read(self.path, function_name or None)
             self.executable = mil.Executable(program, self.precision)
         except InputError as problem:
-            refused = _error(problem) if self.path.suffix == ".mlmodelc" else RuntimeError(f'Error compiling model: "{problem}".')
+            refused = (
+                _error(problem)
+                if self.path.suffix == ".mlmodelc"
+                else RuntimeError(f'Error compiling model: "{problem}".')
+            )
             raise refused from problem
         self.description = program.description
         self.load_ns = time.perf_counter_ns() - start
@@ -176,7 +182,12 @@ def _taken(value) -> np.ndarray:
     Raises:
         RuntimeError: a read-only array, one without dimensions or of another dtype, anything that is no array.
     """
-    if isinstance(value, np.ndarray) and value.ndim and value.flags.writeable and value.dtype in TAKEN:
+    if (
+        isinstance(value, np.ndarray)
+        and value.ndim
+        and value.flags.writeable
+        and value.dtype in TAKEN
+    ):
         return value
     print(f"Error: value type not convertible:\n{value}")  # natively on stdout, too
     raise RuntimeError("value type not convertible")
@@ -198,8 +209,10 @@ def _input(feature, value, declared: mil.Type) -> torch.Tensor:
         inside = (r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0) for r, n in zip(ranges, array.shape))
         fits = len(ranges) == array.ndim and all(inside)
     if not fits:
-        raise _error(f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
-                     "is not compatible with the model's feature description.")  # fmt: skip
+        raise _error(
+            f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
+            "is not compatible with the model's feature description."
+        )
     return torch.from_numpy(array.reshape(()) if declared.shape == () else array)
 
 
@@ -216,8 +229,10 @@ def _from_image(feature, image) -> torch.Tensor:
     """PIL image → [1, C, H, W] in 0…255, channels in the model's order."""
     expected = feature.type.imageType
     if image.size != (expected.width, expected.height):
-        raise _error(f"image input {feature.name!r} has size {image.size}, the model takes "
-                     f"{(expected.width, expected.height)}")  # fmt: skip
+        raise _error(
+            f"image input {feature.name!r} has size {image.size}, the model takes "
+            f"{(expected.width, expected.height)}"
+        )
     pixels = torch.from_numpy(np.array(image, np.float32))
     if pixels.dim() == 2:
         return pixels[None, None]
