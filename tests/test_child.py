@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from workbench import child
+from workbench.errors import last_message
 
 MODULE = """
 import os, signal, sys, threading, time
@@ -31,6 +32,14 @@ def crash(argument):
 
 def raises(argument):
     raise RuntimeError("Error compiling model: no")
+
+def raises_as_core_ml(argument):
+    print("E5RT: ANECCompile() FAILED (-14)", file=sys.stderr)
+    raise RuntimeError('{\\n    NSLocalizedDescription = "failed with error code: -14.";\\n}')
+
+def refuses_after_core_ml_complained(argument):
+    print("E5RT: ANECCompile() FAILED (-14)", file=sys.stderr)
+    refuse(argument)
 
 def sleeps(argument):
     open(argument["pid"], "w").write(str(os.getpid()))
@@ -69,6 +78,38 @@ def test_an_exception_is_its_last_line(module):
     found = child.call("called:raises", {})
     assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
     assert any("Traceback" in line for line in found.lines)
+
+
+def test_an_error_of_core_ml_keeps_its_text_and_not_its_last_brace(module):
+    found = child.call("called:raises_as_core_ml", {})
+    assert (
+        found.failure
+        == 'exit code 1: RuntimeError: NSLocalizedDescription = "failed with error code: -14."'
+    )
+
+
+def test_a_refusal_keeps_the_lines_that_tell(module):
+    found = child.call("called:refuses_after_core_ml_complained", {})
+    assert found.failure.startswith("x: found 1") and found.lines == (
+        "E5RT: ANECCompile() FAILED (-14)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("", "no message"),
+        ("one\n\n", "one"),
+        ("log\n{\n    a = 14;\n}", "a = 14"),
+        (
+            "Traceback (most recent call last):\n  File x\n    y\nRuntimeError: a\n  b\n\nWhile that was handled:\n\n"
+            'Traceback (most recent call last):\n  File z\nE: {\n    NSLocalizedDescription = "3 \\U00d7 4";\n    Code = 14;\n}',
+            'E: NSLocalizedDescription = "3 × 4"; Code = 14',
+        ),
+    ],
+)
+def test_the_last_message_is_one_line(written, text):
+    assert last_message(written.splitlines()) == text
 
 
 def test_what_takes_too_long_is_ended(module, tmp_path):

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 
-from workbench.errors import InputError
+from workbench.errors import InputError, last_message
 
 TAIL = 20  # last lines of a failed child's stderr that are kept
 TELLING = re.compile(r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple")
@@ -55,10 +55,15 @@ def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | 
             child.communicate()
         errors.seek(0)
         written = errors.read().decode(errors="replace").splitlines()
+    telling = [line for line in written if TELLING.search(line)]
     if answer:
         found = json.loads(answer)
-        return Outcome(found.get("value"), found.get("refused"))
-    lines = dict.fromkeys([*(line for line in written if TELLING.search(line)), *written[-TAIL:]])
+        return Outcome(
+            found.get("value"),
+            found.get("refused"),
+            tuple(dict.fromkeys(telling)) if "refused" in found else (),
+        )
+    lines = dict.fromkeys([*telling, *written[-TAIL:]])
     return Outcome(None, f"no answer in {timeout_s} s" if late.is_set() else _death(code, written), tuple(lines))
 
 
@@ -81,7 +86,7 @@ def told() -> list[str]:
 
 
 def _death(code: int, written: list[str]) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {(written or ['no message'])[-1]}"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {last_message(written)}"
 
 
 def _serve(function: str) -> None:

@@ -48,6 +48,19 @@ def test_a_child_that_dies_is_a_row_and_the_others_go_on(llama_bundle, llama_gol
     assert len(found) == 7
 
 
+def test_a_child_that_ends_in_an_error_of_core_ml_says_which(llama_bundle, llama_golden):
+    said = 'Traceback (most recent call last):\n  File x\nRuntimeError: {\n    NSLocalizedDescription = "error code: -14.";\n}\n'
+    found = matrix.run(
+        llama_bundle,
+        llama_golden,
+        device=False,
+        start=lambda command: subprocess.CompletedProcess(command, 1, "", said),
+    )
+    assert found["reason"].unique() == [
+        'exit code 1: RuntimeError: NSLocalizedDescription = "error code: -14."'
+    ]
+
+
 def test_the_reason_of_a_red_unit_is_its_gate(llama_bundle, llama_golden):
     assert table(llama_bundle, llama_golden, {"ALL": "RED"}).loc["ALL", "reason"] == "update: layer 3"
 

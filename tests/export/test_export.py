@@ -65,8 +65,8 @@ def test_taps_of_a_shard_of_all_layers_are_the_layers_outputs(exports, family):
     def keep(op, outputs):
         seen.update(zip((name for name, _ in op.outputs), outputs, strict=False))
 
-    model.hook = keep
-    one.prefill(g.ids)
+    with model.hooked(keep):
+        one.prefill(g.ids)
     for layer, value in model.shard.taps.items():
         assert tiny.relative(seen[value][0, :, :, 0].numpy().T, g.outputs[layer]) < 3e-6
 

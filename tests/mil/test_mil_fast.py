@@ -111,11 +111,13 @@ def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, 
     """On the operands of the literal graph: rotations bit for bit, norms within a unit in the last place of the largest."""
     decoder = Decoder(exports.bundle(exports.checkpoint(family)), "portable", fast=False)
     model, seen = decoder.layers[0], {}
-    model.hook = lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
     io = decoder.host.inputs(np.array([5]), np.array([T]), T)
     rng = np.random.default_rng(T)
     io["x"] = rng.normal(size=(1, decoder.manifest.dims.C, T, 1)).astype(np.float16).astype(np.float32) * 7
-    decoder.run_layers(0, io, np.array([T]))
+    with model.hooked(
+        lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
+    ):
+        decoder.run_layers(0, io, np.array([T]))
     graph = Graph(model.program, (("mul", forms.rms_norm), ("concat", forms.rotation)))
     seen |= {name: torch.from_numpy(np.float32(value)) for name, value in io.items()}
     kinds = [graph.made[name].kind for name in graph.special]
@@ -265,6 +267,6 @@ def test_hooks_and_gates_see_the_literal_graph(exports):
         assert not any(model.fast for model in decoder.layers + decoder.heads) and not decoder.fast
     assert [model.fast for model in decoder.layers] == path and decoder.fast
     seen = []
-    decoder.layers[0].hook = lambda op, results: seen.append(op.kind)
-    decoder.prefill([1, 2])
+    with decoder.hooked(lambda shard: lambda op, results: seen.append(op.kind)):
+        decoder.prefill([1, 2])
     assert "softmax" in seen

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from workbench import Decoder, log, sweep
+from workbench.decode import Store
 from workbench.errors import InputError
-from workbench.eval import residency
+from workbench.eval import checklist, golden, matrix, residency, reuse
 from workbench.models import checkpoint
 from workbench.quiet import coremltools
 from workbench.runtime import coreml, load, resolve, shim
@@ -67,6 +68,167 @@ def test_states_read_and_write_alike(bundle, shard):
         value = np.random.default_rng(0).normal(size=one.read(name).shape).astype(np.float16)
         one.write(name, value)
         assert np.array_equal(one.read(name), value) and not other.read(name).any()
+
+
+def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
+    bundle, shard, monkeypatch
+):
+    """float16 and read-only arrays are refused there; a cast to float16 before would be one that coremltools undoes."""
+    seen, write, predict = [], shim.StateProxy.write_state, shim.Proxy.predict
+    monkeypatch.setattr(
+        shim.StateProxy, "write_state", lambda s, n, v: seen.append(v) or write(s, n, v)
+    )
+    monkeypatch.setattr(
+        shim.Proxy,
+        "predict",
+        lambda s, d, state=None: seen.extend(d.values()) or predict(s, d, state),
+    )
+    model = load(bundle, shard, "coreml")
+    state = model.make_state()
+    for name, entry in shard.states.items():
+        state.write(name, np.broadcast_to(np.float16(3), entry.shape))
+        assert state.read(name).dtype == np.float16 and (state.read(name) == 3).all()
+    inputs = {
+        name: np.broadcast_to(0.1, [2 if n == "T" else n for n in shape])
+        for name, shape in shard.inputs.items()
+    }
+    model.predict(inputs, state)
+    assert len(seen) == len(shard.states) + len(shard.inputs)
+    assert all(v.dtype == np.float32 and v.flags.c_contiguous and v.flags.writeable for v in seen)
+    assert {float(v.flat[0]) for v in seen} == {
+        3.0,
+        float(np.float32(0.1)),
+    }  # rounded once, by Core ML itself
+
+
+def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):
+    from workbench.export import export
+
+    packed = export(
+        source, tmp_path / "packed", progress=False, max_seq_len=16, t_max=4, states="packed"
+    )
+    decoders = [Decoder(packed, runtime, fast=False) for runtime in ("coreml", "portable")]
+    for decoder in decoders:
+        decoder.prefill([5, 17, 42])
+    kept = [decoder.snapshot().states for decoder in decoders]
+    assert kept[0].keys() == kept[1].keys()
+    for name, value in kept[0].items():
+        assert value.dtype == np.float16 and np.array_equal(value, kept[1][name])
+    decoders[0].begin(decoders[0].snapshot())
+    assert all(
+        np.array_equal(value, kept[0][name])
+        for name, value in decoders[0].snapshot().states.items()
+    )
+
+
+# --- gates through the binding ---------------------------------------------------------------------------------------
+
+
+def test_the_checklist_is_green_through_the_binding(bundle):
+    found = checklist.check(Decoder(bundle, "coreml"))
+    assert not [g for g in found if g.verdict == "RED"] and {g.name for g in found} >= {
+        "write_address",
+        "stale_rows",
+    }
+    assert {g.name for g in found if g.verdict == "NOT_RUN"} <= {"cache_contents"}
+
+
+def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_path):
+    from workbench.export import export
+
+    batch = export(
+        source,
+        tmp_path / "batch",
+        progress=False,
+        max_seq_len=16,
+        t_max=4,
+        compress="int8-channel",
+        batch=2,
+    )
+    found = reuse.run(
+        Decoder(bundle, "coreml"), Decoder(batch, "coreml"), lengths=(4, 9), max_new=3
+    )
+    assert found.verdict == "GREEN", [c for c in found.cells if c.verdict == "RED"]
+    decoder = Decoder(bundle, "coreml")
+    decoder.prefill([5, 17, 42])
+    left = decoder.snapshot()
+    Store(tmp_path / "store", decoder).save("warm", left)
+    again = Store(tmp_path / "store", decoder).load("warm")
+    assert all(
+        np.array_equal(value, left.states[name]) and value.dtype == np.float16
+        for name, value in again.states.items()
+    )
+
+
+ON_SHIM = "import sys\nfrom workbench.runtime import shim\nfrom workbench.eval import matrix\nshim.install()\n"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["", "shim.Proxy.newState = lambda self: (_ for _ in ()).throw(shim._error('failed: -14'))\n"],
+)
+def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle, tmp_path, fault):
+    from workbench.models.checkpoint import Checkpoint
+
+    (tmp_path / "child.py").write_text(ON_SHIM + fault + "matrix.main(*sys.argv[1:])\n")
+    path = golden.make(Checkpoint(source), [5, 17, 42, 3, 88]).save(tmp_path / "golden.safetensors")
+    found = matrix.row(
+        bundle,
+        path,
+        "coreml",
+        "CPU_ONLY",
+        [1],
+        lambda command: matrix.launch([command[0], str(tmp_path / "child.py"), *command[3:]]),
+    )
+    if not fault:
+        assert found["min_cosine"] > 0.99 and found["logits"] is not None
+    else:
+        assert (
+            found["verdict"] == "DIED"
+            and 'NSLocalizedDescription = "failed: -14"' in found["reason"]
+        )
+
+
+# --- errors of Core ML -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["load", "make_state", "predict", "read", "write"])
+def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypatch, step):
+    model = load(bundle, shard, "coreml")
+    state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
+    steps = {
+        "load": (shim.Proxy, "__init__", lambda: load(bundle, shard, "coreml")),
+        "make_state": (shim.Proxy, "newState", model.make_state),
+        "predict": (
+            shim.Proxy,
+            "predict",
+            lambda: model.predict(
+                {
+                    n: np.zeros([1 if a == "T" else a for a in s], np.float32)
+                    for n, s in shard.inputs.items()
+                },
+                state,
+            ),
+        ),
+        "read": (shim.StateProxy, "read_state", lambda: state.read(name)),
+        "write": (
+            shim.StateProxy,
+            "write_state",
+            lambda: state.write(name, np.zeros(entry.shape, np.float16)),
+        ),
+    }
+    owner, native, use = steps[step]
+
+    def fail(*_):
+        raise shim._error('"x" × 5 failed with error code: -14')
+
+    monkeypatch.setattr(owner, native, fail)
+    with pytest.raises(InputError) as refused:
+        use()
+    assert shard.name in str(refused.value) and "\n" not in str(refused.value)
+    assert (
+        refused.value.found == 'NSLocalizedDescription = "\\"x\\" × 5 failed with error code: -14"'
+    )
 
 
 # --- compiled shards -------------------------------------------------------------------------------------------------

@@ -144,6 +144,109 @@ def test_bad_states_are_runtime_errors(ct, counter):
         model.predict({"x": np.zeros((1, 32))})
 
 
+def locked(value):
+    value.flags.writeable = False
+    return value
+
+
+REFUSED = {  # `PybindCompatibleArray`, `Utils::convertValueToObjC` and `py::array` itself: what they do not take
+    **{
+        kind.__name__: np.zeros((1, 32), kind)
+        for kind in (np.float16, np.int64, np.int16, np.uint8, np.int8, np.bool_)
+    },
+    "longdouble": np.zeros((1, 32), np.longdouble),
+    "complex": np.zeros((1, 32), np.complex64),
+    "swapped": np.zeros((1, 32), ">f4"),
+    "scalar": np.array(1.0, np.float32),
+    "tensor": torch.zeros(1, 32),
+    "read-only": locked(np.zeros((1, 32), np.float32)),
+    "broadcast": np.broadcast_to(np.float32(0), (1, 32)),
+}
+
+
+@pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
+def test_arrays_that_the_binding_refuses_are_refused(ct, counter, value, capfd):
+    model = ct.models.MLModel(counter)
+    state = model.make_state()
+    for use in (
+        lambda: state.write_state("count", value),
+        lambda: model.__proxy__.predict({"x": value}, state.__proxy__),
+    ):
+        with pytest.raises(RuntimeError, match="^value type not convertible$"):
+            use()
+        assert capfd.readouterr().out.startswith(
+            "Error: value type not convertible:\n"
+        )  # as natively, on stdout
+    assert not state.read_state("count").any()
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32])
+def test_arrays_that_the_binding_takes_are_taken_whatever_their_strides(ct, counter, kind):
+    model, value = (
+        ct.models.CompiledMLModel(ct.models.utils.compile_model(counter)),
+        np.arange(64).astype(kind),
+    )
+    state = model.make_state()
+    for strided in (
+        value[:32].reshape(1, 32),
+        value[::2].reshape(1, 32),
+        value.reshape(32, 2)[:, :1].T,
+    ):
+        state.write_state("count", strided)
+        assert np.array_equal(state.read_state("count"), strided)
+        assert np.array_equal(model.predict({"x": strided}, state)["y"], 2.0 * strided + 1)
+
+
+def test_coremltools_own_upcast_of_halves_comes_before_the_binding(ct, counter):
+    model = ct.models.CompiledMLModel(ct.models.utils.compile_model(counter))
+    assert model.predict({"x": np.ones((1, 32), np.float16)}, model.make_state())["y"][0, 0] == 2
+    with pytest.raises(RuntimeError, match="not convertible"):  # of int64 there is none
+        model.predict({"x": np.ones((1, 32), int)}, model.make_state())
+    with pytest.raises(
+        RuntimeError, match="Feature x is required"
+    ):  # the binding makes nil of a list
+        model.predict({"x": [[1.0] * 32]}, model.make_state())
+
+
+@pytest.mark.parametrize("value", [1.0, 1, "one", {"one": 1.0}, [1.0]])
+def test_only_arrays_are_written_into_a_state(ct, counter, value):
+    with pytest.raises(RuntimeError, match="only multi-array value is supported"):
+        ct.models.MLModel(counter).make_state().write_state("count", value)
+
+
+def test_what_comes_out_is_contiguous_float32_of_its_own(ct, counter):
+    model, x = ct.models.MLModel(counter), np.zeros((4, 32), np.float32)
+    state = model.make_state()
+    for found in (model.predict({"x": x}, state)["y"], state.read_state("count")):
+        assert found.dtype == np.float32 and found.flags.c_contiguous and found.flags.writeable
+        found += 7
+    assert state.read_state("count")[0, 0] == 1
+
+
+def test_errors_of_core_ml_have_three_lines_the_last_a_brace(ct, counter, tmp_path):
+    """`Utils::handleError`: the description of a dictionary, quotes and what is not ASCII escaped."""
+    model = ct.models.MLModel(counter)
+    with pytest.raises(RuntimeError) as failed:
+        model.predict({"x": np.zeros((5, 32), np.float32)}, model.make_state())
+    first, text, last = str(failed.value).split("\n")
+    assert (
+        (first, last) == ("{", "}")
+        and text.startswith('    NSLocalizedDescription = "For')
+        and text.endswith('";')
+    )
+    assert str(failed.value).isascii()
+    empty = tmp_path / "empty.mlmodelc"
+    empty.mkdir()
+    for refused in (
+        lambda: ct.models.CompiledMLModel(str(empty)),
+        lambda: shim.Proxy.compileModel(str(empty)),
+    ):
+        with pytest.raises(RuntimeError, match=r"^\{\n    NSLocalizedDescription = .*;\n\}$"):
+            refused()
+    with pytest.raises(RuntimeError, match='^Error compiling model: ".*".$'):
+        shim.Proxy(str(tmp_path / "no.mlpackage"), "ALL")
+
+
 @pytest.mark.parametrize("rows, fits", [(1, True), (4, True), (5, False)])
 def test_range_dims_bound_an_input(ct, counter, rows, fits):
     model = ct.models.MLModel(counter)
@@ -151,7 +254,7 @@ def test_range_dims_bound_an_input(ct, counter, rows, fits):
     if fits:
         assert model.predict({"x": x}, state)["y"].shape == (rows, 32)
     else:
-        with pytest.raises(RuntimeError, match="For input feature 'x', the provided shape 5 × 32"):
+        with pytest.raises(RuntimeError, match=r"For input feature 'x', the provided shape 5 \\U00d7 32"):
             model.predict({"x": x}, state)
 
 
@@ -162,7 +265,7 @@ def test_enumerated_shapes_bound_an_input(ct, tmp_path):
     path = convert(ct, traced, tmp_path / "relu.mlpackage", inputs=[ct.TensorType("x", shapes)], outputs=[ct.TensorType("y")])
     model = ct.models.MLModel(path)
     assert model.predict({"x": -np.ones((2, 4))})["y"].tolist() == [[0] * 4] * 2
-    with pytest.raises(RuntimeError, match="3 × 4"):
+    with pytest.raises(RuntimeError, match=r"3 \\U00d7 4"):
         model.predict({"x": np.ones((3, 4))})
 
 
@@ -170,7 +273,7 @@ def test_bad_inputs_are_named(ct, doubling):
     model = ct.models.MLModel(doubling)
     with pytest.raises(RuntimeError, match="Feature x is required"):
         model.predict({})
-    with pytest.raises(RuntimeError, match="'x', the provided shape 3 × 2"):
+    with pytest.raises(RuntimeError, match=r"'x', the provided shape 3 \\U00d7 2"):
         model.predict({"x": X.T})
     with pytest.raises(KeyError, match="does not match any"):
         model.predict({"z": X})

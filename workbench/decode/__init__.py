@@ -1,6 +1,7 @@
 """Decoding a bundle: token by token, chunk by chunk, from the start or from a snapshot. Knows no golden."""
 
-from .decoder import Decoder, Record, literal
+from .contexts import literal
+from .decoder import Decoder, Record
 from .host import Host
 from .sampling import Sampling
 from .snapshot import Snapshot

@@ -5,19 +5,19 @@ Sequences come and go slot by slot as snapshots; every slot keeps its own positi
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from workbench import runtime as runtimes
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.errors import InputError
 
-from . import checks
+from . import checks, contexts
 from .experts import Experts
 from .host import Host
 from .sampling import Sampling
@@ -43,17 +43,6 @@ class Record:
     logits: np.ndarray
     times: Times
     slot: int = 0
-
-
-def literal(gate: Callable) -> Callable:
-    """Decorates a gate, a function whose first argument is a decoder: it judges the literal graph, see `Decoder.literal`."""
-
-    @wraps(gate)
-    def judged(decoder: "Decoder", *arguments, **options):
-        with decoder.literal():
-            return gate(decoder, *arguments, **options)
-
-    return judged
 
 
 class Decoder:
@@ -87,17 +76,47 @@ class Decoder:
     @contextmanager
     def literal(self) -> Iterator["Decoder"]:
         """Within, the portable runtime executes the literal graph, as with `fast=False`; sequences go on as they are."""
-        models = [*self.layers, *self.heads, *self.experts.models.values()] if self.runtime == "portable" else []
-        held, before = [(model, model.fast) for model in models], self.fast
-        self.fast = False
-        for model in models:
-            model.fast = None
+        before = self.fast
+        try:
+            self.fast = False
+            with (
+                contexts.of_models(self, lambda model: model.literal())
+                if self.runtime == "portable"
+                else nullcontext()
+            ):
+                yield self
+        finally:
+            self.fast = before
+
+    @contextmanager
+    def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator["Decoder"]:
+        """Within, every model of the portable runtime has the hook that `hook_of` gives for its
+        shard (None: no hook).
+
+        Raises:
+            InputError: Core ML shows no operation of a program.
+        """
+        if self.runtime != "portable":
+            raise InputError(
+                "hook",
+                f"runtime {self.runtime}",
+                "the portable runtime, which shows each operation",
+                "open the bundle with runtime='portable'",
+            )
+        with contexts.of_models(self, lambda model: model.hooked(hook_of(model.shard))):
+            yield self
+
+    @contextmanager
+    def set_aside(self) -> Iterator["Decoder"]:
+        """Within, `begin` may start other sequences; afterwards those that ran before go on as if
+        nothing had happened."""
+        before = {
+            name: getattr(self, name) for name in ("run", "states", "ids", "offsets", "times")
+        }
         try:
             yield self
         finally:
-            self.fast = before
-            for model, fast in held:
-                model.fast = fast
+            vars(self).update(before)
 
     @cached_property
     def identity(self) -> str:

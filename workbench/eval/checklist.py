@@ -212,15 +212,19 @@ def nan_is_noticed(decoder: Decoder, rng) -> Gate:
 
 def overflow_raises(decoder: Decoder) -> Gate:
     """A token at position max_seq_len is refused before any state changes; experiment 30's runtime clamps and overwrites."""
-    decoder.begin()
-    decoder.offsets[:] = decoder.options.max_seq_len
-    try:
-        decoder.advance([[0]] * decoder.options.batch, 1)
-        raised = False
-    except InputError:
-        raised = True
-    touched = any(np.any(state.read(n)) for m, state in zip(decoder.layers, decoder.states, strict=True) for n in m.shard.states)
-    decoder.begin()
+    with decoder.set_aside():
+        decoder.begin()
+        decoder.offsets[:] = decoder.options.max_seq_len
+        try:
+            decoder.advance([[0]] * decoder.options.batch, 1)
+            raised = False
+        except InputError:
+            raised = True
+        touched = any(
+            np.any(state.read(n))
+            for m, state in zip(decoder.layers, decoder.states, strict=True)
+            for n in m.shard.states
+        )
     return gates.holds("overflow_raises", raised and not touched, "a token past max_seq_len is refused, no state touched"
                        if raised and not touched else "a token past max_seq_len was written")  # fmt: skip
 

@@ -11,6 +11,7 @@ portable runtime notes each choice and goes on with the golden's; choices are ju
 
 import itertools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,21 +101,25 @@ class _Pass:
         width = decoder.options.t_max if decoder.options.t == "fixed" else span.stop - span.start
         io = decoder.host.inputs(np.full(B, span.start), counts, width)
         io[X] = self.columns(decoder.bundle.embed(golden.ids[None, span])[0], width)
-        for index, model in enumerate(decoder.layers):
-            first, last = model.shard.layers
-            if self.isolated:
-                io[X] = self.columns(self.given[first][span], width)
-                if golden.router is not None and first:
-                    io[ROUTER_STATE] = self.columns(golden.router[first - 1][span], width)
-            model.hook = self.hook(model.shard, span)
-            io = decoder.run_layers(index, io, counts)
-            model.hook = None
-            self.keep(self.trace.hidden, last - 1, span, io[X] * self.grow)
+        hooks = (
+            decoder.hooked(lambda shard: self.hook(shard, span))
+            if decoder.runtime == "portable"
+            else nullcontext()
+        )
+        with hooks:
+            for index, model in enumerate(decoder.layers):
+                first, last = model.shard.layers
+                if self.isolated:
+                    io[X] = self.columns(self.given[first][span], width)
+                    if golden.router is not None and first:
+                        io[ROUTER_STATE] = self.columns(golden.router[first - 1][span], width)
+                io = decoder.run_layers(index, io, counts)
+                self.keep(self.trace.hidden, last - 1, span, io[X] * self.grow)
 
     def hook(self, shard, span: slice):
         """Reads the hidden output of inner layers and the choice of experts; puts the golden's in their place."""
         inner = {name: layer for layer, name in shard.taps.items() if layer < shard.layers[1] - 1}
-        if not inner and self.golden.expert is None:
+        if shard.kind not in ("layers", "router") or (not inner and self.golden.expert is None):
             return None
 
         def look(op, outputs):

@@ -15,6 +15,7 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.decode import Decoder
+from workbench.errors import last_message
 from workbench.mil import PRECISIONS
 from workbench.runtime import COMPUTE_UNITS, coreml_available
 
@@ -74,9 +75,9 @@ def row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int]
         [sys.executable, "-m", "workbench.eval.matrix", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)]
     )
     if child.returncode:
-        last = (child.stderr or "").strip().splitlines()[-1:] or [""]
+        last = last_message((child.stderr or "").splitlines())
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": f"{how}: {last[0]}"}
+        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": f"{how}: {last}"}
     said = json.loads(child.stdout.splitlines()[-1])
     red = [f"{g['name']}: {g['reason']}" for g in said["gates"] if g["verdict"] == gates.RED]
     return found | {"verdict": said["verdict"], "min_cosine": said["min_cosine"], "kl_max": said["logits"]["kl_max"],

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -219,12 +220,15 @@ def _decode(decoder: Decoder, rests, limits, after, streaming: bool) -> list[lis
             if i == 0:
                 _offer_foreign(decoder)
         return seen
-    stream, decoder.stream = decoder.stream, None
-    try:
-        decoder.stream = lambda *a, **k: (seen[r.slot].append(r) or r for r in stream(*a, **k))
+    stream = decoder.stream
+
+    def watched(*arguments, **options):
+        for record in stream(*arguments, **options):
+            seen[record.slot].append(record)
+            yield record
+
+    with patch.object(decoder, "stream", watched):
         tokens = decoder.generate(ids, limit, after=held, stop=())
-    finally:
-        del decoder.stream
     if [[r.token for r in records] for records in seen] != ([tokens] if one else tokens):
         raise AssertionError("generate does not return what stream yields")
     return seen
@@ -245,11 +249,8 @@ def counted(decoder: Decoder):
     """A list that grows by one with every prediction of the first layer shard."""
     model, calls = decoder.layers[0], []
     predict = model.predict
-    model.predict = lambda *arguments: (calls.append(1), predict(*arguments))[1]
-    try:
+    with patch.object(model, "predict", lambda *arguments: (calls.append(1), predict(*arguments))[1]):
         yield calls
-    finally:
-        del model.predict
 
 
 def differs(found: list[Record], reference: list[Record], precision: str, strict: bool = False) -> str:

@@ -101,24 +101,23 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
     """Where the time of a portable call goes: ms per MIL operation, by layer and source module.
 
     Each time is the gap between two operations, hook included; the first call is a warm-up and left out. Experts are
-    loaded before.
+    loaded before; the decoder's own sequences go on afterwards.
 
     Returns:
         Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over calls, summed over equal operations.
     """
     rng, rows, last = np.random.default_rng(seed), [], [0.0]
-    models = [*decoder.layers, *(decoder.experts.model(*key) for key in decoder.experts.shards)]
-    decoder.begin()
-    if depth:
-        decoder.prefill(_ids(decoder, rng, depth))
-    for call in range(calls + 1):
-        for model in models:
-            model.hook = _clock(model.shard, call, rows, last)
-        ids = _ids(decoder, rng, T)
-        last[0] = time.perf_counter()
-        decoder.advance(ids, T)
-    for model in models:
-        model.hook = None
+    for key in decoder.experts.shards:
+        decoder.experts.model(*key)
+    with decoder.set_aside():
+        decoder.begin()
+        if depth:
+            decoder.prefill(_ids(decoder, rng, depth))
+        for call in range(calls + 1):
+            ids = _ids(decoder, rng, T)
+            with decoder.hooked(lambda shard, call=call: _clock(shard, call, rows, last)):
+                last[0] = time.perf_counter()
+                decoder.advance(ids, T)
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
     each = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()  # whichever expert ran

@@ -7,6 +7,7 @@ rounded on the way would. Works on bundles, fed a prompt, and on any package, fe
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,9 +177,11 @@ def of_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Tr
 
 
 def of_decoder(decoder: Decoder, ids: Sequence[int], tile: int | None = None) -> Ranges:
-    """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a fresh state."""
-    decoder.begin()
-    return run({decoder.precision: decoder}, ids, tile).ranges[decoder.precision]
+    """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a
+    fresh state; the decoder's own sequences go on afterwards."""
+    with decoder.set_aside():
+        decoder.begin()
+        return run({decoder.precision: decoder}, ids, tile).ranges[decoder.precision]
 
 
 def run(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None) -> Trace:
@@ -188,31 +191,20 @@ def run(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = Non
         decoders: portable ones by precision; `exact`, where there is one, before `declared`.
     """
     found, ranges = Departure(), {p: Ranges() for p in decoders}
-    for precision, decoder in decoders.items():
-        _hook(decoder, lambda shard, p=precision: found.hook(p, ranges[p], shard.name, shard.modules))
     size = tile or next(iter(decoders.values())).options.t_max
-    for start in range(0, len(ids), size):
-        for decoder in decoders.values():
-            chunk = [list(ids[start : start + size])] * decoder.options.batch
-            hidden = decoder.advance(chunk, len(chunk[0]))
-            decoder.logits(hidden[:, :, : len(chunk[0])])
-    for decoder in decoders.values():
-        _hook(decoder, lambda shard: None)
+    with ExitStack() as hooks:
+        for precision, decoder in decoders.items():
+            hooks.enter_context(
+                decoder.hooked(
+                    lambda shard, p=precision: found.hook(p, ranges[p], shard.name, shard.modules)
+                )
+            )
+        for start in range(0, len(ids), size):
+            for decoder in decoders.values():
+                chunk = [list(ids[start : start + size])] * decoder.options.batch
+                hidden = decoder.advance(chunk, len(chunk[0]))
+                decoder.logits(hidden[:, :, : len(chunk[0])])
     return Trace(ranges, found.first)
-
-
-def _hook(decoder: Decoder, make) -> None:
-    """Sets the hook of every model, those of experts that are loaded later too."""
-    for model in [*decoder.layers, *decoder.heads, *decoder.experts.models.values()]:
-        model.hook = make(model.shard)
-    load = decoder._load
-
-    def load_hooked(shard):
-        model = load(shard)
-        model.hook = make(shard)
-        return model
-
-    decoder.experts.load = load_hooked
 
 
 def of_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None, seed: int = 0) -> Trace:

@@ -11,13 +11,15 @@ import platform
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from workbench.bundle import Bundle, Shard
-from workbench.errors import InputError
+from workbench.errors import InputError, one_line
 from workbench.quiet import coremltools
 
 from .base import State, check_inputs
@@ -43,17 +45,39 @@ class Placed:
     cost: float | None
 
 
-class Handle:
-    """Raw state over coremltools' MLState."""
+@contextmanager
+def _one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
+    """Within, errors of Core ML's binding, RuntimeErrors of several lines, become one InputError
+    with their text."""
+    try:
+        yield
+    except RuntimeError as problem:
+        raise InputError(subject, one_line(problem), needed, next_step) from problem
 
-    def __init__(self, state):
-        self.state = state
+
+class Handle:
+    """Raw state over coremltools' MLState: float16, as Core ML holds it.
+
+    The binding reads states as float32, and writes neither float16 nor read-only arrays.
+    """
+
+    def __init__(self, state, shard: str):
+        self.state, self.shard = state, shard
 
     def read(self, tensor: str) -> np.ndarray:
-        return self.state.read_state(tensor)
+        with self._one_message(tensor):
+            return self.state.read_state(tensor).astype(np.float16)
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        self.state.write_state(tensor, value)
+        with self._one_message(tensor):
+            self.state.write_state(tensor, np.require(value, np.float32, "CW"))
+
+    def _one_message(self, tensor: str):
+        return _one_message(
+            f"state {tensor!r} of shard {self.shard}",
+            "a state that Core ML reads and writes",
+            "see the message; run the bundle with the portable runtime",
+        )
 
 
 class CoreMLModel:
@@ -65,7 +89,8 @@ class CoreMLModel:
         function: the function to run (default: the model's own default).
 
     Raises:
-        InputError: a shard that Core ML does not compile or load; a hint that it does not know.
+        InputError: a shard that Core ML does not compile, load or run, with Core ML's own message
+            in one line; a hint that it does not know.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, compute_units: str, hints: dict | None = None, function: str | None = None):
@@ -74,14 +99,18 @@ class CoreMLModel:
         self.function, self.units = function, ct.ComputeUnit[compute_units]
         self.loading_ms: dict[str, float | None] = {"compile": None, "load": None, "first_predict": None}
         chosen = _hints(ct, hints or {})
-        try:
+        with self._one_message():
             self.compiled = self._compile(bundle)
             start = time.perf_counter()
             self.model = ct.models.CompiledMLModel(str(self.compiled), self.units, function, chosen or None)
-        except RuntimeError as problem:  # what Core ML's binding raises for models it does not take
-            raise InputError(f"shard {shard.name}", str(problem).strip(), f"a model that Core ML runs on {compute_units}",
-                             "see the message; try other --compute-units") from problem  # fmt: skip
         self.loading_ms["load"] = (time.perf_counter() - start) * 1e3
+
+    def _one_message(self):
+        return _one_message(
+            f"shard {self.shard.name}",
+            f"a model that Core ML runs on {self.units.name}",
+            "see the message; try other --compute-units",
+        )
 
     def _compile(self, bundle: Bundle) -> Path:
         """The compiled shard: from the cache, or compiled into it, whole or not at all."""
@@ -103,13 +132,16 @@ class CoreMLModel:
         return target
 
     def make_state(self) -> State:
-        return State(self.shard, Handle(self.model.make_state()))
+        with self._one_message():
+            return State(self.shard, Handle(self.model.make_state(), self.shard.name))
 
     def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
-        typed = {n: v if v.dtype == np.int32 else v.astype(np.float16) for n, v in inputs.items()}
+        # float32 is what the binding takes: Core ML rounds it to the float16 of its inputs, once
+        typed = {n: np.require(v, v.dtype if v.dtype == np.int32 else np.float32, "CW") for n, v in inputs.items()}
         start = time.perf_counter()
-        outputs = self.model.predict(typed, state.raw.state if state else None)
+        with self._one_message():
+            outputs = self.model.predict(typed, state.raw.state if state else None)
         if self.loading_ms["first_predict"] is None:
             self.loading_ms["first_predict"] = (time.perf_counter() - start) * 1e3
         return {name: np.asarray(value, np.float32) for name, value in outputs.items()}

@@ -2,6 +2,8 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 from workbench import mil
 from workbench.bundle import Bundle, Shard
+from workbench.mil.interpret import Hook
 from workbench.quiet import coremltools
 
 from .base import State, check_inputs
@@ -33,13 +36,13 @@ class Cells:
 class PortableModel:
     """One shard, executed operation by operation.
 
-    States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hook` (see `workbench.mil.interpret`) may
-    be set at any time; None costs nothing. With `fast`, `declared` calls take the decode path (`workbench.mil.fast`)
-    unless a hook is set; the literal graph is made ready when first needed.
+    States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook (see
+    `workbench.mil.interpret`); none costs nothing. With `fast`, `declared` calls take the decode path
+    (`workbench.mil.fast`) unless a hook is set; the literal graph is made ready when first needed.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
-        self.shard, self.precision, self.hook = shard, precision, None
+        self.shard, self.precision, self._hook = shard, precision, None
         self.t_max = bundle.manifest.options.t_max
         coremltools()  # its import is nobody's loading time
         start = time.perf_counter()
@@ -51,6 +54,31 @@ class PortableModel:
         if self.fast is None:
             self.executable  # noqa: B018  (refuses now what it cannot run, not at the first call)
         self.loading_ms = {"compile": None, "load": (time.perf_counter() - start) * 1e3, "first_predict": None}
+
+    @property
+    def hook(self) -> Hook | None:
+        """The hook that is set, if one is."""
+        return self._hook
+
+    @contextmanager
+    def hooked(self, hook: Hook | None) -> Iterator[None]:
+        """Within, `hook` is called after each operation of the literal graph; None: nothing is."""
+        before = self._hook
+        try:
+            self._hook = hook
+            yield
+        finally:
+            self._hook = before
+
+    @contextmanager
+    def literal(self) -> Iterator[None]:
+        """Within, calls execute the literal graph, as with `fast=False`."""
+        before = self.fast
+        try:
+            self.fast = None
+            yield
+        finally:
+            self.fast = before
 
     def _fast(self, program: mil.Program):
         from workbench.mil import fast, kernels  # numba takes a moment to import

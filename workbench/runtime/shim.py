@@ -7,9 +7,12 @@ model = coremltools.models.MLModel("model.mlpackage")
 state = model.make_state()
 model.predict({"x": x}, state)
 ```
-In go packages, NumPy arrays and PIL images; out come what Core ML's Python binding gives: float32 for fp16, int32,
-images, class labels; errors are RuntimeErrors. Compute units and hints are accepted and mean nothing here. Compiling
-copies the package. Knows nothing of bundles. Not there: compute plans, devices, model assets, anything but ML Programs.
+In go packages, PIL images and the NumPy arrays that Core ML's Python binding takes: writeable ones
+of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
+upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
+class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
+nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
+devices, model assets, anything but ML Programs.
 """
 
 import shutil
@@ -28,6 +31,7 @@ from workbench.errors import InputError
 from workbench.quiet import coremltools
 
 MACOS = (15, 5)  # what coremltools is told to run on: the system whose features (iOS 18) the portable runtime has
+TAKEN = tuple(np.dtype(kind) for kind in (np.float32, np.float64, np.int32))  # int8 too, once built for macOS 26
 _replaced: list[tuple[object, str, object]] = []  # module, name, what was there before install()
 
 
@@ -86,10 +90,12 @@ class StateProxy:
         return self.cells[name]
 
     def read_state(self, name: str) -> np.ndarray:
-        return self._cell(name).value.numpy().copy()
+        return self._cell(name).value.numpy().copy(order="C")
 
     def write_state(self, name: str, value) -> None:
-        cell, value = self._cell(name), torch.from_numpy(np.array(value, np.float32))
+        if isinstance(value, (bool, int, float, str, bytes, dict, list, tuple)):
+            raise RuntimeError("Failed to write state, only multi-array value is supported")
+        cell, value = self._cell(name), torch.from_numpy(np.array(_taken(value), np.float32))
         if value.shape != cell.value.shape:
             raise RuntimeError(f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}")
         cell.value = value.half().float()
@@ -107,7 +113,12 @@ class Proxy:
             program = mil.read(self.path, function_name or None)
             self.executable = mil.Executable(program, self.precision)
         except InputError as problem:
-            raise RuntimeError(f'Error compiling model: "{problem}"') from problem
+            refused = (
+                _error(problem)
+                if self.path.suffix == ".mlmodelc"
+                else RuntimeError(f'Error compiling model: "{problem}".')
+            )
+            raise refused from problem
         self.description = program.description
         self.load_ns = time.perf_counter_ns() - start
 
@@ -123,7 +134,7 @@ class Proxy:
             mil.read(path)
             return str(shutil.copytree(path, target))
         except InputError as problem:
-            raise RuntimeError(f'Error compiling model: "{problem}"') from problem
+            raise _error(problem) from problem
 
     def get_compiled_model_path(self) -> str:
         """As natively, a path that is good for the lifetime of this object."""
@@ -153,18 +164,43 @@ class Proxy:
         try:
             outputs = self.executable.run(inputs, state.cells if state else {})
         except InputError as problem:
-            raise RuntimeError(f"Unable to compute the prediction using ML Program. {problem}") from problem
+            raise _error(f"Unable to compute the prediction using ML Program. {problem}") from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
 
 
+def _error(message: object) -> RuntimeError:
+    """An error of Core ML as the binding words it: the description of a dictionary, three lines."""
+    plain = str(message).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    text = "".join(c if c.isascii() else f"\\U{ord(c):04x}" for c in plain)
+    return RuntimeError(f'{{\n    NSLocalizedDescription = "{text}";\n}}')
+
+
+def _taken(value) -> np.ndarray:
+    """An array that the binding takes.
+
+    Raises:
+        RuntimeError: a read-only array, one without dimensions or of another dtype, anything that is no array.
+    """
+    if (
+        isinstance(value, np.ndarray)
+        and value.ndim
+        and value.flags.writeable
+        and value.dtype in TAKEN
+    ):
+        return value
+    print(f"Error: value type not convertible:\n{value}")  # natively on stdout, too
+    raise RuntimeError("value type not convertible")
+
+
 def _input(feature, value, declared: mil.Type) -> torch.Tensor:
     """A user's value as the program's input, checked against the feature's description."""
-    if value is None:
-        value = _default(feature)
-    if feature.type.WhichOneof("Type") == "imageType":
+    if value is None or isinstance(value, (list, tuple)):  # the binding makes nil of a list
+        array = _default(feature)
+    elif feature.type.WhichOneof("Type") == "imageType":
         return _from_image(feature, value)
-    array = np.asarray(value)
+    else:
+        array = _taken(value)
     array = array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
     allowed = feature.type.multiArrayType
     ranges, shapes = allowed.shapeRange.sizeRanges, [list(s.shape) for s in allowed.enumeratedShapes.shapes]
@@ -173,8 +209,10 @@ def _input(feature, value, declared: mil.Type) -> torch.Tensor:
         inside = (r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0) for r, n in zip(ranges, array.shape))
         fits = len(ranges) == array.ndim and all(inside)
     if not fits:
-        raise RuntimeError(f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
-                           "is not compatible with the model's feature description.")  # fmt: skip
+        raise _error(
+            f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
+            "is not compatible with the model's feature description."
+        )
     return torch.from_numpy(array.reshape(()) if declared.shape == () else array)
 
 
@@ -183,7 +221,7 @@ def _default(feature):
     array = feature.type.multiArrayType
     value = array.WhichOneof("defaultOptionalValue")
     if not feature.type.isOptional or value is None:
-        raise RuntimeError(f"Feature {feature.name} is required but not specified.")
+        raise _error(f"Feature {feature.name} is required but not specified.")
     return np.full(tuple(array.shape), getattr(array, value))
 
 
@@ -191,8 +229,10 @@ def _from_image(feature, image) -> torch.Tensor:
     """PIL image → [1, C, H, W] in 0…255, channels in the model's order."""
     expected = feature.type.imageType
     if image.size != (expected.width, expected.height):
-        raise RuntimeError(f"image input {feature.name!r} has size {image.size}, the model takes "
-                           f"{(expected.width, expected.height)}")  # fmt: skip
+        raise _error(
+            f"image input {feature.name!r} has size {image.size}, the model takes "
+            f"{(expected.width, expected.height)}"
+        )
     pixels = torch.from_numpy(np.array(image, np.float32))
     if pixels.dim() == 2:
         return pixels[None, None]
@@ -209,7 +249,7 @@ def _output(feature, value):
         return int(value) if kind == "int64Type" else value
     array = feature.type.multiArrayType
     dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(array.dataType, np.float32)
-    return np.atleast_1d(value.numpy().astype(dtype))  # Core ML knows no scalars
+    return np.atleast_1d(value.numpy().astype(dtype, order="C"))  # Core ML knows no scalars
 
 
 def _to_image(kind, value: torch.Tensor):
