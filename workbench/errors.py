@@ -4,6 +4,9 @@ A leaf: every part may raise it, none catches it but the command line (exit code
 """
 
 
+import re
+
+
 class InputError(ValueError):
     """Input that cannot be used: what it is, what was found, what is needed, and what to do next.
 
@@ -16,3 +19,15 @@ class InputError(ValueError):
     def __init__(self, subject: str, found: str, needed: str, next_step: str):
         self.subject, self.found, self.needed, self.next_step = subject, found, needed, next_step
         super().__init__(f"{subject}: found {found}; needs {needed}. Next: {next_step.rstrip('.')}.")
+
+    @classmethod
+    def from_message(cls, message: str) -> "InputError | None":
+        """An error with this message, or None where an InputError would say it differently."""
+        parts = re.fullmatch(r"(.*?): found (.*); needs (.*)\. Next: (.*)\.", message, re.DOTALL)
+        return cls(*parts.groups()) if parts else None
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows for this error in place of a traceback (IPython asks for it by this name)."""
+        lines = [f"InputError: {self.subject}", f"  found      {self.found}", f"  needs      {self.needed}",
+                 f"  next step  {self.next_step.rstrip('.')}"]  # fmt: skip
+        return ["\n".join(lines)]

@@ -5,6 +5,7 @@ Everything JupyterLab would read from or write to the user's home goes to a fold
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -23,11 +24,30 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "/Applications/Google 
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
             "apputils-extension/notification": {"fetchNews": "false"}}  # fmt: skip
 LIMIT_S = 300
+ROOT = Path(__file__).parents[2]
 
 
 def chromium() -> str | None:
     """The browser of this machine, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+def commit(project: Path) -> None:
+    """Makes a copy of the project a checkout of its own, with the filter for notebooks that `make` sets up."""
+    for name in (".gitignore", ".gitattributes"):
+        shutil.copy(ROOT / name, project)
+    recipe = subprocess.run(["make", "-n", "-B", ".venv/ready"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    clean = re.search(r'git config filter.notebook.clean "(.+)"', recipe)[1]
+    clean = clean.replace(".venv/bin", str(Path(sys.executable).parent))
+    for command in (["init", "-q"], ["config", "filter.notebook.clean", clean], ["add", "-A"],
+                    ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "-m", "x"]):  # fmt: skip
+        subprocess.run(["git", "-C", project, *command], check=True)
+
+
+def changes(project: Path) -> list[str]:
+    """What git says has changed, or is new, in that checkout."""
+    command = ["git", "-C", project, "status", "--porcelain"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 @contextmanager
