@@ -81,10 +81,16 @@ def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
 
 @pytest.mark.parametrize(
     "checkpoint,parameters,name",
-    [("random", {"CHECKPOINTS": ["data/tiny-llama", "/models/own/"]}, "tiny-llama+own"), (None, {"CHECKPOINT": "/models/Llama 3.2-1B"}, "Llama 3.2-1B"),
-     ("qwen-planted", {}, "qwen-planted"), (None, {}, "run"), ("figures", {}, "run-figures"), ("x", {"CHECKPOINT": ".."}, "run"),
-     ("report.md", {}, "run-report.md")],
-)  # fmt: skip
+    [
+        ("random", {"CHECKPOINTS": ["data/tiny-llama", "/models/own/"]}, "tiny-llama+own"),
+        (None, {"CHECKPOINT": "/models/Llama 3.2-1B"}, "Llama 3.2-1B"),
+        ("qwen-planted", {}, "qwen-planted"),
+        (None, {}, "run"),
+        ("figures", {}, "run-figures"),
+        ("x", {"CHECKPOINT": ".."}, "run"),
+        ("report.md", {}, "run-report.md"),
+    ],
+)
 def test_the_folder_of_a_write_up_is_never_the_shipped_ones(checkpoint, parameters, name, tmp_path):
     root = tmp_path / "experiments" / "log"
     finished(root, checkpoint, **parameters)

@@ -1,5 +1,5 @@
-"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2 with one message, a
-notebook's cell that crashes 3."""
+"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2
+with one message, a notebook's cell that crashes exits 3."""
 
 import contextlib
 import json as jsonlib
@@ -27,7 +27,7 @@ GoldenPath = Annotated[Path | None, typer.Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")]
 Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
 LogFolder = Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")]
-Publish = Annotated[bool, typer.Option("--publish", help="Make it the shipped write-up, and its runs shipped runs.")]
+Publish = Annotated[bool, typer.Option("--publish", help="Make this the shipped write-up.")]
 Memory = Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")]
 DEFAULT_IDS = 24
 
@@ -328,7 +328,7 @@ def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("-
 @app.command()
 def report(
     experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")],
-    run: Annotated[str | None, typer.Option("--run", help="Log row of a notebook's run; default: the newest.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The notebook's run; default: the newest.")] = None,
     publish: Publish = False, log: LogFolder = None, json: Json = False,
 ) -> None:  # fmt: skip
     """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.

@@ -27,7 +27,11 @@ class InputError(ValueError):
         return cls(*parts.groups()) if parts else None
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows for this error in place of a traceback (IPython asks for it by this name)."""
-        lines = [f"InputError: {self.subject}", f"  found      {self.found}", f"  needs      {self.needed}",
-                 f"  next step  {self.next_step.rstrip('.')}"]  # fmt: skip
-        return ["\n".join(lines)]
+        """What a notebook shows in place of a traceback; IPython looks for a method of this name."""
+        next_step = self.next_step.rstrip(".")
+        return [
+            f"InputError: {self.subject}\n"
+            f"  found      {self.found}\n"
+            f"  needs      {self.needed}\n"
+            f"  next step  {next_step}"
+        ]

@@ -8,7 +8,8 @@ from workbench.errors import InputError
 
 
 class CellError(RuntimeError):
-    """A cell of a notebook failed, and not because of its input: which one, the last line of its error, the executed copy."""
+    """A cell failed, and not because of its input. The message names the notebook, the cell by its number
+    in brackets, the last line of the error, and the executed copy."""
 
 
 def run(number: str, parameters: dict | None = None, progress: bool = True, publish: bool = False) -> dict:
@@ -68,9 +69,13 @@ def run(number: str, parameters: dict | None = None, progress: bool = True, publ
     path = (report.publish if publish else report.write)(number, root, concluded)
     figures = [path.parent / "figures" / f"{row['name']}.png" for row in exhibits if row["plot"]]
     return {
-        "experiment": name, "verdict": _verdict(runs), "executed": str(executed), "figures": sorted(map(str, figures)),
-        "runs": sorted(runs["run_id"]), "report": str(path),
-    }  # fmt: skip
+        "experiment": name,
+        "verdict": _verdict(runs),
+        "executed": str(executed),
+        "figures": sorted(map(str, figures)),
+        "runs": sorted(runs["run_id"]),
+        "report": str(path),
+    }
 
 
 def _failure(problem: Exception) -> tuple[InputError | None, str]:

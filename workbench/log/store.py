@@ -1,8 +1,8 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
 ``<root>/shipped`` is a log as well: the runs that came with the project. What is loaded from a log includes them, and
-only publishing writes there. Every value is checked against the table's schema before anything is written; files of an older version are lifted while
-they are read and never rewritten. Knows nothing of what the columns mean.
+only publishing writes there. Every value is checked against the table's schema before anything is
+written; files of an older version are lifted while they are read and never rewritten. Knows nothing of what the columns mean.
 """
 
 import json
@@ -101,10 +101,12 @@ def load(table: str, root: Path | str | None = None, where: Mapping | str | None
         raise InputError("log filter", repr(where), "columns and values, or a pandas query", "write for example {'T': 4}")
     keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
     if isinstance(where, Mapping) and where.get("run_id") is not None:  # a file is named after its run
-        wanted = ([place / f"{run_id}.parquet" for place in folders] for run_id in _several(where["run_id"]))
-        found = _read([path for paths in wanted for path in list(filter(Path.is_file, paths))[:1]], table)
+        paths = ([place / f"{i}.parquet" for place in folders] for i in _several(where["run_id"]))
+        own_first = [next(filter(Path.is_file, places), None) for places in paths]
+        found = _read([path for path in own_first if path], table)
     else:
-        found = _union(*(cache.gathered(place, _fingerprint(table), lambda paths: _read(paths, table)) for place in folders))
+        version, read = _fingerprint(table), lambda paths: _read(paths, table)
+        found = _union(*(cache.gathered(place, version, read) for place in folders))
     frame = found.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
     return _query(frame, where) if isinstance(where, str) else frame
 
