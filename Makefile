@@ -42,3 +42,4 @@ fuzz: .venv/ready
 
 clean:
 	rm -rf .venv build data/bundles data/golden
+	-git config --unset filter.notebook.clean
