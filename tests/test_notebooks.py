@@ -8,9 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from browser.lab import chromium
+from browser.lab import changes, chromium, commit
+from typer.testing import CliRunner
 
-from workbench import notebook, report
+from workbench import log, notebook, report, runs
+from workbench.cli import app
 from workbench.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -30,10 +32,19 @@ SMALL = {
 }  # fmt: skip
 
 
+def committed(path: Path) -> bytes:
+    """The file as git has it: a notebook may be saved with its outputs; without git, the file."""
+    command = ["git", "-C", ROOT, "show", f":{path.relative_to(ROOT).as_posix()}"]
+    shown = subprocess.run(command, capture_output=True) if shutil.which("git") else None
+    return shown.stdout if shown and shown.returncode == 0 else path.read_bytes()
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_committed_stripped_with_one_parameters_cell(path):
-    subprocess.run([sys.executable, "-m", "nbstripout", "--verify", path], check=True)
-    cells = json.loads(path.read_text())["cells"]
+def test_committed_stripped_with_one_parameters_cell(path, tmp_path):
+    source = tmp_path / path.name
+    source.write_bytes(committed(path))
+    subprocess.run([sys.executable, "-m", "nbstripout", "--verify", source], check=True)
+    cells = json.loads(source.read_text())["cells"]
     assert sum("parameters" in c["metadata"].get("tags", []) for c in cells) == 1
     for cell in cells:
         assert cell["cell_type"] != "code" or len(cell["source"]) <= 14, "".join(cell["source"])
@@ -48,6 +59,7 @@ def project(tmp_path_factory):
     shutil.copy(ROOT / "pyproject.toml", copy)
     shutil.copytree(ROOT / "notebooks", copy / "notebooks")
     shutil.copytree(ROOT / "data", copy / "data", ignore=shutil.ignore_patterns("bundles", "golden"))
+    commit(copy)
     return copy
 
 
@@ -59,19 +71,84 @@ def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, 
     assert found["verdict"] == "GREEN"
     assert found["runs"] and found["figures"]
     assert report.experiment(number).question in Path(found["report"]).read_text()
+    assert changes(project) == []
 
 
-def test_a_headless_run_sets_parameters_and_gives_verdict_runs_and_report(tmp_path, monkeypatch):
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes notebook 29 of a project of its own, which the working directory is then in."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    cells = [nbformat.v4.new_code_cell("N = 1", metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(
-        "from workbench import runs\nruns.record('29', {'command': 'notebook 29', 'verdict': 'RED', 'config': {'conclusion': f'N is {N}'}})")]  # fmt: skip
     (tmp_path / "notebooks").mkdir()
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / "29_zaya_probe.ipynb")
     monkeypatch.chdir(tmp_path)
+
+    def write(*cells: str) -> None:
+        first = [nbformat.v4.new_markdown_cell("# 29"), nbformat.v4.new_code_cell("N = 1", metadata={"tags": ["parameters"]})]
+        made = nbformat.v4.new_notebook(cells=[*first, *map(nbformat.v4.new_code_cell, cells)])
+        nbformat.write(made, tmp_path / "notebooks" / "29_zaya_probe.ipynb")
+
+    return write
+
+
+RECORD = """from workbench import runs
+runs.record('29', {'command': 'notebook 29', 'verdict': VERDICT, 'checkpoint': 'c', 'config': {'conclusion': f'N is {N}'}})"""
+
+
+def test_a_headless_run_sets_parameters_and_gives_verdict_runs_and_report(written):
+    written(RECORD.replace("VERDICT", "'RED'"))
     found = notebook.run("29", {"N": 7}, progress=False)
     assert (found["verdict"], len(found["runs"]), found["figures"]) == ("RED", 1, [])
     assert "N is 7" in Path(found["report"]).read_text()
-    assert nbformat.read(found["executed"], as_version=4).cells[1].execution_count == 2
+    assert nbformat.read(found["executed"], as_version=4).cells[2].execution_count == 2
+
+
+def test_the_verdict_of_a_run_is_its_own(written):
+    runs.record("29", {"command": "notebook 29", "verdict": "RED", "checkpoint": "other", "bundle_hash": "b", "config": {}})
+    written(RECORD.replace("VERDICT", "'GREEN'"))
+    assert notebook.run("29", progress=False)["verdict"] == "GREEN"
+
+
+def test_a_run_reports_on_itself_even_where_the_log_holds_later_ones(written, tmp_path):
+    later = "29991231T000000000000Z-00000000"  # a clock that was wrong, on this machine or another
+    log.append("runs", {"experiment": "29", "status": "ok", "command": "notebook 29", "checkpoint": "c",
+                        "config": {"conclusion": "later"}}, run_id=later)  # fmt: skip
+    written(RECORD.replace("VERDICT", "'GREEN'"))
+    found = notebook.run("29", {"N": 7}, progress=False)
+    assert "N is 7" in Path(found["report"]).read_text() and later not in found["runs"]
+
+
+def test_progress_counts_the_cells_that_run(written, capsys):
+    written("", "1", RECORD.replace("VERDICT", "'GREEN'"))
+    notebook.run("29")
+    assert "100%" in capsys.readouterr().err
+
+
+REFUSAL = """from workbench.errors import InputError
+raise InputError("prompt: found", "300 tokens; needs more. Next: x", "at most 256\\nlines", "export again.")"""
+
+
+def test_an_input_error_in_a_cell_is_the_same_error_here_and_one_message_in_the_notebook(written, tmp_path):
+    written(REFUSAL, "2")
+    with pytest.raises(InputError) as refused:
+        notebook.run("29", progress=False)
+    known = InputError("prompt: found", "300 tokens; needs more. Next: x", "at most 256\nlines", "export again.")
+    assert str(refused.value) == str(known)
+    executed = nbformat.read(tmp_path / "build" / "notebooks" / "29_zaya_probe.ipynb", as_version=4)
+    (shown,) = executed.cells[2].outputs
+    assert shown["traceback"] == ["InputError: prompt: found\n"
+                                  "  found      300 tokens; needs more. Next: x\n"
+                                  "  needs      at most 256\nlines\n"
+                                  "  next step  export again"]  # fmt: skip
+
+
+@pytest.mark.parametrize("cell,last", [("x = 1\nx / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(3)", "died")])
+def test_any_other_failure_names_notebook_cell_and_error_and_exits_3(cell, last, written, tmp_path):
+    written("1", cell, "2")
+    found = CliRunner().invoke(app, ["run", "29"])
+    assert found.exit_code == 3 and isinstance(found.exception, SystemExit)
+    (said,) = [line for line in found.stderr.splitlines() if line.startswith("workbench:")]
+    assert "29_zaya_probe" in said and "cell [3]" in said and last in said and "Traceback" not in found.stderr
+    executed = Path("build") / "notebooks" / "29_zaya_probe.ipynb"
+    assert str(executed) in said and executed.exists()
 
 
 def test_every_notebook_is_run_here():

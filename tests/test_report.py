@@ -14,7 +14,7 @@ from workbench import log, plots, report, runs
 from workbench.errors import InputError
 
 ROOT = Path(__file__).parents[1]
-LOG = ROOT / "experiments" / "log"
+LOG = ROOT / "experiments" / "log" / "shipped"  # a user's own runs draw no shipped figure
 SHIPPED = sorted((ROOT / "experiments").glob("*/figures/*.json"))
 FRAME = pd.DataFrame({"part": ["a", "b"], "ms": [1.5, np.nan], "count": pd.array([1, None], "Int64"), "run_id": ["r", None]})
 
@@ -45,18 +45,124 @@ def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(
     for said in (report.EXPERIMENTS["29"].question, "It holds.", "figures/bars.svg", "what it shows", "worst layer 1",
                  "not measured", "workbench run 29 --set", "workbench report 29", "tables/numbers.tex"):  # fmt: skip
         assert said in text, said
-    assert text.count(run_id) >= 3
+    assert text.count(run_id) >= 3 and f"workbench report 29 --run {run_id}" in text
     latex = (path.parent / "tables" / "numbers.tex").read_text()
     assert r"\toprule" in latex and r"100 \% of numbers\_" in latex and "nan" not in latex.lower()
 
 
 def test_only_the_newest_run_of_the_notebook_counts(written):
     _, path = written
-    root = path.parents[1] / "log"
+    root = path.parents[2] / "log"
     later = runs.record("29", {"command": "notebook 29", "config": {"conclusion": "It broke."}}, root=root,
                         exhibits=[report.exhibit("numbers", FRAME, "newer")])  # fmt: skip
     text = report.write("29", root).read_text()
     assert "It broke." in text and "It holds." not in text and "bars.svg" not in text and later in text
+
+
+def finished(root: Path, name: str, number: str = "29", **parameters) -> str:
+    """A notebook's run on the checkpoint `name`, with one table `name`; returns its id."""
+    config = {"conclusion": f"About {name}.", "parameters": parameters}
+    return runs.record(number, {"command": f"notebook {number}", "checkpoint": name, "config": config}, root=root,
+                       exhibits=[report.exhibit(name or "none", FRAME[["part", "ms"]], f"of {name}")])  # fmt: skip
+
+
+def saved(root: Path, name: str, checkpoint: str) -> str:
+    """A table that the Explorer saved while it looked at a checkpoint; returns the run's id."""
+    return runs.record("29", {"command": "explorer", "checkpoint": checkpoint}, root=root,
+                       exhibits=[report.exhibit(name, FRAME[["part", "ms"]], f"saved of {checkpoint}")])  # fmt: skip
+
+
+def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
+    _, path = written
+    place = path.parents[1]
+    assert path == place / "tiny-llama" / "report.md" and place.name == "29_zaya_probe"
+    assert sorted(p.name for p in place.iterdir()) == ["tiny-llama"]  # nothing where the shipped write-up lies
+
+
+@pytest.mark.parametrize(
+    "checkpoint,parameters,name",
+    [
+        ("random", {"CHECKPOINTS": ["data/tiny-llama", "/models/own/"]}, "tiny-llama+own"),
+        (None, {"CHECKPOINT": "/models/Llama 3.2-1B"}, "Llama 3.2-1B"),
+        ("qwen-planted", {}, "qwen-planted"),
+        (None, {}, "run"),
+        ("figures", {}, "run-figures"),
+        ("x", {"CHECKPOINT": ".."}, "run"),
+        ("report.md", {}, "run-report.md"),
+    ],
+)
+def test_the_folder_of_a_write_up_is_never_the_shipped_ones(checkpoint, parameters, name, tmp_path):
+    root = tmp_path / "experiments" / "log"
+    finished(root, checkpoint, **parameters)
+    assert report.write("29", root).parent == tmp_path / "experiments" / "29_zaya_probe" / name
+
+
+def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out(tmp_path):
+    root = tmp_path / "experiments" / "log"
+    first = finished(root, "one")
+    saved(root, "zoomed", "one")
+    finished(root, "two")
+    saved(root, "elsewhere", "one")
+    text = report.write("29", root, first).read_text()
+    assert "About one." in text and "zoomed.tex" in text and "About two." not in text
+    text = report.write("29", root).read_text()
+    assert "About two." in text and "elsewhere" not in text
+    for name in (saved(root, "x", "one"), "20260101T000000000000Z-00000000"):
+        with pytest.raises(InputError, match=name):
+            report.write("29", root, name)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_shipped_stands_on(tmp_path):
+    root = tmp_path / "experiments" / "log"
+    part = runs.record("29", {"command": "sweep", "checkpoint": "one"}, root=root)
+    table = report.exhibit("timed", FRAME[["part", "ms"]], "timed", run_ids=[part])
+    bars = report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "bars", "parts_bar")
+    old = runs.record("29", {"command": "notebook 29", "checkpoint": "one"}, root=root, exhibits=[table, bars])
+    other = finished(root, "three", "35")
+    for number in ("29", "35"):
+        report.publish(number, root)
+    shipped, place = root / "shipped", tmp_path / "experiments" / "29_zaya_probe"
+    assert set(log.load("runs", root=shipped)["run_id"]) == {part, old, other}
+    assert (place / "report.md").exists() and (place / "figures" / "bars.png").exists()
+    own = {name: data for name, data in contents(root).items() if not name.startswith("shipped")}
+
+    new = finished(root, "two")
+    path = report.publish("29", root)
+    assert path == place / "report.md" and "About two." in path.read_text()
+    assert set(log.load("runs", root=shipped)["run_id"]) == {new, other}
+    assert {p.stem for p in shipped.glob("*/*.parquet")} == {new, other}
+    assert sorted(p.name for p in place.iterdir()) == ["report.md", "tables"]
+    assert contents(place) == contents(report.write("29", root).parent)
+    assert own.items() <= contents(root).items()  # one's own log keeps what is shipped no longer
+
+    report.publish("29", root, old)
+    assert set(log.load("runs", root=shipped)["run_id"]) == {part, old, other}
+
+
+def test_the_shipped_runs_alone_are_written_up_and_published_again(tmp_path):
+    root = tmp_path / "experiments" / "log"
+    finished(root / "shipped", "one")
+    assert report.write("29", root).parent == report.write("29", root / "shipped").parent
+    before = contents(root / "shipped")
+    report.publish("29", root)
+    assert contents(root / "shipped") == before
+
+
+def test_publishing_what_is_nowhere_touches_nothing(tmp_path):
+    root = tmp_path / "experiments" / "log"
+    finished(root, "one")
+    report.publish("29", root)
+    before = contents(tmp_path)
+    with pytest.raises(InputError):
+        report.publish("29", root, "20260101T000000000000Z-00000000")
+    runs.record("30", {"command": "sweep"}, root=root)
+    with pytest.raises(InputError, match="notebook"):
+        report.publish("30", root)
+    assert {n: d for n, d in contents(tmp_path).items() if n in before} == before
 
 
 def test_an_experiment_without_runs_has_no_report(tmp_path):

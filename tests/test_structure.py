@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "report": {"log", "plots", "runs"},
     "study": {"bundle", "decode", "eval", "models", "doctor", "log", "plots", "report", "runs", "tables"},
     "notebook": {"report", "log"},
+    "lab": set(),
     "doctor": {"runtime", "log"},
     "widgets": {"bundle", "eval", "export", "models", "log", "plots", "report", "runs", "splits", "sweep", "tables"},
 }

@@ -34,7 +34,7 @@ def test_what_was_shown_is_logged_and_written(study, exports, capsys):
     config = json.loads(run["config"])
     assert (run["verdict"], config["parameters"], config["extra"]) == ("GREEN", {"DEPTH": 4}, {"n": 1})
     assert log.load("exhibits")["plot"].isna().tolist() == [False, True]
-    place = study.project / "experiments" / "29_zaya_probe"
+    place = study.project / "experiments" / "29_zaya_probe" / run["checkpoint"]
     assert json.loads((place / "figures" / "parts.json").read_text())["run_ids"] == [run["run_id"]]
     assert (place / "tables" / "parts.tex").exists()
     assert "It took two." in (place / "report.md").read_text() and "It took two." in capsys.readouterr().out

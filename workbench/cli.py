@@ -1,4 +1,5 @@
-"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2 with one message."""
+"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2
+with one message, a notebook's cell that crashes exits 3."""
 
 import contextlib
 import json as jsonlib
@@ -26,6 +27,7 @@ GoldenPath = Annotated[Path | None, typer.Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")]
 Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
 LogFolder = Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")]
+Publish = Annotated[bool, typer.Option("--publish", help="Make this the shipped write-up.")]
 Memory = Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")]
 DEFAULT_IDS = 24
 
@@ -324,15 +326,20 @@ def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("-
 
 
 @app.command()
-def report(experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")], log: LogFolder = None,
-           json: Json = False) -> None:  # fmt: skip
+def report(
+    experiment: Annotated[str, typer.Argument(help="Number of the experiment, such as 05.")],
+    run: Annotated[str | None, typer.Option("--run", help="The notebook's run; default: the newest.")] = None,
+    publish: Publish = False, log: LogFolder = None, json: Json = False,
+) -> None:  # fmt: skip
     """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
+
+    It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 
     Example: workbench report 05
     """
-    from workbench.report import write
+    from workbench import report as reports
 
-    path = write(experiment, root=log)
+    path = (reports.publish if publish else reports.write)(experiment, log, run)
     show({"report": str(path)}, json, [str(path)])
 
 
@@ -342,16 +349,23 @@ def run_(
     set_: Annotated[
         list[str], typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")
     ] = [],  # noqa: B006
+    publish: Publish = False,
     json: Json = False,
 ) -> None:
-    """Runs experiment notebooks headless: verdict, figures, log rows, report.
+    """Runs experiment notebooks headless: verdict, figures, log rows, report. A cell that crashes exits 3.
+
+    The write-up goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 
     Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
     """
-    from workbench.notebook import run
+    from workbench.notebook import CellError, run
 
     parameters = dict(_parameter(text) for text in set_)
-    results = [run(number, parameters, progress=not json) for number in numbers]
+    try:
+        results = [run(number, parameters, progress=not json, publish=publish) for number in numbers]
+    except CellError as problem:
+        typer.echo(f"workbench: {problem}", err=True)
+        raise typer.Exit(3) from None
     verdict, lines = "RED" if any(r["verdict"] == "RED" for r in results) else "GREEN", []
     for r in results:
         lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),

@@ -19,6 +19,22 @@ class InputError(ValueError):
         self.subject, self.found, self.needed, self.next_step = subject, found, needed, next_step
         super().__init__(f"{subject}: found {found}; needs {needed}. Next: {next_step.rstrip('.')}.")
 
+    @classmethod
+    def from_message(cls, message: str) -> "InputError | None":
+        """An error with this message, or None where an InputError would say it differently."""
+        parts = re.fullmatch(r"(.*?): found (.*); needs (.*)\. Next: (.*)\.", message, re.DOTALL)
+        return cls(*parts.groups()) if parts else None
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback; IPython looks for a method of this name."""
+        next_step = self.next_step.rstrip(".")
+        return [
+            f"InputError: {self.subject}\n"
+            f"  found      {self.found}\n"
+            f"  needs      {self.needed}\n"
+            f"  next step  {next_step}"
+        ]
+
 
 def one_line(problem: object) -> str:
     """The text of a library's error in one line.

@@ -1,10 +1,17 @@
 """The write-up an author starts from, drawn out of the log: tables, figures, verdicts, and what was not measured.
 
-In: an experiment's newest run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table, and per
-figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what the log lacks, no report says.
+In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table, and
+per figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what the log
+lacks, no report says.
+
+Every write-up goes to a folder named after its checkpoint, which git ignores. `publish` alone changes
+the shipped ones.
 """
 
 import json
+import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +56,36 @@ def experiment(number: str) -> Experiment:
     return EXPERIMENTS[number]
 
 
-def folder(number: str, root: Path | str | None = None) -> Path:
-    """`experiments/NN_slug` beside the log at `root`, made if missing; a sweep of one's own has a folder of its name."""
+RESERVED = {"", "figures", "tables", "report.md"}
+"""Names in the folder of a shipped write-up, which no checkpoint's folder may take."""
+
+
+def folder(number: str, checkpoint: str | None, root: Path | str | None = None) -> Path:
+    """The folder of a write-up: `experiments/NN_slug/CHECKPOINT` beside the log at `root`.
+
+    Args:
+        checkpoint: name of what the run was about (see `subject`); None: the shipped write-up, which is
+            in `experiments/NN_slug` itself. A sweep of one's own has a folder of its name.
+    """
     name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
-    path = (Path(root) if root else log.default_root()).parent / name
-    (path / "figures").mkdir(parents=True, exist_ok=True)
-    return path
+    shipped = log.whole(root).parent / name
+    if checkpoint is None:
+        return shipped
+    name = re.sub(r"[/\\:]", "-", checkpoint).strip(" .")[:100]
+    return shipped / (f"run-{name}".strip("-") if name in RESERVED else name)
+
+
+def subject(runs: Iterable[Mapping]) -> str:
+    """The checkpoints that rows of `runs` are about, joined by "+": those that a notebook's parameters
+    name, else the logged ones."""
+    names = []
+    for run in runs:
+        config = json.loads(run["config"]) if isinstance(run["config"], str) else {}
+        parameters = config.get("parameters", {})
+        paths = parameters.get("CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"]))
+        paths = paths if isinstance(paths, list) else [paths]
+        names += [Path(path).name for path in paths if isinstance(path, str)]
+    return "+".join(dict.fromkeys(names)) or "run"
 
 
 def exhibit(name: str, data: pd.DataFrame, caption: str, plot: str | None = None, options: Mapping | None = None,
@@ -106,33 +137,110 @@ def _latex(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)
 
 
-def write(number: str, root: Path | str | None = None) -> Path:
-    """Writes the report of an experiment, its figures and its tables from the log at `root`; returns `report.md`."""
-    chosen, place = experiment(number), folder(number, root)
-    runs, exhibits = behind(number, root)
+def write(
+    number: str,
+    root: Path | str | None = None,
+    run: str | None = None,
+    place: Path | None = None,
+) -> Path:
+    """Writes the report of an experiment with its figures and tables from the log at `root`.
+
+    Args:
+        run: id of the notebook's run to write up; default: the newest one.
+        place: the folder to write to; default: that of the run's checkpoint (see `folder`).
+
+    Returns:
+        The path of `report.md`.
+    """
+    chosen = experiment(number)
+    runs, exhibits = behind(number, root, run)
     if runs.empty:
         raise InputError(f"experiment {number}", "no run in the log", "at least one run",
                          f"run the notebook: workbench run {number}")  # fmt: skip
+    notebook = _notebooks(runs).tail(1)
+    about = subject((runs if notebook.empty else notebook).to_dict("records"))
+    place = place or folder(number, about, root)
+    place.mkdir(parents=True, exist_ok=True)
     for row in exhibits:
         export(row, place, number)
+    again = " ".join(["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])])
     parts = [f"# Experiment {number}: {chosen.question}", _notebook(runs).get("conclusion", ""), _setup(runs),
-             _results(exhibits, place, number), _verdicts(runs), _speed(runs, root), _unmeasured(runs),
-             _reproduce(runs, number)]  # fmt: skip
+             _results(exhibits, place, again), _verdicts(runs), _speed(runs, root),
+             _unmeasured(runs), _reproduce(runs, number, again)]  # fmt: skip
     path = place / "report.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n")
     return path
 
 
-def behind(number: str, root: Path | str | None = None) -> tuple[pd.DataFrame, list[dict]]:
-    """The runs that a report is about and its exhibits: the notebook's newest run, then what was saved from widgets since."""
+def publish(number: str, root: Path | str | None = None, run: str | None = None) -> Path:
+    """Makes the write-up of a notebook's run the shipped one, and the runs it stands on shipped runs.
+
+    Shipped runs of this experiment that no shipped write-up stands on any more are removed; the log's
+    own files stay. Arguments as in `write`; returns the shipped `report.md`.
+    """
+    whole, place = log.whole(root), folder(number, None, root)
+    shipped = whole / log.SHIPPED
+    runs, exhibits = behind(number, root, run)
+    notebook = _notebooks(runs).tail(1)
+    if notebook.empty or not exhibits:
+        found = "no notebook's run with figures or tables in the log"
+        next_step = f"run the notebook: workbench run {number} --publish"
+        raise InputError(f"experiment {number}", found, "one to publish", next_step)
+    needed = set(runs["run_id"]) | {i for row in exhibits for i in runs_of(row)}
+    for run_id in needed:
+        names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
+        if own := {name: (whole / name).read_bytes() for name in names if (whole / name).is_file()}:
+            log.adopt(own, shipped)
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place) as fresh:  # the old write-up stays until this one is whole
+        report = write(number, shipped, notebook["run_id"].item(), Path(fresh))
+        for part in ("figures", "tables"):
+            shutil.rmtree(place / part, ignore_errors=True)
+            if (report.parent / part).exists():
+                (report.parent / part).replace(place / part)
+        report.replace(place / report.name)
+    for other in EXPERIMENTS.keys() - {number}:
+        needed |= {i for row in behind(other, shipped)[1] for i in runs_of(row)}
+    listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
+    for run_id in set(listed) - needed:
+        for table in sorted(log.SCHEMAS, key="runs".__ne__):  # a run that is listed is whole
+            (shipped / table / f"{run_id}.parquet").unlink(missing_ok=True)
+    return place / report.name
+
+
+def _notebooks(runs: pd.DataFrame) -> pd.DataFrame:
+    """Those of the runs that a notebook concluded."""
+    return runs[runs["command"].fillna("").str.startswith("notebook")]
+
+
+def behind(
+    number: str, root: Path | str | None = None, run: str | None = None
+) -> tuple[pd.DataFrame, list[dict]]:
+    """The runs that a report is about and its exhibits: those of a notebook's run, then what was saved
+    from widgets that showed its checkpoint until the notebook ran on it again.
+
+    Args:
+        run: id of the notebook's run; default: the newest one. Where the notebook never ran: all runs of
+            the experiment and all that was saved.
+    """
     runs = log.load("runs", root=root, where={"experiment": number}).sort_values("run_id")
-    notebooks = runs[runs["command"].fillna("").str.startswith("notebook")]["run_id"]
-    newest = max(notebooks, default="~")  # later than any
-    kept = runs[runs["run_id"].ge(newest) & runs["command"].eq("explorer") | runs["run_id"].eq(newest)]
+    notebooks = _notebooks(runs)
+    if run is not None and run not in set(notebooks["run_id"]):
+        next_step = f"list them: workbench log --where \"command == 'notebook {number}'\""
+        raise InputError(f"run {run}", "no such run in the log", f"a run of notebook {number}", next_step)
+    kept = runs[runs["command"].eq("explorer")]
+    if len(notebooks):
+        run = run or notebooks["run_id"].max()
+        about = pd.Series([subject([row]) for row in runs.to_dict("records")], runs.index)
+        same = runs[about == about[runs["run_id"] == run].iloc[0]]
+        later = [i for i in _notebooks(same)["run_id"] if i > run]
+        since = same["run_id"].between(run, min(later, default="~"))  # "~" is later than any
+        kept = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
     found = log.load("exhibits", root=root, where={"run_id": kept["run_id"].tolist()}).sort_values("run_id", kind="stable")
     found = found[~found.assign(plot=found["plot"].isna()).duplicated(["name", "plot"], keep="last")]
     exhibits = found.astype(object).where(found.notna(), None).to_dict("records")
-    return (runs[runs["run_id"].isin({i for row in exhibits for i in runs_of(row)})], exhibits) if exhibits else (runs, [])
+    stood_on = {*kept["run_id"], *(i for row in exhibits for i in runs_of(row))}
+    return (runs[runs["run_id"].isin(stood_on)] if len(notebooks) else runs), exhibits
 
 
 def _notebook(runs: pd.DataFrame) -> dict:
@@ -151,8 +259,8 @@ def _setup(runs: pd.DataFrame) -> str:
     return "## Setup\n\n" + table.to_markdown(index=False)
 
 
-def _results(exhibits: list[dict], place: Path, number: str) -> str:
-    """Tables and figures in the order the notebook showed them; without exhibits, the figures that were saved."""
+def _results(exhibits: list[dict], place: Path, again: str) -> str:
+    """Tables and figures in the order the notebook showed them."""
     parts = []
     for row in exhibits:
         if row["plot"] is None:
@@ -160,9 +268,7 @@ def _results(exhibits: list[dict], place: Path, number: str) -> str:
             parts.append(f"{row['caption']}\n\n{data_of(row).to_markdown(index=False, floatfmt='.4g')}\n\n"
                          f"{latex}Log rows {', '.join(runs_of(row))}.")  # fmt: skip
         else:
-            parts.append(_figure(place / "figures" / f"{row['name']}.json", f"workbench report {number}"))
-    if not exhibits:
-        parts = [_figure(sidecar, f"workbench run {number}") for sidecar in sorted((place / "figures").glob("*.json"))]
+            parts.append(_figure(place / "figures" / f"{row['name']}.json", again))
     return "## Results\n\n" + "\n\n".join(parts) if parts else ""
 
 
@@ -220,7 +326,7 @@ def _unmeasured(runs: pd.DataFrame) -> str:
     return "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
 
 
-def _reproduce(runs: pd.DataFrame, number: str) -> str:
+def _reproduce(runs: pd.DataFrame, number: str, again: str) -> str:
     chosen = _notebook(runs).get("parameters", {})
     settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in chosen.items())
-    return f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `workbench report {number}`."
+    return f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`."

@@ -114,6 +114,6 @@ class Study:
                 "verdict": gates.verdict(self.gates) if verdict else None}  # fmt: skip
         run_id = runs.record(self.experiment.number, row, root=self.root, fidelity=fidelity,
                              samples=samples, layers=layers, exhibits=list(self._exhibits.values()))  # fmt: skip
-        path = report.write(self.experiment.number, self.root)
+        path = report.write(self.experiment.number, self.root, run_id)
         print(words)
         return tables.shown(runs.footer(run_id, report=path.relative_to(self.project)))

@@ -5,6 +5,7 @@ Everything JupyterLab would read from or write to the user's home goes to a fold
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -23,11 +24,35 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "/Applications/Google 
 SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
             "apputils-extension/notification": {"fetchNews": "false"}}  # fmt: skip
 LIMIT_S = 300
+ROOT = Path(__file__).parents[2]
 
 
 def chromium() -> str | None:
     """The browser of this machine, or None."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+def commit(project: Path) -> None:
+    """Makes a copy of the project a checkout of its own, with the git filter that `make` sets up."""
+    for name in (".gitignore", ".gitattributes"):
+        shutil.copy(ROOT / name, project)
+    for path in (ROOT / "experiments").glob("[0-9]*"):  # write-ups as they are shipped
+        own = {p.name for p in path.iterdir()} - {"figures", "tables", "report.md"}
+        ignore = shutil.ignore_patterns(*own)
+        shutil.copytree(path, project / "experiments" / path.name, ignore=ignore)
+    command = ["make", "-n", "-B", ".venv/ready"]
+    recipe = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    clean = re.search(r'git config filter.notebook.clean "(.+)"', recipe.stdout)[1]
+    clean = clean.replace(".venv/bin", str(Path(sys.executable).parent))
+    for command in (["init", "-q"], ["config", "filter.notebook.clean", clean], ["add", "-A"],
+                    ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "-m", "x"]):  # fmt: skip
+        subprocess.run(["git", "-C", project, *command], check=True)
+
+
+def changes(project: Path) -> list[str]:
+    """What git says has changed, or is new, in that checkout."""
+    command = ["git", "-C", project, "status", "--porcelain"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 @contextmanager
@@ -46,7 +71,7 @@ def serve(project: Path, home: Path):
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTER_RUNTIME_DIR": runtime}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
     command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
-    command += ["--KernelManager.transport=ipc"]
+    command += ["--KernelManager.transport=ipc", "--FileContentsManager.post_save_hook=workbench.lab.saved"]
     with (home / "server.log").open("w") as said:
         server = subprocess.Popen(command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 import pytest
-from browser.lab import FLAGS, Notebook, chromium, serve
+from browser.lab import FLAGS, Notebook, changes, chromium, commit, serve
 from safetensors.numpy import load_file, save_file
 from test_notebooks import SMALL
 
@@ -36,6 +36,7 @@ def project(tmp_path_factory):
         found = nbformat.read(source, as_version=4)
         set_parameters(found, SMALL[source.stem[:2]])
         nbformat.write(found, copy / "notebooks" / source.name)
+    commit(copy)
     return copy
 
 
@@ -63,14 +64,16 @@ def opened(lab, name: str) -> Notebook:
     return notebook
 
 
-def plotted(project: Path, number: str) -> pd.DataFrame:
-    """The experiment's figures: each in three formats, with a text alternative and runs that the log has."""
-    root, figures = project / "experiments" / "log", report.folder(number, project / "experiments" / "log") / "figures"
-    sidecars = [json.loads(path.read_text()) | {"stem": path.stem} for path in figures.glob("*.json")]
+def plotted(project: Path, number: str, checkpoint: str = "*") -> pd.DataFrame:
+    """The figures of an experiment's own write-ups: each in three formats, with a text alternative and
+    runs that the log has."""
+    root, name = project / "experiments" / "log", report.experiment(number).name
+    paths = sorted((project / "experiments" / name).glob(f"{checkpoint}/figures/*.json"))
+    sidecars = [json.loads(path.read_text()) | {"stem": path.stem} for path in paths]
     known = set(log.load("runs", root=root)["run_id"])
-    for about in sidecars:
+    for path, about in zip(paths, sidecars):
         assert about["alt"] and set(about["run_ids"]) <= known
-        assert all((figures / f"{about['stem']}.{suffix}").stat().st_size > 1000 for suffix in ("svg", "pdf", "png"))
+        assert all(path.with_suffix(f".{suffix}").stat().st_size > 1000 for suffix in ("svg", "pdf", "png"))
     return pd.DataFrame(sidecars)
 
 
@@ -95,7 +98,9 @@ def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
     notebook = opened(lab, name)
     move(notebook)
     assert len(plotted(project, name[:2]))
-    assert report.experiment(name[:2]).question in (project / "experiments" / name / "report.md").read_text()
+    (written_up,) = (project / "experiments" / name).glob("*/report.md")
+    assert report.experiment(name[:2]).question in written_up.read_text()
+    assert changes(project) == []  # neither shipped results nor notebooks, saved with their outputs
     notebook.page.close()
 
 
@@ -153,7 +158,7 @@ def test_a_checkpoint_never_seen_goes_to_a_heatmap_with_no_code(lab, project):
     set_parameters(found, {"CHECKPOINT": "data/stranger"})
     nbformat.write(found, project / "notebooks" / "stranger.ipynb")
     notebook = opened(lab, "stranger")
-    shown = plotted(project, "05").set_index("stem").loc["fidelity"]
+    shown = plotted(project, "05", "stranger").set_index("stem").loc["fidelity"]
     run = log.load("runs", root=project / "experiments" / "log", where={"run_id": shown["run_ids"]})
     assert set(run["checkpoint"]) == {"stranger"}
     move(notebook)

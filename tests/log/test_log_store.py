@@ -469,3 +469,34 @@ def test_a_run_of_the_first_version_without_settings_reads_as_not_measured(tmp_p
     first_version(tmp_path, config=config)
     (row,) = log.load("runs", tmp_path).to_dict("records")
     assert all(pd.isna(row[name]) for name in ("t", "sliding", "threads", "depth", "n_gen", "hints"))
+
+
+# --- shipped runs ------------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_runs_of_a_log_are_read_beside_its_own_and_never_written(tmp_path):
+    log.append("layers", LAYER | {"layer": 1}, tmp_path / "shipped", "b")
+    before = sorted((tmp_path / "shipped").rglob("*"))
+    log.append("layers", LAYER | {"layer": 2}, tmp_path, "c")
+    log.append("layers", LAYER, tmp_path, "a")
+    assert log.load("layers", tmp_path)["run_id"].tolist() == ["a", "b", "c"]
+    assert log.load("layers", tmp_path, {"run_id": ["b", "c"]})["layer"].tolist() == [1, 2]
+    assert log.load("layers", tmp_path, {"layer": 1})["run_id"].tolist() == ["b"]
+    assert log.load("layers", tmp_path, "layer > 0")["run_id"].tolist() == ["b", "c"]
+    assert log.load("layers", tmp_path / "shipped")["run_id"].tolist() == ["b"]
+    assert sorted((tmp_path / "shipped").rglob("*")) == before
+    with pytest.raises(InputError, match="written already"):
+        log.append("layers", LAYER, tmp_path, "b")
+
+
+def test_a_run_that_is_shipped_and_ones_own_is_read_once(tmp_path):
+    for root in (tmp_path, tmp_path / "shipped"):
+        log.append("layers", [LAYER, LAYER | {"layer": 1}], root, "a")
+    log.append("layers", LAYER, tmp_path / "shipped", "b")
+    assert log.load("layers", tmp_path)["run_id"].tolist() == ["a", "a", "b"]
+    assert log.load("layers", tmp_path, {"run_id": "a"})["layer"].tolist() == [0, 1]
+
+
+def test_the_shipped_log_belongs_to_the_project_that_ships_it(tmp_path):
+    root = tmp_path / "experiments" / "log"
+    assert log.project(root / "shipped") == log.project(root) == tmp_path

@@ -1,7 +1,8 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
-Every value is checked against the table's schema before anything is written; files of an older version are lifted while
-they are read and never rewritten. Knows nothing of what the columns mean.
+``<root>/shipped`` is a log as well: the runs that came with the project. What is loaded from a log includes them, and
+only publishing writes there. Every value is checked against the table's schema before anything is
+written; files of an older version are lifted while they are read and never rewritten. Knows nothing of what the columns mean.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
@@ -21,6 +23,7 @@ from workbench.errors import InputError
 from workbench.log import cache, tables
 from workbench.log.tables import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
 
+SHIPPED = "shipped"
 _VERSION_KEY = b"workbench.log.version"
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
@@ -46,9 +49,15 @@ def default_root() -> Path:
 
 def project(root: Path | None = None) -> Path:
     """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder that holds it."""
-    root = default_root() if root is None else root
-    folder = root.absolute().parent
+    root = whole(root)
+    folder = root.parent
     return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
+
+
+def whole(root: Path | str | None = None) -> Path:
+    """The log at `root`; where that is the shipped part of a log, the log that it is part of."""
+    root = default_root() if root is None else Path(root).absolute()
+    return root.parent if root.name == SHIPPED else root
 
 
 def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: Path | str | None = None,
@@ -65,9 +74,10 @@ def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: P
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
         raise InputError("run id", repr(run_id), "letters, digits, '-' and '_'", "take one from new_run_id()")
-    path = _folder(table, root) / f"{run_id}.parquet"
+    own, shipped = _folders(table, root)
+    path = own / f"{run_id}.parquet"
     data = _to_arrow(table, rows, run_id)
-    if path.exists():
+    if path.exists() or (shipped / path.name).exists():
         raise InputError(f"log table {table}", f"run {run_id} written already", "one file per run", "use a new run id")
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = pa.BufferOutputStream()
@@ -80,22 +90,34 @@ def load(table: str, root: Path | str | None = None, where: Mapping | str | None
     """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not measured.
 
     `where` maps columns to a value or a list of values to keep (None keeps what was not measured), or is a pandas query
-    such as ``"T == 4 and cosine < 0.97"``. An absent log is an empty one.
+    such as ``"T == 4 and cosine < 0.97"``. Rows of the runs shipped under `root` are included. An absent log is an
+    empty one.
 
     Raises InputError for an unknown table, column or value, and for a file that is torn, of an unknown version, or has
     columns that the table has not.
     """
-    folder = _folder(table, root)
+    folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
         raise InputError("log filter", repr(where), "columns and values, or a pandas query", "write for example {'T': 4}")
     keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
     if isinstance(where, Mapping) and where.get("run_id") is not None:  # a file is named after its run
-        wanted = (folder / f"{run_id}.parquet" for run_id in _several(where["run_id"]))
-        found = _read([path for path in wanted if path.is_file()], table)
+        paths = ([place / f"{i}.parquet" for place in folders] for i in _several(where["run_id"]))
+        own_first = [next(filter(Path.is_file, places), None) for places in paths]
+        found = _read([path for path in own_first if path], table)
     else:
-        found = cache.gathered(folder, _fingerprint(table), lambda paths: _read(paths, table))
+        version, read = _fingerprint(table), lambda paths: _read(paths, table)
+        found = _union(*(cache.gathered(place, version, read) for place in folders))
     frame = found.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
     return _query(frame, where) if isinstance(where, str) else frame
+
+
+def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
+    """The rows of both by run id; of a run that is in both, its rows once."""
+    if not len(shipped):
+        return own
+    shipped = shipped.filter(pc.invert(pc.is_in(shipped["run_id"], own["run_id"].unique())))
+    rows = pa.concat_tables([own, shipped])
+    return rows.take(pc.sort_indices(rows["run_id"]))
 
 
 def files(root: Path | str) -> dict[str, bytes]:
@@ -111,7 +133,7 @@ def adopt(found: Mapping[str, bytes], root: Path | str | None = None) -> str:
     """
     for name, contents in sorted(found.items(), key=lambda item: item[0].startswith("runs/")):
         table, _, file = name.partition("/")
-        path = _folder(table, root) / file
+        path = _folders(table, root)[0] / file
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             _write_whole(contents, path)
@@ -132,10 +154,12 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
     return pa.concat_tables([lifted, ds.dataset(current, schema=schema, format="parquet").to_table()])
 
 
-def _folder(table: str, root: Path | str | None) -> Path:
+def _folders(table: str, root: Path | str | None) -> tuple[Path, Path]:
+    """Where the log at `root` keeps the files of a table: its own, and those of shipped runs."""
     if table not in SCHEMAS:
         raise InputError("log table", repr(table), f"one of {', '.join(SCHEMAS)}", "correct the name")
-    return (default_root() if root is None else Path(root)) / table
+    root = default_root() if root is None else Path(root)
+    return root / table, root / SHIPPED / table
 
 
 def _to_arrow(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str) -> pa.Table:

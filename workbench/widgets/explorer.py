@@ -239,7 +239,7 @@ class Explorer(Panel):
         row = {"command": "explorer", "checkpoint": self.checkpoint.path.name, "max_seq_len": s.max_seq_len, "T": T,
                "compress": s.compress}  # fmt: skip
         run_id = runs.record(self.grid.experiment, row, root=self.root, exhibits=[shown])
-        place = report.folder(self.grid.experiment, self.root)
+        place = report.folder(self.grid.experiment, self.checkpoint.path.name, self.root)
         paths = report.export(shown | {"run_id": run_id}, place, self.grid.experiment)
         self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
         return paths
