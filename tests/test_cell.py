@@ -1,4 +1,4 @@
-"""Bundles that are kept for later: a damaged one is made again, one that somebody names is not touched."""
+"""Bundles that are kept for later: a damaged one is made again, one that is named stays."""
 
 import os
 import warnings
@@ -24,13 +24,19 @@ def rewritten(root):  # as a tool may leave it that writes the file in another f
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (truncated, "weight.bin: found .* bytes"), (rewritten, "Manifest.json: found"),
+        (truncated, "weight.bin: found .* bytes"),
+        (rewritten, "Manifest.json: found"),
         (lambda root: (root / "bundle.json").unlink(), "no bundle.json"),
         (lambda root: (root / "bundle.json").write_text("{"), "bundle.json: found"),
     ],
-)  # fmt: skip
-def test_a_damaged_cached_bundle_is_exported_again_and_a_warning_says_why(exports, tmp_path, damage, why):
-    source, options = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)), Options(max_seq_len=16)
+)
+def test_a_damaged_cached_bundle_is_exported_again_and_a_warning_says_why(
+    exports, tmp_path, damage, why
+):
+    source, options = (
+        Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
+        Options(max_seq_len=16),
+    )
     first = bundle_for(source, options, tmp_path)
     damage(first.root)
     with pytest.raises(InputError, match=why):
@@ -44,7 +50,10 @@ def test_a_damaged_cached_bundle_is_exported_again_and_a_warning_says_why(export
 
 
 def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(exports, tmp_path, monkeypatch):
-    source, options = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)), Options(max_seq_len=16)
+    source, options = (
+        Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
+        Options(max_seq_len=16),
+    )
     made = bundle_for(source, options, tmp_path)
     (tmp_path / f".{made.root.name}.checked").unlink()
 
@@ -58,7 +67,10 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(exports, tmp_pat
 
 
 def test_a_link_in_the_cache_goes_without_what_it_leads_to(exports, tmp_path):
-    source, options = Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)), Options(max_seq_len=16)
+    source, options = (
+        Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
+        Options(max_seq_len=16),
+    )
     made = bundle_for(source, options, tmp_path / "cache")
     elsewhere = tmp_path / "elsewhere"
     os.rename(made.root, elsewhere)
@@ -77,6 +89,8 @@ def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path):
     (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))
     truncated(root)
     with pytest.warns(UserWarning, match="is exported again"):
-        counts = sweep.sweep(one, root=tmp_path / "log2", bundles=tmp_path / "bundles", progress=False)
+        counts = sweep.sweep(
+            one, root=tmp_path / "log2", bundles=tmp_path / "bundles", progress=False
+        )
     assert counts["failed"] == 0 and counts["done"] == 1
     Bundle.open(root)

@@ -129,7 +129,8 @@ def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
 def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` by one process at a time.
 
-    One that is there already is opened; a damaged one is exported again, with a warning that says why.
+    One that is there already is opened; a damaged one is exported again, with a warning that says
+    why.
     """
     path = folder / _bundle_name(checkpoint.path.name, checkpoint.sha256, options)
     with _alone(folder, path.name):
@@ -140,7 +141,7 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress:
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether `path` of the cache holds a bundle; one that cannot be read is for `measure` to refuse."""
+    """Whether `path` of the cache holds a bundle; `measure` refuses one that cannot be read."""
     with _alone(path.parent, path.name):
         try:
             return _cached(path) is not None
@@ -149,7 +150,7 @@ def _is_cached(path: Path) -> bool:
 
 
 def _cached(path: Path) -> Bundle | None:
-    """The bundle at `path` of the cache; None where there is none, or a damaged one, which is removed."""
+    """The bundle at `path` of the cache; None where there is none. A damaged one is removed."""
     if not os.path.lexists(path):
         return None
     try:

@@ -1,6 +1,7 @@
 """What lies at a path: a bundle, a checkpoint, or something that is easily taken for one of them.
 
-A leaf that looks at names alone and imports nothing heavy, so that a wrong path is refused before torch is loaded.
+A leaf that looks at names alone and imports nothing heavy, so that a wrong path is refused before
+torch is loaded.
 """
 
 import os
@@ -10,12 +11,13 @@ from pathlib import Path
 from workbench.errors import InputError
 
 BUNDLE, CONFIG = "bundle.json", "config.json"
-HUB = re.compile(r"(?:https?:/+(?:huggingface\.co|hf\.co)/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
+NAME = r"[A-Za-z0-9][\w.-]*"
+HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
 EXPORT = "run: workbench export CHECKPOINT BUNDLE"
 
 
 def bundle(path: str | Path) -> Path:
-    """The path of a bundle as it is; refuses what has no manifest, and says what it is instead."""
+    """The path of a bundle as it is; refuses what has no manifest, and says what it is."""
     path = _possible("bundle", path)
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
@@ -26,18 +28,20 @@ def bundle(path: str | Path) -> Path:
     elif is_package(path) or path.suffix == ".mlmodelc":
         found = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
         around = next((folder for folder in path.parents if (folder / BUNDLE).is_file()), None)
-        step = f"give the folder {around}" if around else f"{EXPORT}; workbench trace takes a package"
+        step = f"give the folder {around}" if around else f"{EXPORT}; trace takes a package"
     elif (path / CONFIG).is_file():
-        found, step = "a Hugging Face checkpoint", f"run: workbench export {path} BUNDLE, and give BUNDLE"
+        found = "a Hugging Face checkpoint"
+        step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
     elif _is_gguf(path):
         found, step = "GGUF weights", EXPORT
     else:
-        found, step = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}", EXPORT
+        found = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
+        step = EXPORT
     raise InputError(f"bundle {path}", found, f"a finished bundle, a folder with {BUNDLE}", step)
 
 
 def checkpoint(path: str | Path) -> Path:
-    """The path of a checkpoint as it is; refuses what has no config.json, and says what it is instead."""
+    """The path of a checkpoint as it is; refuses what has no config.json, and says what it is."""
     path = _possible("checkpoint", path)
     if (path / CONFIG).is_file():
         return path
@@ -74,7 +78,7 @@ def bundle_or_package(path: str | Path) -> Path:
 
 
 def new(path: str | Path) -> Path:
-    """The path of a bundle to be made; refuses one where something is, a link that leads nowhere too."""
+    """The path of a bundle to be made; refuses one where something is, even a broken link."""
     path = _possible("bundle", path)
     if os.path.lexists(path):
         found = "a finished bundle" if (path / BUNDLE).exists() else "something else there"
@@ -115,7 +119,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _possible(subject: str, path: str | Path) -> Path:
-    """`path`, unless the system cannot look at it: too long a name, a loop of links, a folder that is closed."""
+    """`path`; refuses what the system cannot look at: too long a name, a loop of links."""
     path = Path(path)
     try:
         (path / BUNDLE).lstat()
@@ -125,5 +129,6 @@ def _possible(subject: str, path: str | Path) -> Path:
         text = str(path)
         shown = repr(text if len(text) < 200 else f"{text[:80]}…{text[-20:]}")
         found = getattr(problem, "strerror", None) or str(problem)
-        raise InputError(f"{subject} {shown}", found, "a path that can be read", "correct the path") from None
+        needed, step = "a path that can be read", "correct the path"
+        raise InputError(f"{subject} {shown}", found, needed, step) from None
     return path

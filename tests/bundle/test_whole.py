@@ -1,4 +1,4 @@
-"""Nothing reaches a runtime that the manifest does not list, and no size in it is taken on trust."""
+"""Nothing reaches a runtime that the manifest does not list, and every size agrees."""
 
 import json
 import os
@@ -43,7 +43,9 @@ def unlisted_weights(copy):
 
 def package_outside(copy):
     edited(copy, lambda manifest: manifest["shards"][0].update(path="alias.mlpackage"))
-    outside = shutil.copytree(first(copy).parent / "layers_00_00.mlpackage", copy.parent / "outside")
+    outside = shutil.copytree(
+        first(copy).parent / "layers_00_00.mlpackage", copy.parent / "outside"
+    )
     (copy / "alias.mlpackage").symlink_to(outside)
 
 
@@ -57,11 +59,20 @@ def link_to(target, path):
         (unlisted_weights, "weight.bin: found a file that bundle.json does not list"),
         (package_outside, "alias.mlpackage"),
         (lambda copy: link_to("/etc", first(copy) / "Data" / "more"), "more: found a symlink"),
-        (lambda copy: link_to("model.mlmodel", first(copy) / "Data" / "alias"), "alias: found a symlink"),
+        (
+            lambda copy: link_to("model.mlmodel", first(copy) / "Data" / "alias"),
+            "alias: found a symlink",
+        ),
         (lambda copy: (first(copy) / ".hidden").write_text("x"), ".hidden: found a file that"),
-        (lambda copy: (first(copy) / "Data" / "model.mlmodel").write_text("x"), "model.mlmodel: found a file that"),
+        (
+            lambda copy: (first(copy) / "Data" / "model.mlmodel").write_text("x"),
+            "model.mlmodel: found a file that",
+        ),
         (lambda copy: os.mkfifo(first(copy) / "pipe"), "pipe: found a file that"),
-        (lambda copy: link_to("/etc/hostname", first(copy) / ".DS_Store"), ".DS_Store: found a symlink"),
+        (
+            lambda copy: link_to("/etc/hostname", first(copy) / ".DS_Store"),
+            ".DS_Store: found a symlink",
+        ),
     ],
 )
 def test_what_a_shard_holds_beside_its_listed_files_is_refused(copy, damage, found):
@@ -77,7 +88,7 @@ def test_what_macos_itself_drops_into_folders_is_left_alone(copy):
 
 
 def embedding(copy, content):
-    """Puts `content` (bytes, or arrays by name) in place of the embedding, with its right size and hash."""
+    """Puts `content` (bytes, or arrays by name) in place of the embedding, its hash with it."""
     path = copy / "embedding.safetensors"
     path.write_bytes(content) if isinstance(content, bytes) else save_file(content, path)
     entry = {"path": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
@@ -94,14 +105,24 @@ HEADER = json.dumps({"weight": {"dtype": "F16", "shape": [V, C], "data_offsets":
         ({"weight": np.zeros((2, C), np.float16)}, r"weight F16 \[2, 64\]"),
         ({"weight": np.zeros((V, C), np.int16)}, r"weight I16 \[107, 64\]"),
         ({"other": np.zeros((V, C), np.float16)}, "no weight"),
-        ({"weight": np.zeros((V, C), np.float16), "bias": np.zeros(C, np.float32)}, "bias without scale"),
-        ({"weight": np.zeros((V, C), np.float16), "bias": np.zeros(3, np.float32), "scale": np.ones(C, np.float32)}, r"bias F32 \[3\]"),
+        (
+            {"weight": np.zeros((V, C), np.float16), "bias": np.zeros(C, np.float32)},
+            "bias without scale",
+        ),
+        (
+            {
+                "weight": np.zeros((V, C), np.float16),
+                "bias": np.zeros(3, np.float32),
+                "scale": np.ones(C, np.float32),
+            },
+            r"bias F32 \[3\]",
+        ),
         (b"\xff" * 4096, "no safetensors file"),
         (b"", "no safetensors file"),
         (struct.pack("<Q", 1 << 60) + b"{}", "no safetensors file"),
         (struct.pack("<Q", len(HEADER)) + HEADER + b"1234", "no safetensors file"),
     ],
-)  # fmt: skip
+)
 def test_an_embedding_of_another_shape_or_kind_is_refused_on_opening(copy, content, found):
     embedding(copy, content)
     with pytest.raises(InputError, match=f"embedding.safetensors: found {found}"):
@@ -118,7 +139,10 @@ def first_state(manifest):
         (lambda m: m.update(rope=[]), "rope tables none for layers that use global, local"),
         (lambda m: m["rope"].append(m["rope"][0]), "rope tables"),
         (lambda m: m["rope"][0].update(inv_freq=[]), "at least 1 item"),
-        (lambda m: m["rope"][0].update(inv_freq=m["rope"][0]["inv_freq"][:-1]), "layers_0.*rope_cos_"),
+        (
+            lambda m: m["rope"][0].update(inv_freq=m["rope"][0]["inv_freq"][:-1]),
+            "layers_0.*rope_cos_",
+        ),
         (lambda m: m["options"].update(max_seq_len=10**12), "options.max_seq_len"),
         (lambda m: m["options"].update(max_seq_len=10**30), "options.max_seq_len"),
         (lambda m: m["options"].update(max_seq_len=64), "layers_0"),

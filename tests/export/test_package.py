@@ -10,8 +10,12 @@ from workbench.quiet import coremltools, quiet
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_bundle_survives_being_opened_with_coremltools(exports, tmp_path, plain):
-    made = export(exports.checkpoint("llama"), tmp_path / "b", progress=False, plain=plain, max_seq_len=16)
-    assert {shard.how for shard in made.manifest.shards} == ({"converted"} if plain else {"converted", "stamped"})
+    made = export(
+        exports.checkpoint("llama"), tmp_path / "b", progress=False, plain=plain, max_seq_len=16
+    )
+    assert {shard.how for shard in made.manifest.shards} == (
+        {"converted"} if plain else {"converted", "stamped"}
+    )
     before = {path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()}
     for shard in made.manifest.shards:
         with quiet():

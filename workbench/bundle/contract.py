@@ -39,8 +39,10 @@ class Part(BaseModel):
 
 def _inside(path: str) -> str:
     pure = PurePosixPath(path)
-    if len(path) > MAX_PATH or any(len(part) > MAX_NAME for part in pure.parts) or not path.isprintable():
-        raise ValueError(f"a path of {len(path)} characters, of at most {MAX_PATH} that print, {MAX_NAME} in a name")
+    longest = max(map(len, pure.parts), default=0)
+    if len(path) > MAX_PATH or longest > MAX_NAME or not path.isprintable():
+        raise ValueError(f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
+                         f"{MAX_NAME} in a name")
     if pure.is_absolute() or ".." in pure.parts or "\\" in path or re.match(r"^[A-Za-z]:", path) or not pure.parts:
         raise ValueError(f"path {path!r} must stay inside the bundle")
     return path
@@ -238,7 +240,8 @@ class Manifest(Part):
     def _check_rope(self) -> None:
         names, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
         if len(set(names)) < len(names) or not used <= set(names):
-            raise ValueError(f"rope tables {_listed(names)} for layers that use {_listed(sorted(used))}")
+            tables, needs = _listed(names), _listed(sorted(used))
+            raise ValueError(f"rope tables {tables} for layers that use {needs}")
 
     def _check_files(self, shard: Shard) -> None:
         package = PurePosixPath(shard.path)
@@ -247,11 +250,12 @@ class Manifest(Part):
                 raise ValueError(f"shard {shard.name}: file {entry.path} lies outside {shard.path}")
 
     def _check_shapes(self, shard: Shard) -> None:
-        """Inputs and outputs whose shape follows from dimensions and options; families may add others."""
+        """Checks what follows from dimensions and options; a family may have more inputs."""
         expected = self._shapes(shard)
         for name, shape in chain(shard.inputs.items(), shard.outputs.items()):
             if expected.get(name, shape) != shape:
-                raise ValueError(f"shard {shard.name}: {name} {shape}, but dims and options say {expected[name]}")
+                raise ValueError(f"shard {shard.name}: {name} {shape}, "
+                                 f"but dims and options say {expected[name]}")
 
     def _shapes(self, shard: Shard) -> dict[str, list]:
         """Tensor → shape of a shard's interface."""
@@ -264,7 +268,8 @@ class Manifest(Part):
         for layer in self.layers[slice(*shard.layers)]:
             slots, half = self.options.slots(layer.window), halves[layer.rope]
             ring = layer.window is not None and self.options.sliding == "ring"
-            shapes |= {ROPE_COS + layer.suffix: [*narrow, "T", half], ROPE_SIN + layer.suffix: [*narrow, "T", half],
+            shapes |= {ROPE_COS + layer.suffix: [*narrow, "T", half],
+                       ROPE_SIN + layer.suffix: [*narrow, "T", half],
                        ATTN_MASK + layer.suffix: [*narrow, "T", slots],
                        KV_WRITE_MASK + (layer.suffix if ring else ""): [*narrow, slots, "T"]}
         return shapes
@@ -280,11 +285,13 @@ class Manifest(Part):
             if is_cache(name) and state.shape != shape:
                 raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
             ring = is_cache(name) and layer.window is not None and self.options.sliding == "ring"
-            if state.ring != (slots if ring else None):
-                raise ValueError(f"{where} has ring = {state.ring}, but options say {slots if ring else None}")
+            size = slots if ring else None
+            if state.ring != size:
+                raise ValueError(f"{where} has ring = {state.ring}, but options say {size}")
             spans = [(0, n) for n in state.shape] if state.part is None else state.part
             sizes = [stop - start for start, stop in spans]
-            if any(start < 0 for start, _ in spans) or min(sizes) < 1 or prod(sizes) != prod(state.shape):
+            low = min(start for start, _ in spans)
+            if low < 0 or min(sizes) < 1 or prod(sizes) != prod(state.shape):
                 raise ValueError(f"{where} {state.shape} does not fill the part {state.part}")
 
 

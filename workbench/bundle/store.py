@@ -48,18 +48,19 @@ class Bundle:
         """Opens and verifies the bundle at `path`.
 
         Raises:
-            InputError: no bundle there, an unknown version, a file missing, truncated, changed, outside it, or in
-                a shard's package without being listed.
+            InputError: no bundle there, an unknown version, a file missing, truncated, changed,
+                outside it, or in a shard's package without being listed.
         """
-        root = paths.bundle(path).resolve()  # `.` has no name, which files beside a bundle are named after
+        root = paths.bundle(path).resolve()  # `.` has no name to call the files beside it after
         if (root / MANIFEST).is_symlink():
             raise _damaged(root / MANIFEST, "a symlink")
         try:
             bundle = cls(root, read_manifest(root / MANIFEST))
             bundle.verify()
         except OSError as problem:
-            raise InputError(f"bundle {path}", f"{problem.strerror or problem} ({problem.filename})",
-                             "files that can be read", "mend that, or copy the bundle again") from problem
+            found = f"{problem.strerror or problem} ({problem.filename})"
+            step = "mend that, or copy the bundle again"
+            raise InputError(f"bundle {path}", found, "files that can be read", step) from problem
         return bundle
 
     @property
@@ -74,10 +75,10 @@ class Bundle:
 
     @property
     def identity(self) -> str:
-        """SHA-256 over the manifest, which holds every file's hash: equal for bundles that compute the same.
+        """SHA-256 over the manifest and, through it, every file's hash.
 
-        Left out is what changes nothing in how a bundle is run: versions of packages, the checkpoint folder's name,
-        and how each shard was made.
+        Equal for bundles that compute the same: versions of packages, the name of the checkpoint's
+        folder and how each shard was made are left out.
         """
         aside = {"packages": True, "checkpoint": {"name"}, "shards": {"__all__": {"how"}}}
         parts = self.manifest.model_dump(mode="json", exclude=aside)
@@ -106,10 +107,11 @@ class Bundle:
             _write_seen(self.root, now)
 
     def _check_unlisted(self) -> None:
-        """Refuses a file that a runtime would find in a package (or a tokenizer in its folder) and nobody hashed."""
+        """Refuses a file in a package or beside the tokenizer's that the manifest does not list."""
         listed = {PurePosixPath(entry.path) for entry in self.files}
         folders = {PurePosixPath(shard.path) for shard in self.manifest.shards}
-        folders |= {PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files} - {PurePosixPath(".")}
+        tokenizer = {PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files}
+        folders |= tokenizer - {PurePosixPath(".")}
         for folder in sorted(folders):
             for around, below, names in os.walk(self.root / folder, onerror=_raise):
                 for path in (Path(around, name) for name in sorted([*below, *names])):
@@ -118,17 +120,18 @@ class Bundle:
                     unlisted = PurePosixPath(path.relative_to(self.root)) not in listed
                     if unlisted and path.name != FINDER and not path.is_dir():
                         raise InputError(str(path), f"a file that {MANIFEST} does not list",
-                                         "the files that the export wrote and no others", "remove it, or export again")
+                                         "the files that the export wrote and no others",
+                                         "remove it, or export again")
 
     def _check_embedding(self) -> None:
-        """Refuses an embedding whose header does not fit the model; reads nothing but the header."""
+        """Refuses an embedding whose header does not fit the model; reads the header alone."""
         from safetensors import SafetensorError, safe_open
 
         path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
         try:
             with safe_open(path, "numpy") as table:
                 slices = {name: table.get_slice(name) for name in table.keys()}
-                parts = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+                parts = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
         except (SafetensorError, ValueError):
             raise _damaged(path, "no safetensors file") from None
         if "weight" not in parts:
@@ -136,7 +139,8 @@ class Bundle:
         if ("bias" in parts) != ("scale" in parts):
             raise _damaged(path, "bias without scale" if "bias" in parts else "scale without bias")
         for name, (dtype, shape) in parts.items():
-            if dtype not in ("F16", "F32") or shape != ([dims.V, dims.C] if name == "weight" else [dims.C]):
+            expected = [dims.V, dims.C] if name == "weight" else [dims.C]
+            if dtype not in ("F16", "F32") or shape != expected:
                 raise _damaged(path, f"{name} {dtype} {shape} for V = {dims.V}, C = {dims.C}")
 
     def mark(self, entry: FileEntry) -> str:
@@ -234,7 +238,8 @@ class Writer:
     """
 
     def __init__(self, target: Path, identity: Future[dict]):
-        self.target, self.root, self.identity, self.signed = target, paths.partial(target), identity, False
+        self.target, self.root = target, paths.partial(target)
+        self.identity, self.signed = identity, False
         self.root.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.root, os.O_RDONLY)
         try:

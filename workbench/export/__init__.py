@@ -33,9 +33,10 @@ def options(**chosen) -> Options:
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         name, limits = ".".join(map(str, first["loc"])) or "export options", first.get("ctx", {})
+        choices = str(limits.get("expected")).replace(" or ", ", ").replace("'", "")
         needed = {
             "extra_forbidden": f"one of the options {', '.join(Options.model_fields)}",
-            "literal_error": f"one of {limits.get('expected')}".replace(" or ", ", ").replace("'", ""),
+            "literal_error": f"one of {choices}",
             "greater_than_equal": f"at least {limits.get('ge')}",
             "less_than_equal": f"at most {limits.get('le')}",
         }.get(first["type"], first["msg"].removeprefix("Value error, "))
