@@ -9,8 +9,10 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def run(job: dict, measure: str = MEASURE) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as root:
         inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = child.Outcome()
-        if not (_path(job) / "bundle.json").exists():
+        if not _is_cached(_path(job)):
             outcome = child.call("workbench.cell:prepare", inner, timeout_s=job["timeout_s"])
         if outcome.failure is None:
             time.sleep(job["run"]["cool_down_s"])
@@ -124,12 +126,43 @@ def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
 
 
 def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False) -> Bundle:
-    """The bundle of a checkpoint and options, exported into `folder` when it is not there yet, by one process at a time."""
+    """The bundle of a checkpoint and options, exported into `folder` by one process at a time.
+
+    One that is there already is opened; a damaged one is exported again, with a warning that says
+    why.
+    """
     path = folder / _bundle_name(checkpoint.path.name, checkpoint.sha256, options)
     with _alone(folder, path.name):
-        if (path / "bundle.json").exists():
-            return Bundle.open(path)
+        bundle = _cached(path)
+        if bundle:
+            return bundle
         return exporting.export(checkpoint.path, path, progress=progress, **options.model_dump())
+
+
+def _is_cached(path: Path) -> bool:
+    """Whether `path` of the cache holds a bundle; `measure` refuses one that cannot be read."""
+    with _alone(path.parent, path.name):
+        try:
+            return _cached(path) is not None
+        except InputError:
+            return True
+
+
+def _cached(path: Path) -> Bundle | None:
+    """The bundle at `path` of the cache; None where there is none. A damaged one is removed."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return Bundle.open(path)
+    except InputError as problem:
+        if isinstance(problem.__cause__, OSError):  # what cannot be read may be whole
+            raise
+        warnings.warn(f"the cached bundle {path.name} is exported again: {problem}", stacklevel=3)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+    return None
 
 
 @contextmanager

@@ -12,24 +12,26 @@ from typing import Annotated
 
 import typer
 
+from workbench import paths
+from workbench.cli_arguments import (
+    BundlePath, CheckpointPath, GoldenOf, GoldenPath, Ids, Json, Log, LogFolder, Memory, NewBundle,
+    Precision, Publish, RuntimeName, Version, golden_file, optional, tasks_file,
+)
 from workbench.errors import InputError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Export transformer layers as stateful Core ML shards, prove them, decode them, measure them.")  # fmt: skip
+# Markdown, because Rich's own markup takes "[max_new + 1, V]" in a help text for a tag and drops it
+app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, add_completion=False,
+                  pretty_exceptions_enable=False,
+                  help="Export transformer layers as stateful Core ML shards, prove them, decode "
+                       "them, measure them.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Ids = Annotated[str | None, typer.Option("--prompt-ids", help="Token ids, comma-separated: 2,42,100.")]
-RuntimeName = Annotated[str, typer.Option("--runtime", help="auto, portable or coreml.")]
-Precision = Annotated[str, typer.Option("--precision", help="Portable arithmetic: declared, exact or narrow.")]
-BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE")]
-CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT")]
-GoldenPath = Annotated[Path | None, typer.Option(help="Golden store.")]
-GoldenOf = Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")]
-Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
-LogFolder = Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")]
-Publish = Annotated[bool, typer.Option("--publish", help="Make this the shipped write-up.")]
-Memory = Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")]
 DEFAULT_IDS = 24
+ANOTHER_CHECKPOINT = "golden_is_of_this_checkpoint"  # the gate that is RED then
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
 
 
 def main() -> None:
@@ -86,10 +88,16 @@ def writable(out: Path) -> Path:
 
 
 def gate_lines(gates: list) -> list[str]:
-    """RED first, then the others; one line each with its reason."""
+    """RED first, then the others; one line each with its reason.
+
+    A golden of another checkpoint is the one line: all other gates compare two models then.
+    """
     order = {"RED": 0, "GREEN": 1, "not_run": 2}
-    return [f"{g.verdict:8}{g.name:26}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}"
-            for g in sorted(gates, key=lambda g: order[g.verdict])]  # fmt: skip
+    strange = [g for g in gates if g.name == ANOTHER_CHECKPOINT and g.verdict == "RED"]
+    lines = [f"{g.verdict:8}{g.name:29}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}"
+             for g in strange or sorted(gates, key=lambda g: order[g.verdict])]
+    note = ": the other gates compare two models (--json has them)"
+    return [line + note for line in lines] if strange else lines
 
 
 @app.command()
@@ -110,7 +118,7 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def export(
-    checkpoint: CheckpointPath, bundle: BundlePath,
+    checkpoint: CheckpointPath, bundle: NewBundle,
     max_seq_len: Annotated[int, typer.Option(help="Cache slots S.")] = 512,
     t_max: Annotated[int, typer.Option(help="Most tokens a call, T = 1 … t_max.")] = 4, batch: int = 1,
     layers_per_shard: Annotated[int, typer.Option(help="Decoder layers in one .mlpackage.")] = 1,
@@ -149,7 +157,9 @@ def export(
 @app.command()
 def golden(
     checkpoint: CheckpointPath, out: Annotated[Path, typer.Option("--out", help="File to write.")], prompt_ids: Ids = None,
-    bundle: Annotated[Path | None, typer.Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
+    bundle: Annotated[Path | None, typer.Option(
+        help="Use the weights this bundle stores instead of the checkpoint's.",
+        callback=optional(paths.bundle))] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
@@ -186,19 +196,25 @@ def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | 
 @app.command()
 def check(
     bundle: BundlePath,
-    golden: Annotated[Path | None, typer.Option(help="Golden store: also judges what the cache holds.")] = None,
+    golden: Annotated[Path | None, typer.Option(
+        help="Golden store: also judges what the cache holds.",
+        callback=optional(golden_file))] = None,
     memory: Memory = None, runtime: RuntimeName = "auto", json: Json = False,
 ) -> None:  # fmt: skip
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
 
     Example: workbench check build/llama --memory 16G
     """
+    from workbench.bundle import Bundle
+
+    opened = Bundle.open(bundle)  # before anything heavy is imported
     from workbench.decode import Decoder
     from workbench.eval import checklist, gates
     from workbench.eval.golden import Golden
     from workbench.eval.memory import parse_bytes
 
-    found = checklist.check(Decoder(bundle, runtime), golden=Golden.load(golden) if golden else None,
+    found = checklist.check(Decoder(opened, runtime),
+                            golden=Golden.load(golden) if golden else None,
                             machine=None if memory is None else parse_bytes(memory), progress=not json)  # fmt: skip
     result = {"verdict": gates.verdict(found), "gates": [g.json() for g in found]}
     show(result, json, [result["verdict"], *gate_lines(found)])
@@ -208,13 +224,18 @@ def check(
 def validate(
     bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
     all_t: Annotated[bool, typer.Option("--all-t", help="Every T from 1 to t_max.")] = False,
-    tasks: Annotated[Path | None, typer.Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")] = None,
+    tasks: Annotated[Path | None, typer.Option(
+        help="Known-answer prompts (JSON lines); needs --checkpoint.",
+        callback=optional(tasks_file))] = None,
     runtime: RuntimeName = "auto", precision: Precision = "declared", log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Every layer × position × T against the golden.
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --tasks data/tasks/heldout.jsonl
     """
+    from workbench.bundle import Bundle
+
+    opened = Bundle.open(bundle)  # before anything heavy is imported
     from workbench import runs
     from workbench.decode import Decoder
     from workbench.eval import answers
@@ -223,7 +244,7 @@ def validate(
 
     if tasks and not checkpoint:
         raise InputError("--tasks", "no --checkpoint", "the checkpoint that also answers them", "give --checkpoint")
-    decoder = Decoder(bundle, runtime, precision)
+    decoder = Decoder(opened, runtime, precision)
     reference = load_golden(golden, checkpoint, prompt_ids, decoder.manifest.dims.V)
     Ts = range(1, decoder.options.t_max + 1) if all_t else None
     found = judge(decoder, reference, Ts, progress=not json)
@@ -241,23 +262,27 @@ def validate(
 
 @app.command()
 def memory(
-    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_CHECKPOINT")], max_seq_len: int = 512, t_max: int = 4,
-    batch: int = 1, compress: str = "fp16", machine: Memory = None, json: Json = False,
+    source: Annotated[Path, typer.Argument(
+        metavar="BUNDLE_OR_CHECKPOINT", callback=paths.bundle_or_checkpoint)],
+    max_seq_len: int = 512, t_max: int = 4, batch: int = 1,
+    compress: str = "fp16", machine: Memory = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """
     from workbench.bundle import Bundle
+
+    opened = Bundle.open(source) if (source / "bundle.json").exists() else None
     from workbench.eval import memory as budgets
     from workbench.eval import roofline
     from workbench.export import options
     from workbench.models.checkpoint import Checkpoint
 
     size = budgets.machine_bytes() if machine is None else budgets.parse_bytes(machine)
-    if (source / "bundle.json").exists():
-        budget = budgets.of_bundle(Bundle.open(source), size)
-        works = roofline.work(Bundle.open(source))
+    if opened:
+        budget = budgets.of_bundle(opened, size)
+        works = roofline.work(opened)
     else:
         chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
         budget = budgets.of_checkpoint(Checkpoint(source), chosen, size)

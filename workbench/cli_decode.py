@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli import BundlePath, Ids, Json, Precision, RuntimeName, app, parse_ids, show
+from workbench import paths
+from workbench.cli import app, parse_ids, show
+from workbench.cli_arguments import BundlePath, Ids, Json, Precision, RuntimeName, optional
 from workbench.errors import InputError
 
 
@@ -49,7 +51,8 @@ def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
 @app.command()
 def reuse(
     bundle: BundlePath,
-    batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.")] = None,
+    batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.",
+                                                      callback=optional(paths.bundle))] = None,
     max_new: Annotated[int, typer.Option("--max-new", help="Tokens decoded by each cell.", min=1)] = 6,
     runtime: RuntimeName = "auto", precision: Precision = "exact", json: Json = False,
 ) -> None:  # fmt: skip

@@ -6,15 +6,21 @@ from typing import Annotated
 
 import typer
 
-from workbench.cli import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, app, gate_lines, ids_for, load_golden, show
+from workbench import paths
+from workbench.cli import app, gate_lines, ids_for, load_golden, show
+from workbench.cli_arguments import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, optional
 from workbench.errors import InputError
 
 
 @app.command()
 def error(
-    bundle: BundlePath, checkpoint: Annotated[Path, typer.Option(help="The checkpoint that the bundle was exported from.")],
+    bundle: BundlePath,
+    checkpoint: Annotated[Path, typer.Option(
+        help="The checkpoint that the bundle was exported from.", callback=paths.checkpoint)],
     prompt_ids: Ids = None,
-    plain: Annotated[Path | None, typer.Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
+    plain: Annotated[Path | None, typer.Option(
+        help="fp16 export with the same options (default: made in data/bundles).",
+        callback=optional(paths.bundle))] = None,
     weights: Annotated[bool, typer.Option(help="Also find which weights' compression costs most.")] = False,
     log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
@@ -23,13 +29,15 @@ def error(
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
     from workbench.bundle import Bundle
+
+    opened = Bundle.open(bundle)  # before anything heavy is imported
     from workbench.eval import error as splitting
     from workbench.eval import gates, golden
     from workbench.eval import weights as weighing
     from workbench.models.checkpoint import Checkpoint
     from workbench.runtime import coreml_available
 
-    opened, source = Bundle.open(bundle), Checkpoint(checkpoint)
+    source = Checkpoint(checkpoint)
     ids = ids_for(prompt_ids, opened.manifest.dims.V)
     twin = Bundle.open(plain) if plain else _uncompressed(opened, source, progress=not json)
     splits = splitting.measure(source, opened, twin, ids, device=coreml_available(), progress=not json)
@@ -69,7 +77,9 @@ def _record(bundle, command: str, result: dict) -> str:
 
 @app.command()
 def trace(
-    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_PACKAGE")], prompt_ids: Ids = None,
+    source: Annotated[Path, typer.Argument(
+        metavar="BUNDLE_OR_PACKAGE", callback=paths.bundle_or_package)],
+    prompt_ids: Ids = None,
     inputs: Annotated[Path | None, typer.Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
     log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
@@ -78,9 +88,10 @@ def trace(
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
     from workbench.bundle import Bundle
-    from workbench.eval import trace as tracing
 
     bundle = Bundle.open(source) if (source / "bundle.json").exists() else None
+    from workbench.eval import trace as tracing
+
     if bundle:
         found = tracing.of_bundle(bundle, ids_for(prompt_ids, bundle.manifest.dims.V))
     else:
@@ -120,10 +131,11 @@ def matrix(bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath =
     Example: workbench matrix build/llama --checkpoint data/tiny-llama
     """
     from workbench.bundle import Bundle
+
+    opened = Bundle.open(bundle)  # before anything heavy is imported
     from workbench.eval import gates
     from workbench.eval import matrix as units
 
-    opened = Bundle.open(bundle)
     table = units.run(opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V))
     device = bool((table["runtime"] == "coreml").any())
     result = {

@@ -20,13 +20,14 @@ def residency(
 
     Example: workbench residency build/llama --chip M1
     """
-    from workbench import runs
     from workbench.bundle import Bundle
+
+    opened = Bundle.open(bundle)  # before anything heavy is imported
+    from workbench import runs
     from workbench.eval import residency as placing
     from workbench.eval import roofline
     from workbench.runtime import coreml_available, load
 
-    opened = Bundle.open(bundle)
     if coreml_available():
         models = [load(opened, shard, "coreml", compute_units=compute_units) for shard in opened.manifest.shards]
         found = placing.measured(models)

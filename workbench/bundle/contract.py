@@ -6,6 +6,8 @@ free one.
 """
 
 import re
+from itertools import chain
+from math import prod
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
@@ -27,19 +29,28 @@ KV_STATE, SIDE_STATE = "kv_state", "side_state"
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
 
 
+MAX_SEQ_LEN = 1 << 24  # more tokens than any model is made for; masks are as long as the cache
+MAX_PATH, MAX_NAME = 512, 200  # characters: leaves room for the folder that a bundle lies in
+
+
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _inside(path: str) -> str:
     pure = PurePosixPath(path)
+    longest = max(map(len, pure.parts), default=0)
+    if len(path) > MAX_PATH or longest > MAX_NAME or not path.isprintable():
+        raise ValueError(f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
+                         f"{MAX_NAME} in a name")
     if pure.is_absolute() or ".." in pure.parts or "\\" in path or re.match(r"^[A-Za-z]:", path) or not pure.parts:
         raise ValueError(f"path {path!r} must stay inside the bundle")
     return path
 
 
 RelativePath = Annotated[str, AfterValidator(_inside)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Dims(Part):
@@ -66,7 +77,7 @@ class Options(Part):
     of t_max tokens not to overwrite a row that its own first token still attends to.
     """
 
-    max_seq_len: Count = 512
+    max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
     t_max: Count = 4
     batch: Count = 1
     layers_per_shard: Count = 1
@@ -102,8 +113,8 @@ class Rope(Part):
     """
 
     name: Literal["", "local", "global"] = ""
-    inv_freq: list[float]
-    scale: float = 1.0
+    inv_freq: Annotated[list[Finite], Field(min_length=1)]
+    scale: Finite = 1.0
 
 
 class Layer(Part):
@@ -177,7 +188,7 @@ class Embedding(Part):
     """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in float32."""
 
     file: FileEntry
-    scale: float = 1.0
+    scale: Finite = 1.0
 
 
 class Tokens(Part):
@@ -219,4 +230,70 @@ class Manifest(Part):
             raise ValueError("the head slices do not cover the vocabulary once, in order")
         if len({s.path for s in self.shards}) < len(self.shards):
             raise ValueError("two shards have one path")
+        self._check_rope()
+        for shard in self.shards:
+            self._check_files(shard)
+            self._check_shapes(shard)
+            self._check_states(shard)
         return self
+
+    def _check_rope(self) -> None:
+        names, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
+        if len(set(names)) < len(names) or not used <= set(names):
+            tables, needs = _listed(names), _listed(sorted(used))
+            raise ValueError(f"rope tables {tables} for layers that use {needs}")
+
+    def _check_files(self, shard: Shard) -> None:
+        package = PurePosixPath(shard.path)
+        for entry in shard.files:
+            if package not in PurePosixPath(entry.path).parents:
+                raise ValueError(f"shard {shard.name}: file {entry.path} lies outside {shard.path}")
+
+    def _check_shapes(self, shard: Shard) -> None:
+        """Checks what follows from dimensions and options; a family may have more inputs."""
+        expected = self._shapes(shard)
+        for name, shape in chain(shard.inputs.items(), shard.outputs.items()):
+            if expected.get(name, shape) != shape:
+                raise ValueError(f"shard {shard.name}: {name} {shape}, "
+                                 f"but dims and options say {expected[name]}")
+
+    def _shapes(self, shard: Shard) -> dict[str, list]:
+        """Tensor → shape of a shard's interface."""
+        B, narrow = self.options.batch, [self.options.batch, 1]
+        widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), self.dims.C)
+        widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
+        bct1 = self.options.layout == "bct1"
+        shapes = {name: [B, n, "T", 1] if bct1 else [B, n, 1, "T"] for name, n in widths.items()}
+        halves = {rope.name: len(rope.inv_freq) for rope in self.rope}
+        for layer in self.layers[slice(*shard.layers)]:
+            slots, half = self.options.slots(layer.window), halves[layer.rope]
+            ring = layer.window is not None and self.options.sliding == "ring"
+            shapes |= {ROPE_COS + layer.suffix: [*narrow, "T", half],
+                       ROPE_SIN + layer.suffix: [*narrow, "T", half],
+                       ATTN_MASK + layer.suffix: [*narrow, "T", slots],
+                       KV_WRITE_MASK + (layer.suffix if ring else ""): [*narrow, slots, "T"]}
+        return shapes
+
+    def _check_states(self, shard: Shard) -> None:
+        for name, state in shard.states.items():
+            index = re.fullmatch(r"layers\.(\d{1,9})\.\w+", name)
+            if not index or int(index[1]) not in range(*shard.layers):
+                raise ValueError(f"shard {shard.name}: state {name} is of none of its layers")
+            layer, where = self.layers[int(index[1])], f"shard {shard.name}: state {name}"
+            slots = self.options.slots(layer.window)
+            shape = [self.options.batch, self.dims.H_kv, slots, self.dims.D]
+            if is_cache(name) and state.shape != shape:
+                raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
+            ring = is_cache(name) and layer.window is not None and self.options.sliding == "ring"
+            size = slots if ring else None
+            if state.ring != size:
+                raise ValueError(f"{where} has ring = {state.ring}, but options say {size}")
+            spans = [(0, n) for n in state.shape] if state.part is None else state.part
+            sizes = [stop - start for start, stop in spans]
+            low = min(start for start, _ in spans)
+            if low < 0 or min(sizes) < 1 or prod(sizes) != prod(state.shape):
+                raise ValueError(f"{where} {state.shape} does not fill the part {state.part}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(name or '""' for name in names) or "none"

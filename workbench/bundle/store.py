@@ -6,17 +6,20 @@ import json
 import os
 import shutil
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 from pydantic import ValidationError
 
+from workbench import paths
 from workbench.errors import InputError
 
 from .contract import FileEntry, Manifest, Shard
 
-MANIFEST, IDENTITY = "bundle.json", "identity.json"
+MANIFEST, IDENTITY = paths.BUNDLE, "identity.json"
 MAX_MANIFEST_BYTES = 64 << 20
+FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
 def sha256(path: Path) -> str:
@@ -45,18 +48,19 @@ class Bundle:
         """Opens and verifies the bundle at `path`.
 
         Raises:
-            InputError: no bundle there, an unknown version, a file missing, truncated, changed or outside it.
+            InputError: no bundle there, an unknown version, a file missing, truncated, changed,
+                outside it, or in a shard's package without being listed.
         """
-        root = Path(path).resolve()  # `.` has no name, and what is kept beside a bundle is named after it
+        root = paths.bundle(path).resolve()  # `.` has no name to call the files beside it after
         if (root / MANIFEST).is_symlink():
             raise _damaged(root / MANIFEST, "a symlink")
-        if not (root / MANIFEST).is_file():
-            unfinished = _working(root).exists()
-            found, step = ("an unfinished export", "run the same export again: it resumes") if unfinished else (
-                f"no {MANIFEST}", "run: workbench export CHECKPOINT BUNDLE")  # fmt: skip
-            raise InputError(f"bundle {path}", found, "a finished bundle", step)
-        bundle = cls(root, read_manifest(root / MANIFEST))
-        bundle.verify()
+        try:
+            bundle = cls(root, read_manifest(root / MANIFEST))
+            bundle.verify()
+        except OSError as problem:
+            found = f"{problem.strerror or problem} ({problem.filename})"
+            step = "mend that, or copy the bundle again"
+            raise InputError(f"bundle {path}", found, "files that can be read", step) from problem
         return bundle
 
     @property
@@ -71,9 +75,14 @@ class Bundle:
 
     @property
     def identity(self) -> str:
-        """SHA-256 over the options and every file's hash: equal for bundles that compute the same."""
-        parts = [self.manifest.options.model_dump_json(), *(f"{f.path}:{f.sha256}" for f in self.files)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        """SHA-256 over the manifest and, through it, every file's hash.
+
+        Equal for bundles that compute the same: versions of packages, the name of the checkpoint's
+        folder and how each shard was made are left out.
+        """
+        aside = {"packages": True, "checkpoint": {"name"}, "shards": {"__all__": {"how"}}}
+        parts = self.manifest.model_dump(mode="json", exclude=aside)
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def shards(self, kind: str) -> list[Shard]:
         return [s for s in self.manifest.shards if s.kind == kind]
@@ -92,8 +101,47 @@ class Bundle:
             if seen.get(entry.path) != mark and sha256(path) != entry.sha256:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
             now[entry.path] = mark
+        self._check_unlisted()
+        self._check_embedding()
         if now != seen:
             _write_seen(self.root, now)
+
+    def _check_unlisted(self) -> None:
+        """Refuses a file in a package or beside the tokenizer's that the manifest does not list."""
+        listed = {PurePosixPath(entry.path) for entry in self.files}
+        folders = {PurePosixPath(shard.path) for shard in self.manifest.shards}
+        tokenizer = {PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files}
+        folders |= tokenizer - {PurePosixPath(".")}
+        for folder in sorted(folders):
+            for around, below, names in os.walk(self.root / folder, onerror=_raise):
+                for path in (Path(around, name) for name in sorted([*below, *names])):
+                    if path.is_symlink():
+                        raise _damaged(path, "a symlink")
+                    unlisted = PurePosixPath(path.relative_to(self.root)) not in listed
+                    if unlisted and path.name != FINDER and not path.is_dir():
+                        raise InputError(str(path), f"a file that {MANIFEST} does not list",
+                                         "the files that the export wrote and no others",
+                                         "remove it, or export again")
+
+    def _check_embedding(self) -> None:
+        """Refuses an embedding whose header does not fit the model; reads the header alone."""
+        from safetensors import SafetensorError, safe_open
+
+        path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
+        try:
+            with safe_open(path, "numpy") as table:
+                slices = {name: table.get_slice(name) for name in table.keys()}
+                parts = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+        except (SafetensorError, ValueError):
+            raise _damaged(path, "no safetensors file") from None
+        if "weight" not in parts:
+            raise _damaged(path, "no weight")
+        if ("bias" in parts) != ("scale" in parts):
+            raise _damaged(path, "bias without scale" if "bias" in parts else "scale without bias")
+        for name, (dtype, shape) in parts.items():
+            expected = [dims.V, dims.C] if name == "weight" else [dims.C]
+            if dtype not in ("F16", "F32") or shape != expected:
+                raise _damaged(path, f"{name} {dtype} {shape} for V = {dims.V}, C = {dims.C}")
 
     def mark(self, entry: FileEntry) -> str:
         """What a file was when it was hashed; with another size or mtime it must be hashed again."""
@@ -133,8 +181,13 @@ def read_manifest(path: Path) -> Manifest:
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "its contents"
-        raise InputError(str(path), f"{where}: {first['msg']}", f"a bundle of version {Manifest.model_fields['version'].default}",
-                         "export again with this workbench") from None  # fmt: skip
+        raise InputError(str(path), f"{where}: {first['msg'].removeprefix('Value error, ')}",
+                         f"a bundle of version {Manifest.model_fields['version'].default}",
+                         "export again with this workbench") from None
+
+
+def _raise(problem: OSError) -> None:
+    raise problem
 
 
 def _damaged(path: Path, found: str) -> InputError:
@@ -160,15 +213,12 @@ def _write_seen(root: Path, seen: dict[str, str]) -> None:
         temporary.write_text(json.dumps(seen))
         os.replace(temporary, _seen_file(root))
     except OSError:  # a read-only folder only costs hashing again next time
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _working(target: Path) -> Path:
-    return target.parent / f".{target.name}.partial"
 
 
 class Writer:
@@ -188,7 +238,8 @@ class Writer:
     """
 
     def __init__(self, target: Path, identity: Future[dict]):
-        self.target, self.root, self.identity, self.signed = target, _working(target), identity, False
+        self.target, self.root = target, paths.partial(target)
+        self.identity, self.signed = identity, False
         self.root.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.root, os.O_RDONLY)
         try:
@@ -198,9 +249,7 @@ class Writer:
             raise InputError(f"bundle {target}", "another export writing to it", "one export to one target",
                              "wait for that one, or choose another target") from None  # fmt: skip
         try:
-            if os.path.lexists(target):  # a link that leads nowhere too
-                found = "a finished bundle" if (target / MANIFEST).exists() else "something else there"
-                raise InputError(f"bundle {target}", found, "a new folder", "remove it or choose another")
+            paths.new(target)
             self._resume()
         except BaseException:
             self.close()

@@ -32,9 +32,16 @@ def options(**chosen) -> Options:
         return Options(**chosen)
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"])) or "export options"
-        raise InputError(name, repr(first.get("input")), first["msg"].removeprefix("Value error, "),
-                         "see: workbench export --help") from None  # fmt: skip
+        name, limits = ".".join(map(str, first["loc"])) or "export options", first.get("ctx", {})
+        choices = str(limits.get("expected")).replace(" or ", ", ").replace("'", "")
+        needed = {
+            "extra_forbidden": f"one of the options {', '.join(Options.model_fields)}",
+            "literal_error": f"one of {choices}",
+            "greater_than_equal": f"at least {limits.get('ge')}",
+            "less_than_equal": f"at most {limits.get('le')}",
+        }.get(first["type"], first["msg"].removeprefix("Value error, "))
+        raise InputError(name, repr(first.get("input")), needed,
+                         "see: workbench export --help") from None
 
 
 def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, plain: bool = False,

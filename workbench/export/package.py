@@ -27,7 +27,9 @@ def save(model, package: Path) -> None:
     names = {old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper() for old, item in listed["itemInfoEntries"].items()}
     listed["itemInfoEntries"] = {names[old]: item for old, item in listed["itemInfoEntries"].items()}
     listed["rootModelIdentifier"] = names[listed["rootModelIdentifier"]]
-    (package / MANIFEST).write_text(json.dumps(listed, indent=1, sort_keys=True))
+    # coremltools rewrites the file in this form when it opens the package, so its bytes stay
+    text = json.dumps(listed, indent=4, sort_keys=True) + "\n"
+    (package / MANIFEST).write_text(text)
 
 
 def read(package: Path):

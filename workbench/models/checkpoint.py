@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from workbench import paths
 from workbench.errors import InputError
 
 KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -21,7 +22,7 @@ CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 LFS = b"version https://git-lfs"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-FETCH = "download the checkpoint again, whole (git lfs pull, or huggingface-cli download)"
+FETCH = f"{paths.fetch()}, or git lfs pull"
 
 
 class Entry(NamedTuple):
@@ -37,14 +38,12 @@ class Checkpoint:
     """A checkpoint folder: `config` (transformers' own object) and `tensor(name)`.
 
     Raises:
-        InputError: nothing there, a half download, a truncated or foreign file, a Git LFS pointer.
+        InputError: nothing there, something else (a bundle, GGUF weights, the name of a model on
+            the Hub), a half download, a truncated or foreign file, a Git LFS pointer.
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        if not (self.path / "config.json").is_file():
-            raise InputError(f"checkpoint {path}", "no folder" if not self.path.exists() else "no config.json in it",
-                             "a Hugging Face folder with config.json and *.safetensors", FETCH)  # fmt: skip
+        self.path = paths.checkpoint(path)
         self.files = self._weight_files()
         self.header: dict[str, Entry] = {}
         for file in sorted(set(self.files)):

@@ -1,0 +1,25 @@
+"""A shard's package as other tools leave it: whoever opens it with coremltools leaves its bytes as they were."""
+
+import pytest
+
+from workbench import Bundle
+from workbench.bundle import sha256
+from workbench.export import export
+from workbench.quiet import coremltools, quiet
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_bundle_survives_being_opened_with_coremltools(exports, tmp_path, plain):
+    made = export(
+        exports.checkpoint("llama"), tmp_path / "b", progress=False, plain=plain, max_seq_len=16
+    )
+    assert {shard.how for shard in made.manifest.shards} == (
+        {"converted"} if plain else {"converted", "stamped"}
+    )
+    before = {path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()}
+    for shard in made.manifest.shards:
+        with quiet():
+            coremltools().models.MLModel(str(made.package(shard)), skip_model_load=True)
+    assert {path: sha256(path) for path in sorted(made.root.rglob("*")) if path.is_file()} == before
+    (tmp_path / ".b.checked").unlink()  # so that every byte is hashed again
+    assert Bundle.open(made.root).identity == made.identity

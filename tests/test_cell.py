@@ -1,0 +1,96 @@
+"""Bundles that are kept for later: a damaged one is made again, one that is named stays."""
+
+import os
+import warnings
+
+import pytest
+
+from workbench import Bundle, InputError
+from workbench.bundle import Options
+from workbench.cell import bundle_for
+from workbench.models.checkpoint import Checkpoint
+
+
+def truncated(root):
+    weights = next(root.rglob("weight.bin"))
+    weights.write_bytes(weights.read_bytes()[:-64])
+
+
+def rewritten(root):  # as a tool may leave it that writes the file in another form
+    manifest = next(root.rglob("Manifest.json"))
+    manifest.write_text(manifest.read_text() + " ")
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (truncated, "weight.bin: found .* bytes"),
+        (rewritten, "Manifest.json: found"),
+        (lambda root: (root / "bundle.json").unlink(), "no bundle.json"),
+        (lambda root: (root / "bundle.json").write_text("{"), "bundle.json: found"),
+    ],
+)
+def test_a_damaged_cached_bundle_is_exported_again_and_a_warning_says_why(
+    exports, tmp_path, damage, why
+):
+    source, options = (
+        Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
+        Options(max_seq_len=16),
+    )
+    first = bundle_for(source, options, tmp_path)
+    damage(first.root)
+    with pytest.raises(InputError, match=why):
+        Bundle.open(first.root)  # whoever names it is told, and nothing is thrown away
+    with pytest.warns(UserWarning, match=f"is exported again: .*{why}"):
+        again = bundle_for(source, options, tmp_path)
+    assert (again.root, again.identity) == (first.root, first.identity)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith((".damaged", ".partial"))]
+    with warnings.catch_warnings(action="error"):
+        assert bundle_for(source, options, tmp_path).identity == first.identity
+
+
+def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(exports, tmp_path, monkeypatch):
+    source, options = (
+        Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
+        Options(max_seq_len=16),
+    )
+    made = bundle_for(source, options, tmp_path)
+    (tmp_path / f".{made.root.name}.checked").unlink()
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("workbench.bundle.store.sha256", closed)
+    with pytest.raises(InputError, match="Permission denied"):
+        bundle_for(source, options, tmp_path)
+    assert (made.root / "bundle.json").is_file()
+
+
+def test_a_link_in_the_cache_goes_without_what_it_leads_to(exports, tmp_path):
+    source, options = (
+        Checkpoint(exports.checkpoint("llama", num_hidden_layers=1)),
+        Options(max_seq_len=16),
+    )
+    made = bundle_for(source, options, tmp_path / "cache")
+    elsewhere = tmp_path / "elsewhere"
+    os.rename(made.root, elsewhere)
+    made.root.symlink_to(elsewhere)
+    truncated(elsewhere)
+    with pytest.warns(UserWarning, match="is exported again"):
+        bundle_for(source, options, tmp_path / "cache")
+    assert (elsewhere / "bundle.json").is_file() and not made.root.is_symlink()
+
+
+def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path):
+    from workbench import sweep
+
+    one = sweep.make_grid(grid | {"validate_ids": [], "run": grid["run"] | {"T": [1]}})
+    sweep.sweep(one, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))
+    truncated(root)
+    with pytest.warns(UserWarning, match="is exported again"):
+        counts = sweep.sweep(
+            one, root=tmp_path / "log2", bundles=tmp_path / "bundles", progress=False
+        )
+    assert counts["failed"] == 0 and counts["done"] == 1
+    Bundle.open(root)

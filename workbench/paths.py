@@ -1,0 +1,134 @@
+"""What lies at a path: a bundle, a checkpoint, or something that is easily taken for one of them.
+
+A leaf that looks at names alone and imports nothing heavy, so that a wrong path is refused before
+torch is loaded.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from workbench.errors import InputError
+
+BUNDLE, CONFIG = "bundle.json", "config.json"
+NAME = r"[A-Za-z0-9][\w.-]*"
+HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
+EXPORT = "run: workbench export CHECKPOINT BUNDLE"
+
+
+def bundle(path: str | Path) -> Path:
+    """The path of a bundle as it is; refuses what has no manifest, and says what it is."""
+    path = _possible("bundle", path)
+    if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
+        return path
+    if partial(path.resolve()).exists():
+        found, step = "an unfinished export", "run the same export again: it resumes"
+    elif path.name == BUNDLE and path.is_file():
+        found, step = "its manifest alone", f"give the folder {path.parent}"
+    elif is_package(path) or path.suffix == ".mlmodelc":
+        found = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
+        around = next((folder for folder in path.parents if (folder / BUNDLE).is_file()), None)
+        step = f"give the folder {around}" if around else f"{EXPORT}; trace takes a package"
+    elif (path / CONFIG).is_file():
+        found = "a Hugging Face checkpoint"
+        step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
+    elif _is_gguf(path):
+        found, step = "GGUF weights", EXPORT
+    else:
+        found = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
+        step = EXPORT
+    raise InputError(f"bundle {path}", found, f"a finished bundle, a folder with {BUNDLE}", step)
+
+
+def checkpoint(path: str | Path) -> Path:
+    """The path of a checkpoint as it is; refuses what has no config.json, and says what it is."""
+    path = _possible("checkpoint", path)
+    if (path / CONFIG).is_file():
+        return path
+    hub = HUB.fullmatch(str(path))
+    if (path / BUNDLE).is_file():
+        found, step = "a bundle", "give the checkpoint that it was exported from"
+    elif is_package(path) or path.suffix == ".mlmodelc":
+        found, step = "a Core ML model", "give the checkpoint that it was made from"
+    elif _is_gguf(path):
+        found = "GGUF weights"
+        step = "download the model's safetensors: hf download ORG/NAME --local-dir FOLDER"
+    elif path.is_file():
+        found, step = "a file", f"give the folder {path.parent}"
+    elif path.is_dir():
+        found, step = f"no {CONFIG} in it", fetch(path)
+    elif hub and not Path(path.parts[0]).exists():
+        name = hub[1].partition("/")[2]
+        found = "no folder, but what reads like the name of a model on the Hugging Face Hub"
+        step = f"run: hf download {hub[1]} --local-dir {name}, and give {name}"
+    else:
+        found, step = "no folder", f"correct the path, or {fetch(path)}"
+    needed = f"a Hugging Face folder with {CONFIG} and *.safetensors"
+    raise InputError(f"checkpoint {path}", found, needed, step)
+
+
+def bundle_or_checkpoint(path: str | Path) -> Path:
+    """The path of either as it is."""
+    return Path(path) if _has_manifest(path) else checkpoint(path)
+
+
+def bundle_or_package(path: str | Path) -> Path:
+    """The path of a bundle or of one `.mlpackage` as it is."""
+    return Path(path) if is_package(_possible("bundle", path)) else bundle(path)
+
+
+def new(path: str | Path) -> Path:
+    """The path of a bundle to be made; refuses one where something is, even a broken link."""
+    path = _possible("bundle", path)
+    if os.path.lexists(path):
+        found = "a finished bundle" if (path / BUNDLE).exists() else "something else there"
+        raise InputError(f"bundle {path}", found, "a new folder", "remove it or choose another")
+    return path
+
+
+def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
+    """The path of a file as it is; refuses a folder, and what is not there."""
+    path = _possible(subject, path)
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{subject} {path}", found, needed, step)
+    return path
+
+
+def fetch(path: str | Path = "FOLDER") -> str:
+    """How a checkpoint comes to lie at `path`."""
+    return f"download the checkpoint whole: hf download ORG/NAME --local-dir {path}"
+
+
+def is_package(path: Path) -> bool:
+    """Whether `path` is a folder that Core ML takes for a model package."""
+    return path.is_dir() and (path.suffix == ".mlpackage" or (path / "Manifest.json").is_file())
+
+
+def partial(bundle: Path) -> Path:
+    """The folder in which a bundle is made before it is renamed into place."""
+    return bundle.parent / f".{bundle.name}.partial"
+
+
+def _has_manifest(path: str | Path) -> bool:
+    return (_possible("bundle", path) / BUNDLE).exists()
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")))
+
+
+def _possible(subject: str, path: str | Path) -> Path:
+    """`path`; refuses what the system cannot look at: too long a name, a loop of links."""
+    path = Path(path)
+    try:
+        (path / BUNDLE).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as problem:
+        text = str(path)
+        shown = repr(text if len(text) < 200 else f"{text[:80]}…{text[-20:]}")
+        found = getattr(problem, "strerror", None) or str(problem)
+        needed, step = "a path that can be read", "correct the path"
+        raise InputError(f"{subject} {shown}", found, needed, step) from None
+    return path
