@@ -287,7 +287,7 @@ def literal_path(package: Path, inputs, states):
 
 def decode_path(package: Path, inputs, states):
     program = mil.read(package)
-    runner = fast.FastProgram(program)
+    runner = fast.ready(program) or mil.Executable(program)
     return played(runner.program, runner, inputs, states)
 
 

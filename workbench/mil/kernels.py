@@ -109,6 +109,8 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         scale: of each row of int8 weights, [R] float32; not looked at for fp16.
     """
     N, R = len(x), len(weight)
+    _same(x.shape[1:], weight.shape[1:])
+    _same(scale.shape, (R,))
     if N == 1:
         row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
         on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
@@ -138,10 +140,17 @@ def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
         weight: the bits of fp16 values as uint16; K a multiple of TERMS.
     """
     (N, K), R = x.shape, len(weight)
+    _same((K, K % TERMS), (weight[0].size, 0))
     rows = F.pad(x.float(), (0, 0, 0, -N % 4)).reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
     out = np.empty((R, 4 * len(rows)), np.float32)
     on_threads(_narrow, weight.reshape(R, -1, TERMS), rows.numpy(), out)
     return torch.from_numpy(out[:, :N].T)
+
+
+def _same(found, needed) -> None:
+    """Raises ValueError unless two shapes are equal: compiled loops check no index."""
+    if tuple(found) != tuple(needed):
+        raise ValueError(f"shape {list(found)} where {list(needed)} is needed")
 
 
 def on_threads(kernel, *arguments):
@@ -208,6 +217,11 @@ def _attend(q, key, value, mask, first, out):
 def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int) -> torch.Tensor:
     """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [n] fp16 of the slots from `first` on
     → float32 [H, D]."""
+    (H, D), (H_kv, S, _) = q.shape, key.shape
+    _same(value.shape, key.shape)
+    _same((key.shape[2], H % H_kv), (D, 0))
+    if not 0 <= first < first + len(mask) <= S:
+        raise IndexError(f"slots {first} to {first + len(mask)} of {S}")
     out = np.empty(q.shape, np.float32)
     on_threads(_attend, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, out)
     return torch.from_numpy(out)
@@ -251,6 +265,7 @@ def rms_norm(x: torch.Tensor, weight, bounds, eps0, eps1, gains) -> torch.Tensor
         eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the two.
         gains: factors of the root.
     """
+    _same(x.shape[1:], weight.shape)
     x = x.contiguous().float().numpy()
     out = np.empty_like(x)
     _rms_norm(x, weight, bounds, eps0, eps1, gains, out)
@@ -274,6 +289,12 @@ def _rotate(x, cos, sin, out):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further ones as they are."""
+    B, _, T, D = x.shape
+    half = cos.shape[-1]
+    _same(cos.shape, (B, 1, T, half))
+    _same(sin.shape, cos.shape)
+    if 2 * half > D:
+        raise ValueError(f"{2 * half} turned columns of {D}")
     x = x.contiguous().float().numpy()
     out = np.empty_like(x)
     _rotate(x, cos.float().numpy(), sin.float().numpy(), out)
@@ -303,9 +324,23 @@ def one_hot(mask: torch.Tensor) -> np.ndarray | None:
     return slots if sane else None
 
 
+def write(state: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
+    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
+
+    Raises:
+        ValueError: rows of another shape.
+        IndexError: a slot past the state.
+    """
+    B, H, S, D = state.shape
+    _same(rows.shape, (B, H, slots.shape[1], D))
+    _same(slots.shape[:1], (B,))
+    if slots.size and slots.max() >= S:
+        raise IndexError(f"slot {slots.max()} of {S}")
+    _write(state, slots, rows)
+
+
 @njit(cache=True)
-def write(state, slots, rows):
-    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place."""
+def _write(state, slots, rows):
     for b in range(slots.shape[0]):
         for t in range(slots.shape[1]):
             if slots[b, t] >= 0:

@@ -35,7 +35,7 @@ class PortableModel:
 
     States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hook` (see `workbench.mil.interpret`) may
     be set at any time; None costs nothing. With `fast`, `declared` calls take the decode path (`workbench.mil.fast`)
-    unless a hook is set; the literal graph is made ready when first needed.
+    unless a hook is set; the literal graph is made ready when first needed, and runs what the decode path does not take.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
@@ -55,7 +55,7 @@ class PortableModel:
     def _fast(self, program: mil.Program):
         from workbench.mil import fast, kernels  # numba takes a moment to import
 
-        return fast.FastProgram(program) if kernels.available() else None
+        return fast.ready(program, lambda: self.executable) if kernels.available() else None
 
     @cached_property
     def executable(self) -> mil.Executable:
