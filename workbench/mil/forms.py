@@ -139,6 +139,7 @@ def rotation(graph: Graph, op: Op):
     """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H, T, D]."""
     parts = [graph.maker(source, kind) for source, kind in zip(op.inputs["values"], ("sub", "add", "slice_by_index"), strict=False)]
     need(len(op.inputs["values"]) == len(parts) in (2, 3) and _half(op) and graph.attribute(op, "axis") in (-1, 3))
+    need(not graph.attribute(op, "interleave", False))
     (a, cos), (b, sin) = (_product(graph, source) for source in (parts[0].inputs["x"], parts[0].inputs["y"]))
     need([_product(graph, parts[1].inputs[s]) for s in "xy"] == [(b, cos), (a, sin)])
     slices = [graph.maker(source, "slice_by_index") for source in (a, b)] + parts[2:]

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from .interpret import _plain, _tensor
+from .interpret import _INTEGER, _plain, _tensor
 from .ops import RULES
 from .program import Op, Program, Ref
 
@@ -126,7 +126,8 @@ class Graph:
             rule, known = RULES[op.kind], {name: self.constant(given) for name, given in op.inputs.items()}
             made = rule.function(**{name: _plain(v) if name in rule.attributes else v for name, v in known.items()})
             for (name, declared), value in zip(op.outputs, made if isinstance(made, tuple) else (made,), strict=True):
-                self.folded[name] = value.half().float() if declared.dtype == "FLOAT16" else value
+                dtype = _INTEGER.get(declared.dtype, torch.float32)
+                self.folded[name] = value.half().float() if declared.dtype == "FLOAT16" else value.to(dtype)
                 self.dense[name] = value.shape
         return self.folded[source.name]
 

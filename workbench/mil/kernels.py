@@ -327,6 +327,8 @@ def one_hot(mask: torch.Tensor) -> np.ndarray | None:
 def write(state: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
     """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
 
+    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the mask's zeros is NaN.
+
     Raises:
         ValueError: rows of another shape.
         IndexError: a slot past the state.
@@ -342,9 +344,41 @@ def write(state: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
 @njit(cache=True)
 def _write(state, slots, rows):
     for b in range(slots.shape[0]):
+        plain = _finite(rows[b])
+        for t in range(slots.shape[1]):
+            plain = plain and (slots[b, t] < 0 or _finite(state[b, :, slots[b, t] : slots[b, t] + 1]))
+        if not plain:
+            _formula(state[b], slots[b], rows[b])
+            continue
         for t in range(slots.shape[1]):
             if slots[b, t] >= 0:
                 state[b, :, slots[b, t]] = rows[b, :, t]
+
+
+@njit(cache=True)
+def _finite(x):
+    others = 0
+    for h in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            for d in range(x.shape[2]):
+                others += not np.abs(x[h, t, d]) < np.inf
+    return others == 0
+
+
+@njit(cache=True)
+def _formula(state, slots, rows):
+    H, S, D = state.shape
+    for h in range(H):
+        for s in range(S):
+            for d in range(D):
+                kept, total = state[h, s, d], np.float32(0)
+                for t in range(len(slots)):
+                    if slots[t] == s:
+                        kept *= np.float32(0)
+                        total += rows[h, t, d]
+                    else:
+                        total += np.float32(0) * rows[h, t, d]
+                state[h, s, d] = kept + total
 
 
 @njit(cache=True)
