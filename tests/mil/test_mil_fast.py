@@ -355,3 +355,17 @@ def test_the_outline_of_a_program_holds_no_weights(exports, monkeypatch, compres
     constants = [value for step in body.steps for value in step.constants.values()] + list(body.constants.values())
     held = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in constants if isinstance(v, torch.Tensor)}
     assert sum(held.values()) < 96 * 64
+
+
+@pytest.mark.parametrize("T", [1, 2])
+def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does(T):
+    rng = np.random.default_rng(T)
+    q, key, value = (torch.from_numpy(rng.normal(size=shape).astype(np.float16)) for shape in ((1, 1, T, 4), (1, 1, 6, 4), (1, 1, 6, 4)))
+    q[..., 0], key[..., :3, 0], key[..., 3:, 0] = 150, -100, 0  # visible scores near -15,000, blocked ones near 0 - 10,000
+    mask = torch.full((1, 1, T, 6), forms.BLOCKED).half()
+    mask[..., :3] = 0
+    weights = torch.softmax((q.float() @ key.float().transpose(-1, -2)).half() + mask, -1)
+    cells = [mil.interpret.Cell(v.float()) for v in (key, value)]
+    found = forms._attend(q, *cells, mask, forms._span(mask))
+    np.testing.assert_allclose(found.float(), weights.float() @ value.float(), atol=2e-3)
+    assert weights[..., :3].max() < 1e-3

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from . import kernels
 from .graph import Graph, need
 from .ops.convolution import FEW
+from .ops.state import Cell
 from .program import Op, Ref
 
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
@@ -229,14 +230,16 @@ def _span(mask):
 
 def _attend(q, key, value, mask, span):
     """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T, D]."""
-    (first, last), (B, _, T, _) = span, mask.shape
-    key, value, mask = key.value, value.value, mask[..., first:last]
+    (first, last), (B, _, T, S) = span, mask.shape
+    key, value = key.value, value.value
     if B == T == 1:
-        return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first).half().view(q.shape)
-    key, value = key[:, :, first:last], value[:, :, first:last]
-    scores = torch.matmul(q.float(), key.transpose(-1, -2)).half()
-    weights = torch.softmax(scores.view(B, -1, T, last - first) + mask, -1)
-    return torch.matmul(weights.view(scores.shape).float(), value).half()
+        return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first, last).half().view(q.shape)
+    scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
+    masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
+    if last - first < S and bool((masked.amax(-1).abs() > kernels.EXTREME.item()).any()):
+        return _attend(q, Cell(key), Cell(value), mask, (0, S))
+    weights = torch.softmax(masked, -1)
+    return torch.matmul(weights.view(scores.shape).float(), value[:, :, first:last]).half()
 
 
 FORMS = (("conv", linear), ("reshape", reshape), ("mul", rms_norm), ("concat", rotation), ("write_state", cache_write),

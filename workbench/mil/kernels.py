@@ -19,6 +19,7 @@ from .ops.linear import TERMS
 
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
+EXTREME = np.float32(4e3)  # scores of such size come near the mask's -1e4: blocked columns may count then
 SMALL = 1 << 16  # weights below which a second thread costs more than it gives
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
@@ -187,43 +188,54 @@ def _power_of_two(typing, exponent):
     return types.float32(types.int32), build
 
 
+@njit(fastmath=FLAGS, cache=True)
+def _scores(query, key, mask, first, last):
+    """query [D] · key [S, D] + mask [S] of the slots from `first` to `last`, each step rounded to fp16."""
+    scores = np.empty(last - first, np.float32)
+    for s in range(first, last):
+        row, score = key[s], np.float32(0)
+        for d in range(query.shape[0]):
+            score += query[d] * row[d]
+        scores[s - first] = _round16(_round16(score) + mask[s])
+    return scores
+
+
 @njit(parallel=True, fastmath=FLAGS, cache=True)
-def _attend(q, key, value, mask, first, out):
-    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [n] of slots from `first` on.
+def _attend(q, key, value, mask, first, last, out):
+    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the slots from `first`
+    to `last`, or over all where the largest score of these is `EXTREME`.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
-    H, D, n = q.shape[0], q.shape[1], mask.shape[0]
+    H, D, S = q.shape[0], q.shape[1], mask.shape[0]
     for h in prange(H):
         group = h // (H // key.shape[0])
-        query, total = q[h], np.float32(0)
-        weights, made = np.empty(n, np.float32), np.zeros(D, np.float32)
-        for s in range(n):
-            row, score = key[group, first + s], np.float32(0)
-            for d in range(D):
-                score += query[d] * row[d]
-            weights[s] = _round16(_round16(score) + mask[s])
-        largest = weights.max()
+        start, total, made = first, np.float32(0), np.zeros(D, np.float32)
+        weights = _scores(q[h], key[group], mask, first, last)
+        if np.abs(weights.max()) > EXTREME and last - first < S:
+            start, weights = 0, _scores(q[h], key[group], mask, 0, S)
+        largest, n = weights.max(), len(weights)
         for s in range(n):
             weights[s] = _exp(weights[s] - largest)
             total += weights[s]
         for s in range(n):
-            row, weight = value[group, first + s], _round16(weights[s] / total)
+            row, weight = value[group, start + s], _round16(weights[s] / total)
             for d in range(D):
                 made[d] += weight * row[d]
         out[h] = made
 
 
-def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int) -> torch.Tensor:
-    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [n] fp16 of the slots from `first` on
-    → float32 [H, D]."""
+def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose slots from `first` to `last` are
+    visible → float32 [H, D]."""
     (H, D), (H_kv, S, _) = q.shape, key.shape
     _same(value.shape, key.shape)
     _same((key.shape[2], H % H_kv), (D, 0))
-    if not 0 <= first < first + len(mask) <= S:
-        raise IndexError(f"slots {first} to {first + len(mask)} of {S}")
+    _same(mask.shape, (S,))
+    if not 0 <= first < last <= S:
+        raise IndexError(f"slots {first} to {last} of {S}")
     out = np.empty(q.shape, np.float32)
-    on_threads(_attend, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, out)
+    on_threads(_attend, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, last, out)
     return torch.from_numpy(out)
 
 

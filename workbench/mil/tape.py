@@ -201,7 +201,7 @@ def _run(code, outer, masks, threads):
             key, value = _vector(outer, b, e * f * m).reshape(e, f, m), _vector(outer, c, e * f * m).reshape(e, f, m)
             mask, made = _vector(outer, d, f), _vector(outer, out, n * m)
             first, last = _visible(mask.reshape(1, f), np.float32(forms.BLOCKED))
-            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask[first:last], first, made.reshape(n, m))
+            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask, first, last, made.reshape(n, m))
             _pointwise(ROUND, made, made, made)
         else:
             _pointwise(kind, _vector(outer, a, n), _vector(outer, b, c), _vector(outer, out, n))
