@@ -236,7 +236,7 @@ def _attend(q, key, value, mask, span):
         return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first, last).half().view(q.shape)
     scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
     masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
-    if last - first < S and bool((masked.amax(-1).abs() > kernels.EXTREME.item()).any()):
+    if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):
         return _attend(q, Cell(key), Cell(value), mask, (0, S))
     weights = torch.softmax(masked, -1)
     return torch.matmul(weights.view(scores.shape).float(), value[:, :, first:last]).half()

@@ -190,20 +190,22 @@ def _power_of_two(typing, exponent):
 
 @njit(fastmath=FLAGS, cache=True)
 def _scores(query, key, mask, first, last):
-    """query [D] · key [S, D] + mask [S] of the slots from `first` to `last`, each step rounded to fp16."""
-    scores = np.empty(last - first, np.float32)
+    """query [D] · key [S, D] + mask [S] of the slots from `first` to `last`, each step rounded to fp16; and the largest
+    magnitude before the mask."""
+    scores, extreme = np.empty(last - first, np.float32), np.float32(0)
     for s in range(first, last):
         row, score = key[s], np.float32(0)
         for d in range(query.shape[0]):
             score += query[d] * row[d]
+        extreme = max(extreme, np.abs(score))
         scores[s - first] = _round16(_round16(score) + mask[s])
-    return scores
+    return scores, extreme
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _attend(q, key, value, mask, first, last, out):
     """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the slots from `first`
-    to `last`, or over all where the largest score of these is `EXTREME`.
+    to `last`, or over all where a score of these is `EXTREME`.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
@@ -211,9 +213,9 @@ def _attend(q, key, value, mask, first, last, out):
     for h in prange(H):
         group = h // (H // key.shape[0])
         start, total, made = first, np.float32(0), np.zeros(D, np.float32)
-        weights = _scores(q[h], key[group], mask, first, last)
-        if np.abs(weights.max()) > EXTREME and last - first < S:
-            start, weights = 0, _scores(q[h], key[group], mask, 0, S)
+        weights, extreme = _scores(q[h], key[group], mask, first, last)
+        if extreme > EXTREME and last - first < S:
+            start, weights = 0, _scores(q[h], key[group], mask, 0, S)[0]
         largest, n = weights.max(), len(weights)
         for s in range(n):
             weights[s] = _exp(weights[s] - largest)
