@@ -32,6 +32,7 @@ judge: .venv/ready
 
 fuzz: .venv/ready
 	$(BIN)/python -m tests.mil.fuzz 10000
+	$(BIN)/python -m tests.mil.mutants 1000
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv

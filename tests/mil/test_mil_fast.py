@@ -1,5 +1,6 @@
 """The decode path against the literal graph: the same bits where one rounding decides, close where sums are reordered."""
 
+import mutants
 import numpy as np
 import pytest
 import tiny
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, tensor
 
 from workbench import Decoder, mil
+from workbench.errors import InputError
 from workbench.mil import Executable, fast, forms, kernels
 from workbench.mil.fast import FastProgram
 from workbench.mil.graph import Graph
@@ -270,3 +272,102 @@ def test_hooks_and_gates_see_the_literal_graph(exports):
     with decoder.hooked(lambda shard: lambda op, results: seen.append(op.kind)):
         decoder.prefill([1, 2])
     assert "softmax" in seen
+
+
+def mutated(bundle, change):
+    """The program of a bundle's first layers after `change`, which gets its operations by kind."""
+    program = mil.read(bundle.package(bundle.shards("layers")[0]))
+    kinds: dict[str, list] = {}
+    for op in program.block.ops:
+        kinds.setdefault(op.kind, []).append(op)
+    change(kinds)
+    return program
+
+
+def without(kind: str, parameter: str):
+    return lambda kinds: [op.inputs.pop(parameter, None) for op in kinds[kind]]
+
+
+@pytest.mark.parametrize("kind, parameter", [("add", "y"), ("real_div", "x"), ("mul", "y"), ("reshape", "shape"), ("concat", "values"),
+                                             ("write_state", "data"), ("softmax", "x"), ("conv", "weight"), ("clip", "alpha")])  # fmt: skip
+def test_an_operation_without_an_operand_is_refused_as_the_literal_graph_refuses_it(exports, kind, parameter):
+    program = mutated(exports.bundle(exports.checkpoint("llama")), without(kind, parameter))
+    runner = fast.ready(program, lambda: Executable(program)) or Executable(program)
+    inputs = mutants.calls(program, np.random.default_rng(0))[0]
+    for path in (Executable(program), runner):
+        with pytest.raises(InputError):
+            path.run(dict(inputs), mil.make_state(program))
+
+
+def test_a_form_may_raise_anything_and_means_no_match(exports):
+    program = mutated(exports.bundle(exports.checkpoint("llama")), lambda kinds: None)
+
+    def broken(graph, op):
+        raise RuntimeError("a surprise")
+
+    both, one = (Graph(program, pairs).special for pairs in ((("mul", broken), ("conv", forms.linear)), (("conv", forms.linear),)))
+    assert both.keys() == one.keys() and len(one) > 3
+
+
+def test_an_interleaved_concat_is_no_rotation(exports):
+    def interleave(kinds):
+        for op in kinds["concat"]:
+            op.inputs["interleave"] = np.array(True)
+
+    program = mutated(exports.bundle(exports.checkpoint("llama")), interleave)
+    assert Graph(program, (("concat", forms.rotation),)).special == {}
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_spreads_over_the_cache_as_the_formula_spreads_it(T, value):
+    mask, rows = torch.eye(3, T)[None, None].half(), torch.ones(1, 2, T, 2).half()
+    rows[0, 0, 0, 1] = value
+    for old in (1.0, value):
+        cells = [mil.interpret.Cell(torch.ones(1, 2, 3, 2)) for _ in range(2)]
+        for cell in cells:
+            cell.value[0, 1, 0, 0] = old
+        forms._write_rows(False, cells[0], mask, forms._slots(mask), rows)
+        forms._write_rows(False, cells[1], mask, None, rows)
+        np.testing.assert_array_equal(*(cell.value.numpy() for cell in cells))
+
+
+@pytest.mark.parametrize("slots, rows", [([[3]], (1, 2, 1, 2)), ([[0]], (1, 2, 2, 2)), ([[0], [0]], (1, 2, 1, 2)), ([[0]], (1, 3, 1, 2))])
+def test_a_write_past_the_cache_or_of_other_rows_is_refused(slots, rows):
+    with pytest.raises((ValueError, IndexError)):
+        kernels.write(np.zeros((1, 2, 3, 2), np.float32), np.array(slots), np.ones(rows, np.float32))
+
+
+@pytest.mark.parametrize("family, options", BUNDLES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+def test_no_sound_bundle_falls_back_to_the_literal_graph(exports, family, options):
+    decoder = Decoder(exports.bundle(exports.checkpoint(family), **options), "portable")
+    batch = decoder.manifest.options.batch
+    decoder.prefill([[1, 2, 3]] * batch if batch > 1 else [1, 2, 3])
+    models = decoder.layers + decoder.heads
+    assert all(model.fast and "executable" not in vars(model) for model in models)
+    assert not any(isinstance(tape, Executable) for model in models for tape in model.fast.tapes.values())
+
+
+@pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])
+def test_the_outline_of_a_program_holds_no_weights(exports, monkeypatch, compress):
+    """What stays are constants of norms and shapes: less than one projection of 96 × 64 in a byte each."""
+    monkeypatch.setattr(fast, "LARGE", 1000)
+    _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress=compress))
+    body = made.outline.body
+    constants = [value for step in body.steps for value in step.constants.values()] + list(body.constants.values())
+    held = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in constants if isinstance(v, torch.Tensor)}
+    assert sum(held.values()) < 96 * 64
+
+
+@pytest.mark.parametrize("T", [1, 2])
+def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does(T):
+    rng = np.random.default_rng(T)
+    q, key, value = (torch.from_numpy(rng.normal(size=shape).astype(np.float16)) for shape in ((1, 1, T, 4), (1, 1, 6, 4), (1, 1, 6, 4)))
+    q[..., 0], key[..., :3, 0], key[..., 3:, 0] = 150, -100, 0  # visible scores near -15,000, blocked ones near 0 - 10,000
+    mask = torch.full((1, 1, T, 6), forms.BLOCKED).half()
+    mask[..., :3] = 0
+    weights = torch.softmax((q.float() @ key.float().transpose(-1, -2)).half() + mask, -1)
+    cells = [mil.interpret.Cell(v.float()) for v in (key, value)]
+    found = forms._attend(q, *cells, mask, forms._span(mask))
+    np.testing.assert_allclose(found.float(), weights.float() @ value.float(), atol=2e-3)
+    assert weights[..., :3].max() < 1e-3

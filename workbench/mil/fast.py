@@ -13,19 +13,23 @@ Gates run the literal graph: it sees NaN and leaks in rows that attention here d
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from workbench.errors import InputError
+
 from .forms import FORMS, Linear, together
-from .graph import Graph
-from .interpret import _INTEGER, _failure, _plain, _tensor, refuse_unknown
+from .graph import Graph, need, tried
+from .interpret import _INTEGER, Body, Builder, Executable, Step, _failure, _plain, _reads, _tensor
 from .ops import RULES, TUPLES
 from .ops.state import Cell
-from .program import Op, Program, Ref
-from .tape import Tape, record
+from .program import Op, Program, Ref, read
+from .tape import Tape
 
 # torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
 DIRECT = frozenset(
@@ -33,6 +37,8 @@ DIRECT = frozenset(
     reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index select identity cast
     tile gather greater less greater_equal less_equal equal""".split()
 )
+RETYPING = frozenset("cast greater less greater_equal less_equal equal".split())  # fp16 in, something else out
+LARGE = 1 << 16  # elements of a constant whose values an outline leaves out
 
 
 @dataclass
@@ -45,16 +51,28 @@ class Node:
     outputs: list[int]
 
 
+def ready(program: Program, literal: Callable[[], Executable] | None = None) -> "FastProgram | None":
+    """`program` made ready for decoding; None where only the literal graph can tell what it means, or refuse it."""
+    return tried(FastProgram, program, literal)
+
+
 class FastProgram:
     """A flat program made ready for decoding. Stateless, as `Executable`; state cells are advanced in place.
 
+    The literal reader validates every program first, and every combination of shapes at its first call: an `Outline` walks
+    the literal graph, and the call itself is tried on copies of the states. Where either raises, or where outputs and
+    states have other shapes than the literal graph gives them, calls of these shapes run literally from then on.
+
+    Args:
+        literal: gives the literal program (default: reads the package again).
+
     Raises:
-        InputError: naming every unsupported operation.
+        Exception: of any type, for what is not flat or what the literal reader refuses; see `ready`.
     """
 
-    def __init__(self, program: Program):
-        refuse_unknown(program)
+    def __init__(self, program: Program, literal: Callable[[], Executable] | None = None):
         self.program = replace(program, block=None)  # what it was made of may go
+        self.literal = literal or (lambda: Executable(read(program.package, program.function)))
         self.registers: dict[str, int] = {}
         self.values: list[object] = []  # what each register holds before a call: its constant, or None
         self.graph = Graph(program, FORMS)
@@ -62,17 +80,53 @@ class FastProgram:
         self.inputs = [(name, self._register(name), _dtype(t)) for name, t in program.inputs.items()]
         self.states = [(name, self._register(name)) for name in program.states]
         self.outputs = [(name, self._register(name)) for name in program.outputs]
-        self.tapes: dict[tuple, Tape | None] = {}  # by the inputs' shapes: recorded by their first call
+        self.outline = Executable(program, builder=partial(Outline, self.graph))
+        self.outline.body.constants = {n: self.outline.body.constants[n] for n in set(_reads(self.outline.body))
+                                       if n in self.outline.body.constants}  # fmt: skip
+        self.outline.program = self.program
+        # by the shapes of inputs and states, decided by their first call: a tape, None for call by call, or the literal graph
+        self.tapes: dict[tuple, Tape | Executable | None] = {}
         del self.graph
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell]) -> dict[str, torch.Tensor]:
         """As `Executable.run` in `declared`, without a hook."""
-        shapes = tuple(inputs[name].shape for name, *_ in self.inputs)
-        made = self.tapes[shapes].run(inputs, state) if self.tapes.get(shapes) else None
-        return self._run(inputs, state, shapes) if made is None else made
+        if not inputs.keys() >= self.program.inputs.keys() or not state.keys() >= self.program.states.keys():
+            self.outline.operands(inputs, state)  # refuses
+        cells = [state[name].value for name, _ in self.states]
+        shapes = (*[inputs[name].shape for name, *_ in self.inputs], *[(cell.shape, cell.dtype) for cell in cells])
+        if shapes not in self.tapes:
+            return self._first(inputs, state, shapes)
+        tape = self.tapes.get(shapes)
+        outputs = tape.run(inputs, state) if tape else None
+        return self._run(inputs, state)[0] if outputs is None else outputs
 
-    def _run(self, inputs: dict, state: dict, shapes: tuple) -> dict:
+    def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
+        """The first call of some shapes, which decides how the others run."""
+        self.outline.operands(inputs, state)  # refuses other shapes than the program declares
+        first = tried(self._alike, inputs, {name: state[name].value for name, _ in self.states})
+        if first is None:
+            self.tapes[shapes] = self.literal()
+            return self.tapes[shapes].run(inputs, state)
+        outputs, values, cells = first
+        for name, cell in cells.items():
+            state[name].value = cell.value
+        self.tapes[shapes] = tried(Tape, self, values)
+        return outputs
+
+    def _alike(self, inputs: dict, before: dict) -> tuple[dict, list, dict]:
+        """Outputs, registers and cells after a call on copies of the states `before`, shaped as the literal graph's are."""
+        outline = self.outline.run(inputs, {name: Cell(value) for name, value in before.items()})
+        cells = {name: Cell(value.clone()) for name, value in before.items()}
+        outputs, values = self._run(inputs, cells)
+        need(outputs.keys() == outline.keys())
+        need(all(outputs[name].shape == value.shape and outputs[name].dtype == value.dtype for name, value in outline.items()))
+        for name, value in before.items():
+            need(cells[name].value.shape == value.shape and cells[name].value.dtype == value.dtype == torch.float32)
+        return outputs, values, cells
+
+    def _run(self, inputs: dict, state: dict) -> tuple[dict, list]:
+        """Outputs of a call, and what every register held after it."""
         values = list(self.values)
         for name, register, dtype in self.inputs:
             values[register] = inputs[name].to(dtype)
@@ -87,12 +141,12 @@ class FastProgram:
                 else:
                     for register, value in zip(node.outputs, made, strict=False):
                         values[register] = value
+        except InputError:
+            raise
         except Exception as problem:
             raise _failure(self.program, node.op, problem) from problem
-        if shapes not in self.tapes:
-            self.tapes[shapes] = record(self, values)
         made = ((name, values[register]) for name, register in self.outputs)
-        return {name: value.float() if value.dtype == torch.float16 else value for name, value in made}
+        return {name: value.float() if value.dtype == torch.float16 else value for name, value in made}, values
 
     def _register(self, name: str, value=None) -> int:
         if name not in self.registers:
@@ -127,7 +181,8 @@ class FastProgram:
         parameters = [parameter for parameter, _ in names]
         if lists or parameters != positional[: len(parameters)]:
             function = _spread(function, parameters, lists, rule.attributes)
-        if op.kind not in DIRECT or any(graph.dtype(n) != "FLOAT16" for n in _names(op)) or len(op.outputs) > 1:
+        plain = op.kind in DIRECT - RETYPING and len(op.outputs) == 1
+        if not plain or any(graph.dtype(n) != "FLOAT16" for n in _names(op)):
             function = _typed(function, op, wide=op.kind not in DIRECT)
         return Node(op, function, [r for _, registers in names for r in registers],
                     [self._register(name) for name, _ in op.outputs] or [self._register(f"{op.name}.")])  # fmt: skip
@@ -137,6 +192,51 @@ class FastProgram:
             known = self.graph.constant(source)
             return self._register(source.name, _half(known) if known is not None else None)
         return self._register(where, _half(_tensor(source)))
+
+
+class Outline(Builder):
+    """Makes a literal program ready that shows what every operation takes and gives, but not the values.
+
+    Products that a `Linear` stands for give zeros, and constants that are large or compressed are zeros that take no memory,
+    where the decode path has read them itself: an outline costs neither the weights' memory nor their products' time.
+    """
+
+    def __init__(self, graph: Graph, executable: Executable):
+        super().__init__(executable)
+        self.graph = graph
+
+    def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
+        stand_in = self._stand_in(op)
+        if stand_in is None:
+            super()._add(op, names, constants, body)
+        else:
+            constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = stand_in
+
+    def _stand_in(self, op: Op) -> torch.Tensor | None:
+        """Zeros in place of a float constant, or None."""
+        (name, declared), *more = op.outputs or [("", None)]
+        value = op.inputs.get("val") if op.kind == "const" else None
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size > LARGE:
+            shape = value.shape
+        elif name in self.graph.dense and not more and self.graph.dense[name] == declared.shape and math.prod(declared.shape) > 1:
+            shape = declared.shape
+        else:
+            return None
+        return torch.zeros(()).expand(shape)
+
+    def _step(self, op: Op, names: set, constants: dict, body: Body) -> Step:
+        step = super()._step(op, names, constants, body)
+        for function, *_ in self.graph.special.get(op.outputs[0][0] if op.outputs else id(op), ()):
+            if isinstance(function, Linear):
+                step.function = partial(_outline, step.function)
+        return step
+
+
+def _outline(conv: Callable, x, weight, bias=None, **attributes):
+    """Zeros of the shape that a 1×1 convolution gives, from one of its columns."""
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"{x.shape[1]} channels for a weight of shape {list(weight.shape)}")
+    return conv(x[:, :1], x.new_zeros(1, 1, 1, 1), **attributes).expand(-1, len(weight), -1, -1)
 
 
 def _joined(nodes: list[Node]) -> list[Node]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from . import kernels
 from .graph import Graph, need
 from .ops.convolution import FEW
+from .ops.state import Cell
 from .program import Op, Ref
 
 BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
@@ -22,8 +23,10 @@ def linear(graph: Graph, op: Op):
     strided = max(graph.attribute(op, "strides", [1])) != 1 or graph.attribute(op, "groups", 1) != 1
     need(_half(op) and isinstance(op.inputs["x"], Ref) and not padded and not strided)
     bias = need(graph.constant(op.inputs["bias"])) if "bias" in op.inputs else None
-    weight = _int8_weight(graph, op.inputs["weight"]) or _half_weight(graph, op.inputs["weight"])
-    return [(Linear(*weight, bias), [op.inputs["x"].name], None)]
+    weight, scale = _int8_weight(graph, op.inputs["weight"]) or _half_weight(graph, op.inputs["weight"])
+    need(bias is None or bias.shape == (len(weight),))
+    need(len(graph.types[op.inputs["x"].name].shape) == 4)
+    return [(Linear(weight, scale, bias), [op.inputs["x"].name], None)]
 
 
 @dataclass
@@ -71,19 +74,20 @@ def _half_weight(graph: Graph, source) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(stored, np.ndarray) or stored.dtype != np.float16:
         stored = need(graph.constant(source)).half().numpy()
         graph.folded.pop(getattr(source, "name", None), None)
-    need(stored[0, 0].size == 1)
+    need(stored.shape[2:] == (1, 1))
     return stored.reshape(len(stored), -1).view(np.uint16), np.ones(len(stored), np.float32)
 
 
 def _int8_weight(graph: Graph, source) -> tuple[np.ndarray, np.ndarray] | None:
     """Symmetric int8 data [R, K, 1, 1] scaled per tensor or per row; None for any other compression."""
     op = graph.producer(source, "constexpr_blockwise_shift_scale")
-    if op is None or "offset" in op.inputs:
+    if op is None or op.inputs.keys() != {"data", "scale"} or not _half(op):
         return None
     stored = [graph.made[s.name].inputs["val"] if isinstance(s, Ref) else s for s in (op.inputs["data"], op.inputs["scale"])]
     data, scale = (np.asarray(s) for s in stored)
-    if data.dtype != np.int8 or op.inputs["data"] is None or data[0, 0].size != 1 or scale.size not in (1, len(data)):
+    if data.dtype != np.int8 or data.shape[2:] != (1, 1) or scale.shape not in ((1, 1, 1, 1), (len(data), 1, 1, 1)):
         return None
+    graph.dense[source.name] = torch.Size(data.shape)
     scale = np.ascontiguousarray(np.broadcast_to(scale.reshape(-1).astype(np.float32), len(data)))
     return data.reshape(len(data), -1), scale
 
@@ -112,6 +116,8 @@ def rms_norm(graph: Graph, op: Op):
     shape, axis = [1] * weight.dim(), axes[0] % weight.dim()
     shape[axis] = weight.numel()
     need(list(weight.shape) == shape and bounds[0] > 0)
+    declared = graph.types[x.name].shape
+    need(len(declared) == weight.dim() and declared[axis] == weight.numel())
     parts = []
     for side in (eps.inputs["x"], eps.inputs["y"]):
         quotient, factors = _factors(graph, side)
@@ -134,6 +140,7 @@ def rotation(graph: Graph, op: Op):
     """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H, T, D]."""
     parts = [graph.maker(source, kind) for source, kind in zip(op.inputs["values"], ("sub", "add", "slice_by_index"), strict=False)]
     need(len(op.inputs["values"]) == len(parts) in (2, 3) and _half(op) and graph.attribute(op, "axis") in (-1, 3))
+    need(not graph.attribute(op, "interleave", False))
     (a, cos), (b, sin) = (_product(graph, source) for source in (parts[0].inputs["x"], parts[0].inputs["y"]))
     need([_product(graph, parts[1].inputs[s]) for s in "xy"] == [(b, cos), (a, sin)])
     slices = [graph.maker(source, "slice_by_index") for source in (a, b)] + parts[2:]
@@ -144,7 +151,9 @@ def rotation(graph: Graph, op: Op):
         first += width
     half = graph.types[a.name].shape[-1]
     need(first == graph.types[x.name].shape[-1] and graph.types[b.name].shape[-1] == half)
-    need(all(name.name in graph.program.inputs and graph.types[name.name].shape[1::2] == (1, half) for name in (cos, sin)))
+    batch = need(graph.types[x.name].shape[0])
+    for name in (cos.name, sin.name):
+        need(name in graph.program.inputs and graph.types[name].shape[:2] + graph.types[name].shape[3:] == (batch, 1, half))
     return [(kernels.rotate, [x.name, cos.name, sin.name], None)]
 
 
@@ -158,12 +167,25 @@ def cache_write(graph: Graph, op: Op):
     old, left = _operands(graph, kept, "read_state", "sub")
     total = graph.maker(left.inputs["y"], "reduce_sum")
     need("x" not in _transposed(graph, placed) and old.inputs["input"] == op.inputs["input"])
+    need(_only_read(graph, old, op, {id(o) for o in (kept, update, op)}))
     mask, rows = placed.inputs["x"], placed.inputs["y"]
     need(isinstance(mask, Ref) and isinstance(rows, Ref) and mask.name in graph.program.inputs)
     need(total.inputs["x"] == mask and graph.attribute(total, "axes") in ([-1], [3]) and graph.attribute(total, "keep_dims"))
     need(graph.attribute(left, "x") == 1)
-    slots, write = f"{mask.name}.slots", partial(_write_rows, bool(_transposed(graph, placed)))
+    transposed = bool(_transposed(graph, placed))
+    B, H, S, D = graph.program.states[op.inputs["input"].name].shape
+    heads = graph.types[rows.name].shape
+    need(heads[:2] + (heads[2 if transposed else 3],) == (B, H, D) and len(heads) == 4)
+    need(graph.types[mask.name].shape[:3] == (B, 1, S) and len(graph.types[mask.name].shape) == 4)
+    slots, write = f"{mask.name}.slots", partial(_write_rows, transposed)
     return [(_slots, [mask.name], slots), (write, [op.inputs["input"].name, mask.name, slots, rows.name], None)]
+
+
+def _only_read(graph: Graph, read: Op, write: Op, inside: set[int]) -> bool:
+    """Whether `read` is the one read of a state before `write`, for the operations `inside` alone: rows are written in
+    place, where the state's earlier value would change under any other reader."""
+    others = [op for op in graph.readers(read.inputs["input"].name) if graph.order[id(op)] < graph.order[id(write)]]
+    return all(op is read for op in others) and all(id(op) in inside for op in graph.readers(read.outputs[0][0]))
 
 
 def _slots(mask):
@@ -193,6 +215,12 @@ def attention(graph: Graph, op: Op):
     need(graph.attribute(weights, "axis", -1) in (-1, 3) and getattr(mask, "name", None) in graph.program.inputs)
     need(all(graph.settled(read) for read in (key, value)))
     span, states = f"{mask.name}.span", [read.inputs["input"].name for read in (key, value)]
+    (B, H, S, D), other = (graph.program.states[name].shape for name in states)
+    need(other == (B, H, S, D))
+    q = graph.types[scores.inputs["x"].name].shape
+    need(len(q) == 4 and q[:2] + q[3:] == (B, H, D))
+    declared = graph.types[mask.name].shape
+    need(len(declared) == 4 and declared[:2] + declared[3:] == (B, 1, S))
     return [(_span, [mask.name], span), (_attend, [scores.inputs["x"].name, *states, mask.name, span], None)]
 
 
@@ -202,14 +230,16 @@ def _span(mask):
 
 def _attend(q, key, value, mask, span):
     """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T, D]."""
-    (first, last), (B, _, T, _) = span, mask.shape
-    key, value, mask = key.value, value.value, mask[..., first:last]
+    (first, last), (B, _, T, S) = span, mask.shape
+    key, value = key.value, value.value
     if B == T == 1:
-        return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first).half().view(q.shape)
-    key, value = key[:, :, first:last], value[:, :, first:last]
-    scores = torch.matmul(q.float(), key.transpose(-1, -2)).half()
-    weights = torch.softmax(scores.view(B, -1, T, last - first) + mask, -1)
-    return torch.matmul(weights.view(scores.shape).float(), value).half()
+        return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first, last).half().view(q.shape)
+    scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
+    masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
+    if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):
+        return _attend(q, Cell(key), Cell(value), mask, (0, S))
+    weights = torch.softmax(masked, -1)
+    return torch.matmul(weights.view(scores.shape).float(), value[:, :, first:last]).half()
 
 
 FORMS = (("conv", linear), ("reshape", reshape), ("mul", rms_norm), ("concat", rotation), ("write_state", cache_write),

@@ -82,18 +82,19 @@ class Executable:
     Args:
         program: what to run.
         precision: `declared`, `exact` or `narrow`.
+        builder: what makes the blocks ready, with the executable as its one argument (default: `Builder`).
 
     Raises:
         InputError: naming every unsupported operation at once, before anything runs.
     """
 
-    def __init__(self, program: Program, precision: str = "declared"):
+    def __init__(self, program: Program, precision: str = "declared", builder: Callable | None = None):
         if precision not in PRECISIONS:
             raise InputError("precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these")
         refuse_unknown(program)
         self.program, self.precision = program, precision
         self.fits = {name: self._fit(t) for name, t in program.inputs.items()}
-        self.body = Builder(self).body(program.block, {**program.inputs, **program.states}, {})
+        self.body = (builder or Builder)(self).body(program.block, {**program.inputs, **program.states}, {})
 
     def constant(self, name: str) -> torch.Tensor:
         """A constant of the program, decompressed, float32."""
@@ -107,18 +108,33 @@ class Executable:
         """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype first.
 
         Raises:
-            InputError: missing inputs or state, an operation that cannot take its operands; names what and where.
+            InputError: inputs or states that are missing or of another shape than declared, an operation that cannot take
+                its operands; names what and where.
+        """
+        values = self.body.constants | state | self.operands(inputs, state)
+        return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
+
+    def operands(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell]) -> dict[str, torch.Tensor]:
+        """The inputs in their declared types.
+
+        Raises:
+            InputError: an input or a state is missing, or has another shape than the program declares.
         """
         missing = [n for n in self.fits if n not in inputs] + [n for n in self.program.states if n not in state]
         if missing:
             raise InputError(str(self.program.package), f"no {', '.join(missing)}", "every input and state", "give all of them")
-        values = self.body.constants | state
+        values = {}
         for name, fit in self.fits.items():
             try:
                 values[name] = fit(inputs[name])
             except ValueError as problem:
                 raise InputError(f"input {name!r}", str(problem), "the declared shape", "reshape it") from problem
-        return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
+        for name, declared in self.program.states.items():
+            shape = state[name].value.shape
+            if shape != declared.shape:
+                raise InputError(f"state {name!r}", f"shape {list(shape)}", f"{list(declared.shape)}",
+                                 "take a state that this program made")  # fmt: skip
+        return values
 
     def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
         for step in body.steps:
@@ -159,14 +175,21 @@ class Executable:
             return lambda value: value
         half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
         dtype = _INTEGER.get(declared.dtype, torch.float32)
-        shape = None if None in declared.shape else declared.shape
+        shape = declared.shape
+        free = tuple(axis for axis, size in enumerate(shape) if size is None)
+        unknown = len(free) == len(shape) > 0  # no size is known: results of any rank pass
 
         def fit(value: torch.Tensor) -> torch.Tensor:
-            if shape is not None and value.shape != shape:
+            if not unknown and value.shape != shape and not (free and _agrees(value.shape, shape)):
                 raise ValueError(f"shape {list(value.shape)} where {list(shape)} is declared")
             return value.half().float() if half else value.to(dtype)
 
         return fit
+
+
+def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
+    """Whether a shape has the declared rank, and the declared sizes where they are known."""
+    return len(shape) == len(declared) and all(size in (None, n) for n, size in zip(shape, declared, strict=True))
 
 
 def make_state(program: Program) -> dict[str, Cell]:
@@ -208,7 +231,7 @@ class Builder:
             except Exception as problem:  # whatever a damaged operation leads to
                 raise _failure(self.executable.program, op, problem) from problem
             names.update(name for name, _ in op.outputs)
-        self._check(names | set(constants), block.outputs)
+        self._check((names | set(constants)) - self.executable.program.states.keys(), block.outputs)
         _mark_dead(body)
         return body
 

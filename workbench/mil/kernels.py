@@ -19,6 +19,7 @@ from .ops.linear import TERMS
 
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
+EXTREME = np.float32(4e3)  # scores of such size come near the mask's -1e4: blocked columns may count then
 SMALL = 1 << 16  # weights below which a second thread costs more than it gives
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
@@ -109,6 +110,8 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         scale: of each row of int8 weights, [R] float32; not looked at for fp16.
     """
     N, R = len(x), len(weight)
+    _same(x.shape[1:], weight.shape[1:])
+    _same(scale.shape, (R,))
     if N == 1:
         row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
         on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
@@ -138,10 +141,17 @@ def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
         weight: the bits of fp16 values as uint16; K a multiple of TERMS.
     """
     (N, K), R = x.shape, len(weight)
+    _same((K, K % TERMS), (weight[0].size, 0))
     rows = F.pad(x.float(), (0, 0, 0, -N % 4)).reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
     out = np.empty((R, 4 * len(rows)), np.float32)
     on_threads(_narrow, weight.reshape(R, -1, TERMS), rows.numpy(), out)
     return torch.from_numpy(out[:, :N].T)
+
+
+def _same(found, needed) -> None:
+    """Raises ValueError unless two shapes are equal: compiled loops check no index."""
+    if tuple(found) != tuple(needed):
+        raise ValueError(f"shape {list(found)} where {list(needed)} is needed")
 
 
 def on_threads(kernel, *arguments):
@@ -178,38 +188,56 @@ def _power_of_two(typing, exponent):
     return types.float32(types.int32), build
 
 
+@njit(fastmath=FLAGS, cache=True)
+def _scores(query, key, mask, first, last):
+    """query [D] · key [S, D] + mask [S] of the slots from `first` to `last`, each step rounded to fp16; and the largest
+    magnitude before the mask."""
+    scores, extreme = np.empty(last - first, np.float32), np.float32(0)
+    for s in range(first, last):
+        row, score = key[s], np.float32(0)
+        for d in range(query.shape[0]):
+            score += query[d] * row[d]
+        extreme = max(extreme, np.abs(score))
+        scores[s - first] = _round16(_round16(score) + mask[s])
+    return scores, extreme
+
+
 @njit(parallel=True, fastmath=FLAGS, cache=True)
-def _attend(q, key, value, mask, first, out):
-    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [n] of slots from `first` on.
+def _attend(q, key, value, mask, first, last, out):
+    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the slots from `first`
+    to `last`, or over all where a score of these is `EXTREME`.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
-    H, D, n = q.shape[0], q.shape[1], mask.shape[0]
+    H, D, S = q.shape[0], q.shape[1], mask.shape[0]
     for h in prange(H):
         group = h // (H // key.shape[0])
-        query, total = q[h], np.float32(0)
-        weights, made = np.empty(n, np.float32), np.zeros(D, np.float32)
-        for s in range(n):
-            row, score = key[group, first + s], np.float32(0)
-            for d in range(D):
-                score += query[d] * row[d]
-            weights[s] = _round16(_round16(score) + mask[s])
-        largest = weights.max()
+        start, total, made = first, np.float32(0), np.zeros(D, np.float32)
+        weights, extreme = _scores(q[h], key[group], mask, first, last)
+        if extreme > EXTREME and last - first < S:
+            start, weights = 0, _scores(q[h], key[group], mask, 0, S)[0]
+        largest, n = weights.max(), len(weights)
         for s in range(n):
             weights[s] = _exp(weights[s] - largest)
             total += weights[s]
         for s in range(n):
-            row, weight = value[group, first + s], _round16(weights[s] / total)
+            row, weight = value[group, start + s], _round16(weights[s] / total)
             for d in range(D):
                 made[d] += weight * row[d]
         out[h] = made
 
 
-def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int) -> torch.Tensor:
-    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [n] fp16 of the slots from `first` on
-    → float32 [H, D]."""
+def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose slots from `first` to `last` are
+    visible → float32 [H, D]."""
+    (H, D), (H_kv, S, _) = q.shape, key.shape
+    _same(value.shape, key.shape)
+    _same((key.shape[2], H % H_kv), (D, 0))
+    _same(mask.shape, (S,))
+    if not 0 <= first < last <= S:
+        raise IndexError(f"slots {first} to {last} of {S}")
     out = np.empty(q.shape, np.float32)
-    on_threads(_attend, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, out)
+    on_threads(_attend, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, last, out)
     return torch.from_numpy(out)
 
 
@@ -251,6 +279,7 @@ def rms_norm(x: torch.Tensor, weight, bounds, eps0, eps1, gains) -> torch.Tensor
         eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the two.
         gains: factors of the root.
     """
+    _same(x.shape[1:], weight.shape)
     x = x.contiguous().float().numpy()
     out = np.empty_like(x)
     _rms_norm(x, weight, bounds, eps0, eps1, gains, out)
@@ -274,6 +303,12 @@ def _rotate(x, cos, sin, out):
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further ones as they are."""
+    B, _, T, D = x.shape
+    half = cos.shape[-1]
+    _same(cos.shape, (B, 1, T, half))
+    _same(sin.shape, cos.shape)
+    if 2 * half > D:
+        raise ValueError(f"{2 * half} turned columns of {D}")
     x = x.contiguous().float().numpy()
     out = np.empty_like(x)
     _rotate(x, cos.float().numpy(), sin.float().numpy(), out)
@@ -303,13 +338,61 @@ def one_hot(mask: torch.Tensor) -> np.ndarray | None:
     return slots if sane else None
 
 
+def write(state: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
+    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
+
+    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the mask's zeros is NaN.
+
+    Raises:
+        ValueError: rows of another shape.
+        IndexError: a slot past the state.
+    """
+    B, H, S, D = state.shape
+    _same(rows.shape, (B, H, slots.shape[1], D))
+    _same(slots.shape[:1], (B,))
+    if slots.size and slots.max() >= S:
+        raise IndexError(f"slot {slots.max()} of {S}")
+    _write(state, slots, rows)
+
+
 @njit(cache=True)
-def write(state, slots, rows):
-    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place."""
+def _write(state, slots, rows):
     for b in range(slots.shape[0]):
+        plain = _finite(rows[b])
+        for t in range(slots.shape[1]):
+            plain = plain and (slots[b, t] < 0 or _finite(state[b, :, slots[b, t] : slots[b, t] + 1]))
+        if not plain:
+            _formula(state[b], slots[b], rows[b])
+            continue
         for t in range(slots.shape[1]):
             if slots[b, t] >= 0:
                 state[b, :, slots[b, t]] = rows[b, :, t]
+
+
+@njit(cache=True)
+def _finite(x):
+    others = 0
+    for h in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            for d in range(x.shape[2]):
+                others += not np.abs(x[h, t, d]) < np.inf
+    return others == 0
+
+
+@njit(cache=True)
+def _formula(state, slots, rows):
+    H, S, D = state.shape
+    for h in range(H):
+        for s in range(S):
+            for d in range(D):
+                kept, total = state[h, s, d], np.float32(0)
+                for t in range(len(slots)):
+                    if slots[t] == s:
+                        kept *= np.float32(0)
+                        total += rows[h, t, d]
+                    else:
+                        total += np.float32(0) * rows[h, t, d]
+                state[h, s, d] = kept + total
 
 
 @njit(cache=True)

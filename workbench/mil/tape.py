@@ -11,7 +11,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from . import forms, kernels
-from .kernels import _attend, _exp, _one, _rms_norm, _rotate, _round16, _slots, _visible, write
+from .kernels import _attend, _exp, _one, _rms_norm, _rotate, _round16, _slots, _visible, _write
 
 ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
 POINTWISE = {"add": ADD, "sub": SUB, "mul": MUL, "silu": SILU}
@@ -44,6 +44,7 @@ class Tape:
                 self._emit(ROUND, register, -1 - i, self._size(register))
         for node in program.nodes:
             self._record(node)
+        _need(all(values[register].dtype == torch.float16 for _, register in program.outputs))
         first = len(program.inputs) + len(program.states)
         for i, (_, register) in enumerate(program.outputs):
             self._add(ROUND, -1 - first - i, self._place(register), self._size(register))
@@ -73,7 +74,7 @@ class Tape:
         elif function is kernels.rotate:
             x, cos, sin = inputs
             _, H, T, D = self.values[x].shape
-            _need(T == 1 and self.values[x].shape[0] == 1)
+            _need(T == 1 and self.values[x].shape[0] == 1 and self._size(cos) == self._size(sin) <= D // 2)
             self._emit(ROTATE, outputs[0], self._place(x), H, D, self._place(cos), self._place(sin), self._size(cos))
         elif function in (forms._slots, forms._span):
             _need(self.values[inputs[0]].shape[0] == self.values[inputs[0]].shape[1] == 1)
@@ -83,27 +84,31 @@ class Tape:
         elif part is forms._write_rows:
             cell, mask, _, rows = inputs
             B, H, S, D = self.values[cell].value.shape
-            _need(B == 1 and self._size(rows) == H * D)
+            _need(B == 1 and self._size(rows) == H * D and self._size(mask) == S)
             self._add(WRITE, self._outer(cell), self._place(rows), H, S, D, self._place(mask))
         elif function is forms._attend:
             q, key, value, mask, _ = inputs
             (B, H_kv, S, D), H = self.values[key].value.shape, self._size(q) // self.values[q].shape[-1]
-            _need(B == 1 and self.values[mask].shape[2] == 1)
+            _need(B == 1 and self.values[mask].shape[2] == 1 and self._size(mask) == S and H % H_kv == 0)
+            _need(self.values[value].value.shape == (B, H_kv, S, D) and self.values[q].shape[-1] == D)
             self._emit(ATTEND, outputs[0], self._place(q), H, D, self._outer(key), self._outer(value), self._place(mask), H_kv, S)
         elif kind in POINTWISE:
             sizes = [self._size(register) for register in inputs]
             first, last = inputs[0], inputs[-1]
-            _need(sizes[0] == self._size(outputs[0]) and sizes[-1] in (1, sizes[0]))
+            _need(sizes[0] == self._size(outputs[0]) and sizes[-1] in (1, sizes[0]) and len(inputs) <= 2)
+            _need(self.values[outputs[0]].dtype == torch.float16 and all(self.values[i].is_floating_point() for i in inputs))
             _need(sizes[-1] == 1 or _axes(self.values[first]) == _axes(self.values[last]))
             self._emit(POINTWISE[kind], outputs[0], self._place(first), sizes[0], 0, self._place(last), sizes[-1])
         else:
-            _need(kind in MOVES and len(outputs) == 1)
+            _need(kind in MOVES and len(outputs) == 1 and self._size(inputs[0]) == self._size(outputs[0]))
+            _need(self.values[inputs[0]].dtype == self.values[outputs[0]].dtype)
             _need(kind != "transpose" or _axes(self.values[inputs[0]]) == _axes(self.values[outputs[0]]))
             self.places[outputs[0]] = self._place(inputs[0])
 
     def _linear(self, linear: forms.Linear, x: int, outputs: list[int]) -> None:
         R, K = linear.weight.shape
-        _need(self._size(x) == K)
+        _need(self._size(x) == K and sum(linear.widths or [R]) == R == len(linear.scale))
+        _need(linear.bias is None or linear.bias.numel() == R)
         bias = 0 if linear.bias is None else self._keep(linear.bias.float().numpy())
         place = self._keep(np.empty(R, np.float32))
         for register, width in zip(outputs, linear.widths or [R], strict=True):
@@ -116,6 +121,7 @@ class Tape:
         shape = self.values[x].shape
         _need(shape[axis + 1 :].numel() == 1 or axis == -1)
         weight, bounds, *lists = constants
+        _need(shape[axis] == len(weight))
         sizes = np.array([len(one) for one in lists], np.float32)
         packed = np.concatenate([weight, bounds, sizes, *lists])
         self._emit(NORM, out, self._place(x), self._size(x) // len(weight), len(weight), self._keep(packed))
@@ -145,14 +151,6 @@ class Tape:
 
     def _add(self, *fields: int) -> None:
         self.code.append([*fields, *[0] * (FIELDS - len(fields))])
-
-
-def record(program, values: list) -> Tape | None:
-    """A tape of the call that left `values`, or None."""
-    try:
-        return Tape(program, values)
-    except Untaped:
-        return None
 
 
 def _need(holds: bool) -> None:
@@ -198,12 +196,12 @@ def _run(code, outer, masks, threads):
             _rotate(_vector(outer, a, n * m).reshape(shape), cos, sin, _vector(outer, out, n * m).reshape(shape))
         elif kind == WRITE:
             _, slots = _slots(_vector(outer, c, m).reshape(1, m, 1))
-            write(_vector(outer, out, n * m * b).reshape(1, n, m, b), slots, _vector(outer, a, n * b).reshape(1, n, 1, b))
+            _write(_vector(outer, out, n * m * b).reshape(1, n, m, b), slots, _vector(outer, a, n * b).reshape(1, n, 1, b))
         elif kind == ATTEND:
             key, value = _vector(outer, b, e * f * m).reshape(e, f, m), _vector(outer, c, e * f * m).reshape(e, f, m)
             mask, made = _vector(outer, d, f), _vector(outer, out, n * m)
             first, last = _visible(mask.reshape(1, f), np.float32(forms.BLOCKED))
-            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask[first:last], first, made.reshape(n, m))
+            _attend(_vector(outer, a, n * m).reshape(n, m), key, value, mask, first, last, made.reshape(n, m))
             _pointwise(ROUND, made, made, made)
         else:
             _pointwise(kind, _vector(outer, a, n), _vector(outer, b, c), _vector(outer, out, n))

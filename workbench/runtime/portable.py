@@ -1,5 +1,6 @@
 """Runs the exported package itself on PyTorch, anywhere. See `workbench.mil` for the arithmetic."""
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import torch
 
 from workbench import mil
 from workbench.bundle import Bundle, Shard
+from workbench.bundle.contract import POS
+from workbench.errors import InputError
 from workbench.mil.interpret import Hook
 from workbench.quiet import coremltools
 
@@ -38,7 +41,8 @@ class PortableModel:
 
     States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook (see
     `workbench.mil.interpret`); none costs nothing. With `fast`, `declared` calls take the decode path
-    (`workbench.mil.fast`) unless a hook is set; the literal graph is made ready when first needed.
+    (`workbench.mil.fast`) unless a hook is set; the literal graph is made ready when first
+    needed, and runs what the decode path does not take.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
@@ -49,6 +53,7 @@ class PortableModel:
         self.package = bundle.package(shard)
         _read_ahead(self.package)
         program = mil.read(self.package)
+        check_interface(shard, program, self.t_max)
         self.fast = self._fast(program) if fast and precision == "declared" else None
         self.program = self.fast.program if self.fast else program
         if self.fast is None:
@@ -83,7 +88,7 @@ class PortableModel:
     def _fast(self, program: mil.Program):
         from workbench.mil import fast, kernels  # numba takes a moment to import
 
-        return fast.FastProgram(program) if kernels.available() else None
+        return fast.ready(program, lambda: self.executable) if kernels.available() else None
 
     @cached_property
     def executable(self) -> mil.Executable:
@@ -105,6 +110,65 @@ class PortableModel:
     def constant(self, name: str) -> np.ndarray:
         """A weight as the package holds it, decompressed, float32."""
         return self.executable.constant(name).numpy()
+
+
+def check_interface(shard: Shard, program: mil.Program, t_max: int) -> None:
+    """Refuses a manifest and a package that disagree about what a shard takes, keeps and gives.
+
+    Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
+    for all else), and whether the axis T takes 1 to t_max tokens, or t_max alone where the package fixes it.
+
+    Raises:
+        InputError: names the first value that differs.
+    """
+    types = {name: kind for op in program.block.ops for name, kind in op.outputs}
+    outputs = {name: types.get(name, program.inputs.get(name)) for name in program.outputs}
+    tensors = {entry.tensor for entry in shard.states.values()}
+    for what, declared, found in (("inputs", shard.inputs.keys(), program.inputs), ("outputs", shard.outputs.keys(), outputs),
+                                  ("states", tensors, program.states)):  # fmt: skip
+        if set(declared) != set(found):
+            raise _disagreement(f"{what} of shard {shard.name}", ", ".join(sorted(found)), ", ".join(sorted(declared)))
+    for name, declared in shard.inputs.items():
+        kind = program.inputs[name]
+        needed = "INT32" if name == POS else "FLOAT16 or FLOAT32"
+        if kind.dtype not in needed.split(" or "):
+            raise _disagreement(f"input {name!r} of shard {shard.name}", kind.dtype, needed)
+        ranges = _ranges(program, name)
+        if len(kind.shape) != len(declared) or not all(
+            size == (t_max if n == "T" else n) or size is None and n == "T" and _covers(ranges, axis, t_max)
+            for axis, (size, n) in enumerate(zip(kind.shape, declared, strict=True))
+        ):
+            shape = [n if n is not None else ranges[axis] if ranges else "?" for axis, n in enumerate(kind.shape)]
+            raise _disagreement(f"input {name!r} of shard {shard.name}", f"shape {shape}", f"{declared}, T from 1 to {t_max}")
+    for name, declared in shard.outputs.items():
+        shape = outputs[name].shape if outputs[name] else ()
+        if len(shape) != len(declared) or not all(
+            size is None or size == (t_max if n == "T" else n) for size, n in zip(shape, declared, strict=True)
+        ):
+            raise _disagreement(f"output {name!r} of shard {shard.name}", f"shape {list(shape)}", f"{declared}")
+    for name, entry in shard.states.items():
+        shape = program.states[entry.tensor].shape
+        part = entry.part if entry.part is not None else [(0, n) for n in entry.shape]
+        inside = len(part) == len(shape) and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape, strict=True))
+        whole = entry.part is not None or tuple(entry.shape) == shape
+        if not inside or not whole or math.prod(b - a for a, b in part) != math.prod(entry.shape):
+            raise _disagreement(f"state {name!r} of shard {shard.name}", f"shape {list(shape)} of {entry.tensor}",
+                                f"{entry.shape}" + (f" in {entry.part}" if entry.part else ""))  # fmt: skip
+
+
+def _disagreement(subject: str, found: str, needed: str) -> InputError:
+    return InputError(subject, f"{found} in the package", f"{needed}, as bundle.json says", "export or copy the bundle again")
+
+
+def _ranges(program: mil.Program, name: str) -> list[tuple[int, float]]:
+    """Smallest and largest size of each axis that the package's description allows an input; none where it says nothing."""
+    described = {value.name: value.type.multiArrayType for value in getattr(program.description, "input", ())}.get(name)
+    ranges = described.shapeRange.sizeRanges if described is not None else ()
+    return [(r.lowerBound, r.upperBound if r.upperBound >= 0 else math.inf) for r in ranges]
+
+
+def _covers(ranges: list[tuple[int, float]], axis: int, t_max: int) -> bool:
+    return axis < len(ranges) and ranges[axis][0] <= 1 and ranges[axis][1] >= t_max
 
 
 def _read_ahead(package: Path) -> None:

@@ -19,6 +19,8 @@ def slice_by_index(x, *, begin, end, stride=None, begin_mask=None, end_mask=None
 def slice_update(x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
     flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     result = x.flip(flipped) if flipped else x.clone()
+    if result[index].shape != update.shape:  # a window that the end of `x` cuts short, down to nothing
+        raise IndexError(f"an update of shape {list(update.shape)} for a window of shape {list(result[index].shape)}")
     result[index] = update
     return result.flip(flipped) if flipped else result
 
@@ -48,8 +50,10 @@ def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
 
 @rule()
 def slice_by_size(x, *, begin, size):
-    begin = [b % n if b < 0 else b for b, n in zip(begin, x.shape, strict=True)]
-    stops = [None if n == -1 else b + n for b, n in zip(begin, size, strict=True)]
+    begin = [b + n if b < 0 else b for b, n in zip(begin, x.shape, strict=True)]
+    stops = [whole if n == -1 else b + n for b, n, whole in zip(begin, size, x.shape, strict=True)]
+    if not all(0 <= b <= stop <= n for b, stop, n in zip(begin, stops, x.shape, strict=True)):
+        raise IndexError(f"elements {begin} to {stops} of shape {list(x.shape)}")
     return x[tuple(map(slice, begin, stops))]
 
 

@@ -17,10 +17,16 @@ def read_state(input):
 
 @rule()
 def write_state(input, data):
-    input.value = data
+    _replace(input, data)
 
 
 @rule()
 def coreml_update_state(state, value):
-    state.value = value
+    _replace(state, value)
     return value
+
+
+def _replace(cell: Cell, value) -> None:
+    if value.shape != cell.value.shape:
+        raise ValueError(f"shape {list(value.shape)} for a state of shape {list(cell.value.shape)}")
+    cell.value = value

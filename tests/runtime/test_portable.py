@@ -1,0 +1,119 @@
+"""Where bundle.json, package, inputs and states disagree, the portable runtime refuses, and writes nothing elsewhere."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from workbench import Bundle, Decoder, mil, runtime
+from workbench.errors import InputError
+
+SLOTS = 32  # of every bundle here
+
+
+@pytest.fixture
+def changed(exports, tmp_path):
+    """Copies a bundle and changes its manifest: `changed(change, **options)`, where `change` takes the parsed bundle.json."""
+
+    def copy(change, family: str = "llama", **options) -> Bundle:
+        root = shutil.copytree(exports.bundle(exports.checkpoint(family), **options).root, tmp_path / "bundle")
+        manifest = json.loads((root / "bundle.json").read_text())
+        change(manifest)
+        (root / "bundle.json").write_text(json.dumps(manifest))
+        return Bundle.open(root)
+
+    return copy
+
+
+def more_slots(count: int):
+    """Says `count` slots wherever bundle.json says SLOTS."""
+
+    def change(manifest):
+        manifest["options"]["max_seq_len"] = count
+        for shard in manifest["shards"]:
+            for shape in [*shard["inputs"].values(), *(state["shape"] for state in shard["states"].values())]:
+                shape[:] = [count if n == SLOTS and i >= 2 and len(shape) == 4 else n for i, n in enumerate(shape)]
+
+    return change
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("count", [128, 1_200_000])
+@pytest.mark.parametrize("kv_write", ["mask", "slice"])
+def test_more_slots_in_the_manifest_than_in_the_package_are_refused(changed, fast, count, kv_write):
+    bundle = changed(more_slots(count), kv_write=kv_write)
+    with pytest.raises(InputError, match=r"attn_mask.*32.*in the package"):
+        Decoder(bundle, "portable", fast=fast)
+
+
+def layers(manifest) -> dict:
+    return manifest["shards"][0]
+
+
+CHANGES = {
+    "an input is missing": (lambda m: layers(m)["inputs"].pop("rope_cos"), "inputs of shard"),
+    "an input is unknown": (lambda m: layers(m)["inputs"].update(y=[1]), "inputs of shard"),
+    "an output is missing": (lambda m: layers(m)["outputs"].update(y=layers(m)["outputs"].pop("hidden")), "outputs of shard"),
+    "an output is larger": (lambda m: layers(m)["outputs"].update(hidden=[1, 65, "T", 1]), "output 'hidden'"),
+    "a state is missing": (lambda m: layers(m)["states"].pop("layers.0.v_state"), "states of shard"),
+    "a state is smaller": (lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]), "layers.0.v_state"),
+    "a state is a part past the end": (
+        lambda m: layers(m)["states"]["layers.0.k_state"].update(part=[[0, 1], [0, 2], [1, 33], [0, 32]]), "layers.0.k_state"),
+    "T is fixed in the manifest": (lambda m: layers(m)["inputs"].update(x=[1, 64, 2, 1]), "input 'x'"),
+    "T reaches further": (lambda m: m["options"].update(t_max=9), "T from 1 to 9"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(changed, what):
+    change, subject = CHANGES[what]
+    with pytest.raises(InputError, match=subject):
+        Decoder(changed(change), "portable")
+
+
+def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
+    bundle = exports.bundle(exports.checkpoint("llama"), kv_write="slice")
+    shard = bundle.shards("layers")[0]
+    program = mil.read(bundle.package(shard))
+    program.inputs["pos"] = mil.Type("FLOAT16", (1,))
+    with pytest.raises(InputError, match="INT32"):
+        runtime.portable.check_interface(shard, program, bundle.manifest.options.t_max)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("position", [SLOTS, SLOTS + 90, 1_200_000, -SLOTS - 1])
+@pytest.mark.parametrize("T", [1, 2])
+def test_a_position_past_the_cache_is_refused_and_nothing_is_written(exports, fast, position, T):
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama"), kv_write="slice"), "portable", fast=fast)
+    decoder.prefill([1, 2, 3])
+    before = {name: decoder.states[0].read(name) for name in decoder.states[0].shard.states}
+    io = decoder.host.inputs(np.array([3]), np.array([T]), T)
+    io |= {"x": np.ones((1, 64, T, 1), np.float32), "pos": np.array([position], np.int32)}
+    model = decoder.layers[0]
+    with pytest.raises(InputError):
+        model.predict({name: io[name] for name in model.shard.inputs}, decoder.states[0])
+    for name, value in before.items():
+        assert np.array_equal(decoder.states[0].read(name), value)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("which", ["inputs", "states"])
+def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(exports, fast, T, which):
+    """Below the manifest's checks: 128 slots for a program of 32, or a state of 8 rows."""
+    bundle = exports.bundle(exports.checkpoint("llama"))
+    decoder = Decoder(bundle, "portable", fast=fast)
+    decoder.prefill([1, 2, 3], tile=T)
+    model, io = decoder.layers[0], decoder.host.inputs(np.array([3]), np.array([T]), T)
+    io["x"] = np.ones((1, 64, T, 1), np.float32)
+    if which == "inputs":
+        wide = {"attn_mask": np.zeros((1, 1, T, 128)), "kv_write_mask": np.eye(128, T, -100)[None, None]}
+        io |= {name: value.astype(np.float32) for name, value in wide.items()}
+        longer = {"attn_mask": [1, 1, "T", 128], "kv_write_mask": [1, 1, 128, "T"]}
+        model.shard = model.shard.model_copy(update={"inputs": model.shard.inputs | longer})
+    else:
+        for cell in decoder.states[0].raw.cells.values():
+            cell.value = cell.value[:, :, :8].clone()
+    with pytest.raises(InputError, match="shape"):
+        model.predict({name: io[name] for name in model.shard.inputs}, decoder.states[0])
