@@ -135,7 +135,7 @@ def test_prompts_are_checked(llama):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("validate", "--golden", "g", "--tasks", DATA / "tasks" / "heldout.jsonl"), "--checkpoint"),
+        (("validate", "--golden", DATA / "README.md", "--tasks", DATA / "tasks" / "heldout.jsonl"), "--checkpoint"),
         (("validate", "--checkpoint", DATA / "tiny-llama", "--prompt-ids", ""), "--prompt-ids"),
         (("check", "--memory", "0"), "above zero"),
         (("trace", "--prompt-ids", "1,2,400"), "from 0 to 255"),

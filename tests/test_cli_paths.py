@@ -42,7 +42,7 @@ main()
 
 
 def child(folder, *arguments):
-    """Runs a command in a process of its own; (exit code, heavy modules it loaded, lines on stderr)."""
+    """Runs a command in its own process; (exit code, heavy modules it loaded, lines on stderr)."""
     code = CHILD.format(heavy=HEAVY, arguments=[str(a) for a in arguments])
     ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     return ended.returncode, ended.stdout.splitlines()[-1], ended.stderr.splitlines()
