@@ -84,17 +84,22 @@ class FastProgram:
         self.outline.body.constants = {n: self.outline.body.constants[n] for n in set(_reads(self.outline.body))
                                        if n in self.outline.body.constants}  # fmt: skip
         self.outline.program = self.program
-        # by the shapes of inputs and states, decided by their first call: a tape, None for call by call, or the literal graph
+        self.cells = [(name, torch.Size(t.shape)) for name, t in program.states.items()]
+        # by the shapes of inputs, decided by their first call: a tape, None for call by call, or the literal graph
         self.tapes: dict[tuple, Tape | Executable | None] = {}
         del self.graph
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, Cell]) -> dict[str, torch.Tensor]:
         """As `Executable.run` in `declared`, without a hook."""
-        if not inputs.keys() >= self.program.inputs.keys() or not state.keys() >= self.program.states.keys():
-            self.outline.operands(inputs, state)  # refuses
-        cells = [state[name].value for name, _ in self.states]
-        shapes = (*[inputs[name].shape for name, *_ in self.inputs], *[(cell.shape, cell.dtype) for cell in cells])
+        try:
+            shapes = tuple([inputs[name].shape for name, *_ in self.inputs])
+            for name, shape in self.cells:
+                cell = state[name].value
+                if cell.shape != shape or cell.dtype is not torch.float32:
+                    return self.literal().run(inputs, state)
+        except KeyError:  # something is missing: refused
+            self.outline.operands(inputs, state)
         if shapes not in self.tapes:
             return self._first(inputs, state, shapes)
         tape = self.tapes.get(shapes)
