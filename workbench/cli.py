@@ -13,10 +13,6 @@ from typing import Annotated
 import typer
 
 from workbench import paths
-from workbench.cli_arguments import (
-    BundlePath, CheckpointPath, GoldenOf, GoldenPath, Ids, Json, Log, LogFolder, Memory, NewBundle,
-    Precision, Publish, RuntimeName, Version, golden_file, optional, tasks_file,
-)
 from workbench.errors import InputError
 
 # Markdown, because Rich's own markup takes "[max_new + 1, V]" in a help text for a tag and drops it
@@ -25,8 +21,33 @@ app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=True, add_complet
                   help="Export transformer layers as stateful Core ML shards, prove them, decode "
                        "them, measure them.")
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Ids = Annotated[str | None, typer.Option("--prompt-ids", help="Token ids, comma-separated: 2,42,100.")]
+RuntimeName = Annotated[str, typer.Option("--runtime", help="auto, portable or coreml.")]
+Precision = Annotated[str, typer.Option("--precision", help="Portable arithmetic: declared, exact or narrow.")]
+BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE")]
+CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT")]
+GoldenPath = Annotated[Path | None, typer.Option(help="Golden store.")]
+GoldenOf = Annotated[Path | None, typer.Option(help="Make the golden now from this checkpoint.")]
+Log = Annotated[bool, typer.Option(help="Write the run into the experiment log.")]
+LogFolder = Annotated[Path | None, typer.Option("--log", help="Folder of the experiment log.")]
+Publish = Annotated[bool, typer.Option("--publish", help="Make this the shipped write-up.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="Memory of the target machine, such as 16G.")]
 DEFAULT_IDS = 24
 ANOTHER_CHECKPOINT = "golden_is_of_this_checkpoint"  # the gate that is RED then
+
+
+def print_version(asked: bool) -> None:
+    """Prints the installed version and ends the command."""
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"workbench {version('workbench')}")
+        raise typer.Exit()
+
+
+Version = Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True,
+                                       help="Print the version.")]
 
 
 @app.callback()
@@ -100,6 +121,14 @@ def gate_lines(gates: list) -> list[str]:
     return [line + note for line in lines] if strange else lines
 
 
+def look_at(golden: Path | None, checkpoint: Path | None) -> None:
+    """Refuses a golden or a checkpoint that is none, before anything heavy is imported."""
+    if golden:
+        paths.golden(golden)
+    if checkpoint:
+        paths.checkpoint(checkpoint)
+
+
 @app.command()
 def doctor(json: Json = False) -> None:
     """What this machine can do, and what a Mac would add.
@@ -118,7 +147,7 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def export(
-    checkpoint: CheckpointPath, bundle: NewBundle,
+    checkpoint: CheckpointPath, bundle: BundlePath,
     max_seq_len: Annotated[int, typer.Option(help="Cache slots S.")] = 512,
     t_max: Annotated[int, typer.Option(help="Most tokens a call, T = 1 … t_max.")] = 4, batch: int = 1,
     layers_per_shard: Annotated[int, typer.Option(help="Decoder layers in one .mlpackage.")] = 1,
@@ -137,6 +166,8 @@ def export(
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
     """
+    paths.checkpoint(checkpoint)
+    paths.new(bundle)
     from workbench.eval.memory import peak_rss
     from workbench.export import export as run
 
@@ -157,9 +188,7 @@ def export(
 @app.command()
 def golden(
     checkpoint: CheckpointPath, out: Annotated[Path, typer.Option("--out", help="File to write.")], prompt_ids: Ids = None,
-    bundle: Annotated[Path | None, typer.Option(
-        help="Use the weights this bundle stores instead of the checkpoint's.",
-        callback=optional(paths.bundle))] = None,
+    bundle: Annotated[Path | None, typer.Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
@@ -167,12 +196,14 @@ def golden(
     Example: workbench golden data/tiny-llama --out build/llama.golden
     """
     from workbench.bundle import Bundle
+
+    paths.checkpoint(checkpoint)
+    opened = Bundle.open(bundle) if bundle else None
     from workbench.eval import golden as goldens
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint)
     ids = ids_for(prompt_ids, source.config.vocab_size)
-    opened = Bundle.open(bundle) if bundle else None
     weights = goldens.stored_weights(source, opened) if opened else None
     writable(out)
     made = goldens.make(source, ids, weights, opened.identity if opened else "source")
@@ -196,9 +227,7 @@ def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | 
 @app.command()
 def check(
     bundle: BundlePath,
-    golden: Annotated[Path | None, typer.Option(
-        help="Golden store: also judges what the cache holds.",
-        callback=optional(golden_file))] = None,
+    golden: Annotated[Path | None, typer.Option(help="Golden store: also judges what the cache holds.")] = None,
     memory: Memory = None, runtime: RuntimeName = "auto", json: Json = False,
 ) -> None:  # fmt: skip
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
@@ -207,7 +236,8 @@ def check(
     """
     from workbench.bundle import Bundle
 
-    opened = Bundle.open(bundle)  # before anything heavy is imported
+    opened = Bundle.open(bundle)
+    look_at(golden, None)
     from workbench.decode import Decoder
     from workbench.eval import checklist, gates
     from workbench.eval.golden import Golden
@@ -224,9 +254,7 @@ def check(
 def validate(
     bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
     all_t: Annotated[bool, typer.Option("--all-t", help="Every T from 1 to t_max.")] = False,
-    tasks: Annotated[Path | None, typer.Option(
-        help="Known-answer prompts (JSON lines); needs --checkpoint.",
-        callback=optional(tasks_file))] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")] = None,
     runtime: RuntimeName = "auto", precision: Precision = "declared", log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Every layer × position × T against the golden.
@@ -235,7 +263,10 @@ def validate(
     """
     from workbench.bundle import Bundle
 
-    opened = Bundle.open(bundle)  # before anything heavy is imported
+    opened = Bundle.open(bundle)
+    look_at(golden, checkpoint)
+    if tasks:
+        paths.file("--tasks", tasks, "prompts with answers (JSON lines)", "correct the path")
     from workbench import runs
     from workbench.decode import Decoder
     from workbench.eval import answers
@@ -258,41 +289,6 @@ def validate(
     w = result["worst"]
     show(result, json, [result["verdict"], *gate_lines(found.gates),
                         f"worst: layer {w['layer']}, position {w['position']}, T = {w['T']}, {w['tensor']}: cosine {w['cosine']:.7f}"])  # fmt: skip
-
-
-@app.command()
-def memory(
-    source: Annotated[Path, typer.Argument(
-        metavar="BUNDLE_OR_CHECKPOINT", callback=paths.bundle_or_checkpoint)],
-    max_seq_len: int = 512, t_max: int = 4, batch: int = 1,
-    compress: str = "fp16", machine: Memory = None, json: Json = False,
-) -> None:  # fmt: skip
-    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
-
-    Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
-    """
-    from workbench.bundle import Bundle
-
-    opened = Bundle.open(source) if (source / "bundle.json").exists() else None
-    from workbench.eval import memory as budgets
-    from workbench.eval import roofline
-    from workbench.export import options
-    from workbench.models.checkpoint import Checkpoint
-
-    size = budgets.machine_bytes() if machine is None else budgets.parse_bytes(machine)
-    if opened:
-        budget = budgets.of_bundle(opened, size)
-        works = roofline.work(opened)
-    else:
-        chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
-        budget = budgets.of_checkpoint(Checkpoint(source), chosen, size)
-        works = budgets.work(Checkpoint(source), chosen)
-    sizes, speeds = budget.json(), roofline.by_chip(works)
-    misfit = float(roofline.judged()["misfit"].abs().median())
-    lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
-    lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
-              speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
-    show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
 
 
 @app.command()

@@ -5,9 +5,7 @@ from typing import Annotated
 
 import typer
 
-from workbench import paths
-from workbench.cli import app, parse_ids, show
-from workbench.cli_arguments import BundlePath, Ids, Json, Precision, RuntimeName, optional
+from workbench.cli import BundlePath, Ids, Json, Precision, RuntimeName, app, parse_ids, show
 from workbench.errors import InputError
 
 
@@ -51,8 +49,7 @@ def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
 @app.command()
 def reuse(
     bundle: BundlePath,
-    batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.",
-                                                      callback=optional(paths.bundle))] = None,
+    batch_bundle: Annotated[Path | None, typer.Option(help="The same export with another --batch.")] = None,
     max_new: Annotated[int, typer.Option("--max-new", help="Tokens decoded by each cell.", min=1)] = 6,
     runtime: RuntimeName = "auto", precision: Precision = "exact", json: Json = False,
 ) -> None:  # fmt: skip
@@ -60,10 +57,13 @@ def reuse(
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2
     """
+    from workbench.bundle import Bundle
+
+    bundles = [Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.decode import Decoder
     from workbench.eval import reuse as matrix
 
-    decoders = [Decoder(path, runtime, precision, fast=False) for path in (bundle, batch_bundle) if path]
+    decoders = [Decoder(each, runtime, precision, fast=False) for each in bundles]
     found = matrix.run(*decoders, max_new=max_new, progress=not json)
     order = {"RED": 0, "not_run": 2}
     lines = [f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"

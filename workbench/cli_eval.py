@@ -7,20 +7,18 @@ from typing import Annotated
 import typer
 
 from workbench import paths
-from workbench.cli import app, gate_lines, ids_for, load_golden, show
-from workbench.cli_arguments import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, optional
+from workbench.cli import (
+    BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, app, gate_lines, ids_for, load_golden,
+    look_at, show,
+)
 from workbench.errors import InputError
 
 
 @app.command()
 def error(
-    bundle: BundlePath,
-    checkpoint: Annotated[Path, typer.Option(
-        help="The checkpoint that the bundle was exported from.", callback=paths.checkpoint)],
+    bundle: BundlePath, checkpoint: Annotated[Path, typer.Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
-    plain: Annotated[Path | None, typer.Option(
-        help="fp16 export with the same options (default: made in data/bundles).",
-        callback=optional(paths.bundle))] = None,
+    plain: Annotated[Path | None, typer.Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
     weights: Annotated[bool, typer.Option(help="Also find which weights' compression costs most.")] = False,
     log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
@@ -30,7 +28,8 @@ def error(
     """
     from workbench.bundle import Bundle
 
-    opened = Bundle.open(bundle)  # before anything heavy is imported
+    opened, twin = Bundle.open(bundle), Bundle.open(plain) if plain else None
+    paths.checkpoint(checkpoint)
     from workbench.eval import error as splitting
     from workbench.eval import gates, golden
     from workbench.eval import weights as weighing
@@ -39,7 +38,7 @@ def error(
 
     source = Checkpoint(checkpoint)
     ids = ids_for(prompt_ids, opened.manifest.dims.V)
-    twin = Bundle.open(plain) if plain else _uncompressed(opened, source, progress=not json)
+    twin = twin or _uncompressed(opened, source, progress=not json)
     splits = splitting.measure(source, opened, twin, ids, device=coreml_available(), progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:
@@ -77,9 +76,7 @@ def _record(bundle, command: str, result: dict) -> str:
 
 @app.command()
 def trace(
-    source: Annotated[Path, typer.Argument(
-        metavar="BUNDLE_OR_PACKAGE", callback=paths.bundle_or_package)],
-    prompt_ids: Ids = None,
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_PACKAGE")], prompt_ids: Ids = None,
     inputs: Annotated[Path | None, typer.Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
     log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
@@ -89,7 +86,8 @@ def trace(
     """
     from workbench.bundle import Bundle
 
-    bundle = Bundle.open(source) if (source / "bundle.json").exists() else None
+    paths.bundle_or_package(source)
+    bundle = Bundle.open(source) if (source / paths.BUNDLE).exists() else None
     from workbench.eval import trace as tracing
 
     if bundle:
@@ -132,7 +130,8 @@ def matrix(bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath =
     """
     from workbench.bundle import Bundle
 
-    opened = Bundle.open(bundle)  # before anything heavy is imported
+    opened = Bundle.open(bundle)
+    look_at(golden, checkpoint)
     from workbench.eval import gates
     from workbench.eval import matrix as units
 

@@ -1,12 +1,47 @@
-"""`workbench residency` and `workbench bench log`: where operations run or should, and what the log costs."""
+"""`workbench memory`, `residency` and `bench log`: what fits, where operations run or should, what the log costs."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from workbench.cli import BundlePath, Json, app, show
+from workbench import paths
+from workbench.cli import BundlePath, Json, Memory, app, show
 from workbench.cli_bench import bench, show_rows
+
+
+@app.command()
+def memory(
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_CHECKPOINT")], max_seq_len: int = 512, t_max: int = 4,
+    batch: int = 1, compress: str = "fp16", machine: Memory = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
+
+    Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
+    """
+    from workbench.bundle import Bundle
+
+    paths.bundle_or_checkpoint(source)
+    opened = Bundle.open(source) if (source / paths.BUNDLE).exists() else None
+    from workbench.eval import memory as budgets
+    from workbench.eval import roofline
+    from workbench.export import options
+    from workbench.models.checkpoint import Checkpoint
+
+    size = budgets.machine_bytes() if machine is None else budgets.parse_bytes(machine)
+    if opened:
+        budget = budgets.of_bundle(opened, size)
+        works = roofline.work(opened)
+    else:
+        chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
+        budget = budgets.of_checkpoint(Checkpoint(source), chosen, size)
+        works = budgets.work(Checkpoint(source), chosen)
+    sizes, speeds = budget.json(), roofline.by_chip(works)
+    misfit = float(roofline.judged()["misfit"].abs().median())
+    lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
+    lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
+              speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
+    show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
 
 
 @app.command()
@@ -22,7 +57,7 @@ def residency(
     """
     from workbench.bundle import Bundle
 
-    opened = Bundle.open(bundle)  # before anything heavy is imported
+    opened = Bundle.open(bundle)
     from workbench import runs
     from workbench.eval import residency as placing
     from workbench.eval import roofline

@@ -67,6 +67,11 @@ def checkpoint(path: str | Path) -> Path:
     raise InputError(f"checkpoint {path}", found, needed, step)
 
 
+def golden(path: str | Path) -> Path:
+    """The path of a golden store as it is."""
+    return file("golden", path, "a golden store", "run: workbench golden CHECKPOINT --out G")
+
+
 def bundle_or_checkpoint(path: str | Path) -> Path:
     """The path of either as it is."""
     return Path(path) if _has_manifest(path) else checkpoint(path)
