@@ -15,7 +15,7 @@ test: .venv/ready
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: .venv/ready
-	$(BIN)/jupyter lab notebooks --FileContentsManager.post_save_hook=workbench.lab.saved
+	$(BIN)/jupyter lab notebooks --FileContentsManager.post_save_hook=workbench.report.lab.saved
 
 bench: .venv/ready
 	$(BIN)/workbench bench decode

@@ -3,7 +3,8 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from workbench import cell, log, sweep
+from workbench import log, sweep
+from workbench.sweep import cell
 
 SLOW = {
     "chip": "Apple M1",

@@ -7,8 +7,8 @@ import pytest
 
 from workbench import Bundle, InputError
 from workbench.bundle import Options
-from workbench.cell import bundle_for
 from workbench.models.checkpoint import Checkpoint
+from workbench.sweep.cell import bundle_for
 
 
 def truncated(root):
@@ -60,7 +60,7 @@ def test_a_cached_bundle_that_cannot_be_read_is_not_thrown_away(exports, tmp_pat
     def closed(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("workbench.bundle.store.sha256", closed)
+    monkeypatch.setattr("workbench.bundle.bundle.sha256", closed)
     with pytest.raises(InputError, match="Permission denied"):
         bundle_for(source, options, tmp_path)
     assert (made.root / "bundle.json").is_file()

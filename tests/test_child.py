@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from workbench import child
 from workbench.errors import last_message
+from workbench.sweep import process
 
 MODULE = """
 import os, signal, sys, threading, time
@@ -58,30 +58,30 @@ def module(tmp_path, monkeypatch):
 
 
 def test_answers_come_from_another_process_whatever_it_prints(module):
-    found = child.call("called:answer", {"a": [1, None]}, threads=3)
+    found = process.call("called:answer", {"a": [1, None]}, threads=3)
     assert found.failure is None and found.value["got"] == {"a": [1, None]}
     assert found.value["pid"] != os.getpid() and found.value["threads"] == "3"
 
 
 def test_a_refusal_is_its_message(module):
-    assert child.call("called:refuse", {}).failure == "x: found 1; needs 2. Next: write 2."
+    assert process.call("called:refuse", {}).failure == "x: found 1; needs 2. Next: write 2."
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL", "SIGABRT"])
 def test_a_crash_is_named_and_keeps_the_lines_that_tell(module, name):
-    found = child.call("called:crash", {"signal": name})
+    found = process.call("called:crash", {"signal": name})
     assert found.failure == f"killed by {name}"
     assert found.lines[0] == "E5RT: ANECCompile() FAILED (-14)" and "a line" in found.lines
 
 
 def test_an_exception_is_its_last_line(module):
-    found = child.call("called:raises", {})
+    found = process.call("called:raises", {})
     assert found.failure == "exit code 1: RuntimeError: Error compiling model: no"
     assert any("Traceback" in line for line in found.lines)
 
 
 def test_an_error_of_core_ml_keeps_its_text_and_not_its_last_brace(module):
-    found = child.call("called:raises_as_core_ml", {})
+    found = process.call("called:raises_as_core_ml", {})
     assert (
         found.failure
         == 'exit code 1: RuntimeError: NSLocalizedDescription = "failed with error code: -14."'
@@ -89,7 +89,7 @@ def test_an_error_of_core_ml_keeps_its_text_and_not_its_last_brace(module):
 
 
 def test_a_refusal_keeps_the_lines_that_tell(module):
-    found = child.call("called:refuses_after_core_ml_complained", {})
+    found = process.call("called:refuses_after_core_ml_complained", {})
     assert found.failure.startswith("x: found 1") and found.lines == (
         "E5RT: ANECCompile() FAILED (-14)",
     )
@@ -113,13 +113,13 @@ def test_the_last_message_is_one_line(written, text):
 
 
 def test_what_takes_too_long_is_ended(module, tmp_path):
-    found = child.call("called:sleeps", {"pid": str(tmp_path / "pid")}, timeout_s=1.5)
+    found = process.call("called:sleeps", {"pid": str(tmp_path / "pid")}, timeout_s=1.5)
     assert found.failure == "no answer in 1.5 s"
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_thread_left_behind_does_not_hold_the_answer(module):
-    assert child.call("called:late_thread", {}).value == 7
+    assert process.call("called:late_thread", {}).value == 7
 
 
 def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):

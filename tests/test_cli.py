@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from workbench.cli import app, show
+from workbench.check import golden
+from workbench.cli.app import app, show
 from workbench.errors import InputError
-from workbench.eval import golden
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -164,7 +164,7 @@ def test_json_names_numbers_that_json_lacks(capsys):
 
 
 def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
-    made = golden.make(DATA / "tiny-llama", [1, 69, 142])
+    made = golden.make_golden(DATA / "tiny-llama", [1, 69, 142])
     replace(made, logits=made.logits * np.nan).save(tmp_path / "g")
     result = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(tmp_path / "g"), "--json"])
     found = json.loads(result.stdout, parse_constant=never)
@@ -240,10 +240,10 @@ def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
     """`exact` gives the same tokens; `declared` the same up to a first near-tie."""
     import torch
 
-    from workbench.eval import answers, metrics
+    from workbench.check import metrics, tasks
 
-    prompt = answers.load_tasks(DATA / "tasks" / "heldout.jsonl")[3]["prompt"]
-    ids = answers.tokenizer(DATA / name).encode(prompt)[:40]
+    prompt = tasks.load_tasks(DATA / "tasks" / "heldout.jsonl")[3]["prompt"]
+    ids = tasks.checkpoint_tokenizer(DATA / name).encode(prompt)[:40]
     model = exports.hf(DATA / name)
     with torch.inference_mode():
         made = model.generate(torch.tensor([ids]), min_new_tokens=64, max_new_tokens=64, do_sample=False,

@@ -4,14 +4,14 @@ import pytest
 import trained
 from typer.testing import CliRunner
 
-from workbench.cli import app
+from workbench.cli.app import app
 from workbench.errors import InputError
-from workbench.eval import reuse
+from workbench.studies import cache_reuse
 
 
 @pytest.fixture(autouse=True)
 def few_contexts(monkeypatch):
-    monkeypatch.setattr(reuse, "contexts", lambda block: [block - 1, 1000])
+    monkeypatch.setattr(cache_reuse, "contexts", lambda block: [block - 1, 1000])
 
 
 def run(exports, *arguments, code=0) -> dict:
@@ -31,7 +31,7 @@ def test_reuse_prints_every_cell_and_its_verdict(exports):
 
 
 def test_a_red_cell_exits_1(exports, monkeypatch):
-    monkeypatch.setattr(reuse, "differs", lambda *arguments, **_: "planted")
+    monkeypatch.setattr(cache_reuse, "differs", lambda *arguments, **_: "planted")
     found = run(exports, code=1)
     assert found["verdict"] == "RED" and "planted" in {c["reason"].rpartition(": ")[2] for c in found["cells"]}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from workbench.cli import app
+from workbench.cli.app import app
 from workbench.errors import InputError
 
 

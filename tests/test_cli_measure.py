@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from workbench import log
-from workbench.cli import app
+from workbench.cli.app import app
 from workbench.errors import InputError
 
 
@@ -67,9 +67,9 @@ def test_compare_names_what_differs_and_by_how_much(tmp_path):
 
 
 def test_a_sweep_without_its_scheduler_is_refused_before_anything_runs(grid, tmp_path, monkeypatch):
-    from workbench import farm
+    from workbench.sweep import cluster
 
-    monkeypatch.setattr(farm, "CONNECT_S", 1)
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
     (tmp_path / "grid.json").write_text(json.dumps(grid))  # JSON is YAML
     with pytest.raises(InputError, match="scheduler"):
         CliRunner().invoke(app, ["sweep", str(tmp_path / "grid.json"), "--log", str(tmp_path / "log"), "--scheduler", "tcp://127.0.0.1:1"],

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from workbench import Bundle, InputError
-from workbench.cli import app
+from workbench.cli.app import app
 from workbench.models.checkpoint import Checkpoint
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-llama"

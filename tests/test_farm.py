@@ -8,8 +8,9 @@ import sys
 import farm_jobs
 import pytest
 
-from workbench import farm, log, sweep
+from workbench import log, sweep
 from workbench.errors import InputError
+from workbench.sweep import cluster as farm
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,12 @@ import pandas as pd
 import pytest
 from synthetic import FAST, FAST_NAME, SLOW, SLOW_NAME, add
 
-from workbench import log, machines, plots, report, runs, sweep, tables
+from workbench import log, plots, report, sweep
 from workbench.errors import InputError
+from workbench.log import machines
 from workbench.models.checkpoint import Checkpoint
+from workbench.report import tables
+from workbench.sweep import runs
 from workbench.widgets import Compare, Explorer
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -109,7 +112,7 @@ def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, nam
 
 @pytest.mark.parametrize(("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)])
 def test_stored_timings_are_one_machine_s_and_one_setting_s(root, machine, ms):
-    found = sweep.stored(grid(), root, machine)
+    found = sweep.stored_tables(grid(), root, machine)
     for table in ("samples", "layers"):
         frame = found[table]
         assert set(frame["machine"]) == {machine} and set(frame["checkpoint_hash"]) == {HASH}
@@ -123,14 +126,14 @@ def test_stored_timings_are_one_machine_s_and_one_setting_s(root, machine, ms):
 
 
 def test_fidelity_is_not_split_by_machine(root):
-    here, there = (sweep.stored(grid(), root, machine)["fidelity"] for machine in NAMES)
+    here, there = (sweep.stored_tables(grid(), root, machine)["fidelity"] for machine in NAMES)
     pd.testing.assert_frame_equal(here, there)
     assert here["run_id"].nunique() == 4 and set(here["checkpoint_hash"]) == {HASH}
 
 
 @pytest.mark.parametrize(("machine", "ms"), [(SLOW_NAME, slow_ms), (FAST_NAME, fast_ms)])
 def test_every_figure_names_its_machine(root, machine, ms):
-    found = sweep.stored(grid(), root, machine)
+    found = sweep.stored_tables(grid(), root, machine)
     one = {name: frame[frame["compress"] == "fp16"] for name, frame in found.items()}
     rates, calls = (
         one["samples"][one["samples"]["phase"] == phase] for phase in ("tokens_per_s", "call")
@@ -153,7 +156,7 @@ def test_every_figure_names_its_machine(root, machine, ms):
 
 def test_figures_and_conclusions_refuse_two_machines(root):
     both = {
-        t: pd.concat([sweep.stored(grid(), root, m)[t] for m in NAMES])
+        t: pd.concat([sweep.stored_tables(grid(), root, m)[t] for m in NAMES])
         for t in ("samples", "layers")
     }
     rates = both["samples"][both["samples"]["phase"] == "tokens_per_s"]
@@ -188,7 +191,7 @@ def test_a_machine_that_the_log_lacks_is_refused(root):
 
 
 def test_the_newest_setting_is_shown_where_the_software_differs(root):
-    assert set(sweep.stored(grid(), root, SLOW_NAME)["samples"]["os_build"]) == {"24B83"}
+    assert set(sweep.stored_tables(grid(), root, SLOW_NAME)["samples"]["os_build"]) == {"24B83"}
 
 
 @pytest.mark.parametrize(
@@ -378,7 +381,7 @@ def test_tables_of_one_machine_can_be_asked_for_by_name(root):
 
 
 def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
-    found = sweep.stored(grid(), tmp_path)
+    found = sweep.stored_tables(grid(), tmp_path)
     assert all(
         frame.empty and "machine" in frame for name, frame in found.items() if name != "fidelity"
     )
@@ -396,7 +399,7 @@ def test_a_checkpoint_that_is_not_at_hand_is_the_newest_of_its_name(tmp_path):
     }
     for number, contents in enumerate(("1" * 64, "2" * 64)):
         add(tmp_path / "log", elsewhere, SLOW, slow_ms, number=number, checkpoint_hash=contents)
-    found = sweep.stored(sweep.make_grid(elsewhere), tmp_path / "log")
+    found = sweep.stored_tables(sweep.make_grid(elsewhere), tmp_path / "log")
     assert all(set(frame["checkpoint_hash"]) == {"2" * 64} for frame in found.values())
 
 
@@ -438,5 +441,5 @@ def test_a_bench_of_routing_names_its_machine():
         }
         for name in ("moe_ms_per_token", "moe_bytes_per_token")
     ]
-    assert set(tables.bench(rows, SLOW_NAME)["machine"]) == {SLOW_NAME}
+    assert set(tables.bench_rows(rows, SLOW_NAME)["machine"]) == {SLOW_NAME}
     assert SLOW_NAME in tables.moe_conclusion(rows, 16, SLOW_NAME)

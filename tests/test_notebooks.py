@@ -11,9 +11,11 @@ import pytest
 from browser.lab import changes, chromium, commit
 from typer.testing import CliRunner
 
-from workbench import log, notebook, report, runs
-from workbench.cli import app
+from workbench import log, report
+from workbench.cli.app import app
 from workbench.errors import InputError
+from workbench.report import notebook
+from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -67,7 +69,7 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize("number", SMALL)
 def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, monkeypatch):
     monkeypatch.chdir(project)
-    found = notebook.run(number, SMALL[number], progress=False)
+    found = notebook.run_notebook(number, SMALL[number], progress=False)
     assert found["verdict"] == "GREEN"
     assert found["runs"] and found["figures"]
     assert report.experiment(number).question in Path(found["report"]).read_text()
@@ -95,16 +97,16 @@ runs.record('29', {'command': 'notebook 29', 'verdict': VERDICT, 'checkpoint': '
 
 def test_a_headless_run_sets_parameters_and_gives_verdict_runs_and_report(written):
     written(RECORD.replace("VERDICT", "'RED'"))
-    found = notebook.run("29", {"N": 7}, progress=False)
+    found = notebook.run_notebook("29", {"N": 7}, progress=False)
     assert (found["verdict"], len(found["runs"]), found["figures"]) == ("RED", 1, [])
     assert "N is 7" in Path(found["report"]).read_text()
     assert nbformat.read(found["executed"], as_version=4).cells[2].execution_count == 2
 
 
 def test_the_verdict_of_a_run_is_its_own(written):
-    runs.record("29", {"command": "notebook 29", "verdict": "RED", "checkpoint": "other", "bundle_hash": "b", "config": {}})
+    runs.record_run("29", {"command": "notebook 29", "verdict": "RED", "checkpoint": "other", "bundle_hash": "b", "config": {}})
     written(RECORD.replace("VERDICT", "'GREEN'"))
-    assert notebook.run("29", progress=False)["verdict"] == "GREEN"
+    assert notebook.run_notebook("29", progress=False)["verdict"] == "GREEN"
 
 
 def test_a_run_reports_on_itself_even_where_the_log_holds_later_ones(written, tmp_path):
@@ -112,13 +114,13 @@ def test_a_run_reports_on_itself_even_where_the_log_holds_later_ones(written, tm
     log.append("runs", {"experiment": "29", "status": "ok", "command": "notebook 29", "checkpoint": "c",
                         "config": {"conclusion": "later"}}, run_id=later)  # fmt: skip
     written(RECORD.replace("VERDICT", "'GREEN'"))
-    found = notebook.run("29", {"N": 7}, progress=False)
+    found = notebook.run_notebook("29", {"N": 7}, progress=False)
     assert "N is 7" in Path(found["report"]).read_text() and later not in found["runs"]
 
 
 def test_progress_counts_the_cells_that_run(written, capsys):
     written("", "1", RECORD.replace("VERDICT", "'GREEN'"))
-    notebook.run("29")
+    notebook.run_notebook("29")
     assert "100%" in capsys.readouterr().err
 
 
@@ -129,7 +131,7 @@ raise InputError("prompt: found", "300 tokens; needs more. Next: x", "at most 25
 def test_an_input_error_in_a_cell_is_the_same_error_here_and_one_message_in_the_notebook(written, tmp_path):
     written(REFUSAL, "2")
     with pytest.raises(InputError) as refused:
-        notebook.run("29", progress=False)
+        notebook.run_notebook("29", progress=False)
     known = InputError("prompt: found", "300 tokens; needs more. Next: x", "at most 256\nlines", "export again.")
     assert str(refused.value) == str(known)
     executed = nbformat.read(tmp_path / "build" / "notebooks" / "29_zaya_probe.ipynb", as_version=4)
@@ -157,4 +159,4 @@ def test_every_notebook_is_run_here():
 
 def test_misspelt_parameters_are_refused():
     with pytest.raises(InputError, match="MAX_SEQ_LENGTH"):
-        notebook.run("05", {"MAX_SEQ_LENGTH": 64}, progress=False)
+        notebook.run_notebook("05", {"MAX_SEQ_LENGTH": 64}, progress=False)

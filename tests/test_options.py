@@ -6,9 +6,10 @@ import pytest
 from synthetic import SLOW, SLOW_NAME, add
 from test_machines import CHECKPOINT, HASH
 
-from workbench import log, runs, sweep
+from workbench import log, sweep
 from workbench.bundle import Options
 from workbench.export import options
+from workbench.sweep import runs
 from workbench.widgets import Explorer
 
 OTHER = {
@@ -101,7 +102,7 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
             runtime="coreml" if axis in ON_CORE_ML else "portable",
         )
     made = sweep.make_grid(grid)
-    stored = sweep.stored(made, root)
+    stored = sweep.stored_tables(made, root)
     assert stored["samples"][axis].nunique() == stored["layers"][axis].nunique() == 2
     found = sweep.configurations(made, root)
     assert len(found) == 2 and (found["n"] == 1).all() and found["call_ms"].tolist() == [1.0, 2.0]

@@ -4,10 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench import overflow, plots
-from workbench.eval import trace
+from workbench import plots
+from workbench.explain import trace
 from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
+from workbench.studies import fp16_overflow
 
 NORMS, IDS = [921.0], list(range(6))
 
@@ -15,14 +16,14 @@ NORMS, IDS = [921.0], list(range(6))
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
-    checkpoint = Checkpoint(overflow.planted(folder / "checkpoint", NORMS, C=64))
+    checkpoint = Checkpoint(fp16_overflow.planted_checkpoint(folder / "checkpoint", NORMS, C=64))
     bundle = export(checkpoint.path, folder / "bundle", progress=False, max_seq_len=32)
-    return checkpoint, bundle, overflow.naive_packages(bundle, checkpoint, folder)
+    return checkpoint, bundle, fp16_overflow.naive_packages(bundle, checkpoint, folder)
 
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory):
-    return overflow.mask_table(overflow.mask_packages(tmp_path_factory.mktemp("masks"))).set_index(["mask", "case"])
+    return fp16_overflow.mask_table(fp16_overflow.mask_packages(tmp_path_factory.mktemp("masks"))).set_index(["mask", "case"])
 
 
 def test_biases_have_the_planted_norm(case):
@@ -34,35 +35,35 @@ def test_both_orders_compute_the_same_in_exact_arithmetic(case):
     _, bundle, packages = case
     logits = []
     for replaced in (packages, None):
-        made = overflow.decoder(bundle, "exact", replaced)
-        overflow.align_queries(made, 32)
+        made = fp16_overflow.decoder(bundle, "exact", replaced)
+        fp16_overflow.align_queries(made, 32)
         logits.append(made.prefill(IDS))
     assert np.abs(logits[0] - logits[1]).max() < 1e-4 * np.abs(logits[1]).max()
 
 
 def test_only_the_naive_order_overflows_and_it_does_in_the_product(case):
     _, bundle, packages = case
-    sweep = overflow.score_sweep(bundle, packages, IDS, [0, 256])
-    assert {g.name: g.verdict for g in overflow.judge(sweep)} == {
+    sweep = fp16_overflow.score_sweep(bundle, packages, IDS, [0, 256])
+    assert {g.name: g.verdict for g in fp16_overflow.overflow_gates(sweep)} == {
         "naive_breaks_in_the_score": "GREEN",
         "scaled_stays_finite": "GREEN",
     }
-    assert overflow.first_broken(sweep) == 256
+    assert fp16_overflow.first_broken(sweep) == 256
     product = sweep.pivot(index="query_norm", columns="order", values="product")
-    assert np.allclose(product[overflow.NAIVE] / product[overflow.SCALED], 128**0.5, rtol=1e-3)
+    assert np.allclose(product[fp16_overflow.NAIVE] / product[fp16_overflow.SCALED], 128**0.5, rtol=1e-3)
     assert "softmax" in sweep["nan"].dropna().iloc[0]
-    assert "NaN" in overflow.conclusion(sweep, pd.DataFrame(columns=["mask"]))
+    assert "NaN" in fp16_overflow.overflow_conclusion(sweep, pd.DataFrame(columns=["mask"]))
 
 
 def test_a_scaled_order_that_overflows_is_red(case):
     sweep = pd.DataFrame([{"order": order, "query_norm": 9.0, "layer": 0, "headroom_bits": -1.0, "inf": "op (matmul, m) of s",
-                           "nan": None, "narrow": None} for order in (overflow.NAIVE, overflow.SCALED)])  # fmt: skip
-    assert [g.verdict for g in overflow.judge(sweep)] == ["GREEN", "RED"]
+                           "nan": None, "narrow": None} for order in (fp16_overflow.NAIVE, fp16_overflow.SCALED)])  # fmt: skip
+    assert [g.verdict for g in fp16_overflow.overflow_gates(sweep)] == ["GREEN", "RED"]
 
 
 def test_the_score_is_found_among_other_matmuls(case):
-    ranges = trace.of_decoder(overflow.decoder(case[1], "exact"), IDS).frame()
-    (found,) = overflow.products(ranges)
+    ranges = trace.trace_decoder(fp16_overflow.decoder(case[1], "exact"), IDS).frame()
+    (found,) = fp16_overflow.products(ranges)
     assert found["module"] == "layers.0.self_attn"
     assert found["elements"] == 28 * len(IDS) * 32
 

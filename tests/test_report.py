@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from workbench import log, plots, report, runs
+from workbench import log, plots, report
 from workbench.errors import InputError
+from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[1]
 LOG = ROOT / "experiments" / "log" / "shipped"  # a user's own runs draw no shipped figure
@@ -33,10 +34,10 @@ def written(tmp_path):
             report.exhibit("numbers", FRAME[["part", "ms"]], "100 % of numbers_")]  # fmt: skip
     gates = [{"name": "update", "verdict": "GREEN", "value": 0.99, "threshold": 0.97, "reason": "worst layer 1"}]
     config = {"gates": gates, "conclusion": "It holds.", "parameters": {"CHECKPOINT": "data/tiny-llama"}}
-    run_id = runs.record(
+    run_id = runs.record_run(
         "29", {"command": "notebook 29", "checkpoint": "tiny", "verdict": "GREEN", "config": config}, root=root, exhibits=rows
     )
-    return run_id, report.write("29", root)
+    return run_id, report.write_report("29", root)
 
 
 def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(written):
@@ -53,22 +54,22 @@ def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(
 def test_only_the_newest_run_of_the_notebook_counts(written):
     _, path = written
     root = path.parents[2] / "log"
-    later = runs.record("29", {"command": "notebook 29", "config": {"conclusion": "It broke."}}, root=root,
+    later = runs.record_run("29", {"command": "notebook 29", "config": {"conclusion": "It broke."}}, root=root,
                         exhibits=[report.exhibit("numbers", FRAME, "newer")])  # fmt: skip
-    text = report.write("29", root).read_text()
+    text = report.write_report("29", root).read_text()
     assert "It broke." in text and "It holds." not in text and "bars.svg" not in text and later in text
 
 
 def finished(root: Path, name: str, number: str = "29", **parameters) -> str:
     """A notebook's run on the checkpoint `name`, with one table `name`; returns its id."""
     config = {"conclusion": f"About {name}.", "parameters": parameters}
-    return runs.record(number, {"command": f"notebook {number}", "checkpoint": name, "config": config}, root=root,
+    return runs.record_run(number, {"command": f"notebook {number}", "checkpoint": name, "config": config}, root=root,
                        exhibits=[report.exhibit(name or "none", FRAME[["part", "ms"]], f"of {name}")])  # fmt: skip
 
 
 def saved(root: Path, name: str, checkpoint: str) -> str:
     """A table that the Explorer saved while it looked at a checkpoint; returns the run's id."""
-    return runs.record("29", {"command": "explorer", "checkpoint": checkpoint}, root=root,
+    return runs.record_run("29", {"command": "explorer", "checkpoint": checkpoint}, root=root,
                        exhibits=[report.exhibit(name, FRAME[["part", "ms"]], f"saved of {checkpoint}")])  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
 def test_the_folder_of_a_write_up_is_never_the_shipped_ones(checkpoint, parameters, name, tmp_path):
     root = tmp_path / "experiments" / "log"
     finished(root, checkpoint, **parameters)
-    assert report.write("29", root).parent == tmp_path / "experiments" / "29_zaya_probe" / name
+    assert report.write_report("29", root).parent == tmp_path / "experiments" / "29_zaya_probe" / name
 
 
 def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out(tmp_path):
@@ -103,13 +104,13 @@ def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out
     saved(root, "zoomed", "one")
     finished(root, "two")
     saved(root, "elsewhere", "one")
-    text = report.write("29", root, first).read_text()
+    text = report.write_report("29", root, first).read_text()
     assert "About one." in text and "zoomed.tex" in text and "About two." not in text
-    text = report.write("29", root).read_text()
+    text = report.write_report("29", root).read_text()
     assert "About two." in text and "elsewhere" not in text
     for name in (saved(root, "x", "one"), "20260101T000000000000Z-00000000"):
         with pytest.raises(InputError, match=name):
-            report.write("29", root, name)
+            report.write_report("29", root, name)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -118,10 +119,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_shipped_stands_on(tmp_path):
     root = tmp_path / "experiments" / "log"
-    part = runs.record("29", {"command": "sweep", "checkpoint": "one"}, root=root)
+    part = runs.record_run("29", {"command": "sweep", "checkpoint": "one"}, root=root)
     table = report.exhibit("timed", FRAME[["part", "ms"]], "timed", run_ids=[part])
     bars = report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "bars", "parts_bar")
-    old = runs.record("29", {"command": "notebook 29", "checkpoint": "one"}, root=root, exhibits=[table, bars])
+    old = runs.record_run("29", {"command": "notebook 29", "checkpoint": "one"}, root=root, exhibits=[table, bars])
     other = finished(root, "three", "35")
     for number in ("29", "35"):
         report.publish(number, root)
@@ -136,7 +137,7 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
     assert set(log.load("runs", root=shipped)["run_id"]) == {new, other}
     assert {p.stem for p in shipped.glob("*/*.parquet")} == {new, other}
     assert sorted(p.name for p in place.iterdir()) == ["report.md", "tables"]
-    assert contents(place) == contents(report.write("29", root).parent)
+    assert contents(place) == contents(report.write_report("29", root).parent)
     assert own.items() <= contents(root).items()  # one's own log keeps what is shipped no longer
 
     report.publish("29", root, old)
@@ -146,7 +147,7 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
 def test_the_shipped_runs_alone_are_written_up_and_published_again(tmp_path):
     root = tmp_path / "experiments" / "log"
     finished(root / "shipped", "one")
-    assert report.write("29", root).parent == report.write("29", root / "shipped").parent
+    assert report.write_report("29", root).parent == report.write_report("29", root / "shipped").parent
     before = contents(root / "shipped")
     report.publish("29", root)
     assert contents(root / "shipped") == before
@@ -159,7 +160,7 @@ def test_publishing_what_is_nowhere_touches_nothing(tmp_path):
     before = contents(tmp_path)
     with pytest.raises(InputError):
         report.publish("29", root, "20260101T000000000000Z-00000000")
-    runs.record("30", {"command": "sweep"}, root=root)
+    runs.record_run("30", {"command": "sweep"}, root=root)
     with pytest.raises(InputError, match="notebook"):
         report.publish("30", root)
     assert {n: d for n, d in contents(tmp_path).items() if n in before} == before
@@ -167,7 +168,7 @@ def test_publishing_what_is_nowhere_touches_nothing(tmp_path):
 
 def test_an_experiment_without_runs_has_no_report(tmp_path):
     with pytest.raises(InputError, match="no run in the log"):
-        report.write("29", tmp_path / "log")
+        report.write_report("29", tmp_path / "log")
 
 
 @pytest.fixture(scope="module")

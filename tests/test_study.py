@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 
 from workbench import log, plots
+from workbench.check import gates
 from workbench.errors import InputError
-from workbench.eval import gates
 from workbench.models.checkpoint import Checkpoint
-from workbench.study import Study
+from workbench.report.study import Study
 
 ROOT = Path(__file__).parents[1]
 PARTS = pd.DataFrame({"part": ["attention", "rest"], "ms": [1.5, 0.5]})

@@ -11,8 +11,10 @@ import psutil
 import pytest
 import yaml
 
-from workbench import cell, log, machines, sweep
+from workbench import log, sweep
 from workbench.errors import InputError
+from workbench.log import machines
+from workbench.sweep import cell
 
 
 def test_every_cell_is_logged_with_raw_samples(swept):

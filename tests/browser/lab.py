@@ -71,7 +71,7 @@ def serve(project: Path, home: Path):
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTER_RUNTIME_DIR": runtime}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
     command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
-    command += ["--KernelManager.transport=ipc", "--FileContentsManager.post_save_hook=workbench.lab.saved"]
+    command += ["--KernelManager.transport=ipc", "--FileContentsManager.post_save_hook=workbench.report.lab.saved"]
     with (home / "server.log").open("w") as said:
         server = subprocess.Popen(command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT)
     try:

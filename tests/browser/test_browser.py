@@ -16,7 +16,7 @@ from test_notebooks import SMALL
 
 from workbench import log, report
 from workbench.models import checkpoint
-from workbench.notebook import set_parameters
+from workbench.report.notebook import set_parameters
 
 pytestmark = pytest.mark.skipif(
     chromium() is None, reason="no Chromium here: install it (apt-get install chromium) to test the notebooks in a browser"

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from workbench import InputError
-from workbench.bundle import Writer, store
+from workbench.bundle import Writer, bundle
 
 
 def test_a_second_export_to_the_same_target_is_refused_until_the_first_is_gone(tmp_path):
@@ -79,7 +79,7 @@ def test_a_new_bundle_is_hashed_as_it_is_made_and_later_changes_are_noticed(expo
 
     made = export(exports.checkpoint("llama", num_hidden_layers=1), tmp_path / "b", progress=False, max_seq_len=16)
     with monkeypatch.context() as patched:
-        patched.setattr(store, "sha256", lambda path: pytest.fail(f"{path} is hashed again"))
+        patched.setattr(bundle, "sha256", lambda path: pytest.fail(f"{path} is hashed again"))
         Bundle.open(made.root)
     weights = next(made.root.rglob("weight.bin"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bundle.contract import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
-from workbench.decode.experts import Experts
+from workbench.bundle.manifest import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.decode.experts import RoutedExperts
 
 C, E = 3, 4
 
@@ -24,10 +24,10 @@ class Expert:
         return {HIDDEN: io[ACC] + self.factor * io[EXPERT_IN] * io[EXPERT_WEIGHT]}
 
 
-def experts(t: str, calls: list) -> Experts:
+def experts(t: str, calls: list) -> RoutedExperts:
     shards = [SimpleNamespace(layers=(layer, layer + 1), rows=(e, e + 1)) for layer in (0, 1) for e in range(E)]
     bundle = SimpleNamespace(manifest=SimpleNamespace(options=SimpleNamespace(t=t)), shards=lambda kind: shards)
-    return Experts(bundle, lambda shard: Expert(shard, calls), lambda x: x[..., None])
+    return RoutedExperts(bundle, lambda shard: Expert(shard, calls), lambda x: x[..., None])
 
 
 def routed(rng, B: int, T: int) -> dict:

@@ -4,11 +4,14 @@ import numpy as np
 import pytest
 from tiny import prompt
 
+from miltorch import Executable
 from workbench import Decoder, InputError
-from workbench.bundle.contract import EXPERT_IN
-from workbench.eval import checklist, fidelity, golden, reuse, speed, trace, validate
-from workbench.mil import Executable
+from workbench.bundle.manifest import EXPERT_IN
+from workbench.check import checklist, fidelity, golden, validate
+from workbench.explain import trace
 from workbench.models.checkpoint import Checkpoint
+from workbench.studies import cache_reuse
+from workbench.sweep import timing
 
 IDS = prompt(97, 7)
 
@@ -18,15 +21,15 @@ def looked_into(exports):
     """A bundle with four layers in its shard, and a golden that validation puts in their places."""
     checkpoint = exports.checkpoint("llama", num_hidden_layers=4)
     bundle = exports.bundle(checkpoint, layers_per_shard=4, t_max=3)
-    return bundle, golden.make(Checkpoint(checkpoint), prompt(97, 6, seed=1))
+    return bundle, golden.make_golden(Checkpoint(checkpoint), prompt(97, 6, seed=1))
 
 
 LOOKS = {
     "validation": lambda decoder, reference: validate.validate(decoder, reference),
-    "pass": lambda decoder, reference: fidelity.run(decoder, reference, 2),
-    "checklist": lambda decoder, reference: checklist.check(decoder, golden=reference),
-    "trace": lambda decoder, _: trace.of_decoder(decoder, IDS),
-    "profile": lambda decoder, _: speed.profile(decoder, depth=2, calls=2),
+    "pass": lambda decoder, reference: fidelity.run_golden(decoder, reference, 2),
+    "checklist": lambda decoder, reference: checklist.check_bundle(decoder, golden=reference),
+    "trace": lambda decoder, _: trace.trace_decoder(decoder, IDS),
+    "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
 }
 
 
@@ -87,7 +90,7 @@ def test_a_hook_is_set_in_a_with_statement_alone(looked_into):
 
 
 def test_core_ml_has_no_hooks_and_says_so(looked_into):
-    from workbench.runtime import shim
+    from miltorch import shim
 
     shim.install()
     try:
@@ -95,7 +98,7 @@ def test_core_ml_has_no_hooks_and_says_so(looked_into):
         for look in (LOOKS["trace"], LOOKS["profile"]):
             with pytest.raises(InputError, match="runtime coreml.*portable"):
                 look(decoder, None)
-        fidelity.run(decoder, looked_into[1], 2)  # sees what Core ML shows
+        fidelity.run_golden(decoder, looked_into[1], 2)  # sees what Core ML shows
     finally:
         shim.uninstall()
 
@@ -134,9 +137,9 @@ def test_a_stopped_cell_of_the_reuse_matrix_leaves_no_method_replaced(looked_int
 
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "generate", stop)
-        with pytest.raises(KeyboardInterrupt), reuse.counted(decoder):
-            reuse._decode(decoder, [IDS], [2], None, streaming=False)
+        with pytest.raises(KeyboardInterrupt), cache_reuse.count_verdicts(decoder):
+            cache_reuse._decode_cell(decoder, [IDS], [2], None, streaming=False)
     assert [dict(vars(owner)).keys() for owner in (decoder, decoder.layers[0])] == methods
-    with reuse.counted(decoder) as calls:
-        records = reuse._decode(decoder, [IDS], [2], None, streaming=False)
+    with cache_reuse.count_verdicts(decoder) as calls:
+        records = cache_reuse._decode_cell(decoder, [IDS], [2], None, streaming=False)
     assert len(records[0]) == 2 and len(calls) == -(-len(IDS) // 3) + 1

@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench import InputError
-from workbench.decode import Snapshot, Store, snapshot, store
+from workbench.decode import Snapshot, snapshot
 from workbench.decode.snapshot import layout
+from workbench.prompt_cache import Store, store
 
 IDS = np.random.default_rng(5).integers(3, 256, 200).tolist()
 

@@ -15,11 +15,11 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 from tiny import DIMS, Exports, prompt  # noqa: E402
 
 from workbench import Decoder  # noqa: E402
-from workbench.bundle.contract import Options  # noqa: E402
-from workbench.eval import golden  # noqa: E402
-from workbench.eval.checklist import check  # noqa: E402
-from workbench.eval.gates import LIMITS  # noqa: E402
-from workbench.eval.validate import validate  # noqa: E402
+from workbench.bundle.manifest import Options  # noqa: E402
+from workbench.check import golden  # noqa: E402
+from workbench.check.checklist import check_bundle  # noqa: E402
+from workbench.check.gates import LIMITS  # noqa: E402
+from workbench.check.validate import validate  # noqa: E402
 
 FAMILIES, PRESETS = sorted(DIMS), sorted(LIMITS)
 
@@ -48,8 +48,8 @@ def judge(exports: Exports, seed: int) -> dict[str, str]:
     family, changes, options = draw(seed)
     checkpoint = exports.checkpoint(family, **changes)
     decoder = Decoder(exports.bundle(checkpoint, **options), "portable")
-    reference = golden.make(checkpoint, prompt(decoder.manifest.dims.V, 20, seed))
-    found = [*check(decoder, golden=reference), *validate(decoder, reference).gates]
+    reference = golden.make_golden(checkpoint, prompt(decoder.manifest.dims.V, 20, seed))
+    found = [*check_bundle(decoder, golden=reference), *validate(decoder, reference).gates]
     return {g.name: g.reason for g in found if g.verdict == "RED"}
 
 

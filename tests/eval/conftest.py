@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.eval import golden
+from workbench.check import golden
 from workbench.models.checkpoint import Checkpoint
 
 DATA = Path(__file__).parents[2] / "data"
@@ -22,7 +22,7 @@ def llama_bundle(exports, tiny_llama):
 @pytest.fixture(scope="session")
 def llama_golden(tiny_llama):
     """The first tokens of a held-out prompt: real text, so that attention has something to find."""
-    from workbench.eval import answers
+    from workbench.check import tasks
 
-    prompt = answers.load_tasks(DATA / "tasks" / "heldout.jsonl")[0]["prompt"]
-    return golden.make(tiny_llama, answers.tokenizer(tiny_llama.path).encode(prompt)[:IDS])
+    prompt = tasks.load_tasks(DATA / "tasks" / "heldout.jsonl")[0]["prompt"]
+    return golden.make_golden(tiny_llama, tasks.checkpoint_tokenizer(tiny_llama.path).encode(prompt)[:IDS])

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from workbench.bundle.contract import ATTN_MASK, KV_WRITE_MASK, is_cache
-from workbench.decode import Store, formats
+from workbench.bundle.manifest import ATTN_MASK, KV_WRITE_MASK, is_cache
 from workbench.decode import decoder as decoding
 from workbench.decode.snapshot import Snapshot
+from workbench.prompt_cache import Store, formats
 
 FAULTS, ZAYA = {}, set()  # name → plant; those that need side states
 
@@ -196,7 +196,7 @@ def an_ended_row_keeps_decoding(patch, decoder, together):
 
 @fault
 def scales_of_another_head(patch, decoder, together):
-    original = formats.dequantize
+    original = formats.dequantize_groups
 
     def dequantize(codes, scale, low):
         return original(codes, scale[::-1], low)

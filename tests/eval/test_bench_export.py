@@ -7,23 +7,24 @@ import pytest
 import tiny
 
 from workbench import InputError
-from workbench.cli_bench_export import export_layers, export_once
-from workbench.eval import bench_export, memory
+from workbench.ane import memory
+from workbench.benchmarks import export
+from workbench.cli.bench_export import export_layers, export_once
 
 
 def test_what_is_measured_runs_in_a_process_of_its_own():
-    assert bench_export.apart(os.getpid) != os.getpid()
+    assert export.apart(os.getpid) != os.getpid()
 
 
 @pytest.fixture
 def here(monkeypatch):
     """Spares the tests the imports of three processes."""
-    monkeypatch.setattr(bench_export, "apart", lambda work, *arguments: work(*arguments))
+    monkeypatch.setattr(export, "apart", lambda work, *arguments: work(*arguments))
 
 
 def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, here):
     source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=4)
-    found = bench_export.compare(export_once, export_layers, source, tmp_path / "work", 1, {"compress": "int8-tensor"})
+    found = export.compare_exports(export_once, export_layers, source, tmp_path / "work", 1, {"compress": "int8-tensor"})
     assert found["same_bytes"] is True and found["stamped"] == 3 and not (tmp_path / "work").exists()
     assert [(r["name"].removeprefix("export_int8-tensor_"), r["peer"]) for r in found["rows"]] == [
         ("seconds_over_templates", "disk"), ("seconds", "plain"), ("layer_seconds", "plain")]  # fmt: skip
@@ -35,17 +36,17 @@ def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, 
 def test_peak_memory_is_that_of_the_process_alone():
     held = np.ones(600 << 20, np.uint8)
     assert memory.peak_rss() > held.nbytes
-    assert 0 < bench_export.apart(memory.peak_rss) < held.nbytes  # the child of a large process
+    assert 0 < export.apart(memory.peak_rss) < held.nbytes  # the child of a large process
 
 
 def test_other_bytes_are_reported(tmp_path, here):
     source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=1)
     run = {"seconds": 1.0, "split": {"template": 0.5}, "peak_rss_bytes": 1, "bytes": 10, "shards": 1, "stamped": 1}
-    found = bench_export.compare(lambda checkpoint, target, plain, chosen: run | {"identity": str(plain)},
+    found = export.compare_exports(lambda checkpoint, target, plain, chosen: run | {"identity": str(plain)},
                                  lambda *_: {"plain": [2.0], "stamped": [1.0]}, source, tmp_path / "work", 1, {})  # fmt: skip
     assert found["same_bytes"] is False
 
 
 def test_an_unknown_family_is_refused():
     with pytest.raises(InputError, match="one of qwen2, zaya"):
-        bench_export.model("gpt")
+        export.model("gpt")

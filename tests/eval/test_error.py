@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from workbench import Decoder, InputError
-from workbench.eval import error, gates, weights
+from workbench.check import gates
+from workbench.explain import error, weights
 
 IDS = np.random.default_rng(0).integers(0, 256, 16).tolist()
 
@@ -17,12 +18,12 @@ def int8_bundle(exports, tiny_llama):
 
 @pytest.fixture(scope="module")
 def splits(tiny_llama, int8_bundle, llama_bundle):
-    return error.measure(tiny_llama, int8_bundle, llama_bundle, IDS)
+    return error.split_error(tiny_llama, int8_bundle, llama_bundle, IDS)
 
 
 @pytest.fixture(scope="module")
 def trial(int8_bundle, llama_bundle, llama_golden):
-    return weights.Weights(int8_bundle, llama_bundle, llama_golden)
+    return weights.WeightTrial(int8_bundle, llama_bundle, llama_golden)
 
 
 @pytest.mark.parametrize("mode", error.MODES)
@@ -39,13 +40,13 @@ def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits)
     assert (layers["quantization"] > 3 * layers["precision"]).all()
     assert (layers["reauthoring"] < gates.REAUTHORING).all()
     assert layers["runtime"].isna().all()
-    assert gates.verdict(error.judge(splits)) == "GREEN"
+    assert gates.verdict(error.error_gates(splits)) == "GREEN"
 
 
 def test_storage_is_the_rounding_of_weights_that_fp16_cannot_hold(exports):
     checkpoint = exports.checkpoint("llama", dtype="float32")
     bundle = exports.bundle(checkpoint)
-    split = error.measure(error.Checkpoint(checkpoint), bundle, bundle, [1, 2, 3, 4])["isolated"]
+    split = error.split_error(error.Checkpoint(checkpoint), bundle, bundle, [1, 2, 3, 4])["isolated"]
     layers = split.layers()
     assert layers["storage"].between(1e-5, 1e-3).all()
     assert (layers["reauthoring"] < gates.REAUTHORING).all()
@@ -64,13 +65,13 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
 def test_a_program_that_is_not_hugging_face_s_is_red(splits):
     split = splits["isolated"]
     worse = split.parts | {"reauthoring": split.parts["reauthoring"] + 1e-3 * split.reference}
-    found = {g.name: g.verdict for g in error.judge({"isolated": error.Split(split.reference, split.found, worse)})}
+    found = {g.name: g.verdict for g in error.error_gates({"isolated": error.Split(split.reference, split.found, worse)})}
     assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
 
 
 def test_another_export_is_no_twin(tiny_llama, int8_bundle, exports):
     with pytest.raises(InputError, match="--compress fp16"):
-        error.measure(tiny_llama, int8_bundle, int8_bundle, IDS)
+        error.split_error(tiny_llama, int8_bundle, int8_bundle, IDS)
 
 
 def test_the_costliest_tensor_is_found(trial):

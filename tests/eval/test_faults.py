@@ -9,8 +9,8 @@ from faults import FAULTS
 from tiny import prompt
 
 from workbench import Decoder
-from workbench.eval import checklist, golden
-from workbench.eval.validate import validate
+from workbench.check import checklist, golden
+from workbench.check.validate import validate
 
 CHECKED = {"golden_is_of_this_checkpoint", "state_shapes", "kv_are_states", "state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address",
            "cache_contents", "stale_rows", "nan_in_state_is_noticed", "overflow_raises", "memory"}  # fmt: skip
@@ -23,7 +23,7 @@ def planted(exports, tiny_llama, llama_bundle, llama_golden):
     zaya = exports.checkpoint("zaya")
     fixed = exports.bundle(tiny_llama.path, max_seq_len=32, t="fixed")
     return {"llama": (llama_bundle, llama_golden), "fixed": (fixed, llama_golden),
-            "zaya": (exports.bundle(zaya), golden.make(zaya, prompt(109, 20)))}  # fmt: skip
+            "zaya": (exports.bundle(zaya), golden.make_golden(zaya, prompt(109, 20)))}  # fmt: skip
 
 
 def judge(decoder: Decoder, reference, checks: bool) -> dict[str, str]:
@@ -31,7 +31,7 @@ def judge(decoder: Decoder, reference, checks: bool) -> dict[str, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # faults divide by zero and overflow on purpose
         if checks:
-            found = checklist.check(decoder, golden=reference)
+            found = checklist.check_bundle(decoder, golden=reference)
         else:
             found = validate(decoder, reference, (1, 4) if decoder.options.t == "range" else None).gates
     return {g.name: g.verdict for g in found}

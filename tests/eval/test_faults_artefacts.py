@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from workbench import Decoder, mil
-from workbench.eval import answers, checklist
-from workbench.eval.validate import validate
+import miltorch
+from workbench import Decoder
+from workbench.check import checklist
+from workbench.check import tasks as answers
+from workbench.check.validate import validate
 from workbench.models.checkpoint import Checkpoint
 
 
@@ -16,12 +18,12 @@ def interface(bundle, monkeypatch, change) -> dict[str, str]:
     """Verdicts on the declared interface when every program is read as `change` leaves it."""
 
     def read(package):
-        program = mil.read(package)
+        program = miltorch.read(package)
         change(program)
         return program
 
     monkeypatch.setattr(checklist, "mil", type("Reader", (), {"read": staticmethod(read)}))
-    return {g.name: g.verdict for g in checklist.interface(bundle)}
+    return {g.name: g.verdict for g in checklist.interface_gates(bundle)}
 
 
 def test_a_cache_that_is_an_input_is_no_state(llama_bundle, monkeypatch):
@@ -63,5 +65,5 @@ def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(tin
     checkpoint = Checkpoint(folder)
     tasks = answers.load_tasks(tiny_llama.path.parent / "tasks" / "heldout.jsonl")[::6]
     decoder = Decoder(exports.bundle(folder, max_seq_len=128), "portable")
-    found = {g.name: g.verdict for g in answers.judge(decoder, checkpoint, tasks)}
+    found = {g.name: g.verdict for g in answers.answer_gates(decoder, checkpoint, tasks)}
     assert found["golden_answers"] == "RED"

@@ -9,9 +9,10 @@ import safetensors.torch
 from tiny import prompt
 
 from workbench import Decoder
+from workbench.check import checklist, golden
+from workbench.check.validate import validate
 from workbench.errors import InputError
-from workbench.eval import checklist, error, golden
-from workbench.eval.validate import validate
+from workbench.explain import error
 from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
@@ -42,25 +43,25 @@ def identity(exports, tmp_path_factory):
 
 def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
     checkpoint, bundle = identity
-    reference = golden.make(checkpoint, prompt(97, 20))
+    reference = golden.make_golden(checkpoint, prompt(97, 20))
     assert not reference.update[1].any()
     judged = validate(Decoder(bundle, "portable"), reference, (1, 4))
     assert judged.verdict == "GREEN"
-    checked = {g.name: g for g in checklist.check(Decoder(bundle, "portable"), golden=reference)}
+    checked = {g.name: g for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)}
     assert {g.verdict for g in checked.values()} == {"GREEN"}
     assert f"not asked of {bundle.shards('layers')[1].name}, whose own weights" in checked["state_is_used"].reason
 
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
     checkpoint, bundle = identity
-    splits = error.measure(checkpoint, bundle, bundle, prompt(97, 8))
-    assert {g.verdict for g in error.judge(splits)} == {"GREEN"}
+    splits = error.split_error(checkpoint, bundle, bundle, prompt(97, 8))
+    assert {g.verdict for g in error.error_gates(splits)} == {"GREEN"}
     assert splits["isolated"].layers().set_index("layer").loc[1, ["storage", "reauthoring", "precision", "total"]].eq(0).all()
 
 
 def test_an_update_where_hugging_face_has_none_is_red(identity):
     checkpoint, bundle = identity
-    reference = golden.make(checkpoint, prompt(97, 20))
+    reference = golden.make_golden(checkpoint, prompt(97, 20))
     decoder = Decoder(bundle, "portable")
     predict = decoder.layers[1].predict
     decoder.layers[1].predict = lambda *given: {name: value * np.float32(1.01) for name, value in predict(*given).items()}
@@ -75,14 +76,14 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     checkpoint, bundle = changed(exports, tmp_path / "checkpoint", enlarge)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what overflows says so
-        judged = validate(Decoder(bundle, "portable"), golden.make(checkpoint, prompt(97, 8)), (1, 2))
+        judged = validate(Decoder(bundle, "portable"), golden.make_golden(checkpoint, prompt(97, 8)), (1, 2))
     verdicts = {g.name: g.verdict for g in judged.gates}
     assert {verdicts[name] for name in ("finite", "kv", "update", "same_for_every_T")} == {"RED"}
     counts = judged.rows.groupby(["layer", "tensor", "mode"])["T"].count()
     assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        checked = {g.name: g.verdict for g in checklist.check(Decoder(bundle, "portable"))}
+        checked = {g.name: g.verdict for g in checklist.check_bundle(Decoder(bundle, "portable"))}
     assert {checked[name] for name in ("state_is_used", "states_are_independent", "stale_rows")} == {"RED"}
 
 
@@ -94,14 +95,14 @@ def test_a_model_without_attention_leaves_the_use_of_its_state_open(exports, tmp
 
 @pytest.mark.parametrize("dims", [{"num_hidden_layers": 3}, {"vocab_size": 120}])
 def test_a_golden_of_other_dimensions_is_refused_before_anything_runs(dims, llama_bundle, exports):
-    reference = golden.make(exports.checkpoint("llama", **dims), prompt(97, 4))
+    reference = golden.make_golden(exports.checkpoint("llama", **dims), prompt(97, 4))
     with pytest.raises(InputError, match="layers of width"):
         validate(Decoder(llama_bundle, "portable"), reference)
 
 
 def test_a_golden_of_another_checkpoint_is_red_in_the_checklist(llama_bundle, llama_golden):
     other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
-    found = {g.name: g.verdict for g in checklist.check(Decoder(llama_bundle, "portable"), golden=other)}
+    found = {g.name: g.verdict for g in checklist.check_bundle(Decoder(llama_bundle, "portable"), golden=other)}
     assert found["golden_is_of_this_checkpoint"] == "RED"
 
 

@@ -6,10 +6,11 @@ import torch
 import transformers
 from tiny import DIMS
 
+from workbench.check import golden
+from workbench.check.golden import Golden
 from workbench.errors import InputError
-from workbench.eval import ablation, golden
-from workbench.eval.golden import Golden
 from workbench.models.checkpoint import Checkpoint
+from workbench.studies import zaya_ablation
 
 IDS = [5, 17, 3, 88, 61, 2, 40, 9]
 
@@ -17,7 +18,7 @@ IDS = [5, 17, 3, 88, 61, 2, 40, 9]
 @pytest.mark.parametrize("family", DIMS)
 def test_layer_by_layer_equals_the_whole_model(family, exports):
     path = exports.checkpoint(family)
-    found = golden.make(path, IDS)
+    found = golden.make_golden(path, IDS)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
@@ -30,17 +31,17 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
 def test_stored_weights_of_an_fp16_bundle_are_the_checkpoint_s(exports):
     source = Checkpoint(exports.checkpoint("llama"))
     bundle = exports.bundle(source.path)
-    stored = golden.make(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
-    assert np.array_equal(stored.logits, golden.make(source, IDS).logits)
+    stored = golden.make_golden(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
+    assert np.array_equal(stored.logits, golden.make_golden(source, IDS).logits)
     assert stored.meta["weights"] == bundle.identity
 
 
 def test_stored_weights_of_a_compressed_bundle_differ_and_explain_its_logits(exports):
     source = Checkpoint(exports.checkpoint("llama"))
     bundle = exports.bundle(source.path, compress="int8-tensor")
-    stored = golden.make(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
+    stored = golden.make_golden(source, IDS, golden.stored_weights(source, bundle), bundle.identity)
     decoder = exports.decoder(source.path, compress="int8-tensor")
-    plain = golden.make(source, IDS)
+    plain = golden.make_golden(source, IDS)
     decoder.begin()
     made = decoder.prefill(IDS)
     scale = np.abs(stored.logits[-1]).max()
@@ -48,7 +49,7 @@ def test_stored_weights_of_a_compressed_bundle_differ_and_explain_its_logits(exp
 
 
 def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
-    made = golden.make(exports.checkpoint("zaya"), IDS)
+    made = golden.make_golden(exports.checkpoint("zaya"), IDS)
     loaded = Golden.load(made.save(tmp_path / "deep" / "g.safetensors"))
     for name in ("ids", "x", "hidden", "k", "v", "logits", "router"):
         assert np.array_equal(getattr(made, name), getattr(loaded, name))
@@ -56,7 +57,7 @@ def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
 
 
 def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, exports):
-    made = golden.make(exports.checkpoint("llama"), IDS)
+    made = golden.make_golden(exports.checkpoint("llama"), IDS)
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError):
         made.save(tmp_path / "folder")
@@ -65,24 +66,24 @@ def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, ex
 
 def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(tmp_path, exports, monkeypatch):
     source, made = Checkpoint(exports.checkpoint("llama")), []
-    make = golden.make
+    make = golden.make_golden
     monkeypatch.setattr(golden, "make", lambda *given: made.append(given) or make(*given))
-    first = golden.kept(source, IDS, tmp_path)
-    again = golden.kept(source, IDS, tmp_path)
+    first = golden.stored_golden(source, IDS, tmp_path)
+    again = golden.stored_golden(source, IDS, tmp_path)
     assert len(made) == 1 and np.array_equal(first.logits, again.logits) and first.meta == again.meta
-    golden.kept(source, IDS[:3], tmp_path)
-    golden.kept(Checkpoint(exports.checkpoint("qwen2")), IDS, tmp_path)
+    golden.stored_golden(source, IDS[:3], tmp_path)
+    golden.stored_golden(Checkpoint(exports.checkpoint("qwen2")), IDS, tmp_path)
     monkeypatch.setattr(golden, "version", lambda package: "another")
-    golden.kept(source, IDS, tmp_path)
+    golden.stored_golden(source, IDS, tmp_path)
     assert len(made) == 4 == len(list(tmp_path.iterdir()))
 
 
 def test_a_kept_golden_that_cannot_be_read_is_made_again(tmp_path, exports):
     source = Checkpoint(exports.checkpoint("llama"))
-    logits = golden.kept(source, IDS, tmp_path).logits
+    logits = golden.stored_golden(source, IDS, tmp_path).logits
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
-    assert np.array_equal(golden.kept(source, IDS, tmp_path).logits, logits)
+    assert np.array_equal(golden.stored_golden(source, IDS, tmp_path).logits, logits)
     assert np.array_equal(Golden.load(path).logits, logits)
 
 
@@ -95,25 +96,25 @@ def test_what_is_no_golden_is_refused(tmp_path, content):
 
 def test_layers_can_be_fed_from_outside(exports):
     path = exports.checkpoint("llama")
-    made = golden.make(path, IDS)
-    again = golden.make(path, IDS, fed=made.x)
+    made = golden.make_golden(path, IDS)
+    again = golden.make_golden(path, IDS, fed=made.x)
     assert np.array_equal(made.hidden, again.hidden)
-    other = golden.make(path, IDS, fed=made.x * 2)
+    other = golden.make_golden(path, IDS, fed=made.x * 2)
     assert np.array_equal(other.x, made.x * 2)
 
 
 def test_every_zaya_ingredient_moves_a_layer_and_is_put_back(exports):
     source = Checkpoint(exports.checkpoint("zaya"))
-    made = golden.make(source, IDS)
-    ablated = ablation.ablate(source, made)
+    made = golden.make_golden(source, IDS)
+    ablated = zaya_ablation.ablate(source, made)
     updates = ablated[ablated["tensor"] == "update"].set_index("ingredient")["cosine"]
-    assert set(updates.index) == {*ablation.BY_WEIGHTS, *ablation.by_code()}
+    assert set(updates.index) == {*zaya_ablation.BY_WEIGHTS, *zaya_ablation.by_code()}
     assert (updates < 1 - 1e-7).all()
-    assert np.array_equal(golden.make(source, IDS).logits, made.logits)
+    assert np.array_equal(golden.make_golden(source, IDS).logits, made.logits)
 
 
 def test_ids_are_checked(exports):
     path = exports.checkpoint("llama")
     for bad in ([], [97], [-1]):
         with pytest.raises(InputError, match="prompt ids"):
-            golden.make(path, bad)
+            golden.make_golden(path, bad)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from mil.one_op import program
 
-from workbench.eval import lint, residency
-from workbench.mil import Type
-from workbench.mil.program import Op, Ref
+from miltorch import Type
+from miltorch.program import Op, Ref
+from workbench.ane import lint, placement
 
 MIB = 1 << 20
 WEIGHT = np.ones((64, 64, 1, 1), np.float16)
@@ -30,9 +30,9 @@ def op(kind: str, out: Type | None = X, name: str | None = None, **inputs) -> Op
 CONV = op("conv", x="x", weight=WEIGHT)
 
 
-def graph(*ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about) -> lint.Graph:
+def graph(*ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about) -> lint.LintGraph:
     made = program([CONV, *ops], {"x": X} | (inputs or {}), list(outputs), states)
-    return lint.Graph(made, weights, **about)
+    return lint.LintGraph(made, weights, **about)
 
 
 def state(*shape, dtype="FLOAT16") -> dict[str, Type]:
@@ -112,7 +112,7 @@ BROKEN["D2"][0].program.description = SimpleNamespace(input=[SimpleNamespace(
     name="x", type=SimpleNamespace(multiArrayType=SimpleNamespace(enumeratedShapes=SimpleNamespace(shapes=[0] * 129))))])  # fmt: skip
 
 
-def found(g: lint.Graph) -> dict[str, tuple[str, ...]]:
+def found(g: lint.LintGraph) -> dict[str, tuple[str, ...]]:
     return {f.rule.id: f.names for f in lint.lint(g)}
 
 
@@ -134,12 +134,12 @@ def test_a_program_that_breaks_none_is_clean():
 def test_every_rule_says_where_it_is_from_and_what_to_do(id):
     r = lint.RULES[id]
     assert r.effect in ("cpu", "stays", "fails", "wrong", "slow") and r.confidence in "HML" and r.advice
-    assert all(word.partition("#")[0] in lint.SOURCES for word in r.source.split())
+    assert all(word.partition("#")[0] in lint.RULE_SOURCES for word in r.source.split())
 
 
 @pytest.mark.parametrize(("id", "eligible", "ane"), [("O1", 1, 1), ("G1", 1, 0), ("K2", 1, 0), ("N7", 2, 2), ("D3", 1, 1)])
 def test_eligible_and_expected_are_told_apart(id, eligible, ane):
-    placed = residency.judge("shard", BROKEN[id][0])
+    placed = placement.place_operations("shard", BROKEN[id][0])
     assert placed.source == "predicted" and (placed.eligible, placed.ane) == (eligible, ane)
     assert placed.ane + placed.cpu == placed.ops and id in {r["id"] for r in placed.rules}
 
@@ -148,9 +148,9 @@ def test_a_disputed_rule_is_shown_and_moves_nothing():
     for id, r in lint.RULES.items():
         if r.disputed:
             others = [
-                x for x in residency.judge("s", BROKEN[id][0]).rules if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")
+                x for x in placement.place_operations("s", BROKEN[id][0]).rules if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")
             ]
-            assert others == [] and residency.judge("s", BROKEN[id][0]).cpu == 0, id
+            assert others == [] and placement.place_operations("s", BROKEN[id][0]).cpu == 0, id
 
 
 # --- real exports ----------------------------------------------------------------------------------------------------
@@ -193,21 +193,21 @@ def attention_shard(folder):
 
 @pytest.mark.filterwarnings("ignore")
 def test_experiment_30_s_shard_keeps_its_four_convolutions(tmp_path):
-    from workbench import mil
-    from workbench.quiet import quiet
+    import miltorch
+    from miltorch.quiet import quiet
 
     with quiet():
         package = attention_shard(tmp_path)
     weights = sum(p.stat().st_size for p in package.rglob("*.bin"))
-    placed = residency.judge("attention", lint.Graph(mil.read(package), weights))
-    assert placed.convolutions == (4, 4) and residency.known([placed]) == []
+    placed = placement.place_operations("attention", lint.LintGraph(miltorch.read(package), weights))
+    assert placed.convolutions == (4, 4) and placement.known([placed]) == []
     disputed = {r["id"]: r["disputed"] for r in placed.rules if r["disputed"]}
     assert set(disputed) == {"D3", "Q4"} and all("experiment 30" in words for words in disputed.values())
 
 
 def test_a_prediction_against_experiment_30_says_so(exports, llama_bundle):
-    placed = residency.predicted(llama_bundle)
+    placed = placement.predicted_placement(llama_bundle)
     assert all(p.convolutions[0] == 0 for p in placed) and {"G1", "D3"} <= {r["id"] for r in placed[0].rules}
-    (words,) = residency.known(placed)
+    (words,) = placement.known(placed)
     assert "because of G1" in words and "experiment 30 counted 4 of 4" in words
-    assert any("predicted placement" in line for line in residency.lines(placed))
+    assert any("predicted placement" in line for line in placement.lines(placed))

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from workbench.eval import matrix
+from workbench.check import units
 
 GATES = [{"name": "update", "verdict": "RED", "reason": "layer 3"}]
 
@@ -25,7 +25,7 @@ def start(outcomes: dict[str, str]):
 
 
 def table(llama_bundle, llama_golden, outcomes, device=True):
-    return matrix.run(llama_bundle, llama_golden, device=device, start=start(outcomes)).set_index("unit")
+    return units.validate_units(llama_bundle, llama_golden, device=device, start=start(outcomes)).set_index("unit")
 
 
 @pytest.mark.parametrize(("outcomes", "unit", "blame"), [
@@ -50,7 +50,7 @@ def test_a_child_that_dies_is_a_row_and_the_others_go_on(llama_bundle, llama_gol
 
 def test_a_child_that_ends_in_an_error_of_core_ml_says_which(llama_bundle, llama_golden):
     said = 'Traceback (most recent call last):\n  File x\nRuntimeError: {\n    NSLocalizedDescription = "error code: -14.";\n}\n'
-    found = matrix.run(
+    found = units.validate_units(
         llama_bundle,
         llama_golden,
         device=False,
@@ -81,7 +81,7 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
             np.save(out, logits[unit])
         return start({})(command)
 
-    found = matrix.run(llama_bundle, llama_golden, device=True, start=child).set_index("unit")["kl_portable"]
+    found = units.validate_units(llama_bundle, llama_golden, device=True, start=child).set_index("unit")["kl_portable"]
     assert found["portable declared"] == 0
     assert found["CPU_ONLY"] > 0.1
     assert np.isnan(found["ALL"])
@@ -91,14 +91,14 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
     ("outcomes", "verdict"), [({}, "GREEN"), ({"narrow": "RED"}, "GREEN"), ({"exact": "RED"}, "RED"), ({"ALL": "11"}, "RED")]
 )
 def test_the_verdict_is_of_units_and_not_of_the_bound(llama_bundle, llama_golden, outcomes, verdict):
-    assert matrix.verdict(table(llama_bundle, llama_golden, outcomes).reset_index()) == verdict
+    assert units.units_verdict(table(llama_bundle, llama_golden, outcomes).reset_index()) == verdict
 
 
 def test_a_real_child_validates_and_one_that_hangs_is_killed(llama_bundle, llama_golden, tmp_path, monkeypatch):
     path = llama_golden.save(tmp_path / "golden.safetensors")
-    row = matrix.row(llama_bundle, path, "portable", "exact", [1], matrix.launch)
+    row = units.unit_row(llama_bundle, path, "portable", "exact", [1], units.launch)
     assert row["verdict"] == "GREEN"
     assert row["logits"].shape == llama_golden.logits.shape
     assert row["min_cosine"] > 0.99999
-    monkeypatch.setattr(matrix, "SECONDS", 0.1)
-    assert matrix.launch(["sleep", "5"]).returncode == -9
+    monkeypatch.setattr(units, "SECONDS", 0.1)
+    assert units.launch(["sleep", "5"]).returncode == -9

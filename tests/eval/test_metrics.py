@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import rel_entr, softmax
 
-from workbench.eval import gates, metrics
+from workbench.check import gates, metrics
 
 vectors = hnp.arrays(np.float32, 9, elements=st.floats(-100, 100, width=32))
 

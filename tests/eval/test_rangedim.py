@@ -4,13 +4,13 @@ import pytest
 from faults import FAULTS
 
 from workbench import Decoder
-from workbench.eval import fidelity, rangedim
+from workbench.check import fidelity, rangedim
 
 FAULT = "tokens_of_a_chunk_written_in_reverse"
 
 
 def judge(decoder, golden, Ts=(1, 4)):
-    return rangedim.judge(decoder, {T: fidelity.run(decoder, golden, T) for T in Ts}, golden)
+    return rangedim.drift_gate(decoder, {T: fidelity.run_golden(decoder, golden, T) for T in Ts}, golden)
 
 
 @pytest.fixture

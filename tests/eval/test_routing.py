@@ -6,14 +6,14 @@ import pytest
 from tiny import prompt
 
 from workbench import Decoder
-from workbench.eval import fidelity, golden
-from workbench.eval.validate import routing, validate
+from workbench.check import fidelity, golden
+from workbench.check.validate import routing, validate
 
 
 @pytest.fixture(scope="module")
 def routed(exports):
     checkpoint = exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
-    return exports.bundle(checkpoint, moe="routed", t_max=2), golden.make(checkpoint, prompt(109, 20))
+    return exports.bundle(checkpoint, moe="routed", t_max=2), golden.make_golden(checkpoint, prompt(109, 20))
 
 
 def judge(decoder, reference) -> dict[str, str]:
@@ -40,7 +40,7 @@ def test_what_wrong_choices_would_do_is_not_hidden(routed):
     decoder = worst_scores(Decoder(bundle, "portable"))
     found = validate(decoder, reference)
     assert found.logits["cosine_min"] > 0.999 > found.free_logits["cosine_min"]
-    free = fidelity.run(decoder, reference, 2, "chained", forced=False)
+    free = fidelity.run_golden(decoder, reference, 2, "chained", forced=False)
     assert not np.allclose(free.logits, found.found, atol=1e-2)
 
 

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from workbench import Decoder, tables
+from workbench import Decoder
+from workbench.benchmarks import decode
 from workbench.errors import InputError
-from workbench.eval import bench, speed
+from workbench.report import tables
+from workbench.sweep import timing
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +16,9 @@ def decoder(llama_bundle):
 
 
 def test_samples_hold_every_call_and_their_parts_add_up(decoder):
-    samples = speed.measure(decoder, depth=3, n_gen=6, T=2, repetitions=2)
+    samples = timing.measure_speed(decoder, depth=3, n_gen=6, T=2, repetitions=2)
     calls = samples[samples["phase"] == "call"]
-    assert len(calls) == 2 * (speed.WARMUP_CALLS + 3) and calls["warmup"].sum() == 2 * speed.WARMUP_CALLS
+    assert len(calls) == 2 * (timing.WARMUP_CALLS + 3) and calls["warmup"].sum() == 2 * timing.WARMUP_CALLS
     parts = samples[samples["phase"].isin(["layer", "head", "host"])].groupby("order")["value"].sum()
     assert np.allclose(parts, calls.set_index("order")["value"])
     rates = samples[samples["phase"] == "tokens_per_s"]["value"]
@@ -26,8 +28,8 @@ def test_samples_hold_every_call_and_their_parts_add_up(decoder):
 
 def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
     decoder = Decoder(exports.bundle(tiny_llama.path, layers_per_shard=2), "portable")
-    samples = speed.measure(decoder, n_gen=2, repetitions=1)
-    table = speed.layer_table(samples, decoder)
+    samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
+    table = timing.layer_table(samples, decoder)
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]].groupby("shard")["value"].median()
     assert table["layer"].tolist() == [0, 1, 2, 3]
     assert np.allclose(table.groupby("shard")["layer_ms"].sum(), timed)
@@ -36,11 +38,11 @@ def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
 @pytest.mark.parametrize(("wrong", "words"), [({"T": 9}, "t_max"), ({"depth": 30}, "max_seq_len")])
 def test_what_cannot_be_measured_is_refused(decoder, wrong, words):
     with pytest.raises(InputError, match=words):
-        speed.measure(decoder, **wrong)
+        timing.measure_speed(decoder, **wrong)
 
 
 def test_the_profile_books_every_operation_once(decoder):
-    profile = speed.profile(decoder, calls=2)
+    profile = timing.profile(decoder, calls=2)
     assert set(profile["part"]) == {"attention", "mlp", "rest"}
     assert set(profile["layer"]) == {0, 1, 2, 3} and (profile["ms"] > 0).all()
     kinds = {step.op.kind for model in decoder.layers for step in model.executable.body.steps}
@@ -49,21 +51,21 @@ def test_the_profile_books_every_operation_once(decoder):
 
 
 def test_the_probe_is_part_of_attention(decoder):
-    profile = speed.profile(decoder, calls=2)
+    profile = timing.profile(decoder, calls=2)
     shares = tables.probe_shares(profile)
     assert np.isclose(shares["ms"].sum(), profile["ms"].sum()) and np.isclose(shares["share"].sum(), 1)
     assert "%" in tables.probe_conclusion(shares)
 
 
 def test_bench_rows_keep_raw_samples_and_say_how_many_times_better():
-    assert bench.row("t", [1.0, 2.0, 9.0], "ms", "p", [4.0, 6.0, 5.0])["ratio"] == 2.5
-    rate = bench.row("r", [30.0], "tok/s", "p", [10.0])
+    assert decode.bench_row("t", [1.0, 2.0, 9.0], "ms", "p", [4.0, 6.0, 5.0])["ratio"] == 2.5
+    rate = decode.bench_row("r", [30.0], "tok/s", "p", [10.0])
     assert rate["ratio"] == 3 and rate["samples"] == [30.0] and rate["n"] == 1
 
 
 def test_routed_experts_read_one_expert_s_bytes(exports):
     path = exports.checkpoint("zaya")
-    rows = bench.moe(lambda kind: exports.bundle(path, moe=kind), rounds=1, calls=1)
+    rows = decode.moe(lambda kind: exports.bundle(path, moe=kind), rounds=1, calls=1)
     by_name = {r["name"]: r for r in rows}
     assert np.isclose(by_name["moe_bytes_per_token"]["ratio"], 4)  # experts of the tiny checkpoint
     assert by_name["moe_ms_per_token"]["value"] > 0

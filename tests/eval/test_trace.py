@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from workbench import Decoder
-from workbench.eval import trace
+from workbench.explain import trace
 
 IDS = np.random.default_rng(0).integers(0, 256, 7).tolist()
 
 
 @pytest.fixture(scope="module")
 def traced(llama_bundle):
-    return trace.of_bundle(llama_bundle, IDS)
+    return trace.trace_bundle(llama_bundle, IDS)
 
 
 def test_a_clean_bundle_stays_finite_everywhere(traced):
@@ -35,13 +35,13 @@ def test_headroom_is_bits_below_the_largest_fp16(traced):
 
 
 def test_tiling_changes_no_range_of_the_residual_stream(llama_bundle, traced):
-    frame = trace.of_bundle(llama_bundle, IDS, tile=1).frame()
+    frame = trace.trace_bundle(llama_bundle, IDS, tile=1).frame()
     hidden = [f.loc[f["value"] == "hidden", "max_abs"].to_numpy() for f in (frame, traced.frame())]
     assert np.allclose(*hidden, rtol=1e-5)
 
 
 def ranges(decoder, ids=IDS):
-    return trace.of_decoder(decoder, ids)
+    return trace.trace_decoder(decoder, ids)
 
 
 def plant(decoder, layer, kind, change):
@@ -70,11 +70,11 @@ def test_a_nan_is_not_taken_for_an_inf(llama_bundle):
 
 def test_narrow_sums_overflow_where_wide_ones_cancel():
     # 64 products of 4e4, half of them negative: the sum is 0, sums of 32 terms are not
-    from workbench.mil.ops import RULES
+    from miltorch.ops import OPERATIONS
 
     a, b = torch.full((1, 64), 200.0), torch.tensor([200.0] * 32 + [-200.0] * 32)[:, None]
-    wide = RULES["matmul"].function(x=a, y=b)
-    narrow = RULES["matmul"].narrow(x=a, y=b)
+    wide = OPERATIONS["matmul"].function(x=a, y=b)
+    narrow = OPERATIONS["matmul"].narrow(x=a, y=b)
     seen = trace.Range("s", "op", "matmul", "", "v")
     seen.see(wide.half().float(), 0)
     assert (seen.infs, seen.nans) == (0, 0)
@@ -94,20 +94,20 @@ def test_departure_is_where_rounding_first_grows(traced, llama_bundle):
     assert traced.departure["shard"] == "layers_00_00"
     assert traced.departure["roundings"] > 1
     exact, again = (Decoder(llama_bundle, "portable", "exact") for _ in range(2))
-    assert trace.run({"exact": exact, "declared": again}, IDS).departure is None
+    assert trace.trace_ranges({"exact": exact, "declared": again}, IDS).departure is None
 
 
 def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
     package = llama_bundle.root / "layers_00_00.mlpackage"
-    seeded = [trace.of_package(package, seed=s).frame()["max_abs"] for s in (0, 0, 1)]
+    seeded = [trace.trace_package(package, seed=s).frame()["max_abs"] for s in (0, 0, 1)]
     assert seeded[0].equals(seeded[1])
     assert not seeded[0].equals(seeded[2])
     x = np.full((1, llama_bundle.manifest.dims.C, 1, 1), 6e4, np.float32)
-    found = trace.of_package(package, {"x": x})
+    found = trace.trace_package(package, {"x": x})
     assert found.frame()["max_abs"].max() >= 6e4
 
 
 def test_experts_that_load_late_are_traced_too(exports):
     bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed")
-    frame = trace.of_bundle(bundle, [1, 2, 3, 4, 5, 6]).frame()
+    frame = trace.trace_bundle(bundle, [1, 2, 3, 4, 5, 6]).frame()
     assert frame["shard"].str.startswith("expert").any()

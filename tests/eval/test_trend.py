@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench import Decoder
-from workbench.eval import fidelity
-from workbench.eval.validate import trend
+from workbench.check import fidelity
+from workbench.check.validate import trend
 
 
 def rows(error: np.ndarray, tensor: str = "k") -> pd.DataFrame:
@@ -52,5 +52,5 @@ def test_few_positions_say_nothing():
 @pytest.mark.parametrize("compress", ["int8-tensor", "int4-block32", "lut4"])
 def test_compression_is_flat(exports, tiny_llama, llama_golden, compress):
     decoder = Decoder(exports.bundle(tiny_llama.path, max_seq_len=32, compress=compress), "portable")
-    found = fidelity.compare(fidelity.run(decoder, llama_golden, 4, "chained"), llama_golden, T=4, mode="chained")
+    found = fidelity.compare_pass(fidelity.run_golden(decoder, llama_golden, 4, "chained"), llama_golden, T=4, mode="chained")
     assert trend(found).verdict == "GREEN"

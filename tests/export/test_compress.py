@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workbench import InputError
 from workbench.export import compress, export
-from workbench.export.build import Part, Scratch
+from workbench.export.build import WeightSource, Scratch
 from workbench.models.checkpoint import Checkpoint
 
 PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}  # bits per weight
@@ -105,16 +105,16 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 @example(kind="few values", rows=200, blocks=4, seed=3)
 def test_our_compression_is_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
     weight = draw(kind, (rows, 32 * blocks), seed)[:, :, None, None]
-    part = Part("w", "w", weight.shape, compressed=True)
+    part = WeightSource("w", "w", weight.shape, compressed=True)
     values = torch.from_numpy(weight.reshape(-1).copy())
-    ours = compress.stored(part, values, float(values.abs().max()), preset, Scratch())
+    ours = compress.stored_arrays(part, values, float(values.abs().max()), preset, Scratch())
     for role, expected in theirs(weight, preset).items():
         assert ours[role].tobytes() == expected.astype(ours[role].dtype).tobytes(), role
 
 
 @given(bits=st.sampled_from([4, 6]), values=st.lists(st.integers(0, 63), min_size=1, max_size=40))
 def test_packed_bits_unpack_to_what_they_were(bits, values):
-    from workbench.mil.blob import unpack_bits
+    from miltorch.blob import unpack_bits
 
     array = np.array(values, np.uint8) & ((1 << bits) - 1)
     assert np.array_equal(unpack_bits(compress.packed(array, bits), bits, len(array), signed=False), array)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from miltorch.quiet import coremltools, quiet
 from workbench import Bundle
 from workbench.bundle import sha256
 from workbench.export import export
-from workbench.quiet import coremltools, quiet
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.runtime import shim
+from miltorch import shim
 
 NOT_OURS = re.compile("rdar|outdated PyTorch")  # reasons to skip a case that do not hold here
 
@@ -83,7 +83,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     shim.install()
     from coremltools.converters.mil import testing_utils
-
     from coremltools.converters.mil.frontend.torch.test import testing_utils as torch_testing
 
     testing_utils._IS_MACOS = True

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 FAULT = """from dataclasses import replace
-from workbench.mil.ops import RULES
+from miltorch.ops import RULES
 right = RULES["scaled_dot_product_attention"]
 RULES["scaled_dot_product_attention"] = replace(right, function=lambda **operands: right.function(**operands) * 1.5)
 """

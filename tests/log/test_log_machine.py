@@ -7,8 +7,8 @@ import platform
 import psutil
 import pytest
 
-from workbench import log, machines
-from workbench.log import machine
+from workbench import log
+from workbench.log import machine, machines
 
 MAC = {
     "sysctl": 'case "$2" in machdep.cpu.brand_string) echo "Apple M4 Max";; hw.model) echo Mac16,5;; *) exit 1;; esac',

@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench import log, machines
+from workbench import log
 from workbench.errors import InputError
-from workbench.log import cache, tables
+from workbench.log import cache, machines
+from workbench.log import schema as tables
 
 LAYER = {"layer": 0, "layer_ms": 1.5}
 

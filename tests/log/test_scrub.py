@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from workbench import cell, child, log, runs, sweep
+from workbench import log, sweep
 from workbench.log.scrub import SOURCE, scrubbed
+from workbench.sweep import cell, process, runs
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from workbench.log.scrub import SOURCE, scrubbed
         ("~/models/llama and ~jane", "…/llama and ~jane"),
         ("path=/opt/x/y, then", "path=…/y, then"),
         (f"{SOURCE}/data/tiny-llama", "data/tiny-llama"),
-        (f"in '{SOURCE}/workbench/cell.py', line 3", "in 'workbench/cell.py', line 3"),
+        (f"in '{SOURCE}/workbench/sweep/cell.py', line 3", "in 'workbench/sweep/cell.py', line 3"),
         (str(SOURCE), "."),
         (f"{SOURCE}-old/secret/name", "…/name"),
         (f"{Path.home()}/a/b", "…/b"),
@@ -61,7 +62,7 @@ def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch
         f"exit code 1: FileNotFoundError: '{tmp_path}/private/model.mil' on {socket.gethostname()}"
     )
     monkeypatch.setattr(
-        child, "call", lambda *_, **__: child.Outcome(None, said, (said, "/Users/jane/x"))
+        process, "call", lambda *_, **__: process.Outcome(None, said, (said, "/Users/jane/x"))
     )
     job = sweep._job(
         next(sweep.cells(grid)),
@@ -70,7 +71,7 @@ def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch
         tmp_path / "bundles",
         here=True,
     )
-    run_id = log.adopt(cell.run(job), tmp_path / "log")
+    run_id = log.adopt(cell.run_cell(job), tmp_path / "log")
     (row,) = log.load("runs", tmp_path / "log", {"run_id": run_id}).to_dict("records")
     text = json.dumps(row, default=str, ensure_ascii=False)
     for secret in (str(tmp_path), "/Users", str(Path.home()) + "/", str(SOURCE)):
@@ -84,7 +85,7 @@ def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch
 
 def test_a_notebook_s_parameters_are_scrubbed_too(tmp_path):
     config = {"parameters": {"CHECKPOINT": "/Users/jane/models/mine"}, "conclusion": "It holds."}
-    runs.record("29", {"command": "notebook 29", "config": config}, root=tmp_path)
+    runs.record_run("29", {"command": "notebook 29", "config": config}, root=tmp_path)
     assert json.loads(log.load("runs", tmp_path)["config"][0])["parameters"] == {
         "CHECKPOINT": "…/mine"
     }

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from memory import export
 
-from workbench.quiet import quiet
+from miltorch.quiet import quiet
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workbench import mil
+import miltorch
 from workbench.errors import InputError
 
 FILES = {"Data/com.apple.CoreML/model.mlmodel": 0.7, "Data/com.apple.CoreML/weights/weight.bin": 0.2, "Manifest.json": 0.1}
@@ -46,7 +46,7 @@ def damage(data: bytes, random: np.random.Generator) -> bytes:
 def attempt(package: Path) -> str:
     """Opens and runs a damaged package: `refused` or `ran`; anything but an InputError escapes."""
     try:
-        executable = mil.Executable(mil.read(package))
+        executable = miltorch.Executable(miltorch.read(package))
         shapes = {n: [2 if d is None else min(d, 64) for d in t.shape] for n, t in executable.program.inputs.items()}
         executable.run({name: torch.ones(shape) for name, shape in shapes.items()}, executable.make_state())
         return "ran"

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from workbench.quiet import coremltools, quiet
+from miltorch.quiet import coremltools, quiet
 
 WIDTH, ROWS = 64, 8
 

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workbench import mil
+import miltorch
+from miltorch.fast import program as fast
+from miltorch.quiet import coremltools
+from workbench.check.gates import T_TOLERANCE
 from workbench.errors import InputError
-from workbench.eval.gates import T_TOLERANCE
-from workbench.mil import fast
-from workbench.quiet import coremltools
 
 ROOT = Path(__file__).parents[2]
 MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
@@ -143,7 +143,7 @@ def _parameter(function, block, random):
 
 def _kind(function, block, random):
     op = _operation(block, random)
-    before, op.type = op.type, str(_any(sorted({o.type for o in block.operations} | set(mil.interpret.RULES)), random)
+    before, op.type = op.type, str(_any(sorted({o.type for o in block.operations} | set(miltorch.interpret.RULES)), random)
                                    if random.random() < 0.5 else _any(sorted({o.type for o in block.operations}), random))
     return f"{before} → {op.type}"
 
@@ -241,13 +241,13 @@ def damage_weights(path: Path, random: np.random.Generator) -> None:
     path.write_bytes(bytes(data))
 
 
-def calls(program: mil.Program, random: np.random.Generator) -> list[dict[str, torch.Tensor]]:
+def calls(program: miltorch.Program, random: np.random.Generator) -> list[dict[str, torch.Tensor]]:
     """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 where T is free, by the names of the contract."""
     free = any(None in t.shape for t in program.inputs.values())
     return [_inputs(program, position, T, random) for position, T in ((3, 1), (4, 1), (5, 3))[: 3 if free else 2]]
 
 
-def _inputs(program: mil.Program, position: int, T: int, random: np.random.Generator) -> dict[str, torch.Tensor]:
+def _inputs(program: miltorch.Program, position: int, T: int, random: np.random.Generator) -> dict[str, torch.Tensor]:
     inputs = {}
     for name, declared in program.inputs.items():
         shape = [T if n is None else n for n in declared.shape]
@@ -270,7 +270,7 @@ def _inputs(program: mil.Program, position: int, T: int, random: np.random.Gener
 
 def played(program, runner, inputs: list[dict], states: dict[str, np.ndarray]) -> list[dict[str, torch.Tensor]]:
     """Outputs and states after each of the calls."""
-    cells = mil.make_state(program)
+    cells = miltorch.make_state(program)
     for name, cell in cells.items():
         if name in states and tuple(cell.value.shape) == states[name].shape:
             cell.value = torch.from_numpy(states[name].copy())
@@ -283,13 +283,13 @@ def played(program, runner, inputs: list[dict], states: dict[str, np.ndarray]) -
 
 
 def literal_path(package: Path, inputs, states):
-    program = mil.read(package)
-    return played(program, mil.Executable(program), inputs, states)
+    program = miltorch.read(package)
+    return played(program, miltorch.Executable(program), inputs, states)
 
 
 def decode_path(package: Path, inputs, states):
-    program = mil.read(package)
-    runner = fast.ready(program) or mil.Executable(program)
+    program = miltorch.read(package)
+    runner = fast.ready(program) or miltorch.Executable(program)
     return played(runner.program, runner, inputs, states)
 
 
@@ -349,9 +349,9 @@ def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
     torch.set_num_threads(1)
     sound = {}
     for package in packages:
-        program, random = mil.read(package), np.random.default_rng(0)
+        program, random = miltorch.read(package), np.random.default_rng(0)
         states = {n: random.normal(size=t.shape).astype(np.float16).astype(np.float32) for n, t in program.states.items()}
-        sound[package] = mil.program.read_spec(package), calls(program, random), states
+        sound[package] = miltorch.program.read_spec(package), calls(program, random), states
     with tempfile.TemporaryDirectory() as folder:
         for number in range(first, last):
             random = np.random.default_rng([seed, number])

@@ -6,8 +6,8 @@ import hypothesis
 import numpy as np
 import torch
 
-from workbench.mil import Executable, Program, Type
-from workbench.mil.program import Block, Op, Ref
+from miltorch import Executable, Program, Type
+from miltorch.program import Block, Op, Ref
 
 MIL = {np.dtype(np.float16): "FLOAT16", np.dtype(np.float32): "FLOAT32", np.dtype(np.int32): "INT32",
        np.dtype(np.int8): "INT8", np.dtype(np.uint8): "UINT8", np.dtype(np.bool_): "BOOL"}  # fmt: skip

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from workbench.mil.ops import RULES, rule
+from miltorch.ops import OPERATIONS, operation
 
 NOT_IN_PACKAGES = {"const", "_const_symbolic"}  # read by the reader; for coremltools' own tests
 NEURAL_NETWORK_ONLY = {"conv_quantized"}  # has no form in ML Programs
@@ -23,17 +23,17 @@ def versions(ct):
 
 
 def test_every_op_has_a_rule(versions):
-    assert set(versions) - set(RULES) == NOT_IN_PACKAGES | NEURAL_NETWORK_ONLY
-    assert set(RULES) - set(versions) == {"coreml_update_state", "write_state"}  # made when a package is written
+    assert set(versions) - set(OPERATIONS) == NOT_IN_PACKAGES | NEURAL_NETWORK_ONLY
+    assert set(OPERATIONS) - set(versions) == {"coreml_update_state", "write_state"}  # made when a package is written
 
 
 def test_rules_take_every_parameter_of_every_version(versions):
-    for kind in set(versions) & set(RULES):
-        accepted = set(inspect.signature(RULES[kind].function).parameters)
+    for kind in set(versions) & set(OPERATIONS):
+        accepted = set(inspect.signature(OPERATIONS[kind].function).parameters)
         for parameters in versions[kind]:
             assert parameters - NESTED <= accepted, kind
 
 
 def test_a_second_rule_for_an_op_is_refused():
     with pytest.raises(ValueError, match="'add' has two rules"):
-        rule("add")(lambda x, y: x)
+        operation("add")(lambda x, y: x)

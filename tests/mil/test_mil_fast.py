@@ -8,11 +8,14 @@ import torch
 from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, tensor
 
-from workbench import Decoder, mil
+import miltorch
+from miltorch import Executable
+from miltorch.fast import kernels, patterns
+from miltorch.fast import program as fast
+from miltorch.fast.program import FastProgram
+from miltorch.graph import Graph
+from workbench import Decoder
 from workbench.errors import InputError
-from workbench.mil import Executable, fast, forms, kernels
-from workbench.mil.fast import FastProgram
-from workbench.mil.graph import Graph
 
 F16 = "FLOAT16"
 SHAPE = (2, 3, 1, 5)
@@ -95,7 +98,7 @@ def test_decoding_stays_close_to_the_literal_graph(exports, family, options):
 
 
 def calls(bundle, kind="layers"):
-    made = FastProgram(mil.read(bundle.package(bundle.shards(kind)[0])))
+    made = FastProgram(miltorch.read(bundle.package(bundle.shards(kind)[0])))
     functions = [getattr(n.function, "func", n.function) for n in made.nodes]
     return [getattr(f, "__name__", type(f).__name__) for f in functions], made
 
@@ -120,7 +123,7 @@ def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, 
         lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
     ):
         decoder.run_layers(0, io, np.array([T]))
-    graph = Graph(model.program, (("mul", forms.rms_norm), ("concat", forms.rotation)))
+    graph = Graph(model.program, (("mul", patterns.rms_norm_pattern), ("concat", patterns.rotation)))
     seen |= {name: torch.from_numpy(np.float32(value)) for name, value in io.items()}
     kinds = [graph.made[name].kind for name in graph.special]
     assert kinds.count("mul") >= 2 and kinds.count("concat") == 2
@@ -132,7 +135,7 @@ def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, 
 def test_a_norm_of_something_not_finite_is_nowhere_mistaken_for_a_number():
     constants = np.ones(4, np.float32), np.float32([2**-14, 65504, 0]), *[np.float32([1e-3])] * 2, np.float32([])
     for bad in (np.nan, np.inf, -np.inf):
-        found = kernels.rms_norm(torch.tensor([[1, bad, 2, 3]]).half(), *constants)
+        found = kernels.rms_norm_rows(torch.tensor([[1, bad, 2, 3]]).half(), *constants)
         assert found[0, 1].isnan() and (found.isnan().all() if np.isnan(bad) else found[0, 0] == 0)
 
 
@@ -213,7 +216,7 @@ def test_the_exponential_is_that_of_numpy(seed, scale):
 
 def test_int8_weights_stay_int8(exports):
     _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor"))
-    held = [n.function.weight.dtype for n in made.nodes if isinstance(n.function, forms.Linear)]
+    held = [n.function.weight.dtype for n in made.nodes if isinstance(n.function, patterns.Linear)]
     assert len(held) == 4 and set(held) == {np.dtype(np.int8)}
     assert sum(v.nbytes for v in made.values if isinstance(v, torch.Tensor)) < 96 * 64  # norms: less than one projection
 
@@ -247,19 +250,19 @@ def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, mo
 @pytest.mark.parametrize("mask", [[[1.0, 1.0], [0, 0], [0, 0]], [[0.5, 0], [0, 0], [0, 1.0]], [[1.0, 0], [1.0, 0], [0, 0]]])
 def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
     mask, rows = torch.tensor([[mask]]).half(), torch.arange(8.0).reshape(1, 2, 2, 2).half()
-    cell = mil.interpret.Cell(torch.ones(1, 2, 3, 2))
-    assert forms._slots(mask) is None
-    forms._write_rows(False, cell, mask, forms._slots(mask), rows)
+    cell = miltorch.interpret.Cell(torch.ones(1, 2, 3, 2))
+    assert patterns._write_positions(mask) is None
+    patterns._write_rows(False, cell, mask, patterns._write_positions(mask), rows)
     expected = 1 - mask.float().sum(-1, keepdim=True) + mask.float() @ rows.float()
     assert torch.equal(cell.value, expected)
 
 
 def test_columns_blocked_for_some_queries_only_are_kept():
-    blocked = torch.full((1, 1, 2, 6), forms.BLOCKED).half()
+    blocked = torch.full((1, 1, 2, 6), patterns.BLOCKED).half()
     blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
-    assert forms._span(blocked) == (1, 4)
-    blocked[..., 1, :] = forms.BLOCKED
-    assert forms._span(blocked) == (0, 6)  # a query that sees nothing attends to everything alike
+    assert patterns._span(blocked) == (1, 4)
+    blocked[..., 1, :] = patterns.BLOCKED
+    assert patterns._span(blocked) == (0, 6)  # a query that sees nothing attends to everything alike
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
@@ -276,7 +279,7 @@ def test_hooks_and_gates_see_the_literal_graph(exports):
 
 def mutated(bundle, change):
     """The program of a bundle's first layers after `change`, which gets its operations by kind."""
-    program = mil.read(bundle.package(bundle.shards("layers")[0]))
+    program = miltorch.read(bundle.package(bundle.shards("layers")[0]))
     kinds: dict[str, list] = {}
     for op in program.block.ops:
         kinds.setdefault(op.kind, []).append(op)
@@ -296,7 +299,7 @@ def test_an_operation_without_an_operand_is_refused_as_the_literal_graph_refuses
     inputs = mutants.calls(program, np.random.default_rng(0))[0]
     for path in (Executable(program), runner):
         with pytest.raises(InputError):
-            path.run(dict(inputs), mil.make_state(program))
+            path.run(dict(inputs), miltorch.make_state(program))
 
 
 def test_a_form_may_raise_anything_and_means_no_match(exports):
@@ -305,7 +308,7 @@ def test_a_form_may_raise_anything_and_means_no_match(exports):
     def broken(graph, op):
         raise RuntimeError("a surprise")
 
-    both, one = (Graph(program, pairs).special for pairs in ((("mul", broken), ("conv", forms.linear)), (("conv", forms.linear),)))
+    both, one = (Graph(program, pairs).special for pairs in ((("mul", broken), ("conv", patterns.linear_pattern)), (("conv", patterns.linear_pattern),)))
     assert both.keys() == one.keys() and len(one) > 3
 
 
@@ -315,7 +318,7 @@ def test_an_interleaved_concat_is_no_rotation(exports):
             op.inputs["interleave"] = np.array(True)
 
     program = mutated(exports.bundle(exports.checkpoint("llama")), interleave)
-    assert Graph(program, (("concat", forms.rotation),)).special == {}
+    assert Graph(program, (("concat", patterns.rotation),)).special == {}
 
 
 @pytest.mark.parametrize("T", [1, 2])
@@ -324,18 +327,18 @@ def test_what_is_not_finite_spreads_over_the_cache_as_the_formula_spreads_it(T, 
     mask, rows = torch.eye(3, T)[None, None].half(), torch.ones(1, 2, T, 2).half()
     rows[0, 0, 0, 1] = value
     for old in (1.0, value):
-        cells = [mil.interpret.Cell(torch.ones(1, 2, 3, 2)) for _ in range(2)]
+        cells = [miltorch.interpret.Cell(torch.ones(1, 2, 3, 2)) for _ in range(2)]
         for cell in cells:
             cell.value[0, 1, 0, 0] = old
-        forms._write_rows(False, cells[0], mask, forms._slots(mask), rows)
-        forms._write_rows(False, cells[1], mask, None, rows)
+        patterns._write_rows(False, cells[0], mask, patterns._write_positions(mask), rows)
+        patterns._write_rows(False, cells[1], mask, None, rows)
         np.testing.assert_array_equal(*(cell.value.numpy() for cell in cells))
 
 
 @pytest.mark.parametrize("slots, rows", [([[3]], (1, 2, 1, 2)), ([[0]], (1, 2, 2, 2)), ([[0], [0]], (1, 2, 1, 2)), ([[0]], (1, 3, 1, 2))])
 def test_a_write_past_the_cache_or_of_other_rows_is_refused(slots, rows):
     with pytest.raises((ValueError, IndexError)):
-        kernels.write(np.zeros((1, 2, 3, 2), np.float32), np.array(slots), np.ones(rows, np.float32))
+        kernels.write_rows(np.zeros((1, 2, 3, 2), np.float32), np.array(slots), np.ones(rows, np.float32))
 
 
 @pytest.mark.parametrize("family, options", BUNDLES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
@@ -364,10 +367,10 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
     rng = np.random.default_rng(T)
     q, key, value = (torch.from_numpy(rng.normal(size=shape).astype(np.float16)) for shape in ((1, 1, T, 4), (1, 1, 6, 4), (1, 1, 6, 4)))
     q[..., 0], key[..., :3, 0], key[..., 3:, 0] = 150, -100, 0  # visible scores near -15,000, blocked ones near 0 - 10,000
-    mask = torch.full((1, 1, T, 6), forms.BLOCKED).half()
+    mask = torch.full((1, 1, T, 6), patterns.BLOCKED).half()
     mask[..., :3] = 0
     weights = torch.softmax((q.float() @ key.float().transpose(-1, -2)).half() + mask, -1)
-    cells = [mil.interpret.Cell(v.float()) for v in (key, value)]
-    found = forms._attend(q, *cells, mask, forms._span(mask))
+    cells = [miltorch.interpret.Cell(v.float()) for v in (key, value)]
+    found = patterns._attend_visible(q, *cells, mask, patterns._span(mask))
     np.testing.assert_allclose(found.float(), weights.float() @ value.float(), atol=2e-3)
     assert weights[..., :3].max() < 1e-3

@@ -6,9 +6,9 @@ import torch
 from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, run, tensor
 
+from miltorch import PRECISIONS, Executable
+from miltorch.program import Block
 from workbench.errors import InputError
-from workbench.mil import PRECISIONS, Executable
-from workbench.mil.program import Block
 
 F16, I32, BOOL = Type("FLOAT16", (None,)), Type("INT32", ()), Type("BOOL", ())
 
@@ -129,7 +129,7 @@ def test_loops_carry_their_variables():
 
 
 def test_a_loop_without_end_is_refused(monkeypatch):
-    monkeypatch.setattr("workbench.mil.ops.control.MAX_ITERATIONS", 50)
+    monkeypatch.setattr("miltorch.ops.control.MAX_ITERATIONS", 50)
     with pytest.raises(InputError, match="a loop of more than 50 iterations"):
         loop(2**31 - 1).run({"x": torch.ones(2)}, {})
 

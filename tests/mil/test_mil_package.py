@@ -8,9 +8,9 @@ import pytest
 import torch
 from memory import ROWS, WIDTH, Memory
 
-from workbench import mil
+import miltorch
+from miltorch.quiet import quiet
 from workbench.errors import InputError
-from workbench.quiet import quiet
 
 MODEL = "Data/com.apple.CoreML/model.mlmodel"
 WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
@@ -22,7 +22,7 @@ def weight(executable):
 
 
 def run(package, calls, precision="declared"):
-    executable = mil.Executable(mil.read(package), precision)
+    executable = miltorch.Executable(miltorch.read(package), precision)
     state = executable.make_state()
     return [executable.run({"x": torch.from_numpy(x)}, state)["y"].numpy() for x in calls], state
 
@@ -34,15 +34,15 @@ def calls():
 
 
 def test_types_inputs_and_states(packages):
-    program = mil.read(packages["fp16"])
-    assert program.inputs == {"x": mil.Type("FLOAT16", (1, None, WIDTH))}
-    assert program.states == {"memory": mil.Type("FLOAT16", (1, ROWS, WIDTH), "state")}
+    program = miltorch.read(packages["fp16"])
+    assert program.inputs == {"x": miltorch.Type("FLOAT16", (1, None, WIDTH))}
+    assert program.states == {"memory": miltorch.Type("FLOAT16", (1, ROWS, WIDTH), "state")}
     assert program.outputs == ["y"] and program.function == "main"
     assert {"linear", "read_state", "write_state"} <= {op.kind for op in program.block.walk()}
 
 
 def test_stored_weights_come_back_to_the_bit(packages):
-    assert np.array_equal(weight(mil.Executable(mil.read(packages["fp16"]))), Memory().mix.weight.detach().numpy())
+    assert np.array_equal(weight(miltorch.Executable(miltorch.read(packages["fp16"]))), Memory().mix.weight.detach().numpy())
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "lut6", "sparse"])
@@ -51,8 +51,8 @@ def test_decompression_equals_coremltools_own(models, packages, tmp_path, name):
 
     with quiet():
         cto.decompress_weights(models[name]).save(str(tmp_path / "dense.mlpackage"))
-    dense = weight(mil.Executable(mil.read(tmp_path / "dense.mlpackage")))
-    found = weight(mil.Executable(mil.read(packages[name])))
+    dense = weight(miltorch.Executable(miltorch.read(tmp_path / "dense.mlpackage")))
+    found = weight(miltorch.Executable(miltorch.read(packages[name])))
     assert np.array_equal(found, dense) and not np.array_equal(found, Memory().mix.weight.detach().numpy())
 
 
@@ -67,7 +67,7 @@ def test_a_package_computes_what_its_module_does(packages, calls, precision, tol
 
 
 def test_states_are_independent(packages, calls):
-    executable = mil.Executable(mil.read(packages["fp16"]))
+    executable = miltorch.Executable(miltorch.read(packages["fp16"]))
     one, other = executable.make_state(), executable.make_state()
     executable.run({"x": torch.from_numpy(calls[0])}, one)
     assert one["memory"].value.any() and not other["memory"].value.any()
@@ -80,7 +80,7 @@ def package(packages, tmp_path):
 
 def refused(package, *words):
     with pytest.raises(InputError) as problem:
-        mil.read(package)
+        miltorch.read(package)
     assert all(word in str(problem.value) for word in words), problem.value
 
 
@@ -159,4 +159,4 @@ def test_a_weight_path_cannot_lead_elsewhere(package, ct):
 
 def test_an_unknown_function_is_refused(packages):
     with pytest.raises(InputError, match="no function 'other'"):
-        mil.read(packages["fp16"], "other")
+        miltorch.read(packages["fp16"], "other")

@@ -7,8 +7,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from one_op import Op, Ref, Type, close, given, numbers, program, run
 
+from miltorch import Executable
 from workbench.errors import InputError
-from workbench.mil import Executable
 
 SIZES = st.integers(3, 7)
 

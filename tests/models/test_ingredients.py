@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from workbench import Decoder
 from workbench.bundle import Options
-from workbench.bundle.contract import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
+from workbench.bundle.manifest import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.decode import Host
 from workbench.export import read_plan, shards
 from workbench.export.build import build
@@ -189,7 +189,7 @@ METHODS = {
         "key mean": (cca.Projection, "means", lambda o: lambda self, q, k: (o(self, q, k)[0], k * 0)),
         "query mean": (cca.Projection, "means", lambda o: lambda self, q, k: (q * 0, o(self, q, k)[1])),
         "L2 norm": (cca.QKNorm, "over", lambda o: staticmethod(lambda x, reduce: x / x.shape[3] ** 0.25)),
-        "rope": (layers.Shape, "rotate", lambda o: lambda self, x, io, width: x),
+        "rope": (layers.AttentionGeometry, "rotate", lambda o: lambda self, x, io, width: x),
         "router state across layers": (moe.Router, "forward", lambda o: lambda self, x, before: o(self, x, before * 0)),
         "GELU in the router": (moe.RouterMLP, "forward", lambda o: lambda self, x: self.out_proj(
             torch.relu(self.fc2(torch.relu(self.fc1(self.norm(x))))))),
@@ -199,7 +199,7 @@ METHODS = {
         "gate before up": (moe.Experts, "forward", swapped),
     },
     "gemma3_text": {
-        "rope": (layers.Shape, "rotate", lambda o: lambda self, x, io, width: x),
+        "rope": (layers.AttentionGeometry, "rotate", lambda o: lambda self, x, io, width: x),
         "gate": (layers.GatedMLP, "forward", lambda o: lambda self, x: self.down_proj(self.up_proj(x))),
     },
 }  # fmt: skip

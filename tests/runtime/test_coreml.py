@@ -9,13 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from miltorch import shim
+from miltorch.quiet import coremltools
 from workbench import Decoder, log, sweep
-from workbench.decode import Store
+from workbench.ane import placement
+from workbench.check import checklist, golden
+from workbench.check import units as matrix
 from workbench.errors import InputError
-from workbench.eval import checklist, golden, matrix, residency, reuse
 from workbench.models import checkpoint
-from workbench.quiet import coremltools
-from workbench.runtime import coreml, load, resolve, shim
+from workbench.prompt_cache import Store
+from workbench.runtime import coreml, load_shard, resolve
+from workbench.studies import cache_reuse
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +60,13 @@ def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
 def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
     assert resolve("coreml") == "coreml" and resolve() == "portable"
     shim.uninstall()
-    for use in (lambda: resolve("coreml"), lambda: Decoder(bundle, "coreml"), lambda: load(bundle, shard, "coreml")):
+    for use in (lambda: resolve("coreml"), lambda: Decoder(bundle, "coreml"), lambda: load_shard(bundle, shard, "coreml")):
         with pytest.raises(InputError, match="runtime 'coreml'.*macOS 15"):
             use()
 
 
 def test_states_read_and_write_alike(bundle, shard):
-    model = load(bundle, shard, "coreml")
+    model = load_shard(bundle, shard, "coreml")
     one, other = model.make_state(), model.make_state()
     for name in shard.states:
         value = np.random.default_rng(0).normal(size=one.read(name).shape).astype(np.float16)
@@ -83,7 +87,7 @@ def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
         "predict",
         lambda s, d, state=None: seen.extend(d.values()) or predict(s, d, state),
     )
-    model = load(bundle, shard, "coreml")
+    model = load_shard(bundle, shard, "coreml")
     state = model.make_state()
     for name, entry in shard.states.items():
         state.write(name, np.broadcast_to(np.float16(3), entry.shape))
@@ -125,7 +129,7 @@ def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):
 
 
 def test_the_checklist_is_green_through_the_binding(bundle):
-    found = checklist.check(Decoder(bundle, "coreml"))
+    found = checklist.check_bundle(Decoder(bundle, "coreml"))
     assert not [g for g in found if g.verdict == "RED"] and {g.name for g in found} >= {
         "write_address",
         "stale_rows",
@@ -145,7 +149,7 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
         compress="int8-channel",
         batch=2,
     )
-    found = reuse.run(
+    found = cache_reuse.check_reuse(
         Decoder(bundle, "coreml"), Decoder(batch, "coreml"), lengths=(4, 9), max_new=3
     )
     assert found.verdict == "GREEN", [c for c in found.cells if c.verdict == "RED"]
@@ -171,8 +175,8 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle,
     from workbench.models.checkpoint import Checkpoint
 
     (tmp_path / "child.py").write_text(ON_SHIM + fault + "matrix.main(*sys.argv[1:])\n")
-    path = golden.make(Checkpoint(source), [5, 17, 42, 3, 88]).save(tmp_path / "golden.safetensors")
-    found = matrix.row(
+    path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(tmp_path / "golden.safetensors")
+    found = matrix.unit_row(
         bundle,
         path,
         "coreml",
@@ -194,10 +198,10 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle,
 
 @pytest.mark.parametrize("step", ["load", "make_state", "predict", "read", "write"])
 def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypatch, step):
-    model = load(bundle, shard, "coreml")
+    model = load_shard(bundle, shard, "coreml")
     state, (name, entry) = model.make_state(), next(iter(shard.states.items()))
     steps = {
-        "load": (shim.Proxy, "__init__", lambda: load(bundle, shard, "coreml")),
+        "load": (shim.Proxy, "__init__", lambda: load_shard(bundle, shard, "coreml")),
         "make_state": (shim.Proxy, "newState", model.make_state),
         "predict": (
             shim.Proxy,
@@ -250,7 +254,7 @@ def forget(bundle, shard):
 
 def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilations):
     forget(bundle, shard)
-    first, second = load(bundle, shard, "coreml"), load(bundle, shard, "coreml")
+    first, second = load_shard(bundle, shard, "coreml"), load_shard(bundle, shard, "coreml")
     assert len(compilations) == 1 and first.compiled == second.compiled == coreml.compiled_path(bundle, shard)
     assert first.loading_ms["compile"] > 0 and second.loading_ms["compile"] is None
     assert first.loading_ms["load"] > 0 and first.loading_ms["first_predict"] is None
@@ -279,9 +283,9 @@ def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(bundle, 
     with monkeypatch.context() as patch:
         patch.setattr(coreml.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            load(bundle, shard, "coreml")
+            load_shard(bundle, shard, "coreml")
     assert not [p for p in coreml.compiled_path(bundle, shard).parent.iterdir() if p.name.startswith(shard.name)]
-    load(bundle, shard, "coreml")
+    load_shard(bundle, shard, "coreml")
 
 
 def test_what_core_ml_refuses_is_one_message(bundle, shard, monkeypatch):
@@ -292,7 +296,7 @@ def test_what_core_ml_refuses_is_one_message(bundle, shard, monkeypatch):
 
     monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(refuse))
     with pytest.raises(InputError, match=f"shard {shard.name}.*Failed to parse"):
-        load(bundle, shard, "coreml")
+        load_shard(bundle, shard, "coreml")
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -311,14 +315,14 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
         "specializationStrategy": "FastPrediction",
         "allowLowPrecisionAccumulationOnGPU": True,
     }
-    load(bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main")
+    load_shard(bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main")
     assert seen == {"units": "CPU_ONLY", "function": "main", "hints": {k: str(v) for k, v in hints.items()}}
 
 
 @pytest.mark.parametrize(("hints", "words"), [({"speed": "fast"}, "speed"), ({"reshapeFrequency": "Often"}, "Often")])
 def test_unknown_hints_are_refused(bundle, shard, hints, words):
     with pytest.raises(InputError, match=words):
-        load(bundle, shard, "coreml", hints=hints)
+        load_shard(bundle, shard, "coreml", hints=hints)
 
 
 # --- compute plan, faked ---------------------------------------------------------------------------------------------
@@ -376,8 +380,8 @@ def test_the_plan_counts_every_compute_operation_and_no_constant(bundle, shard, 
     inner = plan.op("ios18.add", "cpu", 0.1)
     asked = plan.install([plan.op("const"), plan.op("ios18.constexpr_blockwise_shift_scale"), plan.op("ios18.conv", "ane", 0.5),
                           plan.op("ios18.conv", "gpu", 0.2), plan.op("ios16.cond", "cpu", 0.0, [[inner]]), plan.op("ios18.mul")])  # fmt: skip
-    model = load(bundle, shard, "coreml")
-    found = residency.counted(shard.name, model.plan())
+    model = load_shard(bundle, shard, "coreml")
+    found = placement.count_units(shard.name, model.plan())
     assert asked == [(str(model.compiled), "CPU_AND_NE")] and model.compiled.suffix == ".mlmodelc"
     assert (found.source, found.ops, found.ane, found.gpu, found.cpu) == ("measured", 5, 1, 1, 2)
     assert found.convolutions == (1, 2) and found.eligible == 1 and found.cost_ane == pytest.approx(0.5 / 0.8)

@@ -6,7 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from workbench import Bundle, Decoder, mil, runtime
+import miltorch
+from workbench import Bundle, Decoder, runtime
 from workbench.errors import InputError
 
 SLOTS = 32  # of every bundle here
@@ -75,8 +76,8 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(change
 def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
     bundle = exports.bundle(exports.checkpoint("llama"), kv_write="slice")
     shard = bundle.shards("layers")[0]
-    program = mil.read(bundle.package(shard))
-    program.inputs["pos"] = mil.Type("FLOAT16", (1,))
+    program = miltorch.read(bundle.package(shard))
+    program.inputs["pos"] = miltorch.Type("FLOAT16", (1,))
     with pytest.raises(InputError, match="INT32"):
         runtime.portable.check_interface(shard, program, bundle.manifest.options.t_max)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from miltorch import shim
+from miltorch.quiet import coremltools, quiet
 from workbench.errors import InputError
-from workbench.quiet import coremltools, quiet
-from workbench.runtime import shim
 
 
 @pytest.fixture(scope="module")

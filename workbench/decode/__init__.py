@@ -1,11 +1,11 @@
 """Decoding a bundle: token by token, chunk by chunk, from the start or from a snapshot. Knows no golden."""
 
-from .contexts import literal
-from .decoder import Decoder, Record
-from .host import Host
-from .sampling import Sampling
-from .snapshot import Snapshot
-from .store import Store
-from .transfer import copy_state
+from workbench.decode.contexts import literal
+from workbench.decode.decoder import Decoder, Record
+from workbench.decode.inputs import Host
+from workbench.decode.sampling import Sampling
+from workbench.decode.snapshot import Snapshot
+from workbench.decode.transfer import copy_state
+from workbench.prompt_cache.store import Store
 
 __all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "Store", "copy_state", "literal"]

@@ -5,7 +5,7 @@ from operator import index
 from workbench.errors import InputError
 
 
-def whole(value, subject: str, needed: str, next_step: str, stop: float = float("inf")) -> int:
+def whole_number(value, subject: str, needed: str, next_step: str, stop: float = float("inf")) -> int:
     """`value` as a plain int from 0 to below `stop`. A float would lose its fraction, a negative index count from the end."""
     try:
         found = index(value)
@@ -17,12 +17,12 @@ def whole(value, subject: str, needed: str, next_step: str, stop: float = float(
 
 
 def token(value, V: int) -> int:
-    return whole(value, "token id", f"ids from 0 to {V - 1}", "encode the prompt with this bundle's tokenizer", V)
+    return whole_number(value, "token id", f"ids from 0 to {V - 1}", "encode the prompt with this bundle's tokenizer", V)
 
 
 def slot(value, batch: int) -> int:
-    return whole(value, "slot", f"a slot from 0 to {batch - 1}", "choose one, or export with a larger --batch", batch)
+    return whole_number(value, "slot", f"a slot from 0 to {batch - 1}", "choose one, or export with a larger --batch", batch)
 
 
 def count(value, subject: str) -> int:
-    return whole(value, subject, "a whole number, 0 or more", "give such a number")
+    return whole_number(value, subject, "a whole number, 0 or more", "give such a number")

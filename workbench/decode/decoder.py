@@ -14,14 +14,13 @@ import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.contract import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
+from workbench.bundle.manifest import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
+from workbench.decode import checks, contexts
+from workbench.decode.experts import RoutedExperts
+from workbench.decode.inputs import Host
+from workbench.decode.sampling import Sampling
+from workbench.decode.snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable
 from workbench.errors import InputError
-
-from . import checks, contexts
-from .experts import Experts
-from .host import Host
-from .sampling import Sampling
-from .snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable
 
 GREEDY = Sampling()
 
@@ -66,11 +65,11 @@ class Decoder:
         self.host = Host(self.manifest)
         self.plane = self.host.plane
         # nothing here may hold the decoder itself: one that is dropped shall give its memory back at once
-        self._load = partial(runtimes.load, self.bundle, runtime=self.runtime, precision=precision, fast=fast,
+        self._load = partial(runtimes.load_shard, self.bundle, runtime=self.runtime, precision=precision, fast=fast,
                              compute_units=compute_units, hints=self.hints)  # fmt: skip
         self.layers = [self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")]
         self.heads = [self._load(s) for s in self.bundle.shards("head")]
-        self.experts = Experts(self.bundle, self._load, self.plane)
+        self.experts = RoutedExperts(self.bundle, self._load, self.plane)
         self.begin()
 
     @contextmanager

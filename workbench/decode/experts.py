@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.contract import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.bundle.manifest import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
 from workbench.runtime import Model
 
 
-class Experts:
+class RoutedExperts:
     """The expert shards of a bundle, each loaded when it is first picked.
 
     Args:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.bundle import Manifest
-from workbench.bundle.contract import is_cache
+from workbench.bundle.manifest import is_cache
+from workbench.decode import checks
 from workbench.errors import InputError
-
-from . import checks
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 
 from workbench.bundle import Bundle
+from workbench.decode import checks
+from workbench.decode.decoder import GREEDY, Decoder
+from workbench.decode.sampling import Sampling
 from workbench.errors import InputError
 
-from . import checks
-from .decoder import GREEDY, Decoder
-from .sampling import Sampling
 
-
-def tokenizer(bundle: Bundle):
+def bundle_tokenizer(bundle: Bundle):
     """The tokenizer a bundle carries; refuses bundles of checkpoints that had none."""
     from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +50,7 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
     has_text = any(f.path == "tokenizer/tokenizer.json" for f in decoder.manifest.tokens.files)
     samples = [t.total for t in times]
     return {
-        "tokens": tokens, "text": tokenizer(decoder.bundle).decode(tokens) if has_text else None,
+        "tokens": tokens, "text": bundle_tokenizer(decoder.bundle).decode(tokens) if has_text else None,
         "prefill": {"tokens": len(ids), "calls": -(-len(ids) // decoder.options.t_max), "ms": prefill_ms},
         "decode": {
             "tokens": len(tokens), "tokens_per_s": 1e3 / float(np.median(samples)) if samples else None,

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
+from workbench.decode.decoder import Decoder
 from workbench.errors import InputError
-
-from .decoder import Decoder
 
 
 def copy_state(source: Decoder, target: Decoder) -> None:

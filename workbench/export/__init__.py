@@ -12,15 +12,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Embedding, FileEntry, Manifest, Options, Shard, Tokens, Writer, file_entries
 from workbench.errors import InputError
+from workbench.export import make, shards
+from workbench.export.build import Clock
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
-from workbench.quiet import coremltools
-
-from . import make, shards
-from .build import Clock
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room left: on the disk, for this user, in one file
 THREADS = 2  # stamping is bound by memory and disk: more gain little

@@ -14,12 +14,11 @@ from torch import nn
 
 from workbench.bundle import Options
 from workbench.errors import InputError
+from workbench.export.shards import LayerStack, Spec
 from workbench.models import family_of
 from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
 from workbench.models.family import Plan
 from workbench.models.moe import Router
-
-from .shards import LayerStack, Spec
 
 MAX_FP16 = 65504.0
 MAX_SCALED = 32752.0  # coremltools doubles the largest weight in fp16 on the way to an integer scale
@@ -27,7 +26,7 @@ BLOCK = 32  # inputs that share a scale in int4-block32
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightSource:
     """One parameter of a shard's module: `path` in the module, the checkpoint `tensor` it comes from (None: zeros) or some
     `rows` of it, its shape there, what storage adds to it, and whether compression is for it."""
 
@@ -80,20 +79,20 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
     return LayerStack([family.layer(plan, i, options) for i in range(*spec.layers)], spec)
 
 
-def parts(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> list[Part]:
+def weight_sources(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> list[WeightSource]:
     """Every parameter of one shard."""
     with torch.device("meta"):
         module = blank(spec, plan, options)
     added, compressed = offsets(module), matrices(module)
     found = []
     for path, parameter in module.named_parameters():
-        name, in_part = _tensor(path, spec, source.prefix, plan.tied)
-        found.append(Part(path, name if parameter.requires_grad else None, tuple(parameter.shape),
+        name, in_part = _tensor_name(path, spec, source.prefix, plan.tied)
+        found.append(WeightSource(path, name if parameter.requires_grad else None, tuple(parameter.shape),
                           slice(*spec.rows) if in_part else None, added.get(path, 0.0), path in compressed))  # fmt: skip
     return found
 
 
-def _tensor(path: str, spec: Spec, prefix: str, tied: bool) -> tuple[str, bool]:
+def _tensor_name(path: str, spec: Spec, prefix: str, tied: bool) -> tuple[str, bool]:
     """Name of the checkpoint tensor behind a parameter, and whether the shard holds only its rows `spec.rows`."""
     if spec.kind == "head":
         if path == "lm_head.weight":
@@ -105,16 +104,16 @@ def _tensor(path: str, spec: Spec, prefix: str, tied: bool) -> tuple[str, bool]:
     return f"{prefix}layers.{spec.layers[0] + int(index)}.{rest}", False
 
 
-def build(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> tuple[nn.Module, list[Part]]:
+def build(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> tuple[nn.Module, list[WeightSource]]:
     """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
-    module, found, scratch = blank(spec, plan, options), parts(spec, source, plan, options), Scratch()
+    module, found, scratch = blank(spec, plan, options), weight_sources(spec, source, plan, options), Scratch()
     for part in found:
-        values = load(part, source, options, scratch)[0]
+        values = load_values(part, source, options, scratch)[0]
         module.get_parameter(part.path).data = values.float().reshape(part.shape)
     return module.requires_grad_(False), found
 
 
-def load(part: Part, source: Checkpoint, options: Options, scratch: Scratch) -> tuple[torch.Tensor, float]:
+def load_values(part: WeightSource, source: Checkpoint, options: Options, scratch: Scratch) -> tuple[torch.Tensor, float]:
     """The values of a part, flat, fp16, in `scratch`, and their largest magnitude.
 
     Raises:
@@ -141,7 +140,7 @@ def load(part: Part, source: Checkpoint, options: Options, scratch: Scratch) -> 
     return values, peak
 
 
-def _check_shape(part: Part, source: Checkpoint, options: Options) -> None:
+def _check_shape(part: WeightSource, source: Checkpoint, options: Options) -> None:
     shape = source.shape(part.tensor)
     count = len(range(*part.rows.indices(shape[0]))) * math.prod(shape[1:]) if part.rows else math.prod(shape)
     if count != math.prod(part.shape):

@@ -11,17 +11,16 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from workbench.quiet import quiet
+from miltorch.quiet import quiet
+from workbench.export.build import BLOCK, WeightSource, Scratch
 
-from .build import BLOCK, Part, Scratch
-
-BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
-FEW = 10_000  # coremltools clusters fewer values than this with scikit-learn
+WEIGHT_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
+FEW_VALUES = 10_000  # coremltools clusters fewer values than this with scikit-learn
 PIECE = 1 << 16
 MINUS_ZERO = 0x8000
 
 
-def stored(part: Part, values: torch.Tensor, peak: float, preset: str, scratch: Scratch) -> dict[str, np.ndarray]:
+def stored_arrays(part: WeightSource, values: torch.Tensor, peak: float, preset: str, scratch: Scratch) -> dict[str, np.ndarray]:
     """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array element per weight.
 
     Args:
@@ -31,12 +30,12 @@ def stored(part: Part, values: torch.Tensor, peak: float, preset: str, scratch: 
     if preset == "fp16" or not part.compressed:
         return {"val": values.numpy()}
     if preset.startswith("lut"):
-        return palettize(values.numpy(), BITS[preset])
+        return palettize(values.numpy(), WEIGHT_BITS[preset])
     groups = {"int8-tensor": 1, "int8-channel": part.shape[0], "int4-block32": len(values) // BLOCK}[preset]
-    return quantize(values.reshape(groups, -1), peak, BITS[preset], scratch)
+    return quantize_weight(values.reshape(groups, -1), peak, WEIGHT_BITS[preset], scratch)
 
 
-def quantize(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> dict[str, np.ndarray]:
+def quantize_weight(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> dict[str, np.ndarray]:
     """Symmetric linear quantization with one scale for each row of `values` [rows, n]."""
     rows, n = values.shape
     limit = 2 ** (bits - 1) - 1
@@ -65,7 +64,7 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     from coremltools._deps import kmeans1d
     from coremltools.models.neural_network import quantization_utils
 
-    if len(values) < FEW:
+    if len(values) < FEW_VALUES:
         lut, indices = quantization_utils._get_kmeans_lookup_table_and_weight(bits, values)
         return {"indices": indices.astype(np.uint8), "lut": lut.reshape(-1).astype(np.float16)}
     codes = values.view(np.uint16)
@@ -83,11 +82,11 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     return {"indices": table[codes], "lut": lut.astype(np.float16)}
 
 
-def reference(part: Part, values: torch.Tensor, preset: str) -> dict[str, np.ndarray]:
+def reference(part: WeightSource, values: torch.Tensor, preset: str) -> dict[str, np.ndarray]:
     """What `stored` returns, by coremltools' own functions."""
     from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
 
-    weight, bits = values.numpy().reshape(part.shape), BITS[preset]
+    weight, bits = values.numpy().reshape(part.shape), WEIGHT_BITS[preset]
     with quiet():
         if preset.startswith("lut"):
             found = palettize_weights.blockwise_compress(weight, "KMEANS", bits, [0] * 4)
@@ -107,7 +106,7 @@ def installed(preset: str):
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
         peak = max(abs(float(edge)) for edge in values.aminmax())
-        return stored(Part("", None, weight.shape, compressed=True), values, peak, preset, Scratch())
+        return stored_arrays(WeightSource("", None, weight.shape, compressed=True), values, peak, preset, Scratch())
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         found = compress(weight)

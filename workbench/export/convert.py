@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from miltorch.quiet import coremltools, quiet
 from workbench.bundle import Options
-from workbench.quiet import coremltools, quiet
-
-from .build import MAX_FP16
-from .compress import replaced
-from .shards import Spec
+from workbench.export.build import MAX_FP16
+from workbench.export.compress import replaced
+from workbench.export.shards import Spec
 
 # These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
 # would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
@@ -89,8 +88,8 @@ def lean():
 @contextmanager
 def _no_progress():
     """coremltools draws its bars with tqdm and has no switch for them."""
-    from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401  (the modules must be loaded)
     import tqdm
+    from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401  (the modules must be loaded)
 
     original = tqdm.tqdm.__init__
 

@@ -10,19 +10,19 @@ import shutil
 import uuid
 from pathlib import Path
 
+from miltorch.quiet import coremltools
 from workbench.bundle import FileEntry, file_entries
-from workbench.quiet import coremltools
 
 DATE_KEY, DATE = "com.github.apple.coremltools.conversion_date", "1970-01-01"
 MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
 MANIFEST = "Manifest.json"
 
 
-def save(model, package: Path) -> None:
+def save_package(model, package: Path) -> None:
     """Writes a converted model (coremltools' MLModel) to `package`, in place of whatever is there."""
     shutil.rmtree(package, ignore_errors=True)
     model.save(str(package))
-    (package / MODEL).write_bytes(serialize(read(package)))
+    (package / MODEL).write_bytes(serialize(read_package(package)))
     listed = json.loads((package / MANIFEST).read_text())
     names = {old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper() for old, item in listed["itemInfoEntries"].items()}
     listed["itemInfoEntries"] = {names[old]: item for old, item in listed["itemInfoEntries"].items()}
@@ -32,7 +32,7 @@ def save(model, package: Path) -> None:
     (package / MANIFEST).write_text(text)
 
 
-def read(package: Path):
+def read_package(package: Path):
     """The Model protobuf of a package that this export wrote."""
     coremltools()
     from coremltools.proto import Model_pb2

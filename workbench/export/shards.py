@@ -6,16 +6,36 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from workbench.bundle import Options, State
-from workbench.bundle.contract import (
-    ACC, ATTN_MASK, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, K_STATE, KV_STATE, KV_WRITE_MASK, LOGITS, POS, ROPE_COS, ROPE_SIN,
-    ROUTER_PROBS, ROUTER_SCORES, ROUTER_STATE, ROUTER_STATE_OUT, SIDE_STATE, TAIL_SELECT, V_STATE, X, is_cache,
-)  # fmt: skip
+from workbench.bundle import Options, StateEntry
+from workbench.bundle.manifest import (
+    ACC,
+    ATTN_MASK,
+    BASE,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
+    HIDDEN,
+    K_STATE,
+    KV_STATE,
+    KV_WRITE_MASK,
+    LOGITS,
+    POS,
+    ROPE_COS,
+    ROPE_SIN,
+    ROUTER_PROBS,
+    ROUTER_SCORES,
+    ROUTER_STATE,
+    ROUTER_STATE_OUT,
+    SIDE_STATE,
+    TAIL_SELECT,
+    V_STATE,
+    X,
+    is_cache,
+)
 from workbench.models.cache import Cache
 from workbench.models.family import Plan
 
 HEAD_ROWS = 16_384
-Shape = list  # of int and "T"
+SymbolicShape = list  # of int and "T"
 
 
 @dataclass
@@ -28,11 +48,11 @@ class Spec:
 
     name: str
     kind: str
-    inputs: dict[str, Shape]
-    outputs: dict[str, Shape]
+    inputs: dict[str, SymbolicShape]
+    outputs: dict[str, SymbolicShape]
     layers: tuple[int, int] = (0, 0)
     rows: tuple[int, int] = (0, 0)
-    states: dict[str, State] = field(default_factory=dict)
+    states: dict[str, StateEntry] = field(default_factory=dict)
     buffers: dict[str, list[int]] = field(default_factory=dict)
 
 
@@ -68,12 +88,12 @@ def expert_spec(plan: Plan, options: Options, layer: int, expert: int) -> Spec:
                 {HIDDEN: C}, (layer, layer + 1), (expert, expert + 1))  # fmt: skip
 
 
-def plane(width: int, options: Options) -> Shape:
+def plane(width: int, options: Options) -> SymbolicShape:
     """Shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
     return [options.batch, width, "T", 1] if options.layout == "bct1" else [options.batch, width, 1, "T"]
 
 
-def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, Shape]:
+def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, SymbolicShape]:
     """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
     B, used = options.batch, {layer.suffix: layer for layer in plan.layers[first:last]}
     inputs = {X: plane(plan.dims.C, options)}
@@ -108,7 +128,7 @@ def separate_states(plan: Plan, options: Options, first: int, last: int):
     states = {}
     for i, name, shape, ring in layer_states(plan, options, first, last):
         tensor = name if last - first == 1 else f"layers_{i}_{name}"
-        states[f"layers.{i}.{name}"] = State(tensor=tensor, shape=shape, ring=ring)
+        states[f"layers.{i}.{name}"] = StateEntry(tensor=tensor, shape=shape, ring=ring)
     return states, {state.tensor: state.shape for state in states.values()}
 
 
@@ -128,7 +148,7 @@ def packed_states(plan: Plan, options: Options, first: int, last: int):
             column[i] = start + rows * columns
             buffers[tensor] = [B, last - first, width]
             part = [(0, B), (i - first, i - first + 1), (start, column[i])]
-        states[f"layers.{i}.{name}"] = State(tensor=tensor, shape=shape, part=part, ring=ring)
+        states[f"layers.{i}.{name}"] = StateEntry(tensor=tensor, shape=shape, part=part, ring=ring)
     return states, buffers
 
 

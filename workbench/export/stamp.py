@@ -15,20 +15,19 @@ from pathlib import Path
 import numpy as np
 
 from workbench.bundle import FileEntry, Options
+from workbench.export import package as packages
+from workbench.export.build import Clock, WeightSource, Scratch, load_values
+from workbench.export.compress import WEIGHT_BITS, packed, stored_arrays
+from workbench.export.shards import Spec
 from workbench.models.checkpoint import Checkpoint
 
-from . import package as packages
-from .build import Clock, Part, Scratch, load
-from .compress import BITS, packed, stored
-from .shards import Spec
-
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset in the file
-SENTINEL = 0xDEADBEEF
+RECORD_SENTINEL = 0xDEADBEEF
 NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}  # constants that make coremltools drop the operation
 PREFIX = 100  # coremltools merges constants of one shape whose first 100 values are equal (and the rest nearly so)
 
 
-class Unlike(Exception):  # an answer, not an error
+class TemplateMismatch(Exception):  # an answer, not an error
     """Weights for which the converter would make another program or another weight file."""
 
 
@@ -67,11 +66,11 @@ class Template:
         Unlike: not every float constant of the weight file is one parameter.
     """
 
-    def __init__(self, spec: Spec, parts: list[Part], package: Path, constants: dict[str, str]):
-        self.spec, self.model = spec, packages.read(package)
+    def __init__(self, spec: Spec, parts: list[WeightSource], package: Path, constants: dict[str, str]):
+        self.spec, self.model = spec, packages.read_package(package)
         self.manifest = (package / packages.MANIFEST).read_bytes()
         if not (package / packages.WEIGHTS).is_file():
-            raise Unlike("weights so small that they stand in the program")
+            raise TemplateMismatch("weights so small that they stand in the program")
         weights = (package / packages.WEIGHTS).read_bytes()
         ops = operations(self.model)
         at = {op.outputs[0].name: i for i, op in enumerate(ops) if values_of(op)}
@@ -79,7 +78,7 @@ class Template:
             found = {p.path: [self._slot(ops, at[constants[p.path]], role, weights) for role in values_of(ops[at[constants[p.path]]])]
                      for p in parts}  # fmt: skip
         except KeyError:
-            raise Unlike("a parameter that the program does not hold") from None
+            raise TemplateMismatch("a parameter that the program does not hold") from None
         self.slots = {path: sorted(slots, key=lambda s: s.start) for path, slots in found.items()}
         self.order = sorted(range(len(parts)), key=lambda i: self.slots[parts[i].path][-1].stop)
         self.neutral = {p.path: _neutral(ops, constants[p.path]) for p in parts}
@@ -91,23 +90,23 @@ class Template:
         if value.WhichOneof("value") != "blobFileValue":
             return Slot(role, op)
         sentinel, _, size, start = RECORD.unpack_from(weights, value.blobFileValue.offset)
-        assert sentinel == SENTINEL
+        assert sentinel == RECORD_SENTINEL
         return Slot(role, op, start, start + size)
 
     def _cut(self, weights: bytes, ops, slots: list[Slot]) -> None:
         """Keeps what lies between the slots: headers, records, padding, constants that are no parameters."""
         edges = [0, *(edge for slot in slots for edge in (slot.start, slot.stop)), len(weights)]
         if edges != sorted(edges):
-            raise Unlike("parameters that share bytes, or lie in another order")
+            raise TemplateMismatch("parameters that share bytes, or lie in another order")
         self.gaps = [weights[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
         held = {slot.start for slot in slots}
         for i, op in enumerate(ops):
             for role, value in values_of(op).items():
                 slot = self._slot(ops, i, role, weights)
                 if slot.stop and slot.start not in held and value.type.tensorType.dataType in _floats():
-                    raise Unlike("a constant in the weight file that is no parameter")
+                    raise TemplateMismatch("a constant in the weight file that is no parameter")
 
-    def press(self, spec: Spec, parts: list[Part], source: Checkpoint, options: Options, package: Path,
+    def press(self, spec: Spec, parts: list[WeightSource], source: Checkpoint, options: Options, package: Path,
               scratch: Scratch, clock: Clock) -> list[FileEntry]:  # fmt: skip
         """Writes `package`: this program with the weights of `parts`. Returns its files, hashed while they were written.
 
@@ -122,7 +121,7 @@ class Template:
             for piece in self._payloads(parts, source, options, scratch, clock, model):
                 with clock("write"):
                     hashed = beside.submit(digest.update, piece)
-                    _write(file, piece)
+                    _write_whole(file, piece)
                     hashed.result()
             size = file.tell()
         names = {old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new}
@@ -143,11 +142,11 @@ class Template:
         for i in self.order:
             part = parts[i]
             with clock("read"):
-                values, peak = load(part, source, options, scratch)
+                values, peak = load_values(part, source, options, scratch)
             if self.neutral[part.path] is not None and bool((values == self.neutral[part.path]).all()):
-                raise Unlike(f"{part.path} is all {self.neutral[part.path]:g}: the operation would be removed")
+                raise TemplateMismatch(f"{part.path} is all {self.neutral[part.path]:g}: the operation would be removed")
             with clock("compress"):
-                arrays = stored(part, values, peak, options.compress, scratch)
+                arrays = stored_arrays(part, values, peak, options.compress, scratch)
             _refuse_twins(seen, part, {"values": values.numpy()} | arrays)
             for slot in self.slots[part.path]:
                 with clock("compress"):
@@ -155,14 +154,14 @@ class Template:
                 if not slot.stop:
                     _inline(values_of(ops[slot.op])[slot.role], payload)
                 elif len(payload) != slot.stop - slot.start:
-                    raise Unlike(f"{part.path} takes {len(payload)} bytes, not {slot.stop - slot.start}")
+                    raise TemplateMismatch(f"{part.path} takes {len(payload)} bytes, not {slot.stop - slot.start}")
                 else:
                     yield payload
                     yield next(gaps)
 
 
-def _bits(role: str, part: Part, options: Options) -> int:
-    return BITS[options.compress] if role in ("data", "indices") and part.compressed else 16
+def _bits(role: str, part: WeightSource, options: Options) -> int:
+    return WEIGHT_BITS[options.compress] if role in ("data", "indices") and part.compressed else 16
 
 
 def _floats() -> tuple[int, int]:
@@ -174,11 +173,11 @@ def _floats() -> tuple[int, int]:
 def _inline(value, payload: np.ndarray) -> None:
     tensor = value.immediateValue.tensor
     if len(tensor.bytes.values) != len(payload):
-        raise Unlike(f"an inline constant of {len(tensor.bytes.values)} bytes, not {len(payload)}")
+        raise TemplateMismatch(f"an inline constant of {len(tensor.bytes.values)} bytes, not {len(payload)}")
     tensor.bytes.values = payload.tobytes()
 
 
-def _write(file, piece) -> None:
+def _write_whole(file, piece) -> None:
     """All of `piece`: an unbuffered write may stop short, on a disk that is nearly full for one."""
     view = memoryview(piece)
     while len(view):
@@ -193,14 +192,14 @@ def _neutral(ops, constant: str) -> float | None:
     return None
 
 
-def _refuse_twins(seen: set, part: Part, arrays: dict[str, np.ndarray]) -> None:
+def _refuse_twins(seen: set, part: WeightSource, arrays: dict[str, np.ndarray]) -> None:
     """Refuses a shard whose constants coremltools would take for one: same kind and shape, same first values."""
     for role, array in arrays.items():
         if role == "lut" or len(array) == 1 or part.tensor is None:
             continue  # too few values for merging; a stand-in for no tensor is met by `neutral`
         key = role, part.shape, len(array), (array[:PREFIX] + array.dtype.type(0)).tobytes()  # -0 counts as 0
         if key in seen:
-            raise Unlike(f"{part.path} begins like another constant: they could be merged")
+            raise TemplateMismatch(f"{part.path} begins like another constant: they could be merged")
         seen.add(key)
 
 

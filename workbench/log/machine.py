@@ -27,16 +27,16 @@ def environment() -> dict:
     """
     return {
         "time": datetime.now(UTC), "platform": platform.platform(),
-        "chip": _output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
-        "model": _output("sysctl", "-n", "hw.model") or _dmi_model(), "cores": psutil.cpu_count(),
-        "os_build": _output("sw_vers", "-buildVersion") or f"{platform.release()} {platform.version()}".strip() or None,
+        "chip": _command_output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
+        "model": _command_output("sysctl", "-n", "hw.model") or _dmi_model(), "cores": psutil.cpu_count(),
+        "os_build": _command_output("sw_vers", "-buildVersion") or f"{platform.release()} {platform.version()}".strip() or None,
         "memory_bytes": psutil.virtual_memory().total, "power_source": _power_source(),
-        "thermal": _output("pmset", "-g", "therm"), "commit": _commit(),
+        "thermal": _command_output("pmset", "-g", "therm"), "commit": _commit(),
         "versions": {"python": platform.python_version()} | {name: _package(name) for name in _PACKAGES},
     }  # fmt: skip
 
 
-def _output(*command: str) -> str | None:
+def _command_output(*command: str) -> str | None:
     """A command's output on one line, or None where it does not exist, fails or says nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
@@ -59,7 +59,7 @@ def _dmi_model() -> str | None:
 
 def _power_source() -> str | None:
     """``AC Power`` or ``Battery Power``, as macOS calls them."""
-    if found := re.search(r"drawing from '(.+?)'", _output("pmset", "-g", "batt") or ""):
+    if found := re.search(r"drawing from '(.+?)'", _command_output("pmset", "-g", "batt") or ""):
         return found[1]
     battery = psutil.sensors_battery()
     return battery and {True: "AC Power", False: "Battery Power"}.get(battery.power_plugged)
@@ -70,7 +70,7 @@ def _commit() -> str | None:
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
-    return _output("git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _command_output("git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _package(name: str) -> str | None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from workbench import machines
 from workbench.errors import InputError
+from workbench.log import machines
+from workbench.log.schema import JSON_COLUMNS, SCHEMAS
 from workbench.log.store import load
-from workbench.log.tables import JSON_COLUMNS, SCHEMAS
 
-MEASURE = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
+MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """What makes two samples repetitions of one measurement, within a run."""
 
 MIN_ROUNDS = 3
@@ -34,7 +34,7 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
     when that exceeds 5% and Kendall's tau is significant at 5% (five samples at least); ``unstable``, true when the
     largest value is more than 1.5 times the mean, pyperf's rule.
     """
-    keys = ["run_id", *MEASURE]
+    keys = ["run_id", *MEASUREMENT]
     groups = _timed(samples).groupby(keys, dropna=False)["value"].agg(list).reset_index()
     figures = [_describe(np.array(values)) for values in groups.pop("value")]
     return groups.join(pd.DataFrame(figures, columns=list(_describe(np.ones(1)))))
@@ -142,7 +142,7 @@ def _settings(run: pd.Series) -> dict:
 
 def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
     """Every measurement that either side has, with the ratio of medians where both have it."""
-    pairs = pd.merge(_by_run(a), _by_run(b), on=MEASURE, how="outer", suffixes=("_a", "_b"))
+    pairs = pd.merge(_by_run(a), _by_run(b), on=MEASUREMENT, how="outer", suffixes=("_a", "_b"))
     sides = zip(pairs.pop("value_a"), pairs.pop("value_b"))
     values = [[np.array(v if isinstance(v, list) else []) for v in pair] for pair in sides]
     confidence = 1 - _FALSE_ALARMS / max(sum(len(x) > 0 < len(y) for x, y in values), 1)
@@ -152,9 +152,9 @@ def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
     """One value per run: the median over its repetitions of their medians, since calls of one sequence are no evidence."""
-    each = _timed(samples).groupby([*MEASURE, "run_id", "repetition"], dropna=False)["value"].median()
-    values = each.groupby([*MEASURE, "run_id"], dropna=False).median()
-    return values.groupby(MEASURE, dropna=False).agg(list).reset_index()
+    each = _timed(samples).groupby([*MEASUREMENT, "run_id", "repetition"], dropna=False)["value"].median()
+    values = each.groupby([*MEASUREMENT, "run_id"], dropna=False).median()
+    return values.groupby(MEASUREMENT, dropna=False).agg(list).reset_index()
 
 
 def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) -> dict:

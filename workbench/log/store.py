@@ -20,8 +20,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError
-from workbench.log import cache, tables
-from workbench.log.tables import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
+from workbench.log import cache
+from workbench.log import schema as tables
+from workbench.log.schema import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
 
 SHIPPED = "shipped"
 _VERSION_KEY = b"workbench.log.version"

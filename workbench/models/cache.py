@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from workbench.bundle import State
-from workbench.bundle.contract import KV_WRITE_MASK, POS
+from workbench.bundle import StateEntry
+from workbench.bundle.manifest import KV_WRITE_MASK, POS
 
 
 class Cache:
@@ -15,7 +15,7 @@ class Cache:
         states: state name (`k_state`) → the buffer, or the part of one, that holds it.
     """
 
-    def __init__(self, module: nn.Module, states: dict[str, State]):
+    def __init__(self, module: nn.Module, states: dict[str, StateEntry]):
         self.module, self.states = module, states
 
     def read(self, name: str) -> torch.Tensor:

@@ -8,10 +8,9 @@ the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both 
 import torch
 from torch import nn
 
-from workbench.bundle.contract import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
-
-from .cache import Cache
-from .layers import NORMAL, Conv, Shape, by_peak
+from workbench.bundle.manifest import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
+from workbench.models.cache import Cache
+from workbench.models.layers import NORMAL, Conv, AttentionGeometry, by_peak
 
 TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
 
@@ -19,7 +18,7 @@ TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
 class Projection(nn.Module):
     """x → q [B, H, T, D], k and v [B, H_kv, T, D], before norm and rope."""
 
-    def __init__(self, C: int, shape: Shape):
+    def __init__(self, C: int, shape: AttentionGeometry):
         super().__init__()
         self.shape = shape
         H, H_kv, D = shape.H, shape.H_kv, shape.D
@@ -70,7 +69,7 @@ class QKNorm(nn.Module):
     The score scale D^-½ and q's own √D cancel, so neither is applied.
     """
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: AttentionGeometry):
         super().__init__()
         self.temp = nn.Parameter(torch.zeros(1, shape.H_kv, 1, 1))
 
@@ -84,10 +83,10 @@ class QKNorm(nn.Module):
         return y / reduce(y * y, 3, keepdim=True).sqrt().clamp(*NORMAL)
 
 
-class Attention(nn.Module):
+class CompressedConvAttention(nn.Module):
     """CCA over a cache of states: x → [B, C, T, 1]; rope turns the first `rotary` dims of each head."""
 
-    def __init__(self, C: int, shape: Shape, *, rotary: int):
+    def __init__(self, C: int, shape: AttentionGeometry, *, rotary: int):
         super().__init__()
         self.shape, self.rotary = shape, rotary
         self.qkv_proj, self.qk_norm = Projection(C, shape), QKNorm(shape)

@@ -7,8 +7,7 @@ import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
 from workbench.errors import InputError
-
-from .layers import Shape
+from workbench.models.layers import AttentionGeometry
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -35,10 +34,10 @@ class Plan:
     experts: int = 0
     residual_exponent: int = 0
 
-    def shape(self, index: int, options: Options) -> Shape:
+    def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
         d, layer = self.dims, self.layers[index]
-        return Shape(options.batch, d.H, d.H_kv, d.D, options.slots(layer.window), options.layout, layer.suffix)
+        return AttentionGeometry(options.batch, d.H, d.H_kv, d.D, options.slots(layer.window), options.layout, layer.suffix)
 
 
 def refuse(config, found: str, needed: str) -> NoReturn:

@@ -12,17 +12,16 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options
-
-from .cache import Cache
-from .checkpoint import Checkpoint
-from .family import Plan, alternating, dims, refuse
-from .layers import NORMAL, Attention, GatedMLP, Head, RMSNorm
+from workbench.models.cache import Cache
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.family import Plan, alternating, dims, refuse
+from workbench.models.layers import NORMAL, Attention, GatedMLP, Head, RMSNorm
 
 ADDING = ("post_attention_layernorm", "post_feedforward_layernorm")  # what they return joins the residual stream
 CHUNK = 16_384  # rows of the embedding table read at a time
 
 
-class DecoderLayer(nn.Module):
+class GemmaDecoderLayer(nn.Module):
     """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and 2^-residual_exponent of the model's."""
 
     def __init__(self, plan: Plan, index: int, options: Options):
@@ -72,7 +71,7 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     return replace(plan, residual_exponent=exponent, embedding_scale=plan.embedding_scale * 2.0**-exponent)
 
 
-layer = DecoderLayer
+layer = GemmaDecoderLayer
 
 
 def head(plan: Plan, rows: int) -> nn.Module:

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.contract import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
-
-from .cache import Cache
+from workbench.bundle.manifest import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
+from workbench.models.cache import Cache
 
 NORMAL = (2.0**-14, 65504.0)  # magnitudes that fp16 holds in full precision
 
@@ -84,7 +83,7 @@ class RMSNorm(nn.Module):
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionGeometry:
     """Static sizes of one attention layer: S slots of cache, H query heads on H_kv key/value heads of D channels.
 
     Traced code takes sizes from here: reading them off a tensor would put shape arithmetic into the program. T is the
@@ -140,7 +139,7 @@ class Attention(nn.Module):
     Scaling q before q kᵀ keeps scores small in fp16; `qk_norm` is a per-head RMSNorm factory or None.
     """
 
-    def __init__(self, C: int, shape: Shape, *, scale, rotary: int, qkv_bias=False, o_bias=False, qk_norm=None):
+    def __init__(self, C: int, shape: AttentionGeometry, *, scale, rotary: int, qkv_bias=False, o_bias=False, qk_norm=None):
         super().__init__()
         self.shape, self.scale, self.rotary = shape, scale, rotary
         H, H_kv, D = shape.H, shape.H_kv, shape.D

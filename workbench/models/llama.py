@@ -4,10 +4,9 @@ import torch
 from torch import nn
 
 from workbench.bundle import Layer, Options
-
-from .cache import Cache
-from .family import Plan, dims, refuse, rope
-from .layers import Attention, GatedMLP, Head, RMSNorm
+from workbench.models.cache import Cache
+from workbench.models.family import Plan, dims, refuse, rope
+from workbench.models.layers import Attention, GatedMLP, Head, RMSNorm
 
 
 class DecoderLayer(nn.Module):

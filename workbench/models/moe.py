@@ -7,7 +7,7 @@ class after the last expert is the skip class: it adds nothing.
 import torch
 from torch import nn
 
-from .layers import Conv, RMSNorm, Shape
+from workbench.models.layers import Conv, RMSNorm, AttentionGeometry
 
 
 class RouterMLP(nn.Module):
@@ -46,7 +46,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated experts stacked as one wide convolution up and one grouped convolution down."""
 
-    def __init__(self, count: int, C: int, inner: int, shape: Shape):
+    def __init__(self, count: int, C: int, inner: int, shape: AttentionGeometry):
         super().__init__()
         self.count, self.C, self.inner, self.shape = count, C, inner, shape
         self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))

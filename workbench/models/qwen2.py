@@ -3,10 +3,9 @@
 from torch import nn
 
 from workbench.bundle import Options
-
-from . import llama
-from .family import Plan, refuse
-from .llama import head
+from workbench.models import llama
+from workbench.models.family import Plan, refuse
+from workbench.models.llama import head
 
 __all__ = ["head", "layer", "plan"]
 

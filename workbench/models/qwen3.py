@@ -5,11 +5,10 @@ from functools import partial
 from torch import nn
 
 from workbench.bundle import Options
-
-from . import llama, qwen2
-from .family import Plan
-from .layers import RMSNorm
-from .llama import head
+from workbench.models import llama, qwen2
+from workbench.models.family import Plan
+from workbench.models.layers import RMSNorm
+from workbench.models.llama import head
 
 __all__ = ["head", "layer", "plan"]
 

@@ -4,17 +4,23 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options
-from workbench.bundle.contract import (
-    BASE, CONV_STATE, EXPERT_IN, ROUTER_PROBS, ROUTER_SCORES, ROUTER_STATE, ROUTER_STATE_OUT, V_DELAYED_STATE,
-)  # fmt: skip
-
-from .cache import Cache
-from .cca import TAPS, Attention
-from .checkpoint import Checkpoint
-from .family import Plan, alternating, dims, refuse
-from .layers import RMSNorm
-from .llama import head
-from .moe import Experts, Mixture, Router
+from workbench.bundle.manifest import (
+    BASE,
+    CONV_STATE,
+    EXPERT_IN,
+    ROUTER_PROBS,
+    ROUTER_SCORES,
+    ROUTER_STATE,
+    ROUTER_STATE_OUT,
+    V_DELAYED_STATE,
+)
+from workbench.models.cache import Cache
+from workbench.models.cca import TAPS, CompressedConvAttention
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.family import Plan, alternating, dims, refuse
+from workbench.models.layers import RMSNorm
+from workbench.models.llama import head
+from workbench.models.moe import Experts, Mixture, Router
 
 __all__ = ["expert", "head", "layer", "plan", "settle"]
 
@@ -41,7 +47,7 @@ class ResidualScaling(nn.Module):
         return hidden + (residual + self.residual_bias) * self.residual_scale
 
 
-class DecoderLayer(nn.Module):
+class ZayaDecoderLayer(nn.Module):
     """One decoder layer: x → hidden; reads the router state of the layer before and leaves its own in `io`.
 
     With routed experts it ends at the router: `io` gets what the host and the expert shards need to finish the layer.
@@ -54,7 +60,7 @@ class DecoderLayer(nn.Module):
         (rope,) = (r for r in plan.rope if r.name == layer.rope)
         self.routed = options.moe == "routed"
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(C, eps), RMSNorm(C, eps)
-        self.self_attn = Attention(C, shape, rotary=2 * len(rope.inv_freq))
+        self.self_attn = CompressedConvAttention(C, shape, rotary=2 * len(rope.inv_freq))
         gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
         experts = None if self.routed else Experts(plan.experts, C, config.moe_intermediate_size, shape)
         self.mlp = Mixture(gate, experts)
@@ -108,4 +114,4 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     return plan
 
 
-layer, expert = DecoderLayer, Expert
+layer, expert = ZayaDecoderLayer, Expert

@@ -10,8 +10,13 @@ from workbench.plots.cache import cache_rows
 from workbench.plots.choice import roofline, speed_against_fidelity
 from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, ratios, speed
 from workbench.plots.fidelity import (
-    error_by_position, error_parts, fidelity_grid, fidelity_heatmap, layer_parts, update_cosine_bars,
-)  # fmt: skip
+    error_by_position,
+    error_parts,
+    fidelity_grid,
+    fidelity_heatmap,
+    layer_parts,
+    update_cosine_bars,
+)
 from workbench.plots.figure import save, style, writer
 from workbench.plots.overflow import headroom, mask_leaks
 from workbench.plots.reuse import failure_patterns, first_token, reuse_matrix

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 
 from workbench.plots.figure import axes, label_cells, legend_above, style
 
-_MARKS = {
+_CALL_MARKS = {
     "as expected": dict(marker="s", color="#0072B2"),
     "missed": dict(marker="s", color="#D55E00", markerfacecolor="none", markeredgewidth=1.2),
     "stray": dict(marker="x", color="#D55E00", markeredgewidth=1.5),
@@ -27,7 +27,7 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     calls = rows.groupby("call")["T"].first()
     slots = pd.Index(found["slot"].unique()).sort_values()
     ax = axes(ax, min(1.4 + 0.16 * len(slots), 7), 0.9 + 0.18 * len(calls))
-    for kind, look in _MARKS.items():
+    for kind, look in _CALL_MARKS.items():
         marked = found[found[kind]]
         x, y = slots.get_indexer(marked["slot"]) + 0.5, calls.index.get_indexer(marked["call"]) + 0.5
         ax.plot(x, y, ls="", label=f"{kind} ({len(marked)})", **look)

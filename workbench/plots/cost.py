@@ -13,7 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from workbench.plots.figure import axes, cells, legend_above, on_machine, style, unmeasured_key
+from workbench.plots.figure import axes, grid_cells, legend_above, on_machine, style, unmeasured_key
 
 _GIB = 2**30
 _ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -60,7 +60,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     grid = layers.pivot_table(index="T", columns="max_seq_len", values="layer_ms", aggfunc="median").astype(float)
     ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
     norm = Normalize(0, grid.max(axis=None))
-    mesh = cells(ax, grid, norm, matplotlib.colormaps["cividis"])
+    mesh = grid_cells(ax, grid, norm, matplotlib.colormaps["cividis"])
     for y, row in enumerate(grid.to_numpy()):
         for x, value in enumerate(row):
             if value == value:

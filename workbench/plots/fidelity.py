@@ -20,7 +20,7 @@ from matplotlib.font_manager import findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from workbench.plots.figure import axes, cells, label_cells, legend_above, style, unmeasured_key
+from workbench.plots.figure import axes, grid_cells, label_cells, legend_above, style, unmeasured_key
 
 MAX_TOKEN_LABELS = 64
 
@@ -99,7 +99,7 @@ def _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits) -> t
     beyond = kind.fails(value, np.nan if threshold is None else threshold)
     off_scale = 2 * norm.vmax if kind.fails(1, 0) else norm.vmin - 1
     shown = _pivot(rows, value.clip(norm.vmin, norm.vmax).mask(infinite, off_scale), measured)
-    mesh = cells(ax, shown, norm, matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"))
+    mesh = grid_cells(ax, shown, norm, matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"))
     if tokens is not None and len(shown.columns) <= MAX_TOKEN_LABELS:
         label_cells(ax.xaxis, [_printable(tokens[position]) for position in shown.columns], MAX_TOKEN_LABELS)
         ax.tick_params(axis="x", rotation=90)

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 
-from workbench import machines
+from workbench.log import machines
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which colour-blind readers tell apart."""
@@ -85,7 +85,7 @@ def axes(ax: Axes | None, width: float, height: float) -> Axes:
     return plt.subplots(figsize=(width, height))[1] if ax is None else ax
 
 
-def cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
+def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
     """Draw a table as coloured cells, row 0 on top, labelled by its index and columns; missing cells are hatched."""
     for spine in ax.spines.values():
         spine.set_visible(False)

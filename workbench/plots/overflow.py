@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from workbench.plots.figure import axes, cells, legend_above, style
+from workbench.plots.figure import axes, grid_cells, legend_above, style
 
 
 @style()
@@ -41,7 +41,7 @@ def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     grid = grid.loc[table["mask"].drop_duplicates(), table["case"].drop_duplicates()]
     ax = axes(ax, 2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
     colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
-    mesh = cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
+    mesh = grid_cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
     for y, row in enumerate(grid.to_numpy()):
         for x, value in enumerate(row):
             dark = sum(mesh.to_rgba(min(value, 1) if value == value else 2.0)[:3]) < 1.5

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 
-from workbench.plots.figure import axes, cells, legend_above, style, unmeasured_key
+from workbench.plots.figure import axes, grid_cells, legend_above, style, unmeasured_key
 
 _MARKS = {"GREEN": "✓", "ok": "✓", "RED": "✗", "FAIL": "✗"}
 _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
@@ -15,7 +15,7 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 def _marked(ax: Axes, verdicts: pd.DataFrame) -> None:
     """A table of verdicts as cells that say by mark and colour whether they hold; anything else is hatched."""
     marks = verdicts.map(_MARKS.get)
-    cells(ax, marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float), Normalize(0, 1), _HOLDS)
+    grid_cells(ax, marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float), Normalize(0, 1), _HOLDS)
     ax.set_xticks([i + 0.5 for i in range(verdicts.shape[1])], labels=[str(c) for c in verdicts.columns])
     ax.set_yticks([i + 0.5 for i in range(verdicts.shape[0])], labels=[str(r) for r in verdicts.index])
     for y, row in enumerate(marks.to_numpy()):

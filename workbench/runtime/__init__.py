@@ -5,8 +5,7 @@ import sys
 
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
-
-from .base import Model, State
+from workbench.runtime.base import Model, State
 
 RUNTIMES = ("auto", "portable", "coreml")
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
@@ -33,18 +32,18 @@ def resolve(runtime: str = "auto") -> str:
     return runtime
 
 
-def load(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared", fast: bool = False,
+def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared", fast: bool = False,
          compute_units: str = "CPU_AND_NE", hints: dict | None = None, function: str | None = None) -> Model:  # fmt: skip
     """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML."""
     if resolve(runtime) == "portable":
-        from .portable import PortableModel
+        from workbench.runtime.portable import PortableModel
 
         return PortableModel(bundle, shard, precision, fast)
     if compute_units not in COMPUTE_UNITS:
         raise InputError("compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one")
-    from .coreml import CoreMLModel
+    from workbench.runtime.coreml import CoreMLModel
 
     return CoreMLModel(bundle, shard, compute_units, hints, function)
 
 
-__all__ = ["COMPUTE_UNITS", "Model", "RUNTIMES", "State", "coreml_available", "load", "resolve"]
+__all__ = ["COMPUTE_UNITS", "Model", "RUNTIMES", "State", "coreml_available", "load_shard", "resolve"]

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
-from workbench.quiet import coremltools
-
-from .base import State, check_inputs
+from workbench.runtime.base import State, check_inputs
 
 HINTS = {
     "reshapeFrequency": "ReshapeFrequency",

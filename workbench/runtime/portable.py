@@ -1,4 +1,4 @@
-"""Runs the exported package itself on PyTorch, anywhere. See `workbench.mil` for the arithmetic."""
+"""Runs the exported package itself on PyTorch, anywhere. See `miltorch` for the arithmetic."""
 
 import math
 import os
@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workbench import mil
+import miltorch
+from miltorch.interpret import Hook
+from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.contract import POS
+from workbench.bundle.manifest import POS
 from workbench.errors import InputError
-from workbench.mil.interpret import Hook
-from workbench.quiet import coremltools
-
-from .base import State, check_inputs
+from workbench.runtime.base import State, check_inputs
 
 
 class Cells:
@@ -40,8 +39,8 @@ class PortableModel:
     """One shard, executed operation by operation.
 
     States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook (see
-    `workbench.mil.interpret`); none costs nothing. With `fast`, `declared` calls take the decode path
-    (`workbench.mil.fast`) unless a hook is set; the literal graph is made ready when first
+    `miltorch.interpret`); none costs nothing. With `fast`, `declared` calls take the decode path
+    (`miltorch.fast.program`) unless a hook is set; the literal graph is made ready when first
     needed, and runs what the decode path does not take.
     """
 
@@ -52,7 +51,7 @@ class PortableModel:
         start = time.perf_counter()
         self.package = bundle.package(shard)
         _read_ahead(self.package)
-        program = mil.read(self.package)
+        program = miltorch.read(self.package)
         check_interface(shard, program, self.t_max)
         self.fast = self._fast(program) if fast and precision == "declared" else None
         self.program = self.fast.program if self.fast else program
@@ -85,17 +84,18 @@ class PortableModel:
         finally:
             self.fast = before
 
-    def _fast(self, program: mil.Program):
-        from workbench.mil import fast, kernels  # numba takes a moment to import
+    def _fast(self, program: miltorch.Program):
+        from miltorch.fast import kernels  # numba takes a moment to import
+        from miltorch.fast import program as fast
 
         return fast.ready(program, lambda: self.executable) if kernels.available() else None
 
     @cached_property
-    def executable(self) -> mil.Executable:
-        return mil.Executable(self.program if self.program.block else mil.read(self.package), self.precision)
+    def executable(self) -> miltorch.Executable:
+        return miltorch.Executable(self.program if self.program.block else miltorch.read(self.package), self.precision)
 
     def make_state(self) -> State:
-        return State(self.shard, Cells(mil.make_state(self.program), half=self.precision != "exact"))
+        return State(self.shard, Cells(miltorch.make_state(self.program), half=self.precision != "exact"))
 
     def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
@@ -112,7 +112,7 @@ class PortableModel:
         return self.executable.constant(name).numpy()
 
 
-def check_interface(shard: Shard, program: mil.Program, t_max: int) -> None:
+def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
     """Refuses a manifest and a package that disagree about what a shard takes, keeps and gives.
 
     Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
@@ -160,7 +160,7 @@ def _disagreement(subject: str, found: str, needed: str) -> InputError:
     return InputError(subject, f"{found} in the package", f"{needed}, as bundle.json says", "export or copy the bundle again")
 
 
-def _ranges(program: mil.Program, name: str) -> list[tuple[int, float]]:
+def _ranges(program: miltorch.Program, name: str) -> list[tuple[int, float]]:
     """Smallest and largest size of each axis that the package's description allows an input; none where it says nothing."""
     described = {value.name: value.type.multiArrayType for value in getattr(program.description, "input", ())}.get(name)
     ranges = described.shapeRange.sizeRanges if described is not None else ()

@@ -7,9 +7,10 @@ import ipywidgets as ui
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from workbench import log, machines, plots
-from workbench import runs as runs_
+from workbench import log, plots
 from workbench.errors import InputError
+from workbench.log import machines
+from workbench.sweep import runs as runs_
 from workbench.widgets.panel import Panel, absent, choice
 
 

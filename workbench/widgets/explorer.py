@@ -10,13 +10,15 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from pydantic import BaseModel
 
-from workbench import log, plots, report, runs, splits, sweep
+from workbench import log, plots, report, sweep
 from workbench.bundle import Options
+from workbench.check import tasks
+from workbench.check.gates import LIMITS
 from workbench.errors import InputError
-from workbench.eval import answers
-from workbench.eval.gates import LIMITS
 from workbench.models.checkpoint import Checkpoint
-from workbench.widgets.panel import Job, Panel, absent, choice, slider
+from workbench.sweep import runs
+from workbench.widgets import error_split
+from workbench.widgets.panel import BackgroundJob, Panel, absent, choice, slider
 
 METRICS = {"1 − cosine": "1-cosine", "largest error": "max_abs", "PSNR (dB)": "psnr_db"}
 WORST = 8
@@ -31,7 +33,7 @@ class Explorer(Panel):
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
-        machine: whose times are shown first (see `workbench.machines.name`); default: `workbench.sweep.stored`'s.
+        machine: whose times are shown first (see `workbench.log.machines.name`); default: `workbench.sweep.stored`'s.
     """
 
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
@@ -43,8 +45,8 @@ class Explorer(Panel):
         self.tokens, self.cell, self.rows = _tokens(self.checkpoint, self.grid.validate_ids), None, None
         self.cells = list(sweep.cells(self.grid))
         if machine is not None:
-            sweep.stored(self.grid, self.root, machine)  # refuses a machine that the log lacks
-        self.options = {_label(c.options, self.grid.export): c.options for c in self.cells}
+            sweep.stored_tables(self.grid, self.root, machine)  # refuses a machine that the log lacks
+        self.options = {_bundle_label(c.options, self.grid.export): c.options for c in self.cells}
         lengths = sorted({c.options.max_seq_len for c in self.cells})
         self.worst = ui.Select(rows=WORST + 1, layout=ui.Layout(width="420px"))
         self.worst.observe(lambda change: self.choose(change["new"]), names="value")
@@ -60,7 +62,7 @@ class Explorer(Panel):
                           "metric": choice("metric", list(METRICS.items()))}, lists)  # fmt: skip
         self.picture.observe(lambda change: self.guarded(lambda: self.click(*change["new"])), names="clicked")
         self.refresh(machine)
-        self.job = Job(self.missing, self, lambda: self.refresh(runs.here()))
+        self.job = BackgroundJob(self.missing, self, lambda: self.refresh(runs.here()))
         self.box.children = (*self.box.children[:1], ui.HBox([self.job.box, self.saved]), *self.box.children[1:])
 
     def refresh(self, machine: str | None = None) -> None:
@@ -81,7 +83,7 @@ class Explorer(Panel):
         """Reads what the log holds of the machine chosen, unless it is read already."""
         if self.machine != self.value("machine"):
             known = self.value("machine") in sweep.offered_machines(self.grid, self.root)
-            self.stored = sweep.stored(self.grid, self.root, self.value("machine") if known else None)
+            self.stored = sweep.stored_tables(self.grid, self.root, self.value("machine") if known else None)
             self.machine = self.value("machine")
 
     @property
@@ -93,12 +95,12 @@ class Explorer(Panel):
         """What the log lacks, as steps for a `Job`: one per bundle and precision, one per bundle's error split."""
         done, steps = sweep.done_cells(self.root), {}
         for o in dict.fromkeys(cell.options for cell in self.cells):
-            name = f"{_label(o, self.grid.export)}, max_seq_len {o.max_seq_len}"
+            name = f"{_bundle_label(o, self.grid.export)}, max_seq_len {o.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(o, precision)
                 if any(cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)):
                     steps[f"{name}, {precision}: speed and fidelity", o] = lambda part=part: self._measure(part)
-            if self.grid.validate_ids and splits.stored(self.checkpoint, o, self.root) is None:
+            if self.grid.validate_ids and error_split.stored_split(self.checkpoint, o, self.root) is None:
                 steps[f"{name}: error split", o] = lambda o=o: self._split(o)
         return [(label, step) for (label, o), step in sorted(steps.items(), key=lambda found: found[0][1] != self.setting)]
 
@@ -115,7 +117,7 @@ class Explorer(Panel):
                              "see their reasons: workbench log --where \"status == 'failed'\"")  # fmt: skip
 
     def _split(self, options: Options) -> None:
-        splits.make(self.checkpoint, options, self.grid.validate_ids, self.grid.experiment, self.root, self.bundles)
+        error_split.make_split(self.checkpoint, options, self.grid.validate_ids, self.grid.experiment, self.root, self.bundles)
 
     def click(self, x: float, y: float) -> None:
         """Chooses the heatmap's cell at a place of the picture (fractions from the top left)."""
@@ -161,7 +163,7 @@ class Explorer(Panel):
         """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
         rows, chosen = self.stored[table], {axis: self._chosen(axis) for axis in sweep.RUN_AXES}
         settings = [cell.columns(runtime) for cell in self.cells for runtime in runs.RUNTIMES
-                    if _label(cell.options, self.grid.export) == self.value("bundle")
+                    if _bundle_label(cell.options, self.grid.export) == self.value("bundle")
                     and all(cell.run[axis] == chosen[axis] for axis in chosen if axis != "T")]  # fmt: skip
         columns = [c for c in (runs.VALUES if table == "fidelity" else runs.TIMES) if c not in ("max_seq_len", "T")]
         return runs.fitting(rows, settings, columns)
@@ -207,7 +209,7 @@ class Explorer(Panel):
             self.worst.options = lines
 
     def _parts(self, ax: Axes) -> None:
-        found = splits.stored(self.checkpoint, self.setting, self.root)
+        found = error_split.stored_split(self.checkpoint, self.setting, self.root)
         if found is None:
             self.split.value = ""
             return absent(ax, "error split not measured at this setting")
@@ -238,14 +240,14 @@ class Explorer(Panel):
         shown = report.exhibit(name, self.rows.dropna(axis=1, how="all"), alt, "fidelity_heatmap", self._options())
         row = {"command": "explorer", "checkpoint": self.checkpoint.path.name, "max_seq_len": s.max_seq_len, "T": T,
                "compress": s.compress}  # fmt: skip
-        run_id = runs.record(self.grid.experiment, row, root=self.root, exhibits=[shown])
+        run_id = runs.record_run(self.grid.experiment, row, root=self.root, exhibits=[shown])
         place = report.folder(self.grid.experiment, self.checkpoint.path.name, self.root)
-        paths = report.export(shown | {"run_id": run_id}, place, self.grid.experiment)
+        paths = report.write_exhibit(shown | {"run_id": run_id}, place, self.grid.experiment)
         self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
         return paths
 
 
-def _label(options, axes: dict) -> str:
+def _bundle_label(options, axes: dict) -> str:
     """What tells a bundle of the grid from the others, max_seq_len apart."""
     told = [str(getattr(options, name)) for name, values in axes.items() if name != "max_seq_len" and len(values) > 1]
     return ", ".join([options.compress, *(t for t in told if t != options.compress)])
@@ -259,6 +261,6 @@ def _values(values: list) -> list:
 
 def _tokens(checkpoint: Checkpoint, ids: list[int]) -> list[str] | None:
     try:
-        return answers.tokenizer(checkpoint.path).convert_ids_to_tokens(ids) if ids else None
+        return tasks.checkpoint_tokenizer(checkpoint.path).convert_ids_to_tokens(ids) if ids else None
     except InputError:
         return [str(i) for i in ids]

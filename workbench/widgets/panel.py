@@ -121,7 +121,7 @@ def choice(name: str, values: list, start=None) -> ui.Dropdown:
     )
 
 
-class Job:
+class BackgroundJob:
     """A Run and a Cancel button over steps that are done one after the other in a thread, with progress.
 
     Args:

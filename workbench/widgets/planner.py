@@ -4,12 +4,13 @@ from pathlib import Path
 
 import ipywidgets as ui
 
-from workbench import log, plots, sweep, tables
+from workbench import log, plots, sweep
+from workbench.ane import memory, placement, roofline
 from workbench.bundle import Options
-from workbench.eval import memory, residency, roofline
 from workbench.export import options
 from workbench.models.checkpoint import Checkpoint
-from workbench.widgets.panel import Job, Panel, choice, slider
+from workbench.report import tables
+from workbench.widgets.panel import BackgroundJob, Panel, choice, slider
 
 MACHINES = {f"{n} GiB": n << 30 for n in (6, 8, 12, 16, 24, 32, 48, 64, 96, 128)}
 
@@ -32,7 +33,7 @@ class Planner(Panel):
         super().__init__({"max_seq_len": slider("max_seq_len", [2**n for n in range(6, 16)], 512), "T": slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
                           "compress": choice("compress", list(memory.STORED_BITS)), "chip": choice("chip", sorted(roofline.chips()), "M4"),
                           "machine": choice("machine", list(MACHINES), "16 GiB")}, self.rules)  # fmt: skip
-        self.job = Job(lambda: [] if self.chosen in self.linted else [("export and lint", self._lint)], self, self.draw)
+        self.job = BackgroundJob(lambda: [] if self.chosen in self.linted else [("export and lint", self._lint)], self, self.draw)
         self.box.children = (*self.box.children, self.job.box)
         for control in self.controls.values():
             control.observe(lambda _: self.job.refresh(), names="value")
@@ -44,16 +45,16 @@ class Planner(Panel):
 
     def _lint(self) -> None:
         chosen = self.chosen
-        self.linted[chosen] = residency.predicted(
+        self.linted[chosen] = placement.predicted_placement(
             sweep.bundle_for(self.checkpoint, chosen, self.bundles), int(self.value("chip")[1])
         )
 
     def _draw(self) -> None:
         size, name = MACHINES[self.value("machine")], self.checkpoint.path.name
-        budget = memory.of_checkpoint(self.checkpoint, self.chosen, size)
+        budget = memory.budget_of_checkpoint(self.checkpoint, self.chosen, size)
         machine = {self.value("machine"): size} if budget.total > size / 50 else {}  # else the bar would not be seen
         self.show(plots.memory_bar(tables.budget(budget, name), machine).figure, f"memory of {name}")
-        rates = {T: 1e3 * T / roofline.predict(memory.work(self.checkpoint, self.chosen, T), self.value("chip"))["ms"].sum()
+        rates = {T: 1e3 * T / roofline.predict_ms(memory.decode_work(self.checkpoint, self.chosen, T), self.value("chip"))["ms"].sum()
                  for T in sorted({1, self.value("T")})}  # fmt: skip
         self.message.value = (
             f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {self.value('machine')}. "
@@ -62,5 +63,5 @@ class Planner(Panel):
         )  # fmt: skip
         found = self.linted.get(self.chosen)
         self.rules.value = (
-            "Rules: not checked, they need the exported graph." if found is None else tables.shown(tables.rules(found)).to_html()
+            "Rules: not checked, they need the exported graph." if found is None else tables.shown(tables.rules_table(found)).to_html()
         )

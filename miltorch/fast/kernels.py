@@ -1,0 +1,413 @@
+"""What decoding computes, compiled by numba: products with stored weights, norms, rotations, one query's attention.
+
+Weights stay in memory as they are stored; each dequantized int8 weight is rounded to fp16 before it meets its activation, as
+`constexpr_blockwise_shift_scale` says. Products and sums are float32. Compiled once per machine, then read from a cache.
+"""
+
+import platform
+import threading
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import binding, ir
+from numba import config, njit, prange, set_num_threads, types
+from numba.extending import intrinsic, overload
+
+from miltorch.ops.linear import TERMS
+
+LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
+LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
+EXTREME = np.float32(4e3)  # scores of such size come near the mask's -1e4: blocked columns may count then
+SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
+FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
+
+
+@cache
+def available() -> bool:
+    """Whether this processor converts fp16 in hardware; without it LLVM's conversion aborts the process."""
+    return platform.machine() in ("arm64", "aarch64") or bool(binding.get_host_cpu_features().get("f16c"))
+
+
+@intrinsic
+def _round16(typing, x):
+    """float32 rounded to fp16, to nearest even."""
+
+    def build(context, builder, signature, arguments):
+        return builder.fpext(builder.fptrunc(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.float32), build
+
+
+@intrinsic
+def _wide(typing, bits):
+    """The float32 value of the bits of an fp16 one."""
+
+    def build(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+def _value(weight, scale):
+    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, an fp16 one (its bits) as it is."""
+
+
+@overload(_value)
+def _overload_value(weight, scale):
+    if weight is types.uint16:
+        return lambda weight, scale: _wide(weight)
+    return lambda weight, scale: _round16(np.float32(weight) * scale)
+
+
+@njit(fastmath=FLAGS, cache=True)
+def _row_kernel(weight, scale, x):
+    """weight [K] · x [K]"""
+    total = np.float32(0)
+    for k in range(weight.shape[0]):
+        total += _value(weight[k], scale) * x[k]
+    return total
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _one(weight, scale, x, out, threads):
+    """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread where others cost more than they give."""
+    if threads and weight.size >= SMALL_PRODUCT:
+        for r in prange(weight.shape[0]):
+            out[r] = _row_kernel(weight[r], scale[r], x)
+    else:
+        for r in range(weight.shape[0]):
+            out[r] = _row_kernel(weight[r], scale[r], x)
+
+
+@njit(fastmath=FLAGS, cache=True)
+def _four(weight, scale, x, terms):
+    """weight [K] · x [4, K]: a weight is made dense once for four vectors. K is given as `terms`: a constant makes it faster."""
+    a = b = c = d = np.float32(0)
+    for k in range(terms):
+        w = _value(weight[k], scale)
+        a += w * x[0, k]
+        b += w * x[1, k]
+        c += w * x[2, k]
+        d += w * x[3, k]
+    return a, b, c, d
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _many(weight, scale, x, out):
+    """out [R, N] for x [N, K], N a multiple of 4."""
+    for r in prange(weight.shape[0]):
+        for n in range(0, x.shape[0], 4):
+            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(weight[r], scale[r], x[n : n + 4], x.shape[1])
+
+
+def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
+    """x [N, K] by weight [R, K] → float32 [N, R], on torch's threads.
+
+    Args:
+        weight: int8, or the bits of fp16 values as uint16.
+        scale: of each row of int8 weights, [R] float32; not looked at for fp16.
+    """
+    N, R = len(x), len(weight)
+    _same(x.shape[1:], weight.shape[1:])
+    _same(scale.shape, (R,))
+    if N == 1:
+        row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
+        on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
+        return torch.from_numpy(out)
+    rows = F.pad(x.float(), (0, 0, 0, -N % 4)).contiguous()
+    out = np.empty((R, len(rows)), np.float32)
+    on_threads(_many, weight, scale, rows.numpy(), out)
+    return torch.from_numpy(out[:, :N].T)
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _narrow(weight, x, out):
+    """out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running sum rounded to fp16 after every TERMS."""
+    for r in prange(weight.shape[0]):
+        for n in range(x.shape[0]):
+            a = b = c = d = np.float32(0)
+            for g in range(weight.shape[1]):
+                p, q, s, t = _four(weight[r, g], np.float32(1), x[n, g], TERMS)
+                a, b, c, d = _round16(a + p), _round16(b + q), _round16(c + s), _round16(d + t)
+            out[r, 4 * n], out[r, 4 * n + 1], out[r, 4 * n + 2], out[r, 4 * n + 3] = a, b, c, d
+
+
+def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
+    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every TERMS of the K products.
+
+    Args:
+        weight: the bits of fp16 values as uint16; K a multiple of TERMS.
+    """
+    (N, K), R = x.shape, len(weight)
+    _same((K, K % TERMS), (weight[0].size, 0))
+    rows = F.pad(x.float(), (0, 0, 0, -N % 4)).reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
+    out = np.empty((R, 4 * len(rows)), np.float32)
+    on_threads(_narrow, weight.reshape(R, -1, TERMS), rows.numpy(), out)
+    return torch.from_numpy(out[:, :N].T)
+
+
+def _same(found, needed) -> None:
+    """Raises ValueError unless two shapes are equal: compiled loops check no index."""
+    if tuple(found) != tuple(needed):
+        raise ValueError(f"shape {list(found)} where {list(needed)} is needed")
+
+
+def on_threads(kernel, *arguments):
+    """Runs a parallel kernel on as many threads as torch uses."""
+    threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+    with LOCK:
+        if getattr(LOCAL, "threads", None) != threads:
+            set_num_threads(threads)
+            torch.set_num_threads(threads)  # starting numba's pool sets the number for OpenMP, and so for torch
+            LOCAL.threads = threads
+        return kernel(*arguments)
+
+
+@njit(cache=True)
+def _exp(x):
+    """e^x within 2e-7 of its value, in operations that a processor does on many numbers at once (Cephes' expf)."""
+    x = min(max(x, np.float32(-87)), np.float32(88))
+    whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
+    made = np.float32(1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        made = made * rest + np.float32(factor)
+    return (made * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
+
+
+@intrinsic
+def _power_of_two(typing, exponent):
+    """2^exponent as float32, for exponents of normal numbers."""
+
+    def build(context, builder, signature, arguments):
+        biased = builder.add(arguments[0], ir.Constant(ir.IntType(32), 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
+
+    return types.float32(types.int32), build
+
+
+@njit(fastmath=FLAGS, cache=True)
+def _scores(query, key, mask, first, last):
+    """query [D] · key [S, D] + mask [S] of the slots from `first` to `last`, each step rounded to fp16; and the largest
+    magnitude before the mask."""
+    scores, extreme = np.empty(last - first, np.float32), np.float32(0)
+    for s in range(first, last):
+        row, score = key[s], np.float32(0)
+        for d in range(query.shape[0]):
+            score += query[d] * row[d]
+        extreme = max(extreme, np.abs(score))
+        scores[s - first] = _round16(_round16(score) + mask[s])
+    return scores, extreme
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def _attend_kernel(q, key, value, mask, first, last, out):
+    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the slots from `first`
+    to `last`, or over all where a score of these is `EXTREME`.
+
+    Scores, masked scores and weights are each rounded to fp16, as the program declares them.
+    """
+    H, D, S = q.shape[0], q.shape[1], mask.shape[0]
+    for h in prange(H):
+        group = h // (H // key.shape[0])
+        start, total, made = first, np.float32(0), np.zeros(D, np.float32)
+        weights, extreme = _scores(q[h], key[group], mask, first, last)
+        if extreme > EXTREME and last - first < S:
+            start, weights = 0, _scores(q[h], key[group], mask, 0, S)[0]
+        largest, n = weights.max(), len(weights)
+        for s in range(n):
+            weights[s] = _exp(weights[s] - largest)
+            total += weights[s]
+        for s in range(n):
+            row, weight = value[group, start + s], _round16(weights[s] / total)
+            for d in range(D):
+                made[d] += weight * row[d]
+        out[h] = made
+
+
+def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose slots from `first` to `last` are
+    visible → float32 [H, D]."""
+    (H, D), (H_kv, S, _) = q.shape, key.shape
+    _same(value.shape, key.shape)
+    _same((key.shape[2], H % H_kv), (D, 0))
+    _same(mask.shape, (S,))
+    if not 0 <= first < last <= S:
+        raise IndexError(f"slots {first} to {last} of {S}")
+    out = np.empty(q.shape, np.float32)
+    on_threads(_attend_kernel, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, last, out)
+    return torch.from_numpy(out)
+
+
+@njit(fastmath=FLAGS, cache=True)
+def _rms_norm_kernel(x, weight, bounds, eps0, eps1, gains, out):
+    low, high, tiny = bounds
+    width, bits, largest = x.shape[1], x.view(np.int32), np.empty(1, np.int32)
+    for n in range(x.shape[0]):
+        most, total = np.int32(0), np.float32(0)
+        for i in range(width):  # magnitudes are ordered as their bits are, NaN above infinity
+            most = max(most, bits[n, i] & np.int32(0x7FFFFFFF))
+        largest[0] = most
+        peak = min(max(largest.view(np.float32)[0], low), high)
+        eps = _round16(_scaled_rows(_round16(eps0[0] / peak), eps0[1:]) * _scaled_rows(_round16(eps1[0] / peak), eps1[1:]))
+        for i in range(width):
+            y = _round16(x[n, i] / peak)
+            out[n, i] = y
+            total += _round16(y * y)
+        mean = _round16(total / np.float32(width))
+        root = _scaled_rows(_round16(np.float32(1) / np.sqrt(_round16(mean + eps) + tiny)), gains)
+        for i in range(width):
+            out[n, i] = _round16(_round16(out[n, i] * root) * weight[i])
+
+
+@njit(cache=True)
+def _scaled_rows(value, factors):
+    for factor in factors:
+        value = _round16(value * factor)
+    return value
+
+
+def rms_norm_rows(x: torch.Tensor, weight, bounds, eps0, eps1, gains) -> torch.Tensor:
+    """Rows of x [N, W] fp16 over their peak, then over the root of their mean square plus eps, by weight [W]; fp16.
+
+    Every step is rounded to fp16, as the program declares it.
+
+    Args:
+        bounds: of the peak, and what rsqrt adds: [3] float32.
+        eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the two.
+        gains: factors of the root.
+    """
+    _same(x.shape[1:], weight.shape)
+    x = x.contiguous().float().numpy()
+    out = np.empty_like(x)
+    _rms_norm_kernel(x, weight, bounds, eps0, eps1, gains, out)
+    return torch.from_numpy(out).half()
+
+
+@njit(cache=True)
+def _rotate(x, cos, sin, out):
+    (B, H, T, D), half = x.shape, cos.shape[3]
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                row, made = x[b, h, t], out[b, h, t]
+                for i in range(half):
+                    c, s, a, z = cos[b, 0, t, i], sin[b, 0, t, i], row[i], row[half + i]
+                    made[i] = _round16(_round16(a * c) - _round16(z * s))
+                    made[half + i] = _round16(_round16(z * c) + _round16(a * s))
+                for i in range(2 * half, D):
+                    made[i] = row[i]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further ones as they are."""
+    B, _, T, D = x.shape
+    half = cos.shape[-1]
+    _same(cos.shape, (B, 1, T, half))
+    _same(sin.shape, cos.shape)
+    if 2 * half > D:
+        raise ValueError(f"{2 * half} turned columns of {D}")
+    x = x.contiguous().float().numpy()
+    out = np.empty_like(x)
+    _rotate(x, cos.float().numpy(), sin.float().numpy(), out)
+    return torch.from_numpy(out).half()
+
+
+@njit(cache=True)
+def _one_hot_rows(mask):
+    B, S, T = mask.shape
+    slots = np.full((B, T), -1)
+    for b in range(B):
+        for s in range(S):
+            for t in range(T):
+                if mask[b, s, t] != 0:
+                    if mask[b, s, t] != 1 or slots[b, t] >= 0 or (slots[b] == s).any():
+                        return False, slots
+                    slots[b, t] = s
+    return True, slots
+
+
+def one_hot_rows(mask: torch.Tensor) -> np.ndarray | None:
+    """Slots [B, T] that the columns of a write mask [B, S, T] name, -1 for an empty one.
+
+    None unless each column and each row holds one 1 or nothing.
+    """
+    sane, slots = _one_hot_rows(mask.float().numpy())
+    return slots if sane else None
+
+
+def write_rows(state: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
+    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
+
+    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the mask's zeros is NaN.
+
+    Raises:
+        ValueError: rows of another shape.
+        IndexError: a slot past the state.
+    """
+    B, H, S, D = state.shape
+    _same(rows.shape, (B, H, slots.shape[1], D))
+    _same(slots.shape[:1], (B,))
+    if slots.size and slots.max() >= S:
+        raise IndexError(f"slot {slots.max()} of {S}")
+    _write(state, slots, rows)
+
+
+@njit(cache=True)
+def _write(state, slots, rows):
+    for b in range(slots.shape[0]):
+        plain = _finite(rows[b])
+        for t in range(slots.shape[1]):
+            plain = plain and (slots[b, t] < 0 or _finite(state[b, :, slots[b, t] : slots[b, t] + 1]))
+        if not plain:
+            _formula(state[b], slots[b], rows[b])
+            continue
+        for t in range(slots.shape[1]):
+            if slots[b, t] >= 0:
+                state[b, :, slots[b, t]] = rows[b, :, t]
+
+
+@njit(cache=True)
+def _finite(x):
+    others = 0
+    for h in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            for d in range(x.shape[2]):
+                others += not np.abs(x[h, t, d]) < np.inf
+    return others == 0
+
+
+@njit(cache=True)
+def _formula(state, slots, rows):
+    H, S, D = state.shape
+    for h in range(H):
+        for s in range(S):
+            for d in range(D):
+                kept, total = state[h, s, d], np.float32(0)
+                for t in range(len(slots)):
+                    if slots[t] == s:
+                        kept *= np.float32(0)
+                        total += rows[h, t, d]
+                    else:
+                        total += np.float32(0) * rows[h, t, d]
+                state[h, s, d] = kept + total
+
+
+@njit(cache=True)
+def _visible(mask, blocked):
+    first, last = mask.shape[1], 0
+    for t in range(mask.shape[0]):
+        seen = False
+        for s in range(mask.shape[1]):
+            if mask[t, s] > blocked:
+                seen, first, last = True, min(first, s), max(last, s + 1)
+        if not seen:
+            return 0, mask.shape[1]
+    return first, last
+
+
+def visible(mask: torch.Tensor, blocked: float) -> tuple[int, int]:
+    """First and last + 1 of the columns of an additive mask [T, S] that some query sees; all, when one sees nothing."""
+    return _visible(mask.float().numpy(), blocked)

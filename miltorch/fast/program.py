@@ -1,0 +1,309 @@
+"""The decode path: a `Program` as one straight list of calls on fp16 tensors, weights left as they are stored.
+
+Means the same as the literal graph in `declared`, and differs from it only in the order of float32 sums: an operation
+that torch's fp16 kernels compute in float32 and round once runs on fp16 directly, any other by its rule in float32.
+What makes it fast is recognised by form; whatever does not fit a form takes its literal meaning:
+
+    linear     1×1 convolutions of one input read their fp16 or int8 weights once, as one matrix-vector product
+    cache row  k·(1 − Σ mask) + mask @ rows, when the mask's columns are one-hot or empty, writes those rows in place
+    rms_norm, rotation   a norm's dozen operations in one pass, a rotary embedding's nine
+    attention  columns that the mask blocks for every query, before and behind the visible ones, are left out
+
+Gates run the literal graph: it sees NaN and leaks in rows that attention here does not touch.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from miltorch.errors import InputError
+from miltorch.fast.bytecode import Bytecode
+from miltorch.fast.patterns import FORMS, Linear, together
+from miltorch.graph import Graph, need, tried
+from miltorch.interpret import _INTEGER, Body, Builder, Executable, Step, _failure, _python_value, _reads, _to_tensor
+from miltorch.ops import OPERATIONS, TUPLES
+from miltorch.ops.state import StateCell
+from miltorch.program import Op, Program, Ref, read
+
+# torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
+DIRECT = frozenset(
+    """add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
+    reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index select identity cast
+    tile gather greater less greater_equal less_equal equal""".split()
+)
+RETYPING = frozenset("cast greater less greater_equal less_equal equal".split())  # fp16 in, something else out
+LARGE = 1 << 16  # elements of a constant whose values an outline leaves out
+
+
+@dataclass
+class Node:
+    """One call: registers in, registers out. A register of a list-valued parameter is a tuple of registers."""
+
+    op: Op
+    function: Callable
+    inputs: list[int]
+    outputs: list[int]
+
+
+def ready(program: Program, literal: Callable[[], Executable] | None = None) -> "FastProgram | None":
+    """`program` made ready for decoding; None where only the literal graph can tell what it means, or refuse it."""
+    return tried(FastProgram, program, literal)
+
+
+class FastProgram:
+    """A flat program made ready for decoding. Stateless, as `Executable`; state cells are advanced in place.
+
+    The literal reader validates every program first, and every combination of shapes at its first call: an `Outline` walks
+    the literal graph, and the call itself is tried on copies of the states. Where either raises, or where outputs and
+    states have other shapes than the literal graph gives them, calls of these shapes run literally from then on.
+
+    Args:
+        literal: gives the literal program (default: reads the package again).
+
+    Raises:
+        Exception: of any type, for what is not flat or what the literal reader refuses; see `ready`.
+    """
+
+    def __init__(self, program: Program, literal: Callable[[], Executable] | None = None):
+        self.program = replace(program, block=None)  # what it was made of may go
+        self.literal = literal or (lambda: Executable(read(program.package, program.function)))
+        self.registers: dict[str, int] = {}
+        self.values: list[object] = []  # what each register holds before a call: its constant, or None
+        self.graph = Graph(program, FORMS)
+        self.nodes = _joined([node for op in self.graph.live() for node in self._nodes(op)])
+        self.inputs = [(name, self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()]
+        self.states = [(name, self._register(name)) for name in program.states]
+        self.outputs = [(name, self._register(name)) for name in program.outputs]
+        self.outline = Executable(program, builder=partial(Outline, self.graph))
+        self.outline.body.constants = {n: self.outline.body.constants[n] for n in set(_reads(self.outline.body))
+                                       if n in self.outline.body.constants}  # fmt: skip
+        self.outline.program = self.program
+        self.cells = [(name, torch.Size(t.shape)) for name, t in program.states.items()]
+        # by the shapes of inputs, decided by their first call: a tape, None for call by call, or the literal graph
+        self.tapes: dict[tuple, Bytecode | Executable | None] = {}
+        del self.graph
+
+    @torch.inference_mode()
+    def run(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]) -> dict[str, torch.Tensor]:
+        """As `Executable.run` in `declared`, without a hook."""
+        try:
+            shapes = tuple([inputs[name].shape for name, *_ in self.inputs])
+            for name, shape in self.cells:
+                cell = state[name].value
+                if cell.shape != shape or cell.dtype is not torch.float32:
+                    return self.literal().run(inputs, state)
+        except KeyError:  # something is missing: refused
+            self.outline.operands(inputs, state)
+        if shapes not in self.tapes:
+            return self._first(inputs, state, shapes)
+        tape = self.tapes.get(shapes)
+        outputs = tape.run(inputs, state) if tape else None
+        return self._run(inputs, state)[0] if outputs is None else outputs
+
+    def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
+        """The first call of some shapes, which decides how the others run."""
+        self.outline.operands(inputs, state)  # refuses other shapes than the program declares
+        first = tried(self._alike, inputs, {name: state[name].value for name, _ in self.states})
+        if first is None:
+            self.tapes[shapes] = self.literal()
+            return self.tapes[shapes].run(inputs, state)
+        outputs, values, cells = first
+        for name, cell in cells.items():
+            state[name].value = cell.value
+        self.tapes[shapes] = tried(Bytecode, self, values)
+        return outputs
+
+    def _alike(self, inputs: dict, before: dict) -> tuple[dict, list, dict]:
+        """Outputs, registers and cells after a call on copies of the states `before`, shaped as the literal graph's are."""
+        outline = self.outline.run(inputs, {name: StateCell(value) for name, value in before.items()})
+        cells = {name: StateCell(value.clone()) for name, value in before.items()}
+        outputs, values = self._run(inputs, cells)
+        need(outputs.keys() == outline.keys())
+        need(all(outputs[name].shape == value.shape and outputs[name].dtype == value.dtype for name, value in outline.items()))
+        for name, value in before.items():
+            need(cells[name].value.shape == value.shape and cells[name].value.dtype == value.dtype == torch.float32)
+        return outputs, values, cells
+
+    def _run(self, inputs: dict, state: dict) -> tuple[dict, list]:
+        """Outputs of a call, and what every register held after it."""
+        values = list(self.values)
+        for name, register, dtype in self.inputs:
+            values[register] = inputs[name].to(dtype)
+        for name, register in self.states:
+            values[register] = state[name]
+        node = None
+        try:
+            for node in self.nodes:
+                made = node.function(*[values[i] for i in node.inputs])
+                if len(node.outputs) == 1:
+                    values[node.outputs[0]] = made
+                else:
+                    for register, value in zip(node.outputs, made, strict=False):
+                        values[register] = value
+        except InputError:
+            raise
+        except Exception as problem:
+            raise _failure(self.program, node.op, problem) from problem
+        made = ((name, values[register]) for name, register in self.outputs)
+        return {name: value.float() if value.dtype == torch.float16 else value for name, value in made}, values
+
+    def _register(self, name: str, value=None) -> int:
+        if name not in self.registers:
+            self.registers[name] = len(self.values)
+            self.values.append(value)
+        return self.registers[name]
+
+    def _nodes(self, op: Op) -> list[Node]:
+        special = self.graph.special.get(op.outputs[0][0] if op.outputs else id(op))
+        if special is None:
+            return [self._literal(op)]
+        outputs = [self._register(name) for name, _ in op.outputs]
+        return [Node(op, function, [self._register(n) for n in names], outputs if made is None else [self._register(made)])
+                for function, names, made in special if made not in self.registers or made is None]  # fmt: skip
+
+    def _literal(self, op: Op) -> Node:
+        """The operation by its rule: constant attributes bound, arrays in registers, results in their declared dtype."""
+        rule, graph = OPERATIONS[op.kind], self.graph
+        attributes, names, lists = {}, [], {}
+        positional = [p for p in inspect.signature(rule.function).parameters if p not in rule.attributes]
+        for parameter in sorted(op.inputs, key=lambda p: (positional + [p]).index(p)):
+            source = op.inputs[parameter]
+            known = graph.constant(source)
+            if parameter in rule.attributes and known is not None:
+                attributes[parameter] = _python_value(known)
+                continue
+            sources = source if isinstance(source, list) else [source]
+            if isinstance(source, list) or parameter in TUPLES:
+                lists[parameter] = len(sources)
+            names.append((parameter, [self._source(s, f"{op.name}.{parameter}.{i}") for i, s in enumerate(sources)]))
+        function = partial(rule.function, **attributes) if attributes else rule.function
+        parameters = [parameter for parameter, _ in names]
+        if lists or parameters != positional[: len(parameters)]:
+            function = _call_by_name(function, parameters, lists, rule.attributes)
+        plain = op.kind in DIRECT - RETYPING and len(op.outputs) == 1
+        if not plain or any(graph.dtype(n) != "FLOAT16" for n in _names(op)):
+            function = _typed(function, op, wide=op.kind not in DIRECT)
+        return Node(op, function, [r for _, registers in names for r in registers],
+                    [self._register(name) for name, _ in op.outputs] or [self._register(f"{op.name}.")])  # fmt: skip
+
+    def _source(self, source, where: str) -> int:
+        if isinstance(source, Ref):
+            known = self.graph.constant(source)
+            return self._register(source.name, _to_half(known) if known is not None else None)
+        return self._register(where, _to_half(_to_tensor(source)))
+
+
+class Outline(Builder):
+    """Makes a literal program ready that shows what every operation takes and gives, but not the values.
+
+    Products that a `Linear` stands for give zeros, and constants that are large or compressed are zeros that take no memory,
+    where the decode path has read them itself: an outline costs neither the weights' memory nor their products' time.
+    """
+
+    def __init__(self, graph: Graph, executable: Executable):
+        super().__init__(executable)
+        self.graph = graph
+
+    def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
+        stand_in = self._stand_in(op)
+        if stand_in is None:
+            super()._add(op, names, constants, body)
+        else:
+            constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = stand_in
+
+    def _stand_in(self, op: Op) -> torch.Tensor | None:
+        """Zeros in place of a float constant, or None."""
+        (name, declared), *more = op.outputs or [("", None)]
+        value = op.inputs.get("val") if op.kind == "const" else None
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size > LARGE:
+            shape = value.shape
+        elif name in self.graph.dense and not more and self.graph.dense[name] == declared.shape and math.prod(declared.shape) > 1:
+            shape = declared.shape
+        else:
+            return None
+        return torch.zeros(()).expand(shape)
+
+    def _step(self, op: Op, names: set, constants: dict, body: Body) -> Step:
+        step = super()._step(op, names, constants, body)
+        for function, *_ in self.graph.special.get(op.outputs[0][0] if op.outputs else id(op), ()):
+            if isinstance(function, Linear):
+                step.function = partial(_outline, step.function)
+        return step
+
+
+def _outline(conv: Callable, x, weight, bias=None, **attributes):
+    """Zeros of the shape that a 1×1 convolution gives, from one of its columns."""
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"{x.shape[1]} channels for a weight of shape {list(weight.shape)}")
+    return conv(x[:, :1], x.new_zeros(1, 1, 1, 1), **attributes).expand(-1, len(weight), -1, -1)
+
+
+def _joined(nodes: list[Node]) -> list[Node]:
+    """Products with one input become one node, where the first of them stood."""
+    groups: dict[tuple, list[Node]] = {}
+    for node in nodes:
+        if isinstance(node.function, Linear):
+            alike = node.function.weight.dtype, node.function.bias is None
+            groups.setdefault((node.inputs[0], *alike), []).append(node)
+    for first, *more in groups.values():
+        first.function = together([node.function for node in (first, *more)])
+        first.outputs = [register for node in (first, *more) for register in node.outputs]
+    gone = {id(node) for _, *more in groups.values() for node in more}
+    return [node for node in nodes if id(node) not in gone]
+
+
+def _names(op: Op) -> list[str]:
+    """Every value that an operation reads as an array or makes."""
+    reads = [s for p, source in op.inputs.items() if p not in OPERATIONS[op.kind].attributes
+             for s in (source if isinstance(source, list) else [source])]  # fmt: skip
+    return [s.name if isinstance(s, Ref) else "" for s in reads] + [name for name, _ in op.outputs]
+
+
+def _torch_dtype(declared) -> torch.dtype:
+    return torch.float16 if declared.dtype == "FLOAT16" else _INTEGER.get(declared.dtype, torch.float32)
+
+
+def _to_half(value):
+    """A float32 literal that fp16 holds exactly as fp16; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+        half = value.half()
+        return half if torch.equal(half.float(), value) else value
+    return value
+
+
+def _call_by_name(function, parameters, lists, attributes):
+    """Calls by name: for lists of values, attributes known only at run time, and parameters left out."""
+    if list(lists) == parameters and len(parameters) == 1:
+        return lambda *values: function(values)
+
+    def call(*values):
+        rest, arguments = iter(values), {}
+        for parameter in parameters:
+            count = lists.get(parameter)
+            value = next(rest) if count is None else [next(rest) for _ in range(count)]
+            arguments[parameter] = _python_value(value) if parameter in attributes else value
+        return function(**arguments)
+
+    return call
+
+
+def _typed(function, op: Op, wide: bool):
+    """Brings results to their declared dtype; `wide` operations see float32."""
+    dtypes = [_torch_dtype(t) for _, t in op.outputs]
+    many = len(dtypes) != 1
+
+    def call(*values):
+        if wide:
+            values = [v.float() if isinstance(v, torch.Tensor) and v.dtype == torch.float16 else v for v in values]
+        made = function(*values)
+        if many:
+            return [v if v.dtype == d else v.to(d) for v, d in zip(made or (), dtypes, strict=False)]
+        made = made[0] if isinstance(made, (tuple, list)) else made
+        return made if made.dtype == dtypes[0] else made.to(dtypes[0])
+
+    return call

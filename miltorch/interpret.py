@@ -1,0 +1,335 @@
+"""Runs a `Program` on PyTorch: every operation by its rule, every result rounded as the precision mode says.
+
+Precision modes
+    declared  compute in float32, round each result once to the dtype MIL declares for it
+    exact     float32 throughout; weights as stored (decompressed at their declared dtype)
+    narrow    as declared, and sums that are declared fp16 are rounded to fp16 after every 32 terms: the pessimistic bound
+
+One hook, called as `hook(op, outputs)` after each operation, sees every intermediate and may replace it: taps,
+profiles, range traces and interventions are all this hook. None costs nothing.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from miltorch.errors import InputError
+from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES
+from miltorch.ops.state import StateCell
+from miltorch.program import Block, Op, Program, Ref, Type
+
+PRECISIONS = ("declared", "exact", "narrow")
+MOVES = {"reshape", "transpose", "slice_by_index", "concat", "split", "squeeze", "expand_dims", "identity"}  # change no value
+Hook = Callable[[Op, list], list | None]
+# declared dtype → how torch holds it: unsigned types that torch lacks one size up, sub-byte integers in a byte
+_INTEGER = {"BOOL": torch.bool, "INT4": torch.int8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
+            "INT64": torch.int64, "UINT16": torch.int32, "UINT32": torch.int64, "UINT64": torch.int64,
+            **{f"UINT{bits}": torch.uint8 for bits in (1, 2, 3, 4, 6, 8)}}  # fmt: skip
+
+
+def _to_tensor(literal) -> object:
+    """A literal as rules take it: floats in float32, strings as they are, lists element by element."""
+    if isinstance(literal, list):
+        return [_to_tensor(v) for v in literal]
+    if not isinstance(literal, np.ndarray):
+        return literal
+    if literal.dtype.kind == "f":
+        literal = literal.astype(np.float32)
+    elif literal.dtype.kind == "u" and literal.dtype.itemsize > 1:
+        literal = literal.astype(np.int64)
+    return torch.from_numpy(literal)
+
+
+def _python_value(value):
+    """A value as an attribute: Python numbers, bools, strings, or lists of them."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_python_value(v) for v in value] if isinstance(value, list) else value
+
+
+@dataclass
+class Step:
+    """An operation made ready: its function, its constant arguments, where the others come from, what its results are."""
+
+    op: Op
+    function: Callable
+    constants: dict[str, object]
+    arrays: list[tuple[str, str | list[str]]]  # parameter, name(s) of the values
+    attributes: list[tuple[str, str | list[str]]]  # as arrays; the values become plain Python
+    outputs: list[tuple[str, Callable]]  # name, what brings a result to its declared type
+    bodies: list["Body"]
+    dead: list[str]  # values that nothing after this step reads
+
+
+@dataclass
+class Body:
+    """A block made ready. `constants` are its own; it also sees the values of the blocks around it."""
+
+    inputs: list[str]
+    steps: list[Step] = field(default_factory=list)
+    constants: dict[str, object] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
+
+
+class Executable:
+    """A program bound to a precision mode. Stateless: inputs and state cells in, outputs out.
+
+    Args:
+        program: what to run.
+        precision: `declared`, `exact` or `narrow`.
+        builder: what makes the blocks ready, with the executable as its one argument (default: `Builder`).
+
+    Raises:
+        InputError: naming every unsupported operation at once, before anything runs.
+    """
+
+    def __init__(self, program: Program, precision: str = "declared", builder: Callable | None = None):
+        if precision not in PRECISIONS:
+            raise InputError("precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these")
+        refuse_unknown(program)
+        self.program, self.precision = program, precision
+        self.fits = {name: self._fit(t) for name, t in program.inputs.items()}
+        self.body = (builder or Builder)(self).body(program.block, {**program.inputs, **program.states}, {})
+
+    def constant(self, name: str) -> torch.Tensor:
+        """A constant of the program, decompressed, float32."""
+        return self.body.constants[name].float()
+
+    def make_state(self) -> dict[str, StateCell]:
+        return make_state(self.program)
+
+    @torch.inference_mode()
+    def run(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell], hook: Hook | None = None) -> dict:
+        """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype first.
+
+        Raises:
+            InputError: inputs or states that are missing or of another shape than declared, an operation that cannot take
+                its operands; names what and where.
+        """
+        values = self.body.constants | state | self.operands(inputs, state)
+        return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
+
+    def operands(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]) -> dict[str, torch.Tensor]:
+        """The inputs in their declared types.
+
+        Raises:
+            InputError: an input or a state is missing, or has another shape than the program declares.
+        """
+        missing = [n for n in self.fits if n not in inputs] + [n for n in self.program.states if n not in state]
+        if missing:
+            raise InputError(str(self.program.package), f"no {', '.join(missing)}", "every input and state", "give all of them")
+        values = {}
+        for name, fit in self.fits.items():
+            try:
+                values[name] = fit(inputs[name])
+            except ValueError as problem:
+                raise InputError(f"input {name!r}", str(problem), "the declared shape", "reshape it") from problem
+        for name, declared in self.program.states.items():
+            shape = state[name].value.shape
+            if shape != declared.shape:
+                raise InputError(f"state {name!r}", f"shape {list(shape)}", f"{list(declared.shape)}",
+                                 "take a state that this program made")  # fmt: skip
+        return values
+
+    def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
+        for step in body.steps:
+            try:
+                arguments = step.constants.copy()
+                for parameter, source in step.arrays:
+                    arguments[parameter] = values[source] if source.__class__ is str else [values[n] for n in source]
+                for parameter, source in step.attributes:
+                    value = values[source] if isinstance(source, str) else [values[n] for n in source]
+                    arguments[parameter] = _python_value(value)
+                if step.bodies:
+                    arguments["blocks"] = [partial(self._call, b, values, hook) for b in step.bodies]
+                result = step.function(**arguments)
+                if result.__class__ is tuple:
+                    results = [fit(value) for (_, fit), value in zip(step.outputs, result, strict=False)]
+                else:
+                    results = [step.outputs[0][1](result)] if step.outputs else []
+            except InputError:
+                raise
+            except Exception as problem:  # whatever torch makes of operands that do not fit: named, with its place
+                raise _failure(self.program, step.op, problem) from problem
+            if hook is not None:
+                results = hook(step.op, results) or results
+            for (name, _), value in zip(step.outputs, results, strict=True):
+                values[name] = value
+            for name in step.dead:
+                del values[name]
+        return [values[name] for name in body.outputs]
+
+    def _call(self, body: Body, values: dict, hook, *arguments) -> list:
+        """Runs a nested block: it sees the enclosing values, and its own stay inside."""
+        return self._run(body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook)
+
+    def _fit(self, declared: Type, rounded: bool = False) -> Callable:
+        """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to it already; a wrong
+        shape raises ValueError."""
+        if declared.kind != "tensor" or declared.dtype == "STRING":
+            return lambda value: value
+        half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
+        dtype = _INTEGER.get(declared.dtype, torch.float32)
+        shape = declared.shape
+        free = tuple(axis for axis, size in enumerate(shape) if size is None)
+        unknown = len(free) == len(shape) > 0  # no size is known: results of any rank pass
+
+        def fit(value: torch.Tensor) -> torch.Tensor:
+            if not unknown and value.shape != shape and not (free and _agrees(value.shape, shape)):
+                raise ValueError(f"shape {list(value.shape)} where {list(shape)} is declared")
+            return value.half().float() if half else value.to(dtype)
+
+        return fit
+
+
+def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
+    """Whether a shape has the declared rank, and the declared sizes where they are known."""
+    return len(shape) == len(declared) and all(size in (None, n) for n, size in zip(shape, declared, strict=True))
+
+
+def make_state(program: Program) -> dict[str, StateCell]:
+    """A fresh state: one cell of zeros per state tensor."""
+    cells = {}
+    for name, declared in program.states.items():
+        if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
+            raise InputError(f"state {name!r}", f"shape {list(declared.shape)}",
+                             f"known sizes and at most {MAX_ELEMENTS} elements", "export the model again")  # fmt: skip
+        cells[name] = StateCell(torch.zeros(declared.shape))
+    return cells
+
+
+def refuse_unknown(program: Program) -> None:
+    """Raises an InputError that names every operation of `program` without a rule."""
+    missing = sorted({op.kind for op in program.block.walk() if op.kind not in OPERATIONS and op.kind != "const"})
+    if missing:
+        raise InputError(str(program.package), f"operations without a rule: {', '.join(missing)}",
+                         "operations the portable runtime knows", "run it on a Mac, or add rules in mil/ops")  # fmt: skip
+
+
+class Builder:
+    """Makes blocks ready for one executable: constants found and decompressed, names checked, lifetimes known."""
+
+    def __init__(self, executable: Executable):
+        self.executable = executable
+        self.half = _matrices(executable.program.block)
+
+    def body(self, block: Block, outside: dict, known: dict) -> Body:
+        """`outside`: names of values seen from around the block; `known`: those of them that are constant."""
+        body = Body([name for name, _ in block.inputs], outputs=block.outputs)
+        names = set(outside) | {name for name, _ in block.inputs}
+        constants = dict(known)
+        for op in block.ops:
+            try:
+                self._add(op, names, constants, body)
+            except InputError:
+                raise
+            except Exception as problem:  # whatever a damaged operation leads to
+                raise _failure(self.executable.program, op, problem) from problem
+            names.update(name for name, _ in op.outputs)
+        self._check((names | set(constants)) - self.executable.program.states.keys(), block.outputs)
+        _mark_dead(body)
+        return body
+
+    def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
+        if op.kind == "const":
+            (name, _), value = op.outputs[0], op.inputs["val"]
+            value = torch.from_numpy(np.array(value)) if name in self.half and value.dtype == np.float16 else _to_tensor(value)
+            constants[name] = body.constants[name] = value
+            return
+        step = self._step(op, names, constants, body)
+        if op.kind.startswith("constexpr_"):
+            self._fold(step, constants, body)
+        else:
+            body.steps.append(step)
+
+    def _check(self, names, wanted) -> None:
+        unknown = [name for name in wanted if name not in names]
+        if unknown:
+            raise InputError(str(self.executable.program.package), f"values {unknown} that nothing before them computes",
+                             "a whole program", "export the model again")  # fmt: skip
+
+    def _step(self, op: Op, names: set, constants: dict, body: Body) -> Step:
+        rule = OPERATIONS[op.kind]
+        narrow = self.executable.precision == "narrow" and rule.narrow and op.outputs[0][1].dtype == "FLOAT16"
+        step = Step(op, rule.narrow if narrow else rule.function, {}, [], [], [], [], [])
+        for parameter, source in op.inputs.items():
+            source = [source] if parameter in TUPLES and not isinstance(source, list) else source
+            value = _literal(source, constants)
+            if value is None:
+                bound = self._names(source, names, constants, body, f"{op.name}.{parameter}")
+                (step.attributes if parameter in rule.attributes else step.arrays).append((parameter, bound))
+            else:
+                step.constants[parameter] = _python_value(value) if parameter in rule.attributes else value
+        step.bodies = [self.body(b, dict.fromkeys(names), constants) for b in op.blocks]
+        step.outputs = [(name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs]
+        return step
+
+    def _names(self, source, names: set, constants: dict, body: Body, where: str) -> str | list[str]:
+        """What a value is called at run time; a literal among names becomes a constant of the block."""
+        if isinstance(source, list):
+            return [self._names(s, names, constants, body, f"{where}.{i}") for i, s in enumerate(source)]
+        if isinstance(source, Ref):
+            self._check(names | constants.keys(), [source.name])
+            return source.name
+        body.constants[where] = _to_tensor(source)
+        return where
+
+    def _fold(self, step: Step, constants: dict, body: Body) -> None:
+        """Decompresses a weight once, at load, and rounds it to its declared dtype in every mode."""
+        result = step.function(**step.constants)
+        results = result if isinstance(result, tuple) else (result,)
+        for (name, declared), value in zip(step.op.outputs, results, strict=True):
+            value = value.half() if declared.dtype == "FLOAT16" else value
+            constants[name] = body.constants[name] = value if name in self.half else self.executable._fit(declared)(value.float())
+
+
+def _matrices(block: Block) -> set[str]:
+    """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever computes with them."""
+    made = {name: kind for op in block.walk() for name, kind in op.outputs}
+    shapes = {name: kind.shape[2:] for name, kind in made.items() if kind.dtype == "FLOAT16" and kind.shape}
+    found, others = set(), set(block.outputs)
+    for op in block.walk():
+        for parameter, source in op.inputs.items():
+            names = {s.name for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref)}
+            (found if (op.kind, parameter) == ("conv", "weight") else others).update(names)
+        others.update(name for inner in op.blocks for name in inner.outputs)
+    return {name for name in found - others if set(shapes.get(name, ())) == {1}}
+
+
+def _failure(program: Program, op: Op, problem: Exception) -> InputError:
+    return InputError(f"{op.kind} {op.name!r}", f"{type(problem).__name__}: {problem}",
+                      "operands this operation accepts", f"check the inputs, then export {program.package.name} again")  # fmt: skip
+
+
+def _literal(source, constants: dict):
+    """The value of an argument when it is already known, else None."""
+    if isinstance(source, Ref):
+        return constants.get(source.name)
+    if isinstance(source, list) and any(isinstance(s, Ref) for s in source):
+        known = [_literal(s, constants) for s in source]
+        return None if any(k is None for k in known) else known
+    return _to_tensor(source)
+
+
+def _reads(body: Body):
+    """Every name that running `body` looks up."""
+    yield from body.outputs
+    for step in body.steps:
+        for _, source in step.arrays + step.attributes:
+            yield from [source] if isinstance(source, str) else source
+        for inner in step.bodies:
+            yield from _reads(inner)
+
+
+def _mark_dead(body: Body) -> None:
+    """Notes at each step which results of this block's steps are read for the last time there, or never."""
+    made = {name for step in body.steps for name, _ in step.outputs}
+    later = set(body.outputs)
+    for step in reversed(body.steps):
+        read = set(_reads(Body([], [step]))) | {name for name, _ in step.outputs}
+        step.dead = sorted((read & made) - later)
+        later |= read

@@ -1,0 +1,102 @@
+"""Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C, C_out/groups, *kernel])."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from miltorch.ops import bounded, padded, operation
+from miltorch.ops.linear import TERMS, narrow_matmul
+
+FEW_COLUMNS = 32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
+
+
+def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
+    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the end), same_lower, custom."""
+    if pad_type == "custom":
+        return list(zip(pad[::2], pad[1::2], strict=True))
+    if pad_type == "valid":
+        return [(0, 0)] * len(sizes)
+    pairs = []
+    for size, taps, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
+        reach = (taps - 1) * dilation + 1
+        total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+        small = total // 2
+        pairs.append((total - small, small) if pad_type == "same_lower" else (small, total - small))
+    return pairs
+
+
+def _im2col_product(x, weight, bias, strides, dilations, groups):
+    """Convolution as grouped narrow products over unfolded columns; x already padded, [N, C, *spatial]."""
+    spatial = x.dim() - 2
+    columns = x
+    for i in range(spatial):  # unfold each axis, picking dilated taps
+        reach = (weight.shape[2 + i] - 1) * dilations[i] + 1
+        columns = columns.unfold(2 + i, reach, strides[i])[..., :: dilations[i]]
+    out_spatial = columns.shape[2 : 2 + spatial]
+    n, c = x.shape[:2]
+    columns = columns.flatten(2 + spatial).reshape(n, groups, c // groups, out_spatial.numel(), -1)
+    columns = columns.permute(0, 1, 2, 4, 3).reshape(n, groups, -1, out_spatial.numel())
+    kernels = weight.reshape(groups, weight.shape[0] // groups, -1)
+    y = narrow_matmul(kernels, columns).reshape(n, weight.shape[0], *out_spatial)
+    return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)
+
+
+def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torch.Tensor:
+    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are few."""
+    (B, N, K), R = rows.shape, len(weight)
+    if weight.dtype == torch.float16 and B * N < FEW_COLUMNS and not (narrow and K % TERMS):
+        from miltorch.fast import kernels  # numba takes a moment to import
+
+        if kernels.available():
+            bits, flat = weight.view(torch.int16).numpy().view(np.uint16), rows.flatten(0, 1)
+            y = kernels.narrow_product(bits, flat) if narrow else kernels.product(bits, np.ones(R, np.float32), flat)
+            return y.reshape(B, N, R)
+    if narrow:
+        return narrow_matmul(rows, weight.float().T)
+    more = -N % 4 if N > 1 else 0  # libraries take 4 rows faster than 2 or 3
+    return F.linear(F.pad(rows, (0, 0, 0, more)), weight.float())[:, :N]
+
+
+def _conv(narrow: bool):
+    def conv(x, weight, bias=None, *, strides=None, pad_type="valid", pad=None, dilations=None, groups=1):
+        spatial = x.dim() - 2
+        strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+        pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
+        if groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
+            # a 1×1 convolution is a matrix product: a row per position
+            rows = x.flatten(2).transpose(1, 2).contiguous()
+            y = _conv_product(rows, weight.flatten(1), narrow)
+            y = y if bias is None else y + bias
+            return y.transpose(1, 2).reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+        weight = weight.float()
+        if any(map(any, pairs)):
+            x = padded(x, pairs)
+        if narrow:
+            return _im2col_product(x, weight, bias, strides, dilations, groups)
+        function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+        return function(x, weight, bias, strides, 0, dilations, groups)
+
+    return conv
+
+
+operation("conv", narrow=_conv(narrow=True))(_conv(narrow=False))
+
+
+@operation()
+def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_type="valid", strides=None, dilations=None, groups=1):
+    """The whole transposed convolution, then cut (or grown, where an output asks for more) to the padded size."""
+    spatial = x.dim() - 2
+    strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
+    reach = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilations, strict=True)]
+    whole = bounded((n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True))
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
+    y = function(x, weight, None, strides, 0, 0, groups, dilations)
+    first, wanted = [0] * spatial, whole
+    if pad_type == "custom":
+        first, wanted = pad[::2], [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)]
+    elif pad_type == "same":
+        wanted = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+        first = [(w - n) // 2 for w, n in zip(whole, wanted, strict=True)]
+    wanted = output_shape[2:] if output_shape else wanted
+    y = padded(y, [(-f, f + n - w) for f, n, w in zip(first, wanted, whole, strict=True)])
+    return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)

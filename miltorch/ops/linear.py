@@ -1,0 +1,84 @@
+"""Matrix products and attention, each with its `narrow` twin (partial sums rounded to fp16 after every TERMS products)."""
+
+import math
+
+import torch
+
+from miltorch.ops import operation
+
+TERMS = 32
+
+
+def round16(x: torch.Tensor) -> torch.Tensor:
+    return x.half().float()
+
+
+def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS of the K products."""
+    if a.dim() > 1 and b.shape[-1] < a.shape[-2]:  # few columns: a product with few rows is several times as fast
+        return narrow_matmul(b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)).transpose(-1, -2)
+    parts = zip(a.split(TERMS, dim=-1), b.split(TERMS, dim=-2), strict=True)
+    left, right = next(parts)
+    total = round16(left @ right)
+    for left, right in parts:
+        total = round16(total + left @ right)
+    return total
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in one dtype: iOS 17 lets integers meet floats."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.to(dtype), y.to(dtype)
+
+
+def _matmul(product):
+    def matmul(x, y, *, transpose_x=False, transpose_y=False):
+        # MIL transposes the last two axes; a rank-1 operand has nothing to transpose
+        x = x.transpose(-1, -2) if transpose_x and x.dim() > 1 else x
+        y = y.transpose(-1, -2) if transpose_y and y.dim() > 1 else y
+        return product(*_alike(x, y))
+
+    return matmul
+
+
+def _linear(product):
+    def linear(x, weight, bias=None):
+        y = product(*_alike(x, weight.transpose(-1, -2)))
+        return y if bias is None else y + bias
+
+    return linear
+
+
+def _attention(product):
+    def scaled_dot_product_attention(query, key, value, attn_mask=None):
+        scores = product(query, key.transpose(-1, -2)) / math.sqrt(query.shape[-1])
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return product(torch.softmax(scores, -1), value)
+
+    return scaled_dot_product_attention
+
+
+operation("matmul", narrow=_matmul(narrow_matmul))(_matmul(torch.matmul))
+operation("linear", narrow=_linear(narrow_matmul))(_linear(torch.matmul))
+operation("scaled_dot_product_attention", narrow=_attention(narrow_matmul))(_attention(torch.matmul))
+
+
+def _narrow_einsum(values, *, equation):
+    """As `einsum`, summed over the last label that both operands share and the result lacks, TERMS at a time."""
+    left, right, result = equation.replace(" ", "").replace("->", ",").split(",")
+    summed = [label for label in left if label in right and label not in result]
+    if not summed:
+        return torch.einsum(equation, *values)
+    parts = [v.split(TERMS, labels.index(summed[-1])) for v, labels in zip(values, (left, right), strict=True)]
+    total = torch.zeros(())
+    for part in zip(*parts, strict=True):
+        total = round16(total + torch.einsum(equation, *part))
+    return total
+
+
+@operation(narrow=_narrow_einsum)
+def einsum(values, *, equation):
+    return torch.einsum(equation, *values)

@@ -1,0 +1,59 @@
+"""Pooling over the spatial axes of x [N, C, *spatial]."""
+
+import torch
+import torch.nn.functional as F
+
+from miltorch.ops import padded, operation
+from miltorch.ops.convolution import padding
+
+_AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+_MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
+
+
+def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
+    """(before, after) per axis such that whole windows cover exactly what MIL's pool visits, ceil_mode included."""
+    pairs = padding(x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad)
+    if not ceil_mode:
+        return pairs
+    grown = []
+    for size, taps, stride, (before, after) in zip(x.shape[2:], kernel_sizes, strides, pairs, strict=True):
+        windows = -(-(size + before + after - taps) // stride) + 1
+        if (windows - 1) * stride >= size + before:  # a window that starts in the padding behind is left out
+            windows -= 1
+        grown.append((before, (windows - 1) * stride + taps - size - before))
+    return grown
+
+
+def _pool(functions, x, kernel_sizes, strides, pairs, fill):
+    return functions[x.dim() - 3](padded(x, pairs, value=fill), kernel_sizes, strides)
+
+
+@operation()
+def max_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False):
+    strides = strides or [1] * len(kernel_sizes)
+    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    return _pool(_MAXIMUM, x, kernel_sizes, strides, pairs, -torch.inf)
+
+
+@operation()
+def avg_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False, exclude_padding_from_average=False):
+    """The mean of each window: over its real elements, or over the declared padding too (never over ceil_mode's)."""
+    strides = strides or [1] * len(kernel_sizes)
+    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    counted = torch.ones(1, 1, *x.shape[2:])
+    if not exclude_padding_from_average:
+        declared = padding(x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad)
+        counted = padded(counted, declared, value=1.0)
+        rest = [(0, all_ - after) for (_, all_), (_, after) in zip(pairs, declared, strict=True)]
+    else:
+        rest = pairs
+    total = _pool(_AVERAGE, x, kernel_sizes, strides, pairs, 0.0)
+    return total / _pool(_AVERAGE, counted, kernel_sizes, strides, rest, 0.0)
+
+
+@operation()
+def l2_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False):
+    strides = strides or [1] * len(kernel_sizes)
+    pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
+    taps = torch.tensor(kernel_sizes).prod()
+    return (_pool(_AVERAGE, x.square(), kernel_sizes, strides, pairs, 0.0) * taps).sqrt()

@@ -1,0 +1,33 @@
+"""Random tensors: MIL's distributions, torch's values. A seed that is not negative makes every call the same."""
+
+import torch
+
+from miltorch.ops import bounded, operation
+
+
+def _generator(seed: int) -> torch.Generator | None:
+    return None if seed < 0 else torch.Generator().manual_seed(seed)
+
+
+@operation()
+def random_uniform(*, shape, low=0.0, high=1.0, seed=-1):
+    return low + (high - low) * torch.rand(bounded(shape), generator=_generator(seed))
+
+
+@operation()
+def random_normal(*, shape, mean=0.0, stddev=1.0, seed=-1):
+    return mean + stddev * torch.randn(bounded(shape), generator=_generator(seed))
+
+
+@operation()
+def random_bernoulli(*, shape, prob=0.5, seed=-1):
+    return (torch.rand(bounded(shape), generator=_generator(seed)) < prob).float()
+
+
+@operation()
+def random_categorical(x, *, mode="logits", size=1, seed=-1):
+    """`size` draws with replacement from each row of x [..., K]."""
+    weights = torch.softmax(x, -1) if mode == "logits" else x
+    bounded([*x.shape[:-1], size])
+    drawn = torch.multinomial(weights.reshape(-1, x.shape[-1]), size, replacement=True, generator=_generator(seed))
+    return drawn.reshape(*x.shape[:-1], size).float()

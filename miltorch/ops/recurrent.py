@@ -1,0 +1,77 @@
+"""Recurrent layers over x [s, b, I]: one Python step per time step, states in float32.
+
+Direction `reverse` reads x from its end and gives the sequence in the order it was computed; only the backward half of
+`bidirectional` is put back in the order of x.
+"""
+
+import torch
+
+from miltorch.ops import operation
+
+_ACTIVATION = {
+    "linear": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "scaled_tanh": torch.tanh,
+    "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1), "sigmoid_hard": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
+}  # fmt: skip
+
+
+def _scan(step, inputs, states, direction: str, whole: bool):
+    """Runs `states = step(input, *states)` along time; (all or the last of the first state, *final states)."""
+    sequence = []
+    for given in inputs.flip(0) if direction == "reverse" else inputs:
+        states = step(given, *states)
+        sequence.append(states[0])
+    return torch.stack(sequence if whole else sequence[-1:]), *states
+
+
+@operation()
+def rnn(x, initial_h, weight_ih, weight_hh, bias=None, *, direction="forward", output_sequence=False, activation="tanh"):
+    act = _ACTIVATION[activation]
+    inputs = x @ weight_ih.T + (0 if bias is None else bias)
+    return _scan(lambda g, h: (act(g + h @ weight_hh.T),), inputs, (initial_h,), direction, output_sequence)
+
+
+@operation()
+def gru(x, initial_h, weight_ih, weight_hh, bias=None, input_bias=None, *, direction="forward", output_sequence=False,
+        recurrent_activation="sigmoid", activation="tanh", reset_after=False):  # fmt: skip
+    """Gates in MIL's order: reset, new, update."""
+    gate, act = _ACTIVATION[recurrent_activation], _ACTIVATION[activation]
+    bias = torch.zeros(len(weight_hh)) if bias is None else bias
+    inputs = x @ weight_ih.T + (0 if input_bias is None else input_bias)
+    (w_r, w_o, w_z), (b_r, b_o, b_z) = weight_hh.chunk(3), bias.chunk(3)
+
+    def step(given, h):
+        r, o, z = given.chunk(3, -1)
+        r, z = gate(r + h @ w_r.T + b_r), gate(z + h @ w_z.T + b_z)
+        o = act(o + r * (h @ w_o.T + b_o)) if reset_after else act(o + (r * h) @ w_o.T + b_o)
+        return ((1 - z) * o + z * h,)
+
+    return _scan(step, inputs, (initial_h,), direction, output_sequence)
+
+
+def _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, functions, limit, direction, whole):
+    """One direction; gates in MIL's order: input, forget, output, cell."""
+    gate, cell, act = functions
+    inputs = x @ weight_ih.T + (0 if bias is None else bias)
+    p_i, p_f, p_o = torch.zeros(3, 1) if peephole is None else peephole.chunk(3)
+
+    def step(given, h, c):
+        i, f, o, z = (given + h @ weight_hh.T).chunk(4, -1)
+        c = gate(f + p_f * c) * c + gate(i + p_i * c) * cell(z)
+        c = c if limit is None else c.clamp(-limit, limit)
+        return gate(o + p_o * c) * act(c), c
+
+    return _scan(step, inputs, (h, c), direction, whole)
+
+
+@operation()
+def lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias=None, peephole=None, weight_ih_back=None,
+         weight_hh_back=None, bias_back=None, peephole_back=None, *, direction="forward", output_sequence=False,
+         recurrent_activation="sigmoid", cell_activation="tanh", activation="tanh", clip=None):  # fmt: skip
+    functions = [_ACTIVATION[name] for name in (recurrent_activation, cell_activation, activation)]
+    if direction != "bidirectional":
+        return _lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias, peephole, functions, clip, direction, output_sequence)
+    (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
+    ahead = _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, functions, clip, "forward", output_sequence)
+    back = _lstm(x, h_back, c_back, weight_ih_back, weight_hh_back, bias_back, peephole_back, functions, clip,
+                 "reverse", output_sequence)  # fmt: skip
+    return tuple(torch.cat(pair, -1) for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True))

@@ -1,0 +1,87 @@
+"""Reductions, running sums and orderings."""
+
+import math
+
+import torch
+
+from miltorch.ops import operation, operations
+
+
+def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tensor:
+    """Sum over `axes`, the running sum rounded to fp16 after every 32 terms."""
+    axes = [a % x.dim() for a in axes]
+    kept = [a for a in range(x.dim()) if a not in axes]
+    flat = x.permute(*kept, *axes).reshape(*(x.shape[a] for a in kept), -1)
+    total = torch.zeros(flat.shape[:-1])
+    for part in flat.split(32, dim=-1):
+        total = (total + part.sum(-1)).half().float()
+    return total.reshape([1 if a in axes else x.shape[a] for a in range(x.dim())]) if keep_dims else total
+
+
+def _reduce(name: str, function, narrow=None):
+    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of them, as in MIL."""
+
+    def over(apply):
+        def op(x, *, axes=None, keep_dims=False):
+            return apply(x, list(range(x.dim())) if axes is None else axes, keep_dims)
+
+        return op
+
+    operation(name, narrow=narrow and over(narrow))(over(function))
+
+
+def _mean(total):
+    def mean(x, axes, keep_dims):
+        return total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes)
+
+    return mean
+
+
+def _prod(x, axes, keep_dims):
+    for axis in sorted((a % x.dim() for a in axes), reverse=True):
+        x = x.prod(axis, keepdim=keep_dims)
+    return x
+
+
+def _sum(total, of, then):
+    return lambda x, axes, keep_dims: then(total(of(x), axes, keep_dims))
+
+
+def _same(x):
+    return x
+
+
+for _name, _of, _then in (
+    ("reduce_sum", _same, _same), ("reduce_l1_norm", torch.abs, _same), ("reduce_l2_norm", torch.square, torch.sqrt),
+    ("reduce_sum_square", torch.square, _same), ("reduce_log_sum", _same, torch.log),
+):  # fmt: skip
+    _reduce(_name, _sum(torch.sum, _of, _then), _sum(narrow_sum, _of, _then))
+
+_reduce("reduce_mean", _mean(torch.sum), _mean(narrow_sum))
+_reduce("reduce_max", torch.amax)
+_reduce("reduce_min", torch.amin)
+_reduce("reduce_prod", _prod)
+_reduce("reduce_log_sum_exp", lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims))
+
+
+operations({
+    "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmax(x, axis, keep_dims),
+    "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmin(x, axis, keep_dims),
+    "argsort": lambda x, *, axis=-1, ascending=False: torch.argsort(x, dim=axis, descending=not ascending, stable=True),
+})  # fmt: skip
+
+
+@operation()
+def cumsum(x, *, axis=0, exclusive=False, reverse=False):
+    x = x.flip(axis) if reverse else x
+    total = x.cumsum(axis) - (x if exclusive else 0)
+    return total.flip(axis) if reverse else total
+
+
+@operation()
+def topk(x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None):
+    """The first k of a stable order: among equals the lower index wins."""
+    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
+    k = x.shape[axis] if k == -1 else k
+    values, indices = values.narrow(axis, 0, k), indices.narrow(axis, 0, k)
+    return (values, indices) if return_indices else values

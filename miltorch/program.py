@@ -1,0 +1,230 @@
+"""`.mlpackage` → `Program`: functions of typed operations whose constants are NumPy arrays or weight-file views.
+
+Reads the protobuf itself and evaluates nothing, so that a damaged or hostile package ends in an `InputError`
+before any operation runs. Knows nothing of how an operation is computed.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from miltorch.blob import BlobFile, unpack_bits
+from miltorch.errors import InputError
+from miltorch.quiet import coremltools
+
+MAX_SPEC_BYTES = 1 << 30
+# MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per byte)
+NUMPY = {"FLOAT16": np.float16, "FLOAT32": np.float32, "FLOAT64": np.float64, "BOOL": np.bool_, "STRING": np.str_, "INT4": np.int8,
+         "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "UINT16": np.uint16, "UINT32": np.uint32,
+         "UINT64": np.uint64, **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)}}  # fmt: skip
+DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
+
+
+@dataclass(frozen=True)
+class Type:
+    """Declared type of a value: `kind` tensor | state | list | dict; a dimension unknown until run time is None."""
+
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+    kind: str = "tensor"
+
+
+@dataclass
+class Op:
+    """One operation. `inputs` maps a MIL parameter to a value name, a literal array, or a list of them."""
+
+    kind: str
+    name: str
+    inputs: dict[str, object]
+    outputs: list[tuple[str, Type]]
+    blocks: list["Block"] = field(default_factory=list)
+
+
+@dataclass
+class Block:
+    inputs: list[tuple[str, Type]]
+    ops: list[Op]
+    outputs: list[str]
+
+    def walk(self) -> Iterator[Op]:
+        """Every operation, nested blocks included, in order of execution."""
+        for op in self.ops:
+            yield op
+            for block in op.blocks:
+                yield from block.walk()
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The name of a value computed elsewhere in the program."""
+
+    name: str
+
+
+@dataclass
+class Program:
+    """One function of a package, with the interface its description states."""
+
+    package: Path
+    function: str
+    inputs: dict[str, Type]
+    states: dict[str, Type]
+    outputs: list[str]
+    block: Block
+    description: object  # the FunctionDescription-like protobuf message: dtypes at the package's boundary
+
+
+def _refuse(path: Path, found: str, needed="a Core ML ML Program (.mlpackage)", next_step="export the model again"):
+    raise InputError(str(path), found, needed, next_step)
+
+
+def inside(package: Path, folder: Path, name: str) -> Path:
+    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and symlinks on the way to it."""
+    relative = PurePosixPath(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        _refuse(package, f"the path {name!r}", "a path inside the package", "do not run this package")
+    path = folder / relative
+    if not os.path.isfile(path):  # also False for names that no file can have
+        _refuse(path, "no such file", "every file that the package refers to", "copy the whole package")
+    if path.resolve() != package.resolve() / path.relative_to(package):
+        _refuse(path, "a symlink", "a regular file", "do not run this package")
+    return path
+
+
+def spec_path(package: Path) -> Path:
+    """The model file that a package's Manifest.json names, refusing every path that leaves the package."""
+    manifest = package / "Manifest.json"
+    if not manifest.is_file():
+        kind = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}.get(package.suffix)
+        _refuse(package, "nothing there" if not package.exists() else kind or "no Manifest.json in it")
+    if manifest.stat().st_size > 1 << 20:
+        _refuse(manifest, "a manifest over 1 MiB")
+    try:
+        entries = json.loads(manifest.read_text())
+        name = str(entries["itemInfoEntries"][entries["rootModelIdentifier"]]["path"])
+    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+        _refuse(manifest, f"no root model entry ({type(problem).__name__})")
+    return inside(package, package / "Data", name)
+
+
+def read_spec(package: Path):
+    """The Model protobuf of a package; refuses Git LFS pointers, other model types and undecodable bytes."""
+    coremltools()
+    from coremltools.proto import Model_pb2
+
+    path = spec_path(package)
+    if path.stat().st_size > MAX_SPEC_BYTES:
+        _refuse(path, f"a model description of {path.stat().st_size} bytes")
+    data = path.read_bytes()
+    if data.startswith(b"version https://git-lfs"):
+        _refuse(path, "a Git LFS pointer", "the model file itself", "run: git lfs pull")
+    try:
+        spec = Model_pb2.Model.FromString(data)
+    except Exception as problem:  # protobuf's DecodeError type differs between its implementations
+        _refuse(path, f"bytes that are no model ({type(problem).__name__})")
+    kind = spec.WhichOneof("Type")
+    if kind != "mlProgram":
+        _refuse(path, f"a model of type {kind or 'none'}")
+    return spec
+
+
+def read(package: str | Path, function: str | None = None) -> Program:
+    """Reads one function of `package` (default: the package's default function, else `main`)."""
+    package = Path(package)
+    spec = read_spec(package)
+    functions = spec.mlProgram.functions
+    name = function or spec.description.defaultFunctionName or "main"
+    if name not in functions:
+        _refuse(package, f"no function {name!r}", f"one of {sorted(functions)}", "name one of these functions")
+    described = {f.name: f for f in spec.description.functions}.get(name, spec.description)
+    try:
+        return _Reader(package).program(name, functions[name], described)
+    except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
+        if isinstance(problem, InputError):
+            raise
+        _refuse(package, f"a damaged program ({type(problem).__name__}: {problem})")
+
+
+class _Reader:
+    """Turns protobuf messages into `Program` parts; weight files are opened once and looked up by name."""
+
+    def __init__(self, package: Path):
+        self.package, self.files = package, {}
+        from coremltools.proto import MIL_pb2
+
+        self.dtype_name = MIL_pb2.DataType.Name
+
+    def program(self, name, function, described) -> Program:
+        block = function.block_specializations[function.opset]
+        typed = {p.name: self.type(p.type) for p in function.inputs}
+        inputs = {n: t for n, t in typed.items() if t.kind != "state"}
+        states = {n: t for n, t in typed.items() if t.kind == "state"}
+        return Program(self.package, name, inputs, states, list(block.outputs), self.block(block), described)
+
+    def block(self, block) -> Block:
+        inputs = [(p.name, self.type(p.type)) for p in block.inputs]
+        return Block(inputs, [self.op(op) for op in block.operations], list(block.outputs))
+
+    def op(self, op) -> Op:
+        attributes = {k: self.value(v) for k, v in op.attributes.items()}
+        name = str(attributes.pop("name", op.outputs[0].name if op.outputs else op.type))
+        inputs = attributes | {k: self.argument(a) for k, a in op.inputs.items()}
+        outputs = [(o.name, self.type(o.type)) for o in op.outputs]
+        return Op(op.type, name, inputs, outputs, [self.block(b) for b in op.blocks])
+
+    def argument(self, argument):
+        bound = [Ref(b.name) if b.WhichOneof("binding") == "name" else self.value(b.value) for b in argument.arguments]
+        return bound[0] if len(bound) == 1 else bound
+
+    def type(self, message) -> Type:
+        kind = message.WhichOneof("type")
+        if kind == "tensorType":
+            tensor = message.tensorType
+            shape = (d.constant.size if d.WhichOneof("dimension") == "constant" else None for d in tensor.dimensions)
+            return Type(self.dtype_name(tensor.dataType), tuple(shape))
+        if kind in ("stateType", "listType"):
+            inner = self.type(message.stateType.wrappedType if kind == "stateType" else message.listType.type)
+            return Type(inner.dtype, inner.shape, kind.removesuffix("Type"))
+        return Type("STRING", (), "dict")
+
+    def value(self, message):
+        declared = self.type(message.type)
+        if message.WhichOneof("value") == "blobFileValue":
+            return self.file_value(message.blobFileValue, declared)
+        immediate = message.immediateValue
+        which = immediate.WhichOneof("value")
+        if which == "list":
+            return [self.value(v) for v in immediate.list.values]
+        if which == "dictionary":
+            return {self.value(e.key): self.value(e.value) for e in immediate.dictionary.values}
+        return self.tensor_value(immediate.tensor, declared)
+
+    def tensor_value(self, tensor, declared: Type):
+        which = tensor.WhichOneof("value")
+        values = getattr(tensor, which).values if which else []
+        if declared.dtype == "STRING":
+            return [str(v) for v in values] if declared.shape else str(values[0])
+        dtype = NUMPY[declared.dtype]
+        if which == "bytes":
+            raw = np.frombuffer(values, np.uint8)
+            if declared.dtype in DTYPE_BITS:
+                count = int(np.prod(declared.shape, dtype=object))
+                array = unpack_bits(raw, DTYPE_BITS[declared.dtype], count, signed=dtype is np.int8)
+            else:
+                array = raw.view(dtype)
+        else:
+            array = np.array(values, dtype)
+        return array.reshape(declared.shape).copy()
+
+    def file_value(self, blob, declared: Type) -> np.ndarray:
+        name = blob.fileName.removeprefix("@model_path/")
+        if name not in self.files:
+            self.files[name] = BlobFile(inside(self.package, spec_path(self.package).parent, name))
+        array = self.files[name].array(blob.offset, declared.shape)
+        if array.dtype != NUMPY[declared.dtype] and array.dtype.itemsize != np.dtype(NUMPY[declared.dtype]).itemsize:
+            _refuse(self.package, f"a blob of {array.dtype} at {blob.offset}", f"{declared.dtype}")
+        return array.view(NUMPY[declared.dtype])

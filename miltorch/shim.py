@@ -1,0 +1,265 @@
+"""coremltools' native layer, played by the portable runtime: `MLModel(...).predict()` where there is no Core ML.
+
+```
+from workbench.runtime import shim
+shim.install()                 # the one added line
+model = coremltools.models.MLModel("model.mlpackage")
+state = model.make_state()
+model.predict({"x": x}, state)
+```
+In go packages, PIL images and the NumPy arrays that Core ML's Python binding takes: writeable ones
+of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
+upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
+class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
+nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
+devices, model assets, anything but ML Programs.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+import types
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import miltorch
+from miltorch.errors import InputError
+from miltorch.quiet import coremltools
+
+MACOS = (15, 5)  # what coremltools is told to run on: the system whose features (iOS 18) the portable runtime has
+TAKEN = tuple(np.dtype(kind) for kind in (np.float32, np.float64, np.int32))  # int8 too, once built for macOS 26
+_replaced: list[tuple[object, str, object]] = []  # module, name, what was there before install()
+
+
+def install(precision: str = "declared") -> None:
+    """Puts the portable runtime under coremltools; a second call only changes the precision of models loaded later.
+
+    Raises:
+        InputError: on a Mac, where the native layer is better; an unknown precision.
+    """
+    if sys.platform == "darwin":
+        raise InputError("shim", "macOS, which has Core ML itself", "a machine without Core ML", "leave shim.install() out here")
+    if precision not in miltorch.PRECISIONS:
+        raise InputError("precision", repr(precision), f"one of {', '.join(miltorch.PRECISIONS)}", "choose one of these")
+    Proxy.precision = precision
+    if _replaced:
+        return
+    ct = coremltools()
+    from coremltools.models import _compiled_model, model, utils
+
+    native = types.ModuleType("coremltools.libcoremlpython")
+    native._MLModelProxy = Proxy
+    for module in (model, _compiled_model):
+        _replace(module, "_MLModelProxy", Proxy)
+    for module in (model, _compiled_model, utils):
+        _replace(module, "_macos_version", lambda: MACOS)
+    _replace(model, "_is_macos", lambda: True)
+    _replace(ct, "libcoremlpython", native)
+    sys.modules[native.__name__] = native
+
+
+def uninstall() -> None:
+    """Puts back what `install` replaced; models loaded meanwhile still predict."""
+    while _replaced:
+        module, name, before = _replaced.pop()
+        if before is None and name == "libcoremlpython":
+            delattr(module, name)
+            del sys.modules["coremltools.libcoremlpython"]
+        else:
+            setattr(module, name, before)
+
+
+def _replace(module, name: str, value) -> None:
+    _replaced.append((module, name, getattr(module, name, None)))
+    setattr(module, name, value)
+
+
+class StateProxy:
+    """State of one model: fp16 tensors, read as float32."""
+
+    def __init__(self, executable: miltorch.Executable):
+        self.cells, self.types = executable.make_state(), executable.program.states
+
+    def _cell(self, name: str):
+        if name not in self.cells:
+            raise RuntimeError(f"no state named {name!r}; this model has {sorted(self.cells) or 'none'}")
+        return self.cells[name]
+
+    def read_state(self, name: str) -> np.ndarray:
+        return self._cell(name).value.numpy().copy(order="C")
+
+    def write_state(self, name: str, value) -> None:
+        if isinstance(value, (bool, int, float, str, bytes, dict, list, tuple)):
+            raise RuntimeError("Failed to write state, only multi-array value is supported")
+        cell, value = self._cell(name), torch.from_numpy(np.array(_taken(value), np.float32))
+        if value.shape != cell.value.shape:
+            raise RuntimeError(f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}")
+        cell.value = value.half().float()
+
+
+class Proxy:
+    """What coremltools calls `_MLModelProxy`: one loaded function of one package."""
+
+    precision = "declared"
+
+    def __init__(self, path: str, compute_units: str, function_name: str = "", hints: dict | None = None, asset=None):
+        start = time.perf_counter_ns()
+        self.path, self.compiled, self.last_predict_ns = Path(path), None, None
+        try:
+            program = miltorch.read(self.path, function_name or None)
+            self.executable = miltorch.Executable(program, self.precision)
+        except InputError as problem:
+            refused = (
+                _error(problem)
+                if self.path.suffix == ".mlmodelc"
+                else RuntimeError(f'Error compiling model: "{problem}".')
+            )
+            raise refused from problem
+        self.description = program.description
+        self.load_ns = time.perf_counter_ns() - start
+
+    @staticmethod
+    def maximum_supported_specification_version() -> int:
+        return coremltools()._SPECIFICATION_VERSION_IOS_18
+
+    @staticmethod
+    def compileModel(path: str) -> str:
+        """A folder `.mlmodelc` that this shim can load: the package itself, copied."""
+        target = Path(tempfile.mkdtemp()) / f"{Path(path).stem}.mlmodelc"
+        try:
+            miltorch.read(path)
+            return str(shutil.copytree(path, target))
+        except InputError as problem:
+            raise _error(problem) from problem
+
+    def get_compiled_model_path(self) -> str:
+        """As natively, a path that is good for the lifetime of this object."""
+        if self.path.suffix == ".mlmodelc":
+            return str(self.path)
+        if self.compiled is None:
+            self.compiled = self.compileModel(str(self.path))
+            weakref.finalize(self, shutil.rmtree, Path(self.compiled).parent, ignore_errors=True)
+        return self.compiled
+
+    def get_load_duration_in_nano_seconds(self) -> int:
+        return self.load_ns
+
+    def get_last_predict_duration_in_nano_seconds(self) -> int | None:
+        return self.last_predict_ns
+
+    def newState(self) -> StateProxy:
+        return StateProxy(self.executable)
+
+    def batchPredict(self, batch: list[dict]) -> list[dict]:
+        return [self.predict(data) for data in batch]
+
+    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
+        start = time.perf_counter_ns()
+        declared = self.executable.program.inputs
+        inputs = {f.name: _input(f, data.get(f.name), declared[f.name]) for f in self.description.input}
+        try:
+            outputs = self.executable.run(inputs, state.cells if state else {})
+        except InputError as problem:
+            raise _error(f"Unable to compute the prediction using ML Program. {problem}") from problem
+        self.last_predict_ns = time.perf_counter_ns() - start
+        return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
+
+
+def _error(message: object) -> RuntimeError:
+    """An error of Core ML as the binding words it: the description of a dictionary, three lines."""
+    plain = str(message).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    text = "".join(c if c.isascii() else f"\\U{ord(c):04x}" for c in plain)
+    return RuntimeError(f'{{\n    NSLocalizedDescription = "{text}";\n}}')
+
+
+def _taken(value) -> np.ndarray:
+    """An array that the binding takes.
+
+    Raises:
+        RuntimeError: a read-only array, one without dimensions or of another dtype, anything that is no array.
+    """
+    if (
+        isinstance(value, np.ndarray)
+        and value.ndim
+        and value.flags.writeable
+        and value.dtype in TAKEN
+    ):
+        return value
+    print(f"Error: value type not convertible:\n{value}")  # natively on stdout, too
+    raise RuntimeError("value type not convertible")
+
+
+def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
+    """A user's value as the program's input, checked against the feature's description."""
+    if value is None or isinstance(value, (list, tuple)):  # the binding makes nil of a list
+        array = _default(feature)
+    elif feature.type.WhichOneof("Type") == "imageType":
+        return _from_image(feature, value)
+    else:
+        array = _taken(value)
+    array = array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
+    allowed = feature.type.multiArrayType
+    ranges, shapes = allowed.shapeRange.sizeRanges, [list(s.shape) for s in allowed.enumeratedShapes.shapes]
+    fits = list(array.shape) in (shapes or [list(allowed.shape)])
+    if ranges:
+        inside = (r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0) for r, n in zip(ranges, array.shape))
+        fits = len(ranges) == array.ndim and all(inside)
+    if not fits:
+        raise _error(
+            f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
+            "is not compatible with the model's feature description."
+        )
+    return torch.from_numpy(array.reshape(()) if declared.shape == () else array)
+
+
+def _default(feature):
+    """The value of an input that was left out, if it may be."""
+    array = feature.type.multiArrayType
+    value = array.WhichOneof("defaultOptionalValue")
+    if not feature.type.isOptional or value is None:
+        raise _error(f"Feature {feature.name} is required but not specified.")
+    return np.full(tuple(array.shape), getattr(array, value))
+
+
+def _from_image(feature, image) -> torch.Tensor:
+    """PIL image → [1, C, H, W] in 0…255, channels in the model's order."""
+    expected = feature.type.imageType
+    if image.size != (expected.width, expected.height):
+        raise _error(
+            f"image input {feature.name!r} has size {image.size}, the model takes "
+            f"{(expected.width, expected.height)}"
+        )
+    pixels = torch.from_numpy(np.array(image, np.float32))
+    if pixels.dim() == 2:
+        return pixels[None, None]
+    pixels = pixels.permute(2, 0, 1)[None]
+    return pixels.flip(1) if expected.colorSpace == expected.BGR else pixels
+
+
+def _output(feature, value):
+    """A program's result as Core ML's Python binding hands it over."""
+    kind = feature.type.WhichOneof("Type")
+    if kind == "imageType":
+        return _to_image(feature.type.imageType, value[0])
+    if kind != "multiArrayType":  # a class label, or every label's probability
+        return int(value) if kind == "int64Type" else value
+    array = feature.type.multiArrayType
+    dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(array.dataType, np.float32)
+    return np.atleast_1d(value.numpy().astype(dtype, order="C"))  # Core ML knows no scalars
+
+
+def _to_image(kind, value: torch.Tensor):
+    """[C, H, W] → PIL image: RGBA, L, or F for float16 grayscale."""
+    from PIL import Image
+
+    if kind.colorSpace == kind.GRAYSCALE_FLOAT16:
+        return Image.fromarray(value[0].numpy())
+    pixels = value.round().clamp(0, 255).to(torch.uint8).numpy()
+    if kind.colorSpace == kind.GRAYSCALE:
+        return Image.fromarray(pixels[0])
+    red, green, blue = pixels[::-1] if kind.colorSpace == kind.BGR else pixels
+    return Image.fromarray(np.stack([red, green, blue, np.full_like(red, 255)], -1), "RGBA")

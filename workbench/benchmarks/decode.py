@@ -1,0 +1,194 @@
+"""Benchmarks with their peers in the same run, interleaved; medians of raw samples, nothing judged here.
+
+Numbers are those of the machine that ran them. See docs for what each one leaves out.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workbench.ane.memory import peak_rss
+from workbench.bundle import Bundle
+from workbench.decode import Decoder
+from workbench.sweep import timing
+
+# One layer of ZAYA1-8B as transformers' configuration states it; the vocabulary is small, since no head is timed.
+ZAYA_LAYER = dict(hidden_size=2048, num_attention_heads=8, num_key_value_heads=2, head_dim=128, num_experts=16,
+                  moe_intermediate_size=2048, router_hidden_size=256, vocab_size=4096)  # fmt: skip
+
+
+DEPTHS = (64, 448)
+STEPS = 8  # timed calls of one contestant in one round
+
+
+def bench_row(name: str, values: list[float], unit: str, peer: str | None = None, peer_values: list[float] = ()) -> dict:
+    """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer for rates)."""
+    value, other = statistics.median(values), statistics.median(peer_values) if peer else None
+    ratio = None if other is None else value / other if unit.endswith("/s") else other / value
+    return {"name": name, "value": value, "unit": unit, "peer": peer, "peer_value": other, "ratio": ratio,
+            "n": len(values), "samples": values, "peer_samples": list(peer_values)}  # fmt: skip
+
+
+def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
+    """One decode step of each bundle and of Hugging Face's model (fp32 and fp16, static cache), on all cores of the machine.
+
+    Every round runs `STEPS` tokens of every contestant at every depth of `DEPTHS`, in turn; its median is one sample.
+    Peers hold random keys and values up to the depth, since a step's time does not depend on them. Timed: token id to
+    logits. Not timed: loading, prefill, picking the token.
+
+    Returns:
+        tok/s of each bundle beside either peer; for each bundle the bytes a step reads over the measured read
+        bandwidth (`floor`), the seconds it loads, and its peak memory in a process of its own, bytes.
+    """
+    torch.set_num_threads(torch.multiprocessing.cpu_count())
+    S = next(iter(bundles.values())).manifest.options.max_seq_len
+    contestants, loading = {}, {}
+    Decoder(next(iter(bundles.values())), "portable")  # imports apart
+    for name, bundle in bundles.items():
+        start = time.perf_counter()
+        contestants[name] = _ours(Decoder(bundle, "portable"))
+        loading[name] = time.perf_counter() - start
+    for name, dtype in (("HF fp16", torch.float16), ("HF fp32", torch.float32)):
+        contestants[name] = _peer(checkpoint, dtype, S)
+    samples: dict[tuple, list[float]] = {(name, depth): [] for name in contestants for depth in DEPTHS}
+    for _ in range(rounds):
+        for (name, depth), found in samples.items():
+            step = contestants[name](depth)
+            step()
+            found.append(statistics.median(seconds(step) for _ in range(STEPS)))
+    rates = {key: [1 / s for s in found] for key, found in samples.items()}
+    rows = [bench_row(f"{name} at {depth}", rates[name, depth], "tok/s", peer, rates[peer, depth])
+            for name in bundles for depth in DEPTHS for peer in ("HF fp16", "HF fp32")]  # fmt: skip
+    bandwidth = [read_bandwidth() for _ in range(3)]
+    for name, bundle in bundles.items():
+        read = sum(shard.bytes for shard in bundle.manifest.shards)  # a step of a dense bundle reads every shard
+        rows += [bench_row(f"{name} floor", [b / read for b in bandwidth], "tok/s"), bench_row(f"{name} load", [loading[name]], "s"),
+                 bench_row(f"{name} peak memory", [apart(_peak, bundle.root)], "bytes", "stored", [bundle.bytes])]  # fmt: skip
+    return rows
+
+
+def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096), rounds: int = 5) -> list[dict]:
+    """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to t_max (at the smallest size).
+
+    Args:
+        make: gives the bundle of one max_seq_len, t_max 64.
+    """
+    torch.set_num_threads(torch.multiprocessing.cpu_count())
+    decoders = {S: Decoder(make(S), "portable") for S in sizes}
+    calls = {(S, 1): S - 2 for S in sizes} | {(sizes[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
+    samples: dict[tuple, list[float]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for (S, T), depth in calls.items():
+            step = _ours(decoders[S], T)(depth)
+            step()
+            samples[S, T].append(seconds(step) * 1e3)
+    base = samples[sizes[0], 1]
+    return [bench_row(f"S={S} T={T} depth={calls[S, T]}", found, "ms", f"S={sizes[0]} T=1", base) for (S, T), found in samples.items()]
+
+
+def _ours(decoder: Decoder, T: int = 1) -> Callable[[int], Callable[[], object]]:
+    """depth → a step: T tokens from ids to logits. The cache is filled once; a step's position goes back afterwards."""
+    ids = [[7] * T]
+
+    def at(depth: int):
+        if int(decoder.offsets[0]) != depth:
+            decoder.begin()
+            decoder.prefill([7] * depth)
+
+        def step():
+            decoder.logits(decoder.advance(ids, T)[:, :, -1:])
+            decoder.offsets = np.array([depth])
+
+        return step
+
+    return at
+
+
+def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Callable[[], object]]:
+    """As `_ours`, for Hugging Face's model with a static cache of S positions."""
+    from transformers import AutoModelForCausalLM, StaticCache
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+    config, token = model.config, torch.tensor([[7]])
+    cache = StaticCache(config=config, max_cache_len=S)
+    cache.early_initialization(1, config.num_key_value_heads, config.hidden_size // config.num_attention_heads, dtype, "cpu")
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+
+    def at(depth: int):
+        @torch.inference_mode()
+        def step():
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(depth)
+            return model(token, past_key_values=cache).logits
+
+        return step
+
+    return at
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def read_bandwidth(size: int = 1 << 30) -> float:
+    """Bytes per second at which this machine reads memory, on torch's threads: the best of several passes over `size`."""
+    data = torch.ones(size // 8, dtype=torch.int64)
+    return size / min(seconds(data.sum) for _ in range(5))
+
+
+def apart(function: Callable, *arguments):
+    """`function(*arguments)` in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _peak(path: Path) -> int | None:
+    """Peak resident bytes of this process once it has opened a bundle and decoded."""
+    Decoder(path, "portable").generate([7] * 8, 8, stop=())
+    return peak_rss()
+
+
+def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> list[dict]:
+    """Routed against dense experts: ms per token in the MoE part of all layers, and bytes of expert weights read.
+
+    Args:
+        make: gives the bundle of one checkpoint for `moe` = dense or routed.
+    """
+    decoders = {kind: Decoder(make(kind), "portable", fast=False) for kind in ("dense", "routed")}
+    times: dict[str, list[float]] = {kind: [] for kind in decoders}
+    for round_ in range(rounds):
+        for kind, decoder in decoders.items():
+            profiled = timing.profile(decoder, calls=calls, seed=round_)
+            times[kind].append(float(profiled[profiled["part"] == "moe"]["ms"].sum()))
+    read = {kind: moe_bytes(decoder.bundle) for kind, decoder in decoders.items()}
+    return [bench_row("moe_ms_per_token", times["routed"], "ms", "dense", times["dense"]),
+            bench_row("moe_bytes_per_token", [read["routed"]], "bytes", "dense", [read["dense"]])]  # fmt: skip
+
+
+def moe_bytes(bundle: Bundle) -> int:
+    """Bytes of expert weights one token reads: every expert when dense, the largest one of each layer when routed."""
+    experts = bundle.shards("expert")
+    if experts:
+        layers = {s.layers[0] for s in experts}
+        return sum(max(_weights(bundle, s) for s in experts if s.layers[0] == layer) for layer in layers)
+    return sum(_weights(bundle, s) for s in bundle.shards("layers"))
+
+
+def _weights(bundle: Bundle, shard) -> int:
+    """Stored bytes of the expert tensors in a shard."""
+    import miltorch
+
+    names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
+    held = [op for op in miltorch.read(bundle.package(shard)).block.walk() if op.outputs and op.outputs[0][0] in names]
+    return sum(v.nbytes for op in held for v in op.inputs.values() if hasattr(v, "nbytes"))

@@ -1,0 +1,91 @@
+"""Export against its peers: the plain loop over coremltools, and the disk. Takes the export as a function to call.
+
+Every export runs in a process of its own, warmed up by a tiny export before the clock starts, so imports count for
+neither side. Peak memory is the process's resident maximum (`memory.peak_rss`): everything is counted in it, imports too;
+nothing is mapped from the checkpoint, which is read into buffers.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench.benchmarks.decode import ZAYA_LAYER, apart, bench_row
+from workbench.errors import InputError
+
+# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of decoder layers
+MODELS = {
+    "qwen2": (dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2,
+                   vocab_size=151936, tie_word_embeddings=True), 24),
+    "zaya": (ZAYA_LAYER | dict(vocab_size=262272), 40),
+}  # fmt: skip
+LAYERS = 7  # decoder layers timed one by one
+BUFFER = bytearray(1 << 20)
+
+
+def model(family: str) -> tuple[dict, int]:
+    """Dimensions of a layer and its surroundings, and how many decoder layers the model has."""
+    if family not in MODELS:
+        raise InputError("--family", repr(family), f"one of {', '.join(MODELS)}", "choose one of them")
+    return MODELS[family]
+
+
+def compare_exports(once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, chosen: dict) -> dict:
+    """Rows of stamped export against the disk and, given `layers`, against plain export.
+
+    Args:
+        once: (checkpoint, target, plain, options) → `seconds`, `identity`, `bytes`, `split`, `peak_rss_bytes`, ….
+        layers: (checkpoint, folder, count, options) → seconds of single layers, `plain` and `stamped`.
+        folder: emptied, and removed in the end.
+    """
+    modes = {"stamped": False} | ({"plain": True} if layers else {})
+    runs, floors = {mode: [] for mode in modes}, []
+    for _ in range(rounds):
+        for mode, plain in modes.items():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            forget(source)
+            runs[mode].append(apart(once, str(source), str(folder / "bundle"), plain, chosen))
+        floors.append(floor(source, folder / "floor.bin", runs["stamped"][-1]["bytes"]))
+    seconds = {mode: [run["seconds"] for run in found] for mode, found in runs.items()}
+    name, stamped = "_".join(["export", *chosen.values()]), runs["stamped"]
+    rows = [bench_row(f"{name}_seconds_over_templates", [r["seconds"] - r["split"]["template"] for r in stamped], "s", "disk",
+                [sum(f.values()) for f in floors])]  # fmt: skip
+    found = {"rows": rows, "same_bytes": None, "split": [r["split"] for r in stamped], "floor": floors,
+             "peak_rss_bytes": {mode: [r["peak_rss_bytes"] for r in found] for mode, found in runs.items()},
+             **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")}, "seconds": seconds}  # fmt: skip
+    if layers:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        single = apart(layers, str(source), str(folder / "bundle"), LAYERS, chosen)
+        rows += [bench_row(f"{name}_seconds", seconds["stamped"], "s", "plain", seconds["plain"]),
+                 bench_row(f"{name}_layer_seconds", single["stamped"], "s", "plain", single["plain"])]  # fmt: skip
+        found["same_bytes"] = len({run["identity"] for mode in modes for run in runs[mode]}) == 1
+    shutil.rmtree(folder)
+    return found
+
+
+def forget(source: Path) -> None:
+    """Lets the system drop what it keeps of the checkpoint in memory, so that reading it is reading the disk."""
+    for path in source.glob("*.safetensors"):
+        with path.open("rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def floor(source: Path, target: Path, count: int) -> dict[str, float]:
+    """Seconds to read the checkpoint once, and to write `count` bytes as the export writes them: without waiting for
+    the device."""
+    forget(source)
+    start = time.perf_counter()
+    for path in source.glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(BUFFER):
+                pass
+    read = time.perf_counter() - start
+    with target.open("wb", buffering=0) as file:
+        for at in range(0, count, len(BUFFER)):
+            file.write(BUFFER[: count - at])
+    target.unlink()
+    return {"read": read, "write": time.perf_counter() - start - read}

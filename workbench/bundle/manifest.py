@@ -1,0 +1,299 @@
+"""The words of `bundle.json`: one pydantic model per part, cross-checked when built.
+
+Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query heads; H_kv key/value
+heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts. A dimension written "T" in a shape is the
+free one.
+"""
+
+import re
+from itertools import chain
+from math import prod
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+MANIFEST_VERSION = 1
+
+# Names that cross the Core ML boundary.
+X, HIDDEN, LOGITS = "x", "hidden", "logits_k"
+ROPE_COS, ROPE_SIN = "rope_cos", "rope_sin"
+ATTN_MASK, KV_WRITE_MASK, POS = "attn_mask", "kv_write_mask", "pos"
+TAIL_SELECT = "tail_select"
+ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"
+BASE, EXPERT_IN, ROUTER_PROBS, ROUTER_SCORES = "base", "expert_in", "router_probs", "router_scores"
+EXPERT_WEIGHT, ACC = "expert_weight", "acc"
+K_STATE, V_STATE, CONV_STATE, V_DELAYED_STATE = "k_state", "v_state", "conv_state", "v_delayed_state"
+KV_STATE, SIDE_STATE = "kv_state", "side_state"
+
+MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
+
+
+MAX_SEQ_LEN = 1 << 24  # more tokens than any model is made for; masks are as long as the cache
+MAX_PATH, MAX_NAME = 512, 200  # characters: leaves room for the folder that a bundle lies in
+
+
+class StateRegion(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _inside(path: str) -> str:
+    pure = PurePosixPath(path)
+    longest = max(map(len, pure.parts), default=0)
+    if len(path) > MAX_PATH or longest > MAX_NAME or not path.isprintable():
+        raise ValueError(f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
+                         f"{MAX_NAME} in a name")
+    if pure.is_absolute() or ".." in pure.parts or "\\" in path or re.match(r"^[A-Za-z]:", path) or not pure.parts:
+        raise ValueError(f"path {path!r} must stay inside the bundle")
+    return path
+
+
+RelativePath = Annotated[str, AfterValidator(_inside)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no larger
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Dims(StateRegion):
+    """Sizes of the model; see the axis glossary above."""
+
+    C: Count
+    H: Count
+    H_kv: Count
+    D: Count
+    L: Count
+    V: Count
+
+    @model_validator(mode="after")
+    def _heads_divide(self):
+        if self.H % self.H_kv:
+            raise ValueError(f"H = {self.H} query heads need a multiple of H_kv = {self.H_kv}")
+        return self
+
+
+class Options(StateRegion):
+    """What the user chose at export. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
+
+    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` slots, just enough for a call
+    of t_max tokens not to overwrite a row that its own first token still attends to.
+    """
+
+    max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
+    t_max: Count = 4
+    batch: Count = 1
+    layers_per_shard: Count = 1
+    compress: Literal["fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4", "lut6"] = "fp16"
+    kv_write: Literal["mask", "slice"] = "mask"
+    layout: Literal["bct1", "bc1t"] = "bct1"
+    states: Literal["separate", "packed"] = "separate"
+    moe: Literal["dense", "routed"] = "dense"
+    t: Literal["range", "fixed"] = "range"
+    sliding: Literal["mask", "ring"] = "mask"
+
+    @model_validator(mode="after")
+    def _fits(self):
+        if self.t_max > self.max_seq_len:
+            raise ValueError(f"t_max = {self.t_max} must not pass max_seq_len = {self.max_seq_len}")
+        if self.sliding == "ring" and self.kv_write == "slice":
+            raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
+        if self.moe == "routed" and self.layers_per_shard > 1:
+            raise ValueError("moe = routed needs layers_per_shard = 1: the host picks experts between layers")
+        return self
+
+    def slots(self, window: int | None) -> int:
+        """Rows of the cache of a layer that attends to `window` tokens (None: all)."""
+        if window is None or self.sliding == "mask":
+            return self.max_seq_len
+        return min(self.max_seq_len, window + self.t_max - 1)
+
+
+class Rope(StateRegion):
+    """One rotary table, made by the host: angle = position · inv_freq, cos and sin times `scale`.
+
+    `name` is "" or the suffix of its inputs (`rope_cos_local`); `inv_freq` has D_rotary / 2 entries (radians per token).
+    """
+
+    name: Literal["", "local", "global"] = ""
+    inv_freq: Annotated[list[Finite], Field(min_length=1)]
+    scale: Finite = 1.0
+
+
+class Layer(StateRegion):
+    """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
+
+    Layers of one rope table share one window, so `suffix` tells their inputs apart (`rope_cos_local`, `attn_mask_local`).
+    """
+
+    window: Count | None = None
+    rope: Literal["", "local", "global"] = ""
+
+    @property
+    def suffix(self) -> str:
+        return f"_{self.rope}" if self.rope else ""
+
+
+class FileEntry(StateRegion):
+    path: RelativePath
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class StateEntry(StateRegion):
+    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it, one [start, stop) per axis.
+
+    `shape` is the logical state's own (a part has as many elements). `ring` is the number of slots of a ring buffer:
+    row p lives in slot p mod ring.
+    """
+
+    tensor: str
+    shape: list[Count]
+    part: list[tuple[int, int]] | None = None
+    ring: Count | None = None
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part of `tensor` as an index."""
+        return (slice(None),) if self.part is None else tuple(slice(*span) for span in self.part)
+
+
+def is_cache(state: str) -> bool:
+    """Whether a logical state (`layers.3.k_state`) holds keys or values, one row per position. (`conv_state` ends in "v_state" too.)"""
+    return state.rpartition(".")[2] in (K_STATE, V_STATE)
+
+
+class Shard(StateRegion):
+    """One `.mlpackage`: its interface, its files, and where its contents came from.
+
+    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in part: vocabulary rows of
+    a head slice, the one expert of an expert shard.
+    """
+
+    name: str
+    kind: Literal["layers", "router", "expert", "head"]
+    path: RelativePath
+    layers: tuple[int, int] = (0, 0)  # decoder layers [start, stop)
+    rows: tuple[int, int] = (0, 0)
+    inputs: dict[str, list[int | Literal["T"]]]
+    outputs: dict[str, list[int | Literal["T"]]]
+    states: dict[str, StateEntry] = {}
+    taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
+    weights: dict[str, str] = {}  # checkpoint tensor → name of the constant that holds it
+    offsets: dict[str, float] = {}  # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
+    modules: dict[str, str] = {}  # program value → source module
+    how: Literal["converted", "stamped"] = "converted"
+    bytes: Annotated[int, Field(ge=0)]
+    files: Annotated[list[FileEntry], Field(min_length=1)]
+
+
+class Embedding(StateRegion):
+    """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in float32."""
+
+    file: FileEntry
+    scale: Finite = 1.0
+
+
+class Tokens(StateRegion):
+    """Special tokens and, when the checkpoint has one, the tokenizer's files."""
+
+    bos: int | None = None
+    eos: list[int] = []
+    files: list[FileEntry] = []
+
+
+class Manifest(StateRegion):
+    """`bundle.json`."""
+
+    format: Literal["workbench-bundle"] = "workbench-bundle"
+    version: Literal[1] = MANIFEST_VERSION
+    family: str
+    dims: Dims
+    options: Options
+    rope: list[Rope]
+    layers: list[Layer]
+    embedding: Embedding
+    tokens: Tokens
+    checkpoint: dict[str, str]  # name, sha256, dtype
+    packages: dict[str, str]
+    residual_exponent: int = 0  # `x` and `hidden` of every shard are 2^-exponent of the model's
+    shards: list[Shard]
+
+    @model_validator(mode="after")
+    def _whole(self):
+        if len(self.layers) != self.dims.L:
+            raise ValueError(f"{len(self.layers)} layer entries for L = {self.dims.L}")
+        if len({(layer.rope, layer.window) for layer in self.layers}) > len({layer.rope for layer in self.layers}):
+            raise ValueError("layers of one rope table differ in their windows")
+        covered = [i for s in self.shards if s.kind in ("layers", "router") for i in range(*s.layers)]
+        if covered != list(range(self.dims.L)):
+            raise ValueError("the shards do not cover every decoder layer once, in order")
+        rows = [s.rows for s in self.shards if s.kind == "head"]
+        if [r[0] for r in rows] + [self.dims.V] != [0] + [r[1] for r in rows]:
+            raise ValueError("the head slices do not cover the vocabulary once, in order")
+        if len({s.path for s in self.shards}) < len(self.shards):
+            raise ValueError("two shards have one path")
+        self._check_rope()
+        for shard in self.shards:
+            self._check_files(shard)
+            self._check_shapes(shard)
+            self._check_states(shard)
+        return self
+
+    def _check_rope(self) -> None:
+        names, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
+        if len(set(names)) < len(names) or not used <= set(names):
+            tables, needs = _listed(names), _listed(sorted(used))
+            raise ValueError(f"rope tables {tables} for layers that use {needs}")
+
+    def _check_files(self, shard: Shard) -> None:
+        package = PurePosixPath(shard.path)
+        for entry in shard.files:
+            if package not in PurePosixPath(entry.path).parents:
+                raise ValueError(f"shard {shard.name}: file {entry.path} lies outside {shard.path}")
+
+    def _check_shapes(self, shard: Shard) -> None:
+        """Checks what follows from dimensions and options; a family may have more inputs."""
+        expected = self._shapes(shard)
+        for name, shape in chain(shard.inputs.items(), shard.outputs.items()):
+            if expected.get(name, shape) != shape:
+                raise ValueError(f"shard {shard.name}: {name} {shape}, "
+                                 f"but dims and options say {expected[name]}")
+
+    def _shapes(self, shard: Shard) -> dict[str, list]:
+        """Tensor → shape of a shard's interface."""
+        B, narrow = self.options.batch, [self.options.batch, 1]
+        widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), self.dims.C)
+        widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
+        bct1 = self.options.layout == "bct1"
+        shapes = {name: [B, n, "T", 1] if bct1 else [B, n, 1, "T"] for name, n in widths.items()}
+        halves = {rope.name: len(rope.inv_freq) for rope in self.rope}
+        for layer in self.layers[slice(*shard.layers)]:
+            slots, half = self.options.slots(layer.window), halves[layer.rope]
+            ring = layer.window is not None and self.options.sliding == "ring"
+            shapes |= {ROPE_COS + layer.suffix: [*narrow, "T", half],
+                       ROPE_SIN + layer.suffix: [*narrow, "T", half],
+                       ATTN_MASK + layer.suffix: [*narrow, "T", slots],
+                       KV_WRITE_MASK + (layer.suffix if ring else ""): [*narrow, slots, "T"]}
+        return shapes
+
+    def _check_states(self, shard: Shard) -> None:
+        for name, state in shard.states.items():
+            index = re.fullmatch(r"layers\.(\d{1,9})\.\w+", name)
+            if not index or int(index[1]) not in range(*shard.layers):
+                raise ValueError(f"shard {shard.name}: state {name} is of none of its layers")
+            layer, where = self.layers[int(index[1])], f"shard {shard.name}: state {name}"
+            slots = self.options.slots(layer.window)
+            shape = [self.options.batch, self.dims.H_kv, slots, self.dims.D]
+            if is_cache(name) and state.shape != shape:
+                raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
+            ring = is_cache(name) and layer.window is not None and self.options.sliding == "ring"
+            size = slots if ring else None
+            if state.ring != size:
+                raise ValueError(f"{where} has ring = {state.ring}, but options say {size}")
+            spans = [(0, n) for n in state.shape] if state.part is None else state.part
+            sizes = [stop - start for start, stop in spans]
+            low = min(start for start, _ in spans)
+            if low < 0 or min(sizes) < 1 or prod(sizes) != prod(state.shape):
+                raise ValueError(f"{where} {state.shape} does not fill the part {state.part}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(name or '""' for name in names) or "none"

@@ -1,0 +1,1 @@
+"""Whether a bundle computes what Hugging Face's model computes: goldens, fidelity, gates, the checklist."""

@@ -1,0 +1,111 @@
+"""One bundle on every compute unit, each in a process of its own that may die, and who is to blame where it fails.
+
+A golden goes in, one row per unit comes out. Off a Mac the portable runtime's arithmetics stand in and are labelled so.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from miltorch import PRECISIONS
+from workbench.bundle import Bundle
+from workbench.check import gates, metrics
+from workbench.check.golden import Golden
+from workbench.check.validate import validate
+from workbench.decode import Decoder
+from workbench.errors import last_message
+from workbench.runtime import COMPUTE_UNITS, coreml_available
+
+SECONDS = 3600
+Launch = Callable[[list[str]], subprocess.CompletedProcess]
+COLUMNS = ["unit", "runtime", "verdict", "min_cosine", "kl_max", "kl_portable", "blame", "reason"]
+
+
+def launch(command: list[str]) -> subprocess.CompletedProcess:
+    """Runs a child process to its end, whatever that is; one that hangs is killed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, -9, "", f"no result after {SECONDS} s")
+
+
+def validate_units(
+    bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Sequence[int] = (), start: Launch = launch
+) -> pd.DataFrame:
+    """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
+
+    Args:
+        device: whether to try Core ML (default: where there is one).
+        Ts: tokens a call (default: as `validate`).
+        start: runs a command; tests give their own.
+
+    Returns:
+        One row per unit, three comparisons in each: with Hugging Face's golden (`verdict` GREEN, RED or DIED, worst update
+        cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
+        and what both together say of the fault (`blame`, null where GREEN); then the first `reason`.
+    """
+    units = [("portable", precision) for precision in PRECISIONS]
+    units += [("coreml", unit) for unit in COMPUTE_UNITS] if (coreml_available() if device is None else device) else []
+    with tempfile.TemporaryDirectory() as folder:
+        path = golden.save(Path(folder) / "golden.safetensors")
+        rows = [unit_row(bundle, path, runtime, unit, Ts, start) for runtime, unit in units]
+    table = pd.DataFrame(rows)
+    verdicts = dict(zip(table["unit"], table["verdict"], strict=True))
+    declared = table["logits"][table["unit"] == "portable declared"].iloc[0]
+    table["kl_portable"] = [
+        None if x is None or declared is None else float(metrics.kl(declared, x).max()) for x in table["logits"]
+    ]
+    table["blame"] = [None if v == gates.GREEN else blame(r, u, verdicts)
+                      for r, u, v in zip(table["runtime"], table["unit"], table["verdict"], strict=True)]  # fmt: skip
+    return table[COLUMNS]
+
+
+def unit_row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch) -> dict:
+    """One unit's row, all but the comparisons with others, out of what a child process left, or of how it died."""
+    found = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
+    out = golden.with_name(f"{runtime}-{unit}.npy")
+    child = start(
+        [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)]
+    )
+    if child.returncode:
+        last = last_message((child.stderr or "").splitlines())
+        how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": f"{how}: {last}"}
+    said = json.loads(child.stdout.splitlines()[-1])
+    red = [f"{g['name']}: {g['reason']}" for g in said["gates"] if g["verdict"] == gates.RED]
+    return found | {"verdict": said["verdict"], "min_cosine": said["min_cosine"], "kl_max": said["logits"]["kl_max"],
+                    "logits": np.load(out) if out.exists() else None,
+                    "reason": red[0] if red else "every gate passes"}  # fmt: skip
+
+
+def blame(runtime: str, unit: str, verdicts: dict[str, str]) -> str:
+    """Whose fault a failure is: the program's or the weights' when exact arithmetic fails, the precision's when only
+    rounding does, the unit's when its program passes on the portable runtime."""
+    if verdicts["portable exact"] != gates.GREEN:
+        return "program or weights"
+    if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:
+        return "precision"
+    return "the unit's arithmetic, within what narrow sums would do" if verdicts["portable narrow"] != gates.GREEN else "runtime"
+
+
+def units_verdict(table: pd.DataFrame) -> str:
+    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only says whom to blame."""
+    return gates.GREEN if (table.loc[table["unit"] != "portable narrow", "verdict"] == gates.GREEN).all() else gates.RED
+
+
+def units_main(root: str, golden: str, runtime: str, unit: str, out: str, *Ts: str) -> None:
+    """The child: validates on one unit, keeps the logits in `out` and prints one line of JSON."""
+    how = {"precision": unit} if runtime == "portable" else {"compute_units": unit}
+    found = validate(Decoder(root, runtime, **how), Golden.load(golden), [int(T) for T in Ts] or None)
+    np.save(out, found.found)
+    print(json.dumps(found.json(), default=str))
+
+
+if __name__ == "__main__":
+    units_main(*sys.argv[1:])

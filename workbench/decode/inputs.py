@@ -1,0 +1,90 @@
+"""What the host makes for every call: rope tables, masks, write addresses. Knows positions, no model."""
+
+import numpy as np
+
+from workbench.bundle import Manifest
+from workbench.bundle.manifest import ATTN_MASK, KV_WRITE_MASK, MASKED, POS, ROPE_COS, ROPE_SIN, ROUTER_STATE, TAIL_SELECT
+from workbench.errors import InputError
+
+
+class Host:
+    """Call inputs of a bundle, for B sequences each at its own position.
+
+    Every cache is addressed as a ring: the row of position p lives in slot p mod slots. A cache of max_seq_len slots
+    never wraps.
+    """
+
+    def __init__(self, manifest: Manifest):
+        self.options = manifest.options
+        self.router_state = next((s.inputs[ROUTER_STATE] for s in manifest.shards if ROUTER_STATE in s.inputs), None)
+        layers = {layer.suffix: layer for layer in manifest.layers}
+        ropes = {f"_{rope.name}" if rope.name else "": rope for rope in manifest.rope}
+        self.tables = [(suffix, ropes[suffix], layer.window) for suffix, layer in layers.items()]
+
+    def check(self, offsets: np.ndarray, counts: np.ndarray) -> None:
+        """Raises before anything is written when a token would land past max_seq_len."""
+        S = self.options.max_seq_len
+        for slot, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
+            if count and offset + count > S:
+                raise InputError(f"sequence {slot}", f"position {offset + count - 1}", f"positions below max_seq_len = {S}",
+                                 "shorten the prompt, or export with a larger --max-seq-len")  # fmt: skip
+
+    def plane(self, hidden: np.ndarray) -> np.ndarray:
+        """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
+        hidden = np.ascontiguousarray(hidden)
+        return hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
+
+    def inputs(self, offsets: np.ndarray, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
+        """Shared inputs of one call.
+
+        Args:
+            offsets: [B] tokens already in each sequence's cache.
+            counts: [B] valid tokens of this call, from column 0 on; the rest of the T columns are dummies that write
+                nothing.
+            T: columns of the call.
+
+        Returns:
+            tail_select [B, 2, T]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, slots, T]; and for each rope table, under its suffix,
+            rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, slots], kv_write_mask where its caches are rings.
+        """
+        self.check(offsets, counts)
+        positions = offsets[:, None] + np.arange(T)  # [B, T]
+        tail = np.arange(T) == (counts[:, None] - [2, 1])[:, :, None]
+        inputs = {TAIL_SELECT: tail.astype(np.float32)}
+        if self.router_state:
+            inputs[ROUTER_STATE] = np.zeros([T if n == "T" else n for n in self.router_state], np.float32)
+        for suffix, rope, window in self.tables:
+            angles = positions[:, None, :, None].astype(np.float32) * np.float32(rope.inv_freq)
+            inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
+            inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
+            slots = self.options.slots(window)
+            inputs[ATTN_MASK + suffix] = _attention_mask(positions, offsets + counts, slots, window)
+            if self.options.kv_write == "mask":
+                ring = window is not None and self.options.sliding == "ring"
+                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write_mask(positions, counts, slots)
+        return inputs if self.options.kv_write == "mask" else inputs | {POS: self._position(offsets, counts, T)}
+
+    def _position(self, offsets, counts, T) -> np.ndarray:
+        if len(set(offsets.tolist())) > 1 or (counts != T).any():
+            raise InputError("kv_write=slice", f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
+                             "equal positions and no dummy tokens", "export with --kv-write mask")  # fmt: skip
+        return offsets[:1].astype(np.int32)
+
+
+def _attention_mask(positions: np.ndarray, ends: np.ndarray, slots: int, window: int | None) -> np.ndarray:
+    """Additive mask [B, 1, T, slots] once this call's rows are written, `ends` [B] tokens in all.
+
+    Slot s then holds the last position up to `ends` − 1 that is s modulo slots, or, where that is negative, nothing.
+    """
+    last = ends[:, None] - 1
+    held = last - (last - np.arange(slots)) % slots  # [B, slots]
+    behind = positions[:, :, None] - held[:, None]  # [B, T, slots]: how far each row lies behind each query
+    seen = (held[:, None] >= 0) & (behind >= 0) & (behind < (window or np.inf))
+    return np.where(seen, np.float32(0), np.float32(MASKED))[:, None]
+
+
+def _write_mask(positions: np.ndarray, counts: np.ndarray, slots: int) -> np.ndarray:
+    """One-hot columns [B, 1, slots, T]: the slot of each valid token; dummies have none."""
+    valid = np.arange(positions.shape[1]) < counts[:, None]
+    write = (np.arange(slots)[:, None] == positions[:, None] % slots) & valid[:, None]  # [B, slots, T]
+    return write[:, None].astype(np.float32)

@@ -1,0 +1,180 @@
+"""The error of a bundle split into its causes: checkpoint and bundles in, one difference vector per cause out.
+
+From Hugging Face to the device one thing changes at a time, each step adding a difference to every layer's update:
+
+    storage       weights rounded as the uncompressed bundle holds them      (both Hugging Face, float32)
+    reauthoring   the exported program in place of Hugging Face's            (portable, exact, uncompressed)
+    quantization  compressed weights                                         (portable, exact)
+    precision     every result rounded to the dtype its program declares     (portable, declared)
+    runtime       the device in place of the portable runtime                (absent off a Mac)
+
+The vectors add up to the total; their norms do not, so cross terms are reported beside them. Knows no export: the
+uncompressed bundle is the caller's to make.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from workbench.bundle import Bundle
+from workbench.check import fidelity, gates, golden
+from workbench.decode import Decoder, literal
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+
+PARTS = ("storage", "reauthoring", "quantization", "precision", "runtime")
+MODES = ("isolated", "chained")
+
+
+@dataclass
+class Split:
+    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `found` ones at the end, each part's difference.
+
+    A part that was not measured is absent from `parts`.
+    """
+
+    reference: np.ndarray
+    found: np.ndarray
+    parts: dict[str, np.ndarray]
+
+    def layers(self) -> pd.DataFrame:
+        """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss` of the parts, and
+        `cross`, the share of total² that the parts' inner products make up (0 if they are orthogonal)."""
+        scale = _rms(self.reference)
+        frame = pd.DataFrame({"layer": np.arange(len(scale))})
+        for part in PARTS:
+            frame[part] = _over(_rms(self.parts[part]), scale) if part in self.parts else None
+        frame["total"] = _over(_rms(self.found - self.reference), scale)
+        frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
+        squared = (frame["total"] ** 2).where(frame["total"] > 0)
+        frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(0.0)
+        return frame
+
+    def positions(self) -> pd.DataFrame:
+        """Relative RMS of each measured part and of the total per layer and position."""
+        scale = np.sqrt((self.reference**2).mean(-1))  # [L, n]
+        layer, position = np.indices(scale.shape)
+        frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
+        for name, difference in (self.parts | {"total": self.found - self.reference}).items():
+            frame[name] = _over(np.sqrt((difference**2).mean(-1)), scale).ravel()
+        return frame
+
+    def shares(self) -> pd.DataFrame:
+        """Inner products of the parts over ‖total‖², all layers together: a part × part table whose cells sum to 1."""
+        flat = np.stack([difference.ravel() for difference in self.parts.values()])
+        total = ((self.found - self.reference) ** 2).sum()
+        return pd.DataFrame(flat @ flat.T / (total or 1.0), index=list(self.parts), columns=list(self.parts))
+
+    @property
+    def residual(self) -> float:
+        """What the parts' sum and the total differ by, as relative RMS of the worst layer."""
+        rest = sum(self.parts.values()) - (self.found - self.reference)
+        return float(_over(_rms(rest), _rms(self.reference)).max())
+
+
+def _rms(vectors: np.ndarray) -> np.ndarray:
+    """[L, n, C] → [L]."""
+    return np.sqrt((vectors**2).mean((1, 2)))
+
+
+def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """error / scale; no error at all is 0 even of an update that is zero."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(error == 0, 0.0, error / scale)
+
+
+def split_error(checkpoint: Checkpoint, bundle: Bundle, plain: Bundle, ids: Sequence[int], *, T: int | None = None,
+            device: bool = False, progress: bool = False) -> dict[str, Split]:  # fmt: skip
+    """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and chained.
+
+    Args:
+        plain: the same export with fp16 weights; `bundle` itself when it is uncompressed.
+        T: tokens a call (default: t_max).
+        device: also run Core ML.
+    """
+    from tqdm.auto import tqdm
+
+    _check_pair(bundle, plain)
+    source = golden.make_golden(checkpoint, ids)
+    stages = _stages(checkpoint, bundle, plain, source, T, device)
+    made = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
+    splits = {}
+    for i, mode in enumerate(MODES):
+        steps = {"source": source.update.astype(np.float64)} | {part: both[i] for part, both in made.items()}
+        names, updates = list(steps), list(steps.values())
+        parts = {name: after - before for name, before, after in zip(names[1:], updates, updates[1:], strict=False)}
+        splits[mode] = Split(updates[0], updates[-1], parts)
+    return splits
+
+
+def _check_pair(bundle: Bundle, plain: Bundle) -> None:
+    theirs, ours = (b.manifest.options.model_dump(exclude={"compress"}) for b in (plain, bundle))
+    same = theirs == ours and plain.manifest.checkpoint == bundle.manifest.checkpoint
+    if not same or plain.manifest.options.compress != "fp16":
+        raise InputError(f"bundle {plain.root.name}", f"{plain.manifest.options.compress}, {plain.manifest.checkpoint['name']}",
+                         f"an fp16 export of the checkpoint and options of {bundle.root.name}",
+                         "export it with --compress fp16 and nothing else changed")  # fmt: skip
+
+
+def _stages(checkpoint, bundle, plain, source, T, device) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """(part, [isolated, chained] updates once the part's cause is in place), in order."""
+    weights = golden.stored_weights(checkpoint, plain)
+    isolated = golden.make_golden(checkpoint, source.ids, weights, "stored", source.x, source.router)
+    chained = golden.make_golden(checkpoint, source.ids, weights, "stored")
+    yield "storage", [isolated.update.astype(np.float64), chained.update.astype(np.float64)]
+    runs = [("reauthoring", plain, "portable", "exact"), ("quantization", bundle, "portable", "exact"),
+            ("precision", bundle, "portable", "declared")]  # fmt: skip
+    if device:
+        runs.append(("runtime", bundle, "coreml", "declared"))
+    for part, which, runtime, precision in runs:
+        decoder = Decoder(which, runtime, precision)
+        yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
+
+
+@literal
+def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
+    """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls of T.
+
+    Raises:
+        InputError: a runtime that does not show every layer's output (Core ML inside a shard of several layers).
+    """
+    trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
+    hidden = trace.hidden
+    if len(hidden) < len(source.x):
+        raise InputError(f"bundle {decoder.bundle.root.name}", "layers inside a shard that Core ML does not show",
+                         "one layer a shard", "export with --layers-per-shard 1")  # fmt: skip
+    after = np.stack([hidden[layer] for layer in range(len(hidden))]).astype(np.float64)
+    if mode == "isolated":
+        return after - trace.x
+    first = decoder.bundle.embed(source.ids[None])[0] * 2.0**decoder.manifest.residual_exponent
+    return after - np.concatenate([first[None], after[:-1]])
+
+
+def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
+    """The parts add up, and the exported program computes what Hugging Face's does on the weights it holds."""
+    residual = max(split.residual for split in splits.values())
+    isolated = splits["isolated"].layers()
+    worst = int(isolated["reauthoring"].fillna(np.inf).idxmax())
+    return [
+        gates.at_most("reauthoring", float(isolated["reauthoring"][worst]), gates.REAUTHORING,
+                      f"exact arithmetic on the stored weights against Hugging Face, relative RMS: layer {worst}"),
+        gates.at_most("parts_telescope", residual, gates.TELESCOPE, "sum of the parts against the total, relative RMS"),
+    ]  # fmt: skip
+
+
+def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
+    """What the parts of isolated layers and the remedies for their weights say, in plain words."""
+    layers, shares = split.layers(), split.shares()
+    own = pd.Series(np.diag(shares), shares.index)
+    part, worst = own.idxmax(), layers.loc[layers["total"].idxmax()]
+    lines = [f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
+             f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",
+             f"The worst layer is {worst['layer']:.0f}: an error of {worst['total']:.2%} of its update; rounding alone is {worst['precision']:.2%}."]  # fmt: skip
+    for row in remedies.to_dict("records"):
+        lines.append(f"Layer {row['layer']}: storing {row['tensors']} as int8-channel brings {row['error']:.2%} to "
+                     f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}.")  # fmt: skip
+    if "runtime" not in split.parts:
+        lines.append("The device's own part was not measured: there is no Core ML here.")
+    return "\n".join(f"- {line}" for line in lines)

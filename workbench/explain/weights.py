@@ -1,0 +1,113 @@
+"""Which compressed weights cost a layer most, and what storing the worst few better would buy.
+
+Measured, not estimated: one tensor at a time is put back to its fp16 value inside the loaded program, in exact
+arithmetic, and every layer's update is measured again on the golden's input. Isolated layers do not see each other, so
+one pass tries the same tensor in all of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+import torch
+
+from workbench.bundle import Bundle
+from workbench.check.golden import Golden
+from workbench.decode import Decoder
+from workbench.explain import error
+
+Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the values to run with
+
+
+def int8_channel(weight: torch.Tensor) -> torch.Tensor:
+    """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel` stores it."""
+    scale = (weight.flatten(1).abs().amax(1) / 127).half().float().clamp(min=2.0**-24)
+    scale = scale.reshape(-1, *[1] * (weight.dim() - 1))
+    return (weight / scale).round().clamp(-127, 127) * scale
+
+
+class WeightTrial:
+    """A compressed bundle and its uncompressed twin, loaded in exact arithmetic, with the golden they are fed from."""
+
+    def __init__(self, bundle: Bundle, plain: Bundle, golden: Golden, T: int | None = None):
+        self.decoder, self.plain = (Decoder(b, "portable", "exact") for b in (bundle, plain))
+        self.golden, self.T = golden, T or bundle.manifest.options.t_max
+        self.reference = error.updates(self.plain, golden, self.T, "isolated")
+        self.errors()  # loads the experts that the golden's tokens pick
+
+    def errors(self) -> np.ndarray:
+        """Relative RMS [L] of each layer's update against the uncompressed bundle's, as things are now."""
+        found = error.updates(self.decoder, self.golden, self.T, "isolated")
+        return np.sqrt(((found - self.reference) ** 2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names, below their layer, of the tensors that compression changed."""
+        return sorted({kind for kind, *_ in self._tensors()})
+
+    def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
+        """(name below its layer, layer, executable, constant, fp16 values) of every compressed tensor of a layer."""
+        twins = {m.shard.name: m for m in _models(self.plain)}
+        for model in _models(self.decoder):
+            for tensor, constant in model.shard.weights.items():
+                twin = twins[model.shard.name]
+                stored = twin.executable.constant(twin.shard.weights[tensor])
+                if not torch.equal(stored, model.executable.constant(constant)):
+                    layer, _, kind = tensor.partition("layers.")[2].partition(".")
+                    yield kind, int(layer), model.executable, constant, stored
+
+    @contextmanager
+    def swapped(self, chosen: set[tuple[int, str]], swap: Swap):
+        """Runs with the tensors `chosen` (layer, kind) as `swap` makes them from their fp16 values."""
+        undo = []
+        for kind, layer, executable, constant, stored in list(self._tensors()):
+            if (layer, kind) in chosen:
+                undo.append((executable, constant, executable.body.constants[constant]))
+                replace(executable, constant, swap(stored))
+        try:
+            yield
+        finally:
+            for executable, constant, value in undo:
+                replace(executable, constant, value)
+
+
+def _models(decoder: Decoder) -> list:
+    return [*decoder.layers, *decoder.experts.models.values()]
+
+
+def replace(executable, constant: str, value: torch.Tensor) -> None:
+    """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
+    old = executable.body.constants[constant]
+    executable.body.constants[constant] = value = value.to(old.dtype)  # held as fp16 by steps that compute with it so
+    for step in executable.body.steps:
+        step.constants.update({name: value for name, held in step.constants.items() if held is old})
+
+
+def costs(weights: WeightTrial) -> pd.DataFrame:
+    """One row per layer and compressed tensor, costliest first in each layer.
+
+    `error`: relative RMS of the layer's update as it is; `without`: with this tensor alone at fp16; `share`: the share
+    of error² that this tensor accounts for.
+    """
+    whole, rows = weights.errors(), []
+    layers = range(len(whole))
+    for kind in weights.kinds:
+        with weights.swapped({(layer, kind) for layer in layers}, lambda stored: stored):
+            without = weights.errors()
+        rows += [{"layer": i, "tensor": kind, "error": whole[i], "without": without[i]} for i in layers]
+    frame = pd.DataFrame(rows, columns=["layer", "tensor", "error", "without"])
+    frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(frame["error"] > 0, 0.0)
+    return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(drop=True)
+
+
+def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.DataFrame:
+    """One row per layer: its `tensors` that cost most, its `error`, and what it would be with those few stored as
+    `int8-channel` or as `fp16`."""
+    few = ranked.groupby("layer").head(worst)
+    chosen = set(zip(few["layer"], few["tensor"], strict=True))
+    frame = few.groupby("layer", as_index=False).agg(tensors=("tensor", ", ".join), error=("error", "first"))
+    for name, swap in (("int8-channel", int8_channel), ("fp16", lambda stored: stored)):
+        with weights.swapped(chosen, swap):
+            frame[name] = weights.errors()[frame["layer"]]
+    return frame

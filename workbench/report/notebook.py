@@ -1,0 +1,106 @@
+"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy in `build/`."""
+
+import re
+import tempfile
+
+from workbench import log, report
+from workbench.errors import InputError
+
+
+class CellError(RuntimeError):
+    """A cell failed, and not because of its input. The message names the notebook, the cell by its number
+    in brackets, the last line of the error, and the executed copy."""
+
+
+def run_notebook(number: str, parameters: dict | None = None, progress: bool = True, publish: bool = False) -> dict:
+    """Executes the notebook of experiment `number`; a cell that raises ends the run.
+
+    Args:
+        parameters: values for names that its cell tagged `parameters` sets; unknown names are refused.
+        publish: makes the write-up the shipped one (see `report.publish`).
+
+    Returns:
+        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new or that the report
+        stands on, `verdict` is theirs.
+
+    Raises:
+        InputError: the one that a cell raised.
+        CellError: a cell failed in any other way.
+    """
+    import nbclient
+    import nbformat
+    from tqdm.auto import tqdm
+    from traitlets.config import Config
+
+    root = log.default_root()
+    name = report.experiment(number).name
+    source = log.project(root) / "notebooks" / f"{name}.ipynb"
+    if not source.is_file():
+        raise InputError(f"notebook {source}", "no such file", "a checkout of this project", "run inside the checkout")
+    notebook = nbformat.read(source, as_version=4)
+    set_parameters(notebook, parameters or {})
+    before = set(log.load("runs", root=root)["run_id"])
+    code = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+    started = []  # cells
+    bar = tqdm(total=code, desc=name, unit="cell", disable=not progress)
+    executed = log.project(root) / "build" / "notebooks" / source.name
+    executed.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user of this machine could listen
+        kernel = Config(KernelManager={"transport": "ipc", "connection_file": f"{sockets}/kernel.json"})
+        client = nbclient.NotebookClient(
+            notebook, config=kernel, timeout=1800, resources={"metadata": {"path": str(source.parent)}},
+            on_cell_execute=lambda cell, **_: started.append(cell),
+            on_cell_executed=lambda **_: bar.update(),
+        )
+        try:
+            client.execute()
+        except (nbclient.exceptions.CellControlSignal, nbclient.exceptions.DeadKernelError) as problem:
+            refusal, words = _failure(problem)
+            shown = executed.relative_to(log.project(root))
+            raise refusal or CellError(f"{name}, cell [{len(started)}]: {words} (executed copy: {shown})") from None
+        finally:
+            bar.close()
+            nbformat.write(notebook, executed)
+    runs = log.load("runs", root=root, where={"experiment": number})
+    new = runs[~runs["run_id"].isin(before)]
+    concluded = max(new[new["command"] == f"notebook {number}"]["run_id"], default=None)
+    stood_on, exhibits = report.behind(number, root, concluded)
+    runs = runs[runs["run_id"].isin({*new["run_id"], *stood_on["run_id"]})]
+    path = (report.publish if publish else report.write_report)(number, root, concluded)
+    figures = [path.parent / "figures" / f"{row['name']}.png" for row in exhibits if row["plot"]]
+    return {
+        "experiment": name,
+        "verdict": _verdict(runs),
+        "executed": str(executed),
+        "figures": sorted(map(str, figures)),
+        "runs": sorted(runs["run_id"]),
+        "report": str(path),
+    }
+
+
+def _failure(problem: Exception) -> tuple[InputError | None, str]:
+    """The InputError that a cell raised, if it was one, and any other failure in one line."""
+    name, text = getattr(problem, "ename", None), getattr(problem, "evalue", str(problem))
+    refusal = InputError.from_message(text) if name == "InputError" else None
+    lines = text.strip().splitlines() or [""]
+    return refusal, f"{name}: {lines[-1]}" if name else lines[0]
+
+
+def _verdict(runs) -> str:
+    """Verdict of the newest judged run of each bundle: RED if any is."""
+    judged = (
+        runs[runs["verdict"].notna()].sort_values("run_id").groupby(["bundle_hash", "command"], dropna=False).tail(1)["verdict"]
+    )
+    return "RED" if (judged == "RED").any() else "GREEN" if len(judged) else "not_run"
+
+
+def set_parameters(notebook, parameters: dict) -> None:
+    """Sets names of the notebook's cell tagged `parameters`; unknown names are refused."""
+    cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
+    known = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
+    unknown = sorted(parameters.keys() - known)
+    if unknown:
+        raise InputError("notebook parameters", ", ".join(unknown), f"names the notebook sets: {', '.join(sorted(known))}",
+                         "correct the name")  # fmt: skip
+    if cell and parameters:
+        cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())

@@ -1,0 +1,333 @@
+"""The write-up an author starts from, drawn out of the log: tables, figures, verdicts, and what was not measured.
+
+In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table, and
+per figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what the log
+lacks, no report says.
+
+Every write-up goes to a folder named after its checkpoint, which git ignores. `publish` alone changes
+the shipped ones.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from workbench import log, plots
+from workbench.errors import InputError
+from workbench.log import machines
+from workbench.sweep.runs import TIMES
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Number, slug and question of a numbered experiment; its notebook and its folder are named `number_slug`."""
+
+    number: str
+    slug: str
+    question: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}_{self.slug}"
+
+
+EXPERIMENTS = {
+    e.number: e for e in (
+        Experiment("05", "stateful_kv_cache", "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?"),
+        Experiment("29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"),
+        Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
+        Experiment("31", "error_parts", "How much of the error is storage, re-authoring, quantization, precision, device?"),
+        Experiment("32", "fp16_overflow", "Why does Qwen 2.5 give NaN on one compute unit and not on another?"),
+        Experiment("33", "cache_reuse", "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?"),
+        Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?"),
+        Experiment("35", "routed_experts", "What does routing experts on the host save?"),
+    )
+}  # fmt: skip
+
+
+def experiment(number: str) -> Experiment:
+    if number not in EXPERIMENTS:
+        raise InputError("experiment", repr(number), f"one of {', '.join(EXPERIMENTS)}", "name one of these")
+    return EXPERIMENTS[number]
+
+
+RESERVED = {"", "figures", "tables", "report.md"}
+"""Names in the folder of a shipped write-up, which no checkpoint's folder may take."""
+
+
+def folder(number: str, checkpoint: str | None, root: Path | str | None = None) -> Path:
+    """The folder of a write-up: `experiments/NN_slug/CHECKPOINT` beside the log at `root`.
+
+    Args:
+        checkpoint: name of what the run was about (see `subject`); None: the shipped write-up, which is
+            in `experiments/NN_slug` itself. A sweep of one's own has a folder of its name.
+    """
+    name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
+    shipped = log.whole(root).parent / name
+    if checkpoint is None:
+        return shipped
+    name = re.sub(r"[/\\:]", "-", checkpoint).strip(" .")[:100]
+    return shipped / (f"run-{name}".strip("-") if name in RESERVED else name)
+
+
+def subject(runs: Iterable[Mapping]) -> str:
+    """The checkpoints that rows of `runs` are about, joined by "+": those that a notebook's parameters
+    name, else the logged ones."""
+    names = []
+    for run in runs:
+        config = json.loads(run["config"]) if isinstance(run["config"], str) else {}
+        parameters = config.get("parameters", {})
+        paths = parameters.get("CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"]))
+        paths = paths if isinstance(paths, list) else [paths]
+        names += [Path(path).name for path in paths if isinstance(path, str)]
+    return "+".join(dict.fromkeys(names)) or "run"
+
+
+def exhibit(name: str, data: pd.DataFrame, caption: str, plot: str | None = None, options: Mapping | None = None,
+            run_ids: Iterable[str] = ()) -> dict:  # fmt: skip
+    """A row of the log's `exhibits`: everything that draws a figure again (`plot` None: a table).
+
+    `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is logged with.
+    """
+    flat = data.set_axis([" ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in data.columns], axis=1)
+    flat = flat.reset_index() if data.index.name or data.index.nlevels > 1 else flat
+    found = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
+    found["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
+    return {"name": name, "caption": caption, "plot": plot, "data": _json(found), "options": _json(options or {})}
+
+
+def _json(value: Mapping) -> str:
+    return json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else list(v), ensure_ascii=False)
+
+
+def data_of(row: Mapping) -> pd.DataFrame:
+    """The data of a row of `exhibits`."""
+    found = json.loads(row["data"])
+    return pd.DataFrame(found["data"], columns=found["columns"])
+
+
+def runs_of(row: Mapping) -> list[str]:
+    """The runs that a row of `exhibits` stands on."""
+    return [row["run_id"], *json.loads(row["data"])["run_ids"]]
+
+
+def draw(row: Mapping):
+    """The figure of a row of `exhibits`, drawn."""
+    return getattr(plots, row["plot"])(data_of(row), **json.loads(row["options"]))
+
+
+def write_exhibit(row: Mapping, place: Path, number: str) -> list[Path]:
+    """Writes the files of one exhibit below `place`: the same row gives the same bytes."""
+    data = data_of(row)
+    if row["plot"] is None:
+        path = place / "tables" / f"{row['name']}.tex"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data.to_latex(index=False, escape=True, na_rep="--", float_format="%.4g", caption=_latex(row["caption"]),
+                                      label=f"tab:{number}-{row['name']}"))  # fmt: skip
+        return [path]
+    return plots.save(lambda: draw(row), place / "figures" / row["name"], run_ids=runs_of(row), alt=row["caption"])
+
+
+def _latex(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)
+
+
+def write_report(
+    number: str,
+    root: Path | str | None = None,
+    run: str | None = None,
+    place: Path | None = None,
+) -> Path:
+    """Writes the report of an experiment with its figures and tables from the log at `root`.
+
+    Args:
+        run: id of the notebook's run to write up; default: the newest one.
+        place: the folder to write to; default: that of the run's checkpoint (see `folder`).
+
+    Returns:
+        The path of `report.md`.
+    """
+    chosen = experiment(number)
+    runs, exhibits = behind(number, root, run)
+    if runs.empty:
+        raise InputError(f"experiment {number}", "no run in the log", "at least one run",
+                         f"run the notebook: workbench run {number}")  # fmt: skip
+    notebook = _notebooks(runs).tail(1)
+    about = subject((runs if notebook.empty else notebook).to_dict("records"))
+    place = place or folder(number, about, root)
+    place.mkdir(parents=True, exist_ok=True)
+    for row in exhibits:
+        write_exhibit(row, place, number)
+    again = " ".join(["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])])
+    parts = [f"# Experiment {number}: {chosen.question}", _notebook(runs).get("conclusion", ""), _setup(runs),
+             _results(exhibits, place, again), _verdicts(runs), _speed(runs, root),
+             _unmeasured(runs), _reproduce(runs, number, again)]  # fmt: skip
+    path = place / "report.md"
+    path.write_text("\n\n".join(p for p in parts if p) + "\n")
+    return path
+
+
+def publish(number: str, root: Path | str | None = None, run: str | None = None) -> Path:
+    """Makes the write-up of a notebook's run the shipped one, and the runs it stands on shipped runs.
+
+    Shipped runs of this experiment that no shipped write-up stands on any more are removed; the log's
+    own files stay. Arguments as in `write`; returns the shipped `report.md`.
+    """
+    whole, place = log.whole(root), folder(number, None, root)
+    shipped = whole / log.SHIPPED
+    runs, exhibits = behind(number, root, run)
+    notebook = _notebooks(runs).tail(1)
+    if notebook.empty or not exhibits:
+        found = "no notebook's run with figures or tables in the log"
+        next_step = f"run the notebook: workbench run {number} --publish"
+        raise InputError(f"experiment {number}", found, "one to publish", next_step)
+    needed = set(runs["run_id"]) | {i for row in exhibits for i in runs_of(row)}
+    for run_id in needed:
+        names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
+        if own := {name: (whole / name).read_bytes() for name in names if (whole / name).is_file()}:
+            log.adopt(own, shipped)
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place) as fresh:  # the old write-up stays until this one is whole
+        report = write_report(number, shipped, notebook["run_id"].item(), Path(fresh))
+        for part in ("figures", "tables"):
+            shutil.rmtree(place / part, ignore_errors=True)
+            if (report.parent / part).exists():
+                (report.parent / part).replace(place / part)
+        report.replace(place / report.name)
+    for other in EXPERIMENTS.keys() - {number}:
+        needed |= {i for row in behind(other, shipped)[1] for i in runs_of(row)}
+    listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
+    for run_id in set(listed) - needed:
+        for table in sorted(log.SCHEMAS, key="runs".__ne__):  # a run that is listed is whole
+            (shipped / table / f"{run_id}.parquet").unlink(missing_ok=True)
+    return place / report.name
+
+
+def _notebooks(runs: pd.DataFrame) -> pd.DataFrame:
+    """Those of the runs that a notebook concluded."""
+    return runs[runs["command"].fillna("").str.startswith("notebook")]
+
+
+def behind(
+    number: str, root: Path | str | None = None, run: str | None = None
+) -> tuple[pd.DataFrame, list[dict]]:
+    """The runs that a report is about and its exhibits: those of a notebook's run, then what was saved
+    from widgets that showed its checkpoint until the notebook ran on it again.
+
+    Args:
+        run: id of the notebook's run; default: the newest one. Where the notebook never ran: all runs of
+            the experiment and all that was saved.
+    """
+    runs = log.load("runs", root=root, where={"experiment": number}).sort_values("run_id")
+    notebooks = _notebooks(runs)
+    if run is not None and run not in set(notebooks["run_id"]):
+        next_step = f"list them: workbench log --where \"command == 'notebook {number}'\""
+        raise InputError(f"run {run}", "no such run in the log", f"a run of notebook {number}", next_step)
+    kept = runs[runs["command"].eq("explorer")]
+    if len(notebooks):
+        run = run or notebooks["run_id"].max()
+        about = pd.Series([subject([row]) for row in runs.to_dict("records")], runs.index)
+        same = runs[about == about[runs["run_id"] == run].iloc[0]]
+        later = [i for i in _notebooks(same)["run_id"] if i > run]
+        since = same["run_id"].between(run, min(later, default="~"))  # "~" is later than any
+        kept = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
+    found = log.load("exhibits", root=root, where={"run_id": kept["run_id"].tolist()}).sort_values("run_id", kind="stable")
+    found = found[~found.assign(plot=found["plot"].isna()).duplicated(["name", "plot"], keep="last")]
+    exhibits = found.astype(object).where(found.notna(), None).to_dict("records")
+    stood_on = {*kept["run_id"], *(i for row in exhibits for i in runs_of(row))}
+    return (runs[runs["run_id"].isin(stood_on)] if len(notebooks) else runs), exhibits
+
+
+def _notebook(runs: pd.DataFrame) -> dict:
+    """What the notebook's newest run kept in `config`."""
+    found = runs[runs["command"] == f"notebook {runs['experiment'].iloc[0]}"]["config"].dropna()
+    return json.loads(found.iloc[-1]) if len(found) else {}
+
+
+def _setup(runs: pd.DataFrame) -> str:
+    columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "machine",
+               "power_source"]  # fmt: skip
+    runs = machines.with_names(runs)
+    rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
+    rows += [(f"parameter {name}", str(value)) for name, value in _notebook(runs).get("parameters", {}).items()]
+    table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])
+    return "## Setup\n\n" + table.to_markdown(index=False)
+
+
+def _results(exhibits: list[dict], place: Path, again: str) -> str:
+    """Tables and figures in the order the notebook showed them."""
+    parts = []
+    for row in exhibits:
+        if row["plot"] is None:
+            latex = f"LaTeX: [`tables/{row['name']}.tex`](tables/{row['name']}.tex). "
+            parts.append(f"{row['caption']}\n\n{data_of(row).to_markdown(index=False, floatfmt='.4g')}\n\n"
+                         f"{latex}Log rows {', '.join(runs_of(row))}.")  # fmt: skip
+        else:
+            parts.append(_figure(place / "figures" / f"{row['name']}.json", again))
+    return "## Results\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _figure(sidecar: Path, command: str) -> str:
+    about = json.loads(sidecar.read_text())
+    return (f"![{about['alt']}](figures/{sidecar.stem}.svg)\n\n{about['alt']} "
+            f"Log rows {', '.join(about['run_ids'])}; drawn again by `{command}`.")  # fmt: skip
+
+
+def _latest(runs: pd.DataFrame) -> pd.DataFrame:
+    """The newest run of each setting that says anything."""
+    by = ["checkpoint", "checkpoint_hash", "compress", "max_seq_len", "t_max", "T", "command", "bundle", "setting", "round"]
+    return runs.groupby([*by, *(["machine", "software"] if "machine" in runs else [])], dropna=False).tail(1)
+
+
+def _verdicts(runs: pd.DataFrame) -> str:
+    judged = _latest(runs[runs["verdict"].notna()])
+    lines = []
+    for _, run in judged.iterrows():
+        found = pd.DataFrame(json.loads(run["config"]).get("gates", []))
+        title = (f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
+                 f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (log row {run['run_id']})")  # fmt: skip
+        if len(found) and (run["verdict"] == "RED" or len(judged) <= 4):
+            found = found[["verdict", "name", "value", "threshold", "reason"]]
+            title += "\n\n" + found.to_markdown(index=False, floatfmt=".6g", missingval="–")
+        lines.append(title)
+    return "## Verdicts\n\n" + "\n\n".join(lines) if lines else ""
+
+
+def _speed(runs: pd.DataFrame, root) -> str:
+    """The speeds of each machine under its name: they are never put into one table."""
+    named = machines.with_names(runs[runs["command"] == "sweep"])
+    parts = [part for name in machines.names(named) if (part := _speed_of(named[named["machine"] == name], name, root))]
+    return "\n\n".join(["## Speed", *parts]) if parts else ""
+
+
+def _speed_of(runs: pd.DataFrame, machine: str, root) -> str:
+    ids = _latest(runs)["run_id"].tolist()
+    samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
+    options = [c for c in ("checkpoint", "checkpoint_hash", *TIMES, "software") if c not in samples]
+    found = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
+    found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
+    varied = [option for option in options if found[option].nunique(dropna=False) > 1]
+    shown = found[[*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]]
+    return f"On {machine}:\n\n" + shown.sort_values(["phase", *varied, "T"]).to_markdown(index=False, floatfmt=".4g")
+
+
+def _unmeasured(runs: pd.DataFrame) -> str:
+    missing = []
+    if not (runs["runtime"] == "coreml").any():
+        missing.append("No run on Core ML: device values, Neural Engine placement and its tok/s are *not measured*. "
+                       "Times above are the portable runtime's on the machine named above.")  # fmt: skip
+    if not runs["placement"].notna().any():
+        missing.append("Placement (ANE, GPU, CPU): *not measured*.")
+    return "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
+
+
+def _reproduce(runs: pd.DataFrame, number: str, again: str) -> str:
+    chosen = _notebook(runs).get("parameters", {})
+    settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in chosen.items())
+    return f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`."

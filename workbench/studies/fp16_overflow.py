@@ -1,0 +1,280 @@
+"""LlamaANE's case rebuilt: why Qwen 2.5 gives NaN on one compute unit and not on another.
+
+Checkpoints with planted biases, score orders and mask constants in; traces of the programs that coremltools makes of
+them out. Nothing here is part of an export: the naive order exists to be measured against the one the workbench uses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+import miltorch
+from workbench.bundle import Bundle, Options
+from workbench.bundle.manifest import K_STATE, MASKED, V_STATE
+from workbench.check import gates
+from workbench.decode import Decoder
+from workbench.explain import trace
+from workbench.explain.weights import replace
+from workbench.export import convert, read_plan, shards
+from workbench.export.build import build
+from workbench.export.make import absolute_layer_path
+from workbench.models import checkpoint as checkpoints
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.layers import AttentionGeometry, scaled
+
+HEADS = dict(num_attention_heads=28, num_key_value_heads=4, head_dim=128)  # Qwen 2.5 7B's
+NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
+REPORTED_NORMS = {0: 605.0, 27: 921.0}  # ‖b_k‖ of its layers that stand out; the median of the others is 22
+
+
+def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256, seed: int = 0) -> Path:
+    """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias of norm `norms[i]`.
+
+    The norm is spread evenly over the key heads, in a random direction in each. Width and MLP are small: scores depend
+    on neither.
+    """
+    from safetensors.torch import load_file, save_file
+
+    checkpoints.random(path, "qwen2", seed=seed, hidden_size=C, intermediate_size=2 * C, num_hidden_layers=len(norms),
+                       vocab_size=256, use_sliding_window=False, **HEADS)  # fmt: skip
+    tensors = load_file(path / "model.safetensors")
+    for layer, norm in enumerate(norms):
+        name = f"model.layers.{layer}.self_attn.k_proj.bias"
+        heads = _directions(HEADS["num_key_value_heads"], seed + layer)
+        tensors[name] = (heads * norm / len(heads) ** 0.5).reshape(-1).half()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _directions(count: int, seed: int) -> torch.Tensor:
+    """`count` random unit vectors [count, D]."""
+    return nn.functional.normalize(torch.randn(count, HEADS["head_dim"], generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+@dataclass(frozen=True)
+class NaiveShape(AttentionGeometry):
+    """Attention that scales after q kᵀ, as Hugging Face's eager code does."""
+
+    scale: float = 1.0
+
+    def attend(self, q, k, v, cache, io):
+        k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
+        scores = scaled(q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale)
+        weights = torch.softmax(scores.reshape(self.B, self.H, -1, self.S) + io["attn_mask"], dim=-1)
+        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(self.B, self.H, -1, self.D)
+
+
+def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None) -> Decoder:
+    """A portable decoder of `bundle`, its layer shards replaced by `packages` where given."""
+    made = Decoder(bundle, "portable", precision, fast=False)
+    for model in made.layers if packages else ():
+        package, found = packages[model.shard.name]
+        model.executable = miltorch.Executable(miltorch.read(package), precision)
+        model.shard = model.shard.model_copy(update=found)
+    return made
+
+
+def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str, tuple[Path, dict]]:
+    """The bundle's layer shards converted once more with the naive order of scores.
+
+    Returns:
+        Shard name → (package, its `weights` and `modules`), as `decoder` takes them.
+    """
+    options, made = bundle.manifest.options, {}
+    plan = read_plan(source, options)
+    for spec in (s for s in shards.specs(plan, options) if s.kind == "layers"):
+        module, parts = build(spec, source, plan, options)
+        for block in module.blocks:
+            attention = block.self_attn
+            attention.shape, attention.scale = NaiveShape(**vars(attention.shape), scale=attention.scale), 1.0
+        model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
+        package = Path(folder) / f"{spec.name}.mlpackage"
+        model.save(str(package))
+        held = convert.constants(model)
+        modules = {value: absolute_layer_path(path, spec.layers[0]) for value, path in convert.modules(model).items()}
+        made[spec.name] = package, {"weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts}, "modules": modules}
+    return made
+
+
+def align_queries(made: Decoder, norm: float) -> None:
+    """Gives every query head a bias of `norm` along its group's key bias, so that a token's own score is the largest
+    that such a query can reach; 0 leaves queries without a bias."""
+    for layer, model in enumerate(made.layers):
+        prefix, weights = f"model.layers.{layer}.self_attn.", model.shard.weights
+        keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(HEADS["num_key_value_heads"], -1)
+        group = HEADS["num_attention_heads"] // len(keys)
+        queries = (nn.functional.normalize(keys, dim=-1) * norm).repeat_interleave(group, 0)
+        replace(model.executable, weights[f"{prefix}q_proj.bias"], queries.reshape(-1).half().float())
+
+
+def score_sweep(bundle: Bundle, packages: dict, ids: Sequence[int], query_norms: Sequence[float]) -> pd.DataFrame:
+    """Both orders at each norm of the queries' bias: one row per order, norm and layer.
+
+    `product`: largest |q kᵀ| as the program forms it, exact, and its `headroom_bits`; `op`: that operation's MIL name;
+    `inf`, `nan`: the first operation of the whole run that gives one with one rounding per result; `narrow`: the first
+    that gives either with narrow sums (null: none).
+    """
+    rows = []
+    for order, replaced in ((NAIVE, packages), (SCALED, None)):
+        made = {precision: decoder(bundle, precision, replaced) for precision in miltorch.PRECISIONS}
+        for norm in query_norms:
+            seen = {}
+            for precision, one in made.items():
+                align_queries(one, norm)
+                seen[precision] = trace.trace_decoder(one, ids)
+            first = {what: _op_place(seen["declared"].first(what)) for what in ("inf", "nan")}
+            first["narrow"] = _op_place(seen["narrow"].first("inf") or seen["narrow"].first("nan"))
+            rows += [{"order": order, "query_norm": norm, "layer": layer, "product": scores["max_abs"],
+                      "headroom_bits": scores["headroom_bits"], "op": scores["op"], **first}
+                     for layer, scores in enumerate(products(seen["exact"].frame()))]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def reported(norms: Sequence[float]) -> pd.DataFrame:
+    """The planted norms beside the reported ones, and what they assume: one row per layer."""
+    heads, D = HEADS["num_key_value_heads"], HEADS["head_dim"]
+    sources = {norm: layer for layer, norm in REPORTED_NORMS.items()}
+    return pd.DataFrame([{"layer here": i, "norm of the key bias": norm, "reported for layer of the 7B": sources.get(norm),
+                          "norm per key head (spread evenly)": norm / heads**0.5, "RMS of one channel": norm / (heads * D) ** 0.5}
+                         for i, norm in enumerate(norms)])  # fmt: skip
+
+
+def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
+    """One row per order and query norm: the layer with the least headroom, and the first inf and NaN of the run."""
+    least = sweep.loc[sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()]
+    return least[["order", "query_norm", "layer", "product", "headroom_bits", "inf", "nan", "narrow"]].reset_index(drop=True)
+
+
+def first_broken(sweep: pd.DataFrame) -> float:
+    """The least query norm at which the naive order overflows; the largest tried if none does."""
+    norms = sweep.loc[(sweep["order"] == NAIVE) & sweep["inf"].notna(), "query_norm"]
+    return float(norms.min() if len(norms) else sweep["query_norm"].max())
+
+
+def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
+    """The exported order stays finite where the naive one does not, and the fault is where the notes' NaN began: in q kᵀ."""
+    norm = first_broken(sweep)
+    here = sweep[sweep["query_norm"] == norm]
+    naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
+    bad = [f"{what}: {good[what]}" for what in ("inf", "nan", "narrow") if not pd.isna(good[what])]
+    return [
+        gates.holds("naive_breaks_in_the_score", "(matmul, " in str(naive["inf"]), f"query norm {norm:g}: first inf at {naive['inf']}"),
+        gates.holds("scaled_stays_finite", not bad,
+                    f"query norm {norm:g}, scaled first: {', '.join(bad) or 'every value finite, narrow sums too'}"),
+    ]  # fmt: skip
+
+
+def products(frame: pd.DataFrame) -> list[pd.Series]:
+    """The row of q kᵀ in each layer: the last matmul before its softmax."""
+    softmaxes = np.flatnonzero(frame["kind"] == "softmax")
+    matmuls = np.flatnonzero(frame["kind"] == "matmul")
+    return [frame.iloc[matmuls[matmuls < at][-1]] for at in softmaxes]
+
+
+def _op_place(at: dict | None) -> str | None:
+    return at and trace.place(at)
+
+
+class Masked(nn.Module):
+    """softmax(scores + mask), the mask made from `allowed` (1: attend, 0: blocked) as a program might."""
+
+    def __init__(self, factor: float | None):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, scores: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor]:
+        mask = allowed if self.factor is None else (allowed - 1) * self.factor
+        return (torch.softmax(scores + mask, dim=-1),)
+
+
+MASKS = {"1 and 0, added": None, "(m − 1) · 1e9": 1e9, "(m − 1) · 3.4e38": 3.4e38, "(m − 1) · 1e4": -MASKED}
+
+
+def mask_packages(folder: Path, T: int = 4, S: int = 8) -> dict[str, Path]:
+    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, T, S] → weights [1, 1, T, S]."""
+    shape, made = [1, 1, T, S], {}
+    spec = shards.Spec("mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape})
+    for i, (name, factor) in enumerate(MASKS.items()):
+        made[name] = Path(folder) / f"mask_{i}.mlpackage"
+        convert.convert(Masked(factor), spec, Options(t_max=1), set()).save(str(made[name]))
+    return made
+
+
+def mask_table(packages: dict[str, Path], gap: float = 1.2e4, seed: int = 0) -> pd.DataFrame:
+    """What each mask does: one row per mask and case.
+
+    Cases: ordinary scores; attended scores `gap` below the blocked ones; a row in which everything is blocked.
+    `leak`: most weight that a row gives to blocked positions (nan: weights that are no numbers; 1 is all that a fully
+    blocked row can do); `inf`, `nan`: the first operation that gives one.
+    """
+    rng, rows = np.random.default_rng(seed), []
+    for name, package in packages.items():
+        T, S = miltorch.read(package).inputs["scores"].shape[2:]
+        scores = rng.standard_normal((1, 1, T, S)).astype(np.float32)
+        allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]  # every row: something to attend to, something blocked
+        blocked = allowed * (np.arange(T) != 1)[:, None].astype(np.float32)
+        cases = {"ordinary scores": (scores, allowed), f"attended {gap:,.0f} lower": (scores - np.float32(gap) * allowed, allowed),
+                 "a row all blocked": (scores, blocked)}  # fmt: skip
+        for case, (given, mask) in cases.items():
+            found = trace.trace_package(package, {"scores": given, "allowed": mask}).ranges["declared"]
+            first = {what: _op_place(found.first(what)) for what in ("inf", "nan")}
+            rows.append({"mask": name, "case": case, "leak": _leak(package, given, mask), **first})
+    return pd.DataFrame(rows)
+
+
+def _leak(package: Path, scores: np.ndarray, allowed: np.ndarray) -> float:
+    executable = miltorch.Executable(miltorch.read(package), "declared")
+    weights = executable.run({"scores": torch.from_numpy(scores), "allowed": torch.from_numpy(allowed)}, {})["weights"]
+    return float((weights.numpy() * (1 - allowed)).sum(-1).max())
+
+
+def units() -> pd.DataFrame:
+    """What each compute unit is documented to do with a fault: `shows` it, or `hides` it. Documented, not measured here.
+
+    `source`: ANEForge's documentation and sweeps on M1–M5, or the LlamaANE notes.
+    """
+    rows = [
+        ("a product beyond 65504", "shows: NaN logits", "hides: finite logits", "hides: inf from 32752 on, but NaN does not propagate",
+         "LlamaANE notes (CPU, GPU); ANEForge (Neural Engine)"),
+        ("a sum beyond 65504 on the way", "may show: reduced accumulation", "hides: wide accumulation",
+         "hides in matmul and conv, shows in reduce_sum", "LlamaANE notes (GPU); ANEForge (Neural Engine); Core ML's CPU: an inference"),
+        ("a NaN of softmax, 0 · inf", "shows: NaN", "shows: NaN", "hides: +inf, 0 or a finite value", "ANEForge (Neural Engine)"),
+        ("an eps below 6.1e-5", "hides: keeps subnormals", "not documented", "shows: flushed to 0", "ANEForge (Neural Engine)"),
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["fault", "CPU", "GPU", "Neural Engine", "source"])
+
+
+def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
+    """What the sweep and the masks say, in plain words."""
+    naive, good = (sweep[sweep["order"] == order] for order in (NAIVE, SCALED))
+    lines = ["Key biases of the reported norms alone do not overflow: without a bias on the queries, q kᵀ reaches "
+             f"{naive.loc[naive['query_norm'] == 0, 'product'].max():,.0f} of 65,504."]  # fmt: skip
+    broken, also = (rows[rows["inf"].notna()].sort_values("query_norm") for rows in (naive, good))
+    if broken.empty:
+        lines.append("No query norm that was tried makes the naive order overflow.")
+    else:
+        least, gain = broken.iloc[0], np.mean(good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy())
+        lines += [
+            f"With queries that point along them, q kᵀ before scaling is infinite from a query norm of {least['query_norm']:g} per "
+            f"head on: first inf at {least['inf']}, first NaN at {least['nan']}.",
+            f"Scaling q first, as the export does, leaves {gain:.1f} more bits: "
+            + (f"finite up to a norm of {good.loc[good['inf'].isna(), 'query_norm'].max():g}, infinite at {also.iloc[0]['query_norm']:g}."
+               if len(also) else f"finite at every norm tried, up to {good['query_norm'].max():g}."),
+        ]  # fmt: skip
+    for mask, rows in masks.groupby("mask", sort=False):
+        lines.append(f"Mask {mask}: " + "; ".join(f"{row.case}: {_outcome(row)}" for row in rows.itertuples()) + ".")
+    lines.append("So another mask constant cannot cure an inf that is there before the mask is added; a unit whose products are "
+                 "wider than fp16 (GPU) never sees it, and one that drops NaN (Neural Engine) turns it into a wrong but finite "
+                 "answer. That a device behaves so is documented, not measured here.")  # fmt: skip
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _outcome(row) -> str:
+    if row.leak != row.leak:
+        return f"NaN at {row.nan}"
+    return f"{row.leak:.0%} of a row's weight on blocked positions" if row.leak > 1e-3 else "right"

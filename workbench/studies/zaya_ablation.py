@@ -1,0 +1,96 @@
+"""Hugging Face's ZAYA with one ingredient left out at a time: how far each moves a layer's update.
+
+Most ingredients are switched off by their own weights, the rest by wrapping one function of transformers' module for
+the time of a run. Nothing of the layer is typed in again.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pandas as pd
+import torch
+from torch import nn
+
+from workbench.check import golden, metrics
+from workbench.check.golden import Golden
+from workbench.models.checkpoint import Checkpoint
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def _where(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Changes the tensors whose name contains `part`."""
+    return lambda name, value: change(value) if part in name else value
+
+
+def _plain_residual(name: str, value: torch.Tensor) -> torch.Tensor:
+    if "residual_scale." not in name:
+        return value
+    return torch.ones_like(value) if name.endswith("scale") else torch.zeros_like(value)
+
+
+def _current_tap(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    if value.dim() == 3:
+        value[..., 0] = 0  # tap 0 is the older sample
+    return value
+
+
+BY_WEIGHTS: dict[str, Change] = {
+    "convolutions": _where("conv_qk_grouped", torch.zeros_like),
+    "earlier tokens in the convolutions": _where("conv_qk", _current_tap),
+    "delayed value head": _where("v_proj_delayed", torch.zeros_like),
+    "temperature per KV head": _where("qk_norm.temp", lambda value: value[:1].expand_as(value).clone()),
+    "residual scaling": _plain_residual,
+    "router state across layers": _where("router_states_scale", torch.zeros_like),
+    "balancing biases": _where("balancing_biases", torch.zeros_like),
+}
+
+
+def _without_means(original):
+    """The projection less its value with silent convolutions, which is the means alone."""
+
+    def forward(self, hidden, cache, mask=None):
+        query, key, value = original(self, hidden, cache, mask)
+        grouped = self.conv_qk_grouped
+        kept = grouped.weight, grouped.bias
+        grouped.weight, grouped.bias = (nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in kept)
+        mean_query, mean_key, _ = original(self, hidden, None, mask)
+        grouped.weight, grouped.bias = kept
+        return query - mean_query, key - mean_key, value
+
+    return forward
+
+
+def by_code() -> dict[str, tuple]:
+    """Ingredient → (class of transformers' module, name of its function, replacement)."""
+    from transformers.models.zaya import modeling_zaya as zaya
+
+    return {
+        "q/k mean": (zaya.ZayaCCAProjection, "forward", _without_means),
+        "L2 norm of q and k": (zaya.ZayaQKNorm, "forward", lambda _: lambda self, q, k: (q, k * self.temp[None, None, :, None])),
+        "GELU in the router (SiLU instead)": (nn.GELU, "forward", lambda _: lambda self, x: nn.functional.silu(x)),
+    }
+
+
+def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
+    """Worst cosine, over layers and positions, of each ablated model's layers on the golden's inputs.
+
+    Returns:
+        Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants them, worst first.
+    """
+    patches = {name: (None, patch.object(owner, function, make(getattr(owner, function))))
+               for name, (owner, function, make) in by_code().items()}  # fmt: skip
+    patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
+    rows = []
+    for ingredient, (change, patched) in patches.items():
+        weights = (lambda name, change=change: change(name, checkpoint.tensor(name))) if change else None
+        with patched:
+            without = golden.make_golden(checkpoint, reference.ids, weights, f"without {ingredient}", fed=reference.x)
+        for tensor in ("update", "hidden"):
+            worst = metrics.cosine(getattr(reference, tensor), getattr(without, tensor)).min()
+            rows.append({"ingredient": ingredient, "tensor": tensor, "cosine": float(worst)})
+    frame = pd.DataFrame(rows)
+    order = frame[frame["tensor"] == "update"].sort_values("cosine")["ingredient"]
+    return frame.set_index("ingredient").loc[order].reset_index()

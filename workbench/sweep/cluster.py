@@ -1,0 +1,121 @@
+"""The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the order they end.
+
+A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no worker ever measures
+two at once. Dask's own ideas of retrying and waiting are set aside: a worker that dies costs one more attempt, logged,
+and a cluster without workers ends in a message. Knows nothing of what a job is.
+"""
+
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from workbench import log
+from workbench.errors import InputError
+
+RESOURCE = "ANE"
+ATTEMPTS = 2
+CONNECT_S = 10
+PATIENCE_S = 600  # how long a job waits for a worker to come back
+
+
+class Farm:
+    """A connection to a scheduler."""
+
+    def __init__(self, client):
+        self.client, self.addresses = client, []
+
+    def environments(self) -> list[dict]:
+        """What `log.environment` says on every worker."""
+        return list(self.client.run(log.environment).values())
+
+    def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
+        """Runs every job; yields (job, its log files, whether that is the last of it).
+
+        Jobs are handed out one per worker: what waits at a worker that dies would be taken for another victim.
+        """
+        from distributed import as_completed
+
+        waiting, pending = deque(jobs), {}
+        done = as_completed([], loop=self.client.loop, raise_errors=False)
+        while waiting or pending:
+            while waiting and len(pending) < self._capacity():
+                job = waiting.popleft()
+                pending[future := self._submit(job, run)] = job
+                done.add(future)
+            future = next(done)
+            job, problem = pending.pop(future), future.exception()
+            if problem is None:
+                yield job, future.result(), True
+                continue
+            again = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
+            if again:
+                waiting.appendleft(job | {"attempt": job["attempt"] + 1})
+            yield job, _failed_files(job, problem, failed, self.addresses), not again
+
+    def _capacity(self) -> int:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        self.addresses += sorted(workers.keys() - set(self.addresses))
+        return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()), 1)
+
+    def _submit(self, job: dict, run: Callable):
+        key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
+        return self.client.submit(_on_worker, run, job, list(self.addresses), key=key, pure=False, resources={RESOURCE: 1}, retries=0)
+
+
+def _on_worker(run: Callable[[dict], dict], job: dict, addresses: list[str]) -> dict:
+    """On a worker: runs a job that names its worker by an index, since an address names the host."""
+    from distributed import get_worker
+
+    return run(job | {"worker": _index(get_worker().address, addresses)})
+
+
+def _index(address: str | None, addresses: list[str]) -> int | None:
+    return addresses.index(address) if address in addresses else None
+
+
+def _failed_files(job: dict, problem: Exception, failed: Callable, addresses: list[str]) -> dict[str, bytes]:
+    """The log files of a job that brought none back."""
+    reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
+    with tempfile.TemporaryDirectory() as root:
+        worker = getattr(getattr(problem, "last_worker", None), "address", None)
+        failed(job | {"root": root, "worker": _index(worker, addresses)}, f"attempt {job['attempt']}: {reason}")
+        return log.files(root)
+
+
+@contextmanager
+def connect(address: str):
+    """A `Farm` on the scheduler at `address` (tcp://host:port).
+
+    Raises:
+        InputError: no scheduler there, or no worker with the resource.
+    """
+    from distributed import Client
+    from distributed.comm.addressing import resolve_address
+
+    try:
+        resolve_address(address)  # a client of no address at all does not close by itself
+        client = Client(address, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, TypeError, ValueError) as problem:  # TypeError: tls without a certificate
+        raise InputError(f"scheduler {address}", str(problem) or type(problem).__name__, "the address of a Dask scheduler",
+                         "start one: dask scheduler") from None  # fmt: skip
+    with client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        if not any(RESOURCE in worker["resources"] for worker in workers.values()):
+            raise InputError(f"scheduler {address}", f"{len(workers)} workers, none with {RESOURCE}", "at least one",
+                             f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"')  # fmt: skip
+        client.run_on_scheduler(_disable_dask_retries, patience_s=PATIENCE_S)
+        yield Farm(client)
+
+
+def _errors() -> tuple[type, type]:
+    """What Dask raises when a job's worker died, and when none came back; imported late, since sweeps here need neither."""
+    from distributed.scheduler import KilledWorker, NoValidWorkerError
+
+    return KilledWorker, NoValidWorkerError
+
+
+def _disable_dask_retries(patience_s: float, dask_scheduler=None) -> None:
+    """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers ends."""
+    dask_scheduler.allowed_failures = 0
+    dask_scheduler.no_workers_timeout = patience_s

@@ -1,0 +1,159 @@
+"""One run in the log: what a bundle, a decoder and their results look like as rows, and which rows
+belong together."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from workbench import log
+from workbench.bundle import Bundle, Options
+from workbench.decode import Decoder
+from workbench.log import machines
+from workbench.log.scrub import scrubbed
+
+OPTIONS = tuple(Options.model_fields)
+"""Export options, all of them columns of `runs`."""
+
+VALUES = (*OPTIONS, "runtime", "precision", "compute_units", "hints")
+"""What decides the values that a bundle of one checkpoint computes: machines do not."""
+
+TIMES = (*VALUES, "fast", "threads", "T", "depth", "n_gen")
+"""What, with checkpoint, machine and software, decides how long it takes."""
+
+RUNTIMES = ("portable", "coreml")
+
+
+def exported(options: Options) -> dict:
+    """Columns of `runs` that export options are."""
+    values = options.model_dump().items()
+    return {
+        name: _text(value) if isinstance(value, list | tuple | dict) else value
+        for name, value in values
+    }
+
+
+def executed(runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping) -> dict:
+    """Columns of `runs` that a decoder's arguments are: null where the runtime has no such
+    thing."""
+    portable, coreml = runtime == "portable", runtime == "coreml"
+    return {
+        "runtime": runtime,
+        "precision": precision if portable else None,
+        "fast": bool(fast and precision == "declared") if portable else None,
+        "compute_units": compute_units if coreml else None,
+        "hints": _text(hints) if coreml else None,
+    }
+
+
+def _text(value) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
+    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null:
+    nothing here sees it."""
+    m = bundle.manifest
+    row = {
+        "checkpoint": m.checkpoint["name"],
+        "checkpoint_hash": m.checkpoint["sha256"],
+        "bundle": bundle.root.name,
+        "bundle_hash": bundle.identity,
+        "family": m.family,
+    } | exported(m.options)
+    if decoder is not None:
+        row |= executed(
+            decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints
+        )
+    return row
+
+
+def record_run(
+    experiment: str,
+    row: dict,
+    *,
+    root: str | Path | None = None,
+    fidelity: pd.DataFrame | None = None,
+    samples: pd.DataFrame | None = None,
+    layers: pd.DataFrame | None = None,
+    exhibits: list[dict] | None = None,
+) -> str:
+    """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
+
+    Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
+
+    Returns:
+        The run id.
+    """
+    run_id = log.new_run_id()
+    for table, rows in (
+        ("fidelity", fidelity),
+        ("samples", samples),
+        ("layers", layers),
+        ("exhibits", exhibits),
+    ):
+        if rows is not None and len(rows):
+            log.append(table, rows, root=root, run_id=run_id)
+    row = log.environment() | {"experiment": experiment, "status": "ok"} | row
+    log.append("runs", scrubbed(row, log.project()), root=root, run_id=run_id)
+    return run_id
+
+
+def listing(experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
+    """Rows of `runs` that ended well, with their `machine` and `software`."""
+    where = {"status": "ok"} | ({"experiment": experiment} if experiment else {})
+    return machines.with_names(log.load("runs", root=root, where=where))
+
+
+def here() -> str:
+    """This machine's name."""
+    return machines.name(log.environment())
+
+
+def fitting(
+    rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]
+) -> pd.DataFrame:
+    """The rows whose `columns` are those of one of `settings`; null fits null alone."""
+    wanted = {tuple(setting[column] for column in columns) for setting in settings}
+    return rows[pd.Series([row in wanted for row in values(rows, columns)], rows.index, dtype=bool)]
+
+
+def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
+    """Each row's values of some columns as plain Python values, null as None."""
+    plain = rows[list(columns)].astype(object)
+    return list(plain.where(plain.notna(), None).itertuples(index=False, name=None))
+
+
+def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """The newest run of each setting."""
+    return (
+        rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)
+    )  # run ids sort by time
+
+
+def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """The rows whose `column` is that of the newest one."""
+    return (
+        rows[rows[column] == rows.loc[rows["run_id"] == rows["run_id"].max(), column].iloc[0]]
+        if len(rows)
+        else rows
+    )
+
+
+def table(
+    name: str, rows: pd.DataFrame, columns: Sequence[str], root: str | Path | None = None
+) -> pd.DataFrame:
+    """Rows of a log table that belong to the given rows of `runs`, with their `columns` joined
+    on."""
+    found = log.load(name, root=root, where={"run_id": rows["run_id"].tolist()})
+    return found.merge(rows[["run_id", *(c for c in columns if c not in found)]], on="run_id")
+
+
+def footer(*run_ids: str, **more) -> pd.DataFrame:
+    """The last cell of a notebook: the log rows it stands on and the versions that made them."""
+    versions = {
+        k: v for k, v in log.environment().items() if k in ("versions", "commit", "platform")
+    }
+    rows = [("log rows", ", ".join(run_ids)), *more.items(), *versions.items()]
+    return pd.DataFrame(rows, columns=["", "value"]).set_index("")

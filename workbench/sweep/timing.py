@@ -1,0 +1,145 @@
+"""How long calls take: warm-ups apart, raw samples kept, every clock named. Numbers of a portable run are this
+machine's, never the Neural Engine's.
+
+Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers); the
+prefill to a depth as a whole; and apart from all that, how long each shard took to compile, to load and to run first.
+"""
+
+import time
+
+import numpy as np
+import pandas as pd
+
+from workbench.decode import Decoder
+from workbench.decode.decoder import Times
+from workbench.errors import InputError
+
+WARMUP_CALLS = 2
+NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
+
+
+def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3, seed: int = 0) -> pd.DataFrame:
+    """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
+
+    Args:
+        repetitions: fresh sequences, each prefilled to `depth` and then timed.
+
+    Returns:
+        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, `prefill` in
+        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `load`, `first_predict` per shard.
+    """
+    S, t_max = decoder.options.max_seq_len, decoder.options.t_max
+    calls = -(-n_gen // T)
+    if not 1 <= T <= t_max:
+        raise InputError("T", str(T), f"1 to t_max = {t_max}", "export with a larger --t-max")
+    if depth + (calls + WARMUP_CALLS) * T > S:
+        raise InputError("depth and n_gen", f"{depth} + {(calls + WARMUP_CALLS) * T} tokens", f"at most max_seq_len = {S}",
+                         "measure fewer tokens, or export with a larger --max-seq-len")  # fmt: skip
+    rng, rows, order = np.random.default_rng(seed), [], 0
+    for repetition in range(repetitions):
+        decoder.begin()
+        if depth:
+            start = time.perf_counter()
+            decoder.prefill(_ids(decoder, rng, depth))
+            rows.append({"phase": "prefill", "value": (time.perf_counter() - start) * 1e3, "unit": "ms", "n_prompt": depth,
+                         "repetition": repetition, "order": order, "warmup": repetition == 0 < repetitions - 1})  # fmt: skip
+        spent = 0.0
+        for call in range(WARMUP_CALLS + calls):
+            times = _timed_call(decoder, _ids(decoder, rng, T), T)
+            common = {"repetition": repetition, "order": order, "warmup": call < WARMUP_CALLS, "T": T,
+                      "depth": depth, "n_gen": n_gen, "n_prompt": depth, "unit": "ms"}  # fmt: skip
+            rows += [common | row for row in _phases(decoder, times)]
+            spent += 0 if call < WARMUP_CALLS else times.total
+            order += 1
+        rows.append(common | {"phase": "tokens_per_s", "value": calls * T * decoder.options.batch / spent * 1e3,
+                              "unit": "tok/s", "warmup": False})  # fmt: skip
+    return pd.DataFrame(rows + _loading(decoder))
+
+
+def _loading(decoder: Decoder) -> list[dict]:
+    """What happened once per shard, where the runtime knows it."""
+    once, models = {"repetition": 0, "warmup": False, "unit": "ms"}, (*decoder.layers, *decoder.heads)
+    return [once | {"phase": phase, "shard": model.shard.name, "value": value}
+            for model in models for phase, value in model.loading_ms.items() if value is not None]  # fmt: skip
+
+
+def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
+    return rng.integers(0, decoder.manifest.dims.V, (decoder.options.batch, count)).tolist()
+
+
+def _timed_call(decoder: Decoder, rows: list[list[int]], T: int) -> Times:
+    decoder.times = Times()
+    start = time.perf_counter()
+    hidden = decoder.advance(rows, T)
+    decoder.logits(hidden[:, :, T - 1 : T])
+    decoder.times.total = (time.perf_counter() - start) * 1e3
+    return decoder.times
+
+
+def _phases(decoder: Decoder, times: Times) -> list[dict]:
+    layers = [{"phase": "layer", "shard": m.shard.name, "value": ms} for m, ms in zip(decoder.layers, times.layers, strict=True)]
+    rest = {"head": times.head, "host": times.total - sum(times.layers) - times.head}
+    return [{"phase": "call", "value": times.total}, *layers, *({"phase": name, "value": ms} for name, ms in rest.items())]
+
+
+def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
+    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n."""
+    timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
+    rows = []
+    for model in decoder.layers:
+        first, last = model.shard.layers
+        for (T, depth), group in timed[timed["shard"] == model.shard.name].groupby(["T", "depth"]):
+            each = group["value"].to_numpy() / (last - first)
+            median = float(np.median(each))
+            found = {"shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
+                     "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}  # fmt: skip
+            rows += [{"layer": layer} | found for layer in range(first, last)]
+    return pd.DataFrame(rows)
+
+
+def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, seed: int = 0) -> pd.DataFrame:
+    """Where the time of a portable call goes: ms per MIL operation, by layer and source module.
+
+    Each time is the gap between two operations, hook included; the first call is a warm-up and left out. Experts are
+    loaded before; the decoder's own sequences go on afterwards.
+
+    Returns:
+        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over calls, summed over equal operations.
+    """
+    rng, rows, last = np.random.default_rng(seed), [], [0.0]
+    for key in decoder.experts.shards:
+        decoder.experts.model(*key)
+    with decoder.set_aside():
+        decoder.begin()
+        if depth:
+            decoder.prefill(_ids(decoder, rng, depth))
+        for call in range(calls + 1):
+            ids = _ids(decoder, rng, T)
+            with decoder.hooked(lambda shard, call=call: _clock(shard, call, rows, last)):
+                last[0] = time.perf_counter()
+                decoder.advance(ids, T)
+    frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
+    keys = ["layer", "module", "op"]
+    each = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()  # whichever expert ran
+    found = each.groupby(keys, as_index=False)["ms"].median()
+    return found.assign(part=found["module"].map(part_of))
+
+
+def part_of(module: str) -> str:
+    """attention, moe, mlp or rest: which part of a decoder layer a module path (`self_attn.q_proj`) belongs to."""
+    head = module.split(".")[0]
+    return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(head, "rest")
+
+
+def _clock(shard, call: int, rows: list, last: list):
+    """A hook that books the time since the operation before, in whichever shard that was."""
+
+    def hook(op, outputs):
+        now = time.perf_counter()
+        path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
+        named = len(path) > 1 and path[1].isdigit()
+        layer, module = (int(path[1]), ".".join(path[2:])) if named else (shard.layers[0], ".".join(path))
+        rows.append((call, layer, module or "residual", op.kind, (now - last[0]) * 1e3))
+        last[0] = time.perf_counter()
+
+    return hook
