@@ -11,7 +11,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from miltorch.fast import kernels, patterns
-from miltorch.fast.kernels import _attend_kernel, _exp, _one, _rms_norm_kernel, _rotate, _round16, _one_hot_rows, _visible, _write
+from miltorch.fast.kernels import _attend_kernel, _exp, _one, _one_hot_rows, _rms_norm_kernel, _rotate, _round16, _visible, _write
 
 ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
 POINTWISE = {"add": ADD, "sub": SUB, "mul": MUL, "silu": SILU}

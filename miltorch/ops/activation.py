@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops import operation, operations
 from miltorch.ops.elementwise import unary
+from miltorch.ops.registry import operation, operations
 
 for _name, _function in {"relu": torch.relu, "relu6": F.relu6, "sigmoid": torch.sigmoid, "silu": F.silu, "softplus": F.softplus,
                          "softsign": F.softsign, "tanh": torch.tanh}.items():  # fmt: skip

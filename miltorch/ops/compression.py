@@ -6,7 +6,7 @@ Computed in float32; the interpreter rounds each result once, to its declared dt
 import torch
 
 from miltorch.blob import unpack_bits
-from miltorch.ops import operation
+from miltorch.ops.registry import operation
 
 
 def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:

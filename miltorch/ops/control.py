@@ -2,7 +2,7 @@
 
 import torch
 
-from miltorch.ops import bounded, operation, operations
+from miltorch.ops.registry import bounded, operation, operations
 
 MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
 

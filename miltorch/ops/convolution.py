@@ -4,8 +4,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops import bounded, padded, operation
 from miltorch.ops.linear import TERMS, narrow_matmul
+from miltorch.ops.registry import bounded, operation, padded
 
 FEW_COLUMNS = 32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
 

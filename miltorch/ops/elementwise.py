@@ -2,7 +2,7 @@
 
 import torch
 
-from miltorch.ops import operation, operations
+from miltorch.ops.registry import operation, operations
 
 
 def unary(function):

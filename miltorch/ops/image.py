@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops import bounded, operation
+from miltorch.ops.registry import bounded, operation
 
 
 def grid(span, count: int, mode: str) -> torch.Tensor:

@@ -6,7 +6,7 @@ it undefined.
 
 import torch
 
-from miltorch.ops import operation
+from miltorch.ops.registry import operation
 
 
 @operation()

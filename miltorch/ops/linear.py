@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from miltorch.ops import operation
+from miltorch.ops.registry import operation
 
 TERMS = 32
 

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops import operation, operations
+from miltorch.ops.registry import operation, operations
 
 operations({
     "softmax": lambda x, *, axis=-1: torch.softmax(x, axis),

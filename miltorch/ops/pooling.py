@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops import padded, operation
 from miltorch.ops.convolution import padding
+from miltorch.ops.registry import operation, padded
 
 _AVERAGE = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)

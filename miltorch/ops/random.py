@@ -2,7 +2,7 @@
 
 import torch
 
-from miltorch.ops import bounded, operation
+from miltorch.ops.registry import bounded, operation
 
 
 def _generator(seed: int) -> torch.Generator | None:

@@ -6,7 +6,7 @@ Direction `reverse` reads x from its end and gives the sequence in the order it 
 
 import torch
 
-from miltorch.ops import operation
+from miltorch.ops.registry import operation
 
 _ACTIVATION = {
     "linear": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "scaled_tanh": torch.tanh,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from miltorch.ops import operation, operations
+from miltorch.ops.registry import operation, operations
 
 
 def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tensor:

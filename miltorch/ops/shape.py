@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops import bounded, padded, operation, operations
+from miltorch.ops.registry import bounded, operation, operations, padded
 
 operations({
     "transpose": lambda x, *, perm: x.permute(perm),

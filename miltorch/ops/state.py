@@ -1,6 +1,6 @@
 """State: a mutable cell that outlives a call. Values in it are never written in place, only replaced."""
 
-from miltorch.ops import operation
+from miltorch.ops.registry import operation
 
 
 class StateCell:

@@ -8,7 +8,7 @@ from mil.one_op import program
 
 from miltorch import Type
 from miltorch.program import Op, Ref
-from workbench.ane import lint, placement
+from workbench.ane import lint, placement, rule
 
 MIB = 1 << 20
 WEIGHT = np.ones((64, 64, 1, 1), np.float16)
@@ -30,9 +30,9 @@ def op(kind: str, out: Type | None = X, name: str | None = None, **inputs) -> Op
 CONV = op("conv", x="x", weight=WEIGHT)
 
 
-def graph(*ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about) -> lint.LintGraph:
+def graph(*ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about) -> rule.LintGraph:
     made = program([CONV, *ops], {"x": X} | (inputs or {}), list(outputs), states)
-    return lint.LintGraph(made, weights, **about)
+    return rule.LintGraph(made, weights, **about)
 
 
 def state(*shape, dtype="FLOAT16") -> dict[str, Type]:
@@ -112,11 +112,11 @@ BROKEN["D2"][0].program.description = SimpleNamespace(input=[SimpleNamespace(
     name="x", type=SimpleNamespace(multiArrayType=SimpleNamespace(enumeratedShapes=SimpleNamespace(shapes=[0] * 129))))])  # fmt: skip
 
 
-def found(g: lint.LintGraph) -> dict[str, tuple[str, ...]]:
+def found(g: rule.LintGraph) -> dict[str, tuple[str, ...]]:
     return {f.rule.id: f.names for f in lint.lint(g)}
 
 
-@pytest.mark.parametrize("id", lint.RULES)
+@pytest.mark.parametrize("id", rule.RULES)
 def test_every_rule_fires_on_a_program_that_breaks_it(id):
     broken, name = BROKEN[id]
     assert name in found(broken)[id]
@@ -130,11 +130,11 @@ def test_a_program_that_breaks_none_is_clean():
                        written("slice_update_out"), states=state(1, 2, 64, 32))) == {}  # fmt: skip
 
 
-@pytest.mark.parametrize("id", lint.RULES)
+@pytest.mark.parametrize("id", rule.RULES)
 def test_every_rule_says_where_it_is_from_and_what_to_do(id):
-    r = lint.RULES[id]
+    r = rule.RULES[id]
     assert r.effect in ("cpu", "stays", "fails", "wrong", "slow") and r.confidence in "HML" and r.advice
-    assert all(word.partition("#")[0] in lint.RULE_SOURCES for word in r.source.split())
+    assert all(word.partition("#")[0] in rule.RULE_SOURCES for word in r.source.split())
 
 
 @pytest.mark.parametrize(("id", "eligible", "ane"), [("O1", 1, 1), ("G1", 1, 0), ("K2", 1, 0), ("N7", 2, 2), ("D3", 1, 1)])
@@ -145,7 +145,7 @@ def test_eligible_and_expected_are_told_apart(id, eligible, ane):
 
 
 def test_a_disputed_rule_is_shown_and_moves_nothing():
-    for id, r in lint.RULES.items():
+    for id, r in rule.RULES.items():
         if r.disputed:
             others = [
                 x for x in placement.place_operations("s", BROKEN[id][0]).rules if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")
@@ -199,7 +199,7 @@ def test_experiment_30_s_shard_keeps_its_four_convolutions(tmp_path):
     with quiet():
         package = attention_shard(tmp_path)
     weights = sum(p.stat().st_size for p in package.rglob("*.bin"))
-    placed = placement.place_operations("attention", lint.LintGraph(miltorch.read(package), weights))
+    placed = placement.place_operations("attention", rule.LintGraph(miltorch.read(package), weights))
     assert placed.convolutions == (4, 4) and placement.known([placed]) == []
     disputed = {r["id"]: r["disputed"] for r in placed.rules if r["disputed"]}
     assert set(disputed) == {"D3", "Q4"} and all("experiment 30" in words for words in disputed.values())

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 FAULT = """from dataclasses import replace
-from miltorch.ops import RULES
-right = RULES["scaled_dot_product_attention"]
-RULES["scaled_dot_product_attention"] = replace(right, function=lambda **operands: right.function(**operands) * 1.5)
+from miltorch.ops import OPERATIONS
+right = OPERATIONS["scaled_dot_product_attention"]
+OPERATIONS["scaled_dot_product_attention"] = replace(right, function=lambda **operands: right.function(**operands) * 1.5)
 """
 
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 
 import miltorch
 from miltorch.program import read_spec
-from workbench.ane.lint import RULE_SOURCES, Finding, LintGraph, lint
+from workbench.ane.lint import lint
+from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.bundle import Bundle, Shard
 from workbench.runtime.coreml import CoreMLModel, Placed
 

@@ -1,10 +1,10 @@
-"""The rules themselves, by subject; see `workbench.ane.lint` for what a rule is."""
+"""The rules themselves, by subject; see `workbench.ane.rule` for what a rule is."""
 
 from math import ceil, prod
 
 import numpy as np
 
-from workbench.ane.lint import EXPERIMENT_30, FP16_TINY, MIB, ON_ANE, results, rule
+from workbench.ane.rule import EXPERIMENT_30, FP16_TINY, MIB, ON_ANE, results, rule
 
 # --- types and rank
 

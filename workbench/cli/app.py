@@ -410,5 +410,5 @@ from workbench.cli import (
     bench_export,
     decode,
     explain,
-    measure,  # noqa: E402,F401  (their commands join `app`)
+    measure,  # noqa: E402,F401  (their commands join `app`) 
 )

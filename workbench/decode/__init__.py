@@ -6,6 +6,5 @@ from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
 from workbench.decode.snapshot import Snapshot
 from workbench.decode.transfer import copy_state
-from workbench.prompt_cache.store import Store
 
-__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "Store", "copy_state", "literal"]
+__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "copy_state", "literal"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from miltorch.quiet import quiet
-from workbench.export.build import BLOCK, WeightSource, Scratch
+from workbench.export.build import BLOCK, Scratch, WeightSource
 
 WEIGHT_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
 FEW_VALUES = 10_000  # coremltools clusters fewer values than this with scikit-learn

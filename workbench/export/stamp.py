@@ -16,7 +16,7 @@ import numpy as np
 
 from workbench.bundle import FileEntry, Options
 from workbench.export import package as packages
-from workbench.export.build import Clock, WeightSource, Scratch, load_values
+from workbench.export.build import Clock, Scratch, WeightSource, load_values
 from workbench.export.compress import WEIGHT_BITS, packed, stored_arrays
 from workbench.export.shards import Spec
 from workbench.models.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from torch import nn
 
 from workbench.bundle.manifest import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
 from workbench.models.cache import Cache
-from workbench.models.layers import NORMAL, Conv, AttentionGeometry, by_peak
+from workbench.models.layers import NORMAL, AttentionGeometry, Conv, by_peak
 
 TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
 

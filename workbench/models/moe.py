@@ -7,7 +7,7 @@ class after the last expert is the skip class: it adds nothing.
 import torch
 from torch import nn
 
-from workbench.models.layers import Conv, RMSNorm, AttentionGeometry
+from workbench.models.layers import AttentionGeometry, Conv, RMSNorm
 
 
 class RouterMLP(nn.Module):

@@ -8,9 +8,9 @@ from workbench.report.writeup import (
            draw,
            exhibit,
            experiment,
-           write_exhibit,
            folder,
            runs_of,
+           write_exhibit,
            write_report,
 )
 

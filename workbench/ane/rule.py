@@ -1,0 +1,127 @@
+"""Neural Engine rules: a program in, the rules it breaks out, each with its confidence, its source and what to do.
+
+Most rules are other people's measurements of an undocumented unit, so each says who found it, and `disputed` says who
+found otherwise: a disputed rule is reported and moves nothing. Effects:
+
+    cpu    the operation cannot run on the Neural Engine
+    stays  it could, and is expected not to
+    fails  the program is reported not to compile or not to run there
+    wrong  it runs, and may give wrong or non-finite values
+    slow   it runs, slower than it needs to
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from miltorch import Program, Type
+from miltorch.program import Op, Ref
+
+RULE_SOURCES = {
+    "NER": "Apple coreai-models, Neural Engine rules", "AP": "Apple, Deploying Transformers on the Neural Engine",
+    "CT": "coremltools documentation, source or issue", "AF": "ANEForge sweeps", "JR": "CoreML-LLM documents",
+    "AB": "ane-book", "ANM": "Anemll", "SMP": "smpanaro's notes", "ET": "ExecuTorch", "STB": "stablehlo-coreml",
+}  # fmt: skip
+EXPERIMENT_30 = "experiment 30 counted 4 of 4 convolutions of such shards on the Neural Engine of an M4 Max"
+MIB, FP16_TINY = 1 << 20, 6.1e-5
+
+ON_ANE = frozenset(
+    """
+    add sub mul real_div maximum minimum abs sign square pow floor ceil round clip threshold inverse equal not_equal greater
+    greater_equal less less_equal sqrt rsqrt exp exp2 log erf relu relu6 leaky_relu prelu clamped_relu elu
+    thresholded_relu scaled_tanh sigmoid sigmoid_hard tanh silu gelu softplus softplus_parametric softsign linear_activation
+    softmax conv conv_transpose linear matmul einsum avg_pool max_pool l2_pool layer_norm instance_norm batch_norm l2_norm
+    local_response_norm reduce_sum reduce_mean reduce_max reduce_min reduce_sum_square reduce_l1_norm reduce_l2_norm
+    reduce_log_sum reduce_log_sum_exp concat split stack reshape reshape_like transpose squeeze expand_dims tile pad
+    slice_by_index slice_by_size slice_update select scaled_dot_product_attention topk sin cos quantize dequantize
+    resize_bilinear resize_nearest_neighbor upsample_bilinear upsample_nearest_neighbor pixel_shuffle pixel_unshuffle
+    depth_to_space space_to_depth cast identity read_state write_state coreml_update_state fill flatten2d
+""".split()
+)  # AF, one minimal program each; state and slice ops by K1 and K5
+
+
+class LintGraph:
+    """What rules look at: compute operations with their types, who makes and who reads each value, constants.
+
+    Args:
+        program: a function of a package.
+        weight_bytes: bytes of its weight file.
+        functions: how many functions the package has.
+        generation: of the chip's M series.
+    """
+
+    def __init__(self, program: Program, weight_bytes: int, functions: int = 1, generation: int = 4):
+        self.program, self.weight_bytes, self.functions, self.generation = program, weight_bytes, functions, generation
+        every = list(program.block.walk())
+        self.ops = [op for op in every if op.kind != "const" and not op.kind.startswith("constexpr_")]
+        self.maker = {name: op for op in every for name, _ in op.outputs}
+        self.types = {name: t for op in every for name, t in op.outputs} | program.inputs | program.states
+
+    def of(self, *kinds: str) -> list[Op]:
+        return [op for op in self.ops if op.kind in kinds]
+
+    def source(self, op: Op, parameter: str) -> Op | None:
+        """The operation that makes an argument; None for inputs, literals and what is left out."""
+        value = op.inputs.get(parameter)
+        return self.maker.get(value.name) if isinstance(value, Ref) else None
+
+    def constant(self, op: Op, parameter: str):
+        """An argument that is a literal or a plain constant."""
+        value, maker = op.inputs.get(parameter), self.source(op, parameter)
+        return maker.inputs["val"] if maker is not None and maker.kind == "const" else None if isinstance(value, Ref) else value
+
+    def fixed(self, op: Op, parameter: str) -> bool:
+        """Whether an argument is known before the program runs: plain, or a compressed weight."""
+        maker = self.source(op, parameter)
+        return maker is not None and maker.kind.startswith("constexpr_") or self.constant(op, parameter) is not None
+
+    def shape(self, op: Op, parameter: str) -> tuple:
+        """Shape of an argument, None for sizes known only at run time; () where there is none."""
+        value = op.inputs.get(parameter)
+        return self.types[value.name].shape if isinstance(value, Ref) else np.shape(value)
+
+    def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
+        """(compressed weight, operation that reads it)."""
+        reads = ((reader, self.maker.get(v.name)) for reader in self.ops for v in reader.inputs.values() if isinstance(v, Ref))
+        return [(maker, reader) for reader, maker in reads if maker is not None and maker.kind in kinds]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`find` gives the operations (or inputs, outputs, states by name) of a graph that break the rule."""
+
+    id: str
+    effect: str
+    confidence: str  # H documented or measured several times, M one good measurement, L anecdote
+    source: str
+    says: str
+    advice: str
+    disputed: str
+    find: Callable[[LintGraph], Iterable[Op | str]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A broken rule and the names of what breaks it."""
+
+    rule: Rule
+    names: tuple[str, ...]
+
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(id: str, effect: str, confidence: str, source: str, says: str, advice: str, disputed: str = ""):
+    """Registers a rule; a second one of the same id is an error of ours."""
+
+    def register(find):
+        assert id not in RULES, id
+        RULES[id] = Rule(id, effect, confidence, source, says, advice, disputed, find)
+        return find
+
+    return register
+
+
+def results(op: Op) -> list[Type]:
+    return [t for _, t in op.outputs if t.kind == "tensor"]
