@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 
 import psutil
 import pytest
@@ -75,3 +76,11 @@ def test_the_commit_is_this_checkouts_and_says_when_it_has_changes(tmp_path, mon
     assert log.environment()["commit"] == f"{clean}-dirty"
     (tmp_path / "pyproject.toml").write_text('name = "other"\n')
     assert log.environment()["commit"] is None
+
+
+def test_a_command_that_hangs_is_not_measured(monkeypatch):
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert machine.environment()["commit"] is None

@@ -32,8 +32,14 @@ from workbench.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
-FAMILIES = [("llama", {}), ("llama", {"kv_write": "slice", "layout": "bc1t"}), ("qwen2", {"compress": "int8-tensor"}),
-            ("qwen3", {"compress": "int4-block32"}), ("gemma3_text", {"sliding": "ring"}), ("zaya", {})]  # fmt: skip
+FAMILIES = [
+    ("llama", {}),
+    ("llama", {"kv_write": "slice", "layout": "bc1t"}),
+    ("qwen2", {"compress": "int8-tensor"}),
+    ("qwen3", {"compress": "int4-block32"}),
+    ("gemma3_text", {"sliding": "ring"}),
+    ("zaya", {}),
+]
 SECONDS = 600  # for a batch of edits, which takes 20 s on an idle machine
 BATCH = 100
 GOOD = ("refused", "equal", "unstable")
@@ -77,7 +83,9 @@ def _some_type(function, block, random):
 
 def _dtype(function, block, random):
     name, tensor = _some_type(function, block, random)
-    tensor.dataType = random.choice([10, 11, 12, 1, 2, 23, 22, 21, 31, 33])  # MIL's numbers of dtypes
+    tensor.dataType = random.choice(
+        [10, 11, 12, 1, 2, 23, 22, 21, 31, 33]
+    )  # MIL's numbers of dtypes
     return f"{name} {tensor.dataType}"
 
 
@@ -92,13 +100,19 @@ def _shape(function, block, random):
         del tensor.dimensions[int(random.integers(len(tensor.dimensions)))]
     else:
         size = dimension.constant.size
-        dimension.constant.size = int(random.choice([size + 1, max(size - 1, 0), 2 * size, 0, 1, 1 << 40, size // 2]))
+        dimension.constant.size = int(
+            random.choice([size + 1, max(size - 1, 0), 2 * size, 0, 1, 1 << 40, size // 2])
+        )
     tensor.rank = len(tensor.dimensions)
     return f"{name} {change}"
 
 
 def _names(function, block, random):
-    return [v.name for op in block.operations for v in op.outputs] + [v.name for v in function.inputs] + ["nothing"]
+    return (
+        [v.name for op in block.operations for v in op.outputs]
+        + [v.name for v in function.inputs]
+        + ["nothing"]
+    )
 
 
 def _rename(function, block, random):
@@ -135,7 +149,12 @@ def _parameter(function, block, random):
     op, change = _any([o for o in block.operations if o.inputs], random), random.integers(2)
     key = _any(sorted(op.inputs), random)
     if change:
-        other = str(_any(["x", "y", "values", "axis", "axes", "input", "data", "begin", "update", "nothing"], random))
+        other = str(
+            _any(
+                ["x", "y", "values", "axis", "axes", "input", "data", "begin", "update", "nothing"],
+                random,
+            )
+        )
         op.inputs[other].CopyFrom(op.inputs[key])
     del op.inputs[key]
     return f"{op.type}.{key} {change}"
@@ -143,8 +162,14 @@ def _parameter(function, block, random):
 
 def _kind(function, block, random):
     op = _operation(block, random)
-    before, op.type = op.type, str(_any(sorted({o.type for o in block.operations} | set(miltorch.interpret.RULES)), random)
-                                   if random.random() < 0.5 else _any(sorted({o.type for o in block.operations}), random))
+    before, op.type = (
+        op.type,
+        str(
+            _any(sorted({o.type for o in block.operations} | set(miltorch.interpret.OPERATIONS)), random)
+            if random.random() < 0.5
+            else _any(sorted({o.type for o in block.operations}), random)
+        ),
+    )
     return f"{before} → {op.type}"
 
 
@@ -193,19 +218,41 @@ def _constant(function, block, random):
     else:
         i = int(random.integers(len(values)))
         if which == "strings":
-            values[i] = str(random.choice(["", "valid", "same", "custom", "fp16", "fp32", "int32", "bool", "exact"]))
+            values[i] = str(
+                random.choice(
+                    ["", "valid", "same", "custom", "fp16", "fp32", "int32", "bool", "exact"]
+                )
+            )
         elif which == "bools":
             values[i] = not values[i]
         elif which == "floats":
             values[i] = float(random.choice(SPECIALS))
         else:
-            values[i] = int(random.choice([values[i] + 1, values[i] - 1, -values[i], 0, 2 * values[i], 1 << 20, -(1 << 20), 3]))
+            values[i] = int(
+                random.choice(
+                    [
+                        values[i] + 1,
+                        values[i] - 1,
+                        -values[i],
+                        0,
+                        2 * values[i],
+                        1 << 20,
+                        -(1 << 20),
+                        3,
+                    ]
+                )
+            )
     return f"{whose} {change} {list(values)[:4]}"
 
 
 def _blob(function, block, random):
     """A constant reads another constant's bytes, or has another's type."""
-    blobs = [v for op in block.operations for v in op.attributes.values() if v.WhichOneof("value") == "blobFileValue"]
+    blobs = [
+        v
+        for op in block.operations
+        for v in op.attributes.values()
+        if v.WhichOneof("value") == "blobFileValue"
+    ]
     if not blobs:
         return "none"
     one, other = _any(blobs, random), _any(blobs, random)
@@ -228,9 +275,18 @@ def _results(function, block, random):
     return str(change)
 
 
-EDITS = {"dtype": (_dtype, 0.16), "shape": (_shape, 0.18), "rename": (_rename, 0.08), "operand": (_operand, 0.18),
-         "parameter": (_parameter, 0.06), "kind": (_kind, 0.1), "order": (_order, 0.06), "constant": (_constant, 0.14),
-         "blob": (_blob, 0.03), "results": (_results, 0.01)}  # fmt: skip
+EDITS = {
+    "dtype": (_dtype, 0.16),
+    "shape": (_shape, 0.18),
+    "rename": (_rename, 0.08),
+    "operand": (_operand, 0.18),
+    "parameter": (_parameter, 0.06),
+    "kind": (_kind, 0.1),
+    "order": (_order, 0.06),
+    "constant": (_constant, 0.14),
+    "blob": (_blob, 0.03),
+    "results": (_results, 0.01),
+}
 
 
 def damage_weights(path: Path, random: np.random.Generator) -> None:
@@ -244,10 +300,15 @@ def damage_weights(path: Path, random: np.random.Generator) -> None:
 def calls(program: miltorch.Program, random: np.random.Generator) -> list[dict[str, torch.Tensor]]:
     """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 where T is free, by the names of the contract."""
     free = any(None in t.shape for t in program.inputs.values())
-    return [_inputs(program, position, T, random) for position, T in ((3, 1), (4, 1), (5, 3))[: 3 if free else 2]]
+    return [
+        _inputs(program, position, T, random)
+        for position, T in ((3, 1), (4, 1), (5, 3))[: 3 if free else 2]
+    ]
 
 
-def _inputs(program: miltorch.Program, position: int, T: int, random: np.random.Generator) -> dict[str, torch.Tensor]:
+def _inputs(
+    program: miltorch.Program, position: int, T: int, random: np.random.Generator
+) -> dict[str, torch.Tensor]:
     inputs = {}
     for name, declared in program.inputs.items():
         shape = [T if n is None else n for n in declared.shape]
@@ -264,11 +325,15 @@ def _inputs(program: miltorch.Program, position: int, T: int, random: np.random.
             value[:] = np.eye(shape[1], T, T - shape[1])
         elif declared.dtype == "INT32":
             value[:] = position
-        inputs[name] = torch.from_numpy(value.astype(np.int32) if declared.dtype == "INT32" else value)
+        inputs[name] = torch.from_numpy(
+            value.astype(np.int32) if declared.dtype == "INT32" else value
+        )
     return inputs
 
 
-def played(program, runner, inputs: list[dict], states: dict[str, np.ndarray]) -> list[dict[str, torch.Tensor]]:
+def played(
+    program, runner, inputs: list[dict], states: dict[str, np.ndarray]
+) -> list[dict[str, torch.Tensor]]:
     """Outputs and states after each of the calls."""
     cells = miltorch.make_state(program)
     for name, cell in cells.items():
@@ -277,8 +342,10 @@ def played(program, runner, inputs: list[dict], states: dict[str, np.ndarray]) -
     seen = []
     for one in inputs:
         outputs = runner.run({name: value.clone() for name, value in one.items()}, cells)
-        seen.append({name: value.clone() for name, value in outputs.items()}
-                    | {f"state {name}": cell.value.clone() for name, cell in cells.items()})  # fmt: skip
+        seen.append(
+            {name: value.clone() for name, value in outputs.items()}
+            | {f"state {name}": cell.value.clone() for name, cell in cells.items()}
+        )
     return seen
 
 
@@ -303,7 +370,9 @@ def difference(found: list[dict], wanted: list[dict]) -> str | None:
             if a.shape != b.shape:
                 return f"call {call}: {name} of shape {a.shape} and {b.shape}"
             finite = np.isfinite(a)
-            if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            if not np.array_equal(finite, np.isfinite(b)) or not np.array_equal(
+                a[~finite], b[~finite], equal_nan=True
+            ):
                 return f"call {call}: {name} not finite in other places"
             rms = np.sqrt(((a - b)[finite] ** 2).sum()) / max(np.sqrt((b[finite] ** 2).sum()), 1e-6)
             if rms > T_TOLERANCE["declared"]:
@@ -325,12 +394,27 @@ def outcome(package: Path, inputs, states) -> tuple[str, str]:
     if all(refused):
         return "refused", ""
     if any(refused):
-        return "differ", f"{'literal' if refused[0] else 'decode'} path alone: {ends[refused.index(True)]}"
+        return (
+            "differ",
+            f"{'literal' if refused[0] else 'decode'} path alone: {ends[refused.index(True)]}",
+        )
     where = difference(*ends[::-1])
     if where and "differs by" in where:
         random = np.random.default_rng(0)
-        nudged = [one | {"x": one["x"] * (1 + 2**-11 * torch.from_numpy(
-            random.choice([-1.0, 1.0], one["x"].shape).astype(np.float32)))} for one in inputs]
+        nudged = [
+            one
+            | {
+                "x": one["x"]
+                * (
+                    1
+                    + 2**-11
+                    * torch.from_numpy(
+                        random.choice([-1.0, 1.0], one["x"].shape).astype(np.float32)
+                    )
+                )
+            }
+            for one in inputs
+        ]
         try:
             moved = difference(literal_path(package, nudged, states), ends[0])
         except InputError:
@@ -350,7 +434,10 @@ def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
     sound = {}
     for package in packages:
         program, random = miltorch.read(package), np.random.default_rng(0)
-        states = {n: random.normal(size=t.shape).astype(np.float16).astype(np.float32) for n, t in program.states.items()}
+        states = {
+            n: random.normal(size=t.shape).astype(np.float16).astype(np.float32)
+            for n, t in program.states.items()
+        }
         sound[package] = miltorch.program.read_spec(package), calls(program, random), states
     with tempfile.TemporaryDirectory() as folder:
         for number in range(first, last):
@@ -379,9 +466,19 @@ def run(packages: list[Path], attempts: int, seed: int = 0) -> list[tuple[int, s
     rows, first = [], 0
     while first < attempts:
         last = min(first + BATCH, attempts)
-        command = [sys.executable, __file__, "--batch", str(first), str(last), str(seed), *map(str, packages)]
+        command = [
+            sys.executable,
+            __file__,
+            "--batch",
+            str(first),
+            str(last),
+            str(seed),
+            *map(str, packages),
+        ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT
+            )
             text, why = done.stdout, f"exit {done.returncode}: {done.stderr[-300:]}"
         except subprocess.TimeoutExpired as late:
             text, why = (late.stdout or b"").decode(), f"over {SECONDS} s"
@@ -412,7 +509,9 @@ def main(attempts: int, seed: int = 0) -> None:
 
 def packages_of(exports, families=FAMILIES) -> list[Path]:
     """The package of the first layers of each family."""
-    bundles = [exports.bundle(exports.checkpoint(family), **options) for family, options in families]
+    bundles = [
+        exports.bundle(exports.checkpoint(family), **options) for family, options in families
+    ]
     return [bundle.package(bundle.shards("layers")[0]) for bundle in bundles]
 
 

@@ -18,7 +18,9 @@ def changed(exports, tmp_path):
     """Copies a bundle and changes its manifest: `changed(change, **options)`, where `change` takes the parsed bundle.json."""
 
     def copy(change, family: str = "llama", **options) -> Bundle:
-        root = shutil.copytree(exports.bundle(exports.checkpoint(family), **options).root, tmp_path / "bundle")
+        root = shutil.copytree(
+            exports.bundle(exports.checkpoint(family), **options).root, tmp_path / "bundle"
+        )
         manifest = json.loads((root / "bundle.json").read_text())
         change(manifest)
         (root / "bundle.json").write_text(json.dumps(manifest))
@@ -33,8 +35,11 @@ def more_slots(count: int):
     def change(manifest):
         manifest["options"]["max_seq_len"] = count
         for shard in manifest["shards"]:
-            for shape in [*shard["inputs"].values(), *(state["shape"] for state in shard["states"].values())]:
-                shape[:] = [count if n == SLOTS and i >= 2 and len(shape) == 4 else n for i, n in enumerate(shape)]
+            for name, shape in shard["inputs"].items():
+                if "mask" in name:
+                    shape[:] = [count if n == SLOTS else n for n in shape]
+            for state in shard["states"].values():
+                state["shape"][2] = count
 
     return change
 
@@ -55,15 +60,26 @@ def layers(manifest) -> dict:
 CHANGES = {
     "an input is missing": (lambda m: layers(m)["inputs"].pop("rope_cos"), "inputs of shard"),
     "an input is unknown": (lambda m: layers(m)["inputs"].update(y=[1]), "inputs of shard"),
-    "an output is missing": (lambda m: layers(m)["outputs"].update(y=layers(m)["outputs"].pop("hidden")), "outputs of shard"),
-    "an output is larger": (lambda m: layers(m)["outputs"].update(hidden=[1, 65, "T", 1]), "output 'hidden'"),
-    "a state is missing": (lambda m: layers(m)["states"].pop("layers.0.v_state"), "states of shard"),
-    "a state is smaller": (lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]), "layers.0.v_state"),
+    "an output is missing": (
+        lambda m: layers(m)["outputs"].update(y=layers(m)["outputs"].pop("hidden")),
+        "outputs of shard",
+    ),
+    "a state is missing": (
+        lambda m: layers(m)["states"].pop("layers.0.v_state"),
+        "states of shard",
+    ),
+    "a state is smaller": (
+        lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]),
+        "layers.0.v_state",
+    ),
     "a state is a part past the end": (
-        lambda m: layers(m)["states"]["layers.0.k_state"].update(part=[[0, 1], [0, 2], [1, 33], [0, 32]]), "layers.0.k_state"),
-    "T is fixed in the manifest": (lambda m: layers(m)["inputs"].update(x=[1, 64, 2, 1]), "input 'x'"),
+        lambda m: layers(m)["states"]["layers.0.k_state"].update(
+            part=[[0, 1], [0, 2], [1, 33], [0, 32]]
+        ),
+        "layers.0.k_state",
+    ),
     "T reaches further": (lambda m: m["options"].update(t_max=9), "T from 1 to 9"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -71,6 +87,16 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(change
     change, subject = CHANGES[what]
     with pytest.raises(InputError, match=subject):
         Decoder(changed(change), "portable")
+
+
+@pytest.mark.parametrize(("field", "shapes", "subject"), [("outputs", {"hidden": [1, 65, "T", 1]}, "output 'hidden'"),
+                                                          ("inputs", {"x": [1, 64, 2, 1]}, "input 'x'")])  # fmt: skip
+def test_a_shard_whose_shapes_the_manifest_s_own_checks_would_refuse_is_refused_by_the_package_too(exports, field, shapes, subject):
+    bundle = exports.bundle(exports.checkpoint("llama"))
+    shard = bundle.shards("layers")[0]
+    changed = shard.model_copy(update={field: getattr(shard, field) | shapes})
+    with pytest.raises(InputError, match=subject):
+        runtime.portable.check_interface(changed, miltorch.read(bundle.package(shard)), bundle.manifest.options.t_max)
 
 
 def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
@@ -86,7 +112,9 @@ def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
 @pytest.mark.parametrize("position", [SLOTS, SLOTS + 90, 1_200_000, -SLOTS - 1])
 @pytest.mark.parametrize("T", [1, 2])
 def test_a_position_past_the_cache_is_refused_and_nothing_is_written(exports, fast, position, T):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama"), kv_write="slice"), "portable", fast=fast)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint("llama"), kv_write="slice"), "portable", fast=fast
+    )
     decoder.prefill([1, 2, 3])
     before = {name: decoder.states[0].read(name) for name in decoder.states[0].shard.states}
     io = decoder.host.inputs(np.array([3]), np.array([T]), T)
@@ -109,7 +137,10 @@ def test_inputs_or_states_of_other_sizes_than_the_program_has_are_refused(export
     model, io = decoder.layers[0], decoder.host.inputs(np.array([3]), np.array([T]), T)
     io["x"] = np.ones((1, 64, T, 1), np.float32)
     if which == "inputs":
-        wide = {"attn_mask": np.zeros((1, 1, T, 128)), "kv_write_mask": np.eye(128, T, -100)[None, None]}
+        wide = {
+            "attn_mask": np.zeros((1, 1, T, 128)),
+            "kv_write_mask": np.eye(128, T, -100)[None, None],
+        }
         io |= {name: value.astype(np.float32) for name, value in wide.items()}
         longer = {"attn_mask": [1, 1, "T", 128], "kv_write_mask": [1, 1, 128, "T"]}
         model.shard = model.shard.model_copy(update={"inputs": model.shard.inputs | longer})

@@ -37,10 +37,10 @@ def environment() -> dict:
 
 
 def _command_output(*command: str) -> str | None:
-    """A command's output on one line, or None where it does not exist, fails or says nothing."""
+    """A command's output on one line; None where it does not exist, fails, takes over 10 s or says nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
+    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
     return " ".join(done.stdout.split()) or None
 

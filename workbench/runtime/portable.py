@@ -3,6 +3,7 @@
 import math
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -88,7 +89,8 @@ class PortableModel:
         from miltorch.fast import kernels  # numba takes a moment to import
         from miltorch.fast import program as fast
 
-        return fast.ready(program, lambda: self.executable) if kernels.available() else None
+        this = weakref.ref(self)  # a model that is dropped gives its memory back at once
+        return fast.ready(program, lambda: this().executable) if kernels.available() else None
 
     @cached_property
     def executable(self) -> miltorch.Executable:
