@@ -1,8 +1,6 @@
 # On a machine with Python 3.11 or later and make: `make run` or `make test`, nothing before.
 PYTHON ?= python3
 BIN = .venv/bin
-# What JupyterLab adds to a notebook that it saves; the git filter takes it away again, with the outputs.
-JUPYTER = $(addprefix metadata.language_info.,codemirror_mode file_extension mimetype nbconvert_exporter pygments_lexer version)
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
 export OMP_NUM_THREADS ?= 1
 
@@ -15,7 +13,7 @@ test: .venv/ready
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lab: .venv/ready
-	$(BIN)/jupyter lab notebooks --FileContentsManager.post_save_hook=workbench.report.lab.saved
+	$(BIN)/jupyter lab notebooks --FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs
 
 bench: .venv/ready
 	$(BIN)/workbench bench decode
@@ -38,9 +36,7 @@ fuzz: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[test]'
-	-git config filter.notebook.clean "$(BIN)/nbstripout --extra-keys '$(JUPYTER)'"
 	touch $@
 
 clean:
 	rm -rf .venv build data/bundles data/golden
-	-git config --unset filter.notebook.clean

@@ -33,18 +33,13 @@ def chromium() -> str | None:
 
 
 def commit(project: Path) -> None:
-    """Makes a copy of the project a checkout of its own, with the git filter that `make` sets up."""
-    for name in (".gitignore", ".gitattributes"):
-        shutil.copy(ROOT / name, project)
+    """Makes a copy of the project a checkout of its own."""
+    shutil.copy(ROOT / ".gitignore", project)
     for path in (ROOT / "experiments").glob("[0-9]*"):  # write-ups as they are shipped
         own = {p.name for p in path.iterdir()} - {"figures", "tables", "report.md"}
         ignore = shutil.ignore_patterns(*own)
         shutil.copytree(path, project / "experiments" / path.name, ignore=ignore)
-    command = ["make", "-n", "-B", ".venv/ready"]
-    recipe = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    clean = re.search(r'git config filter.notebook.clean "(.+)"', recipe.stdout)[1]
-    clean = clean.replace(".venv/bin", str(Path(sys.executable).parent))
-    for command in (["init", "-q"], ["config", "filter.notebook.clean", clean], ["add", "-A"],
+    for command in (["init", "-q"], ["add", "-A"],
                     ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "-m", "x"]):  # fmt: skip
         subprocess.run(["git", "-C", project, *command], check=True)
 
@@ -71,7 +66,7 @@ def serve(project: Path, home: Path):
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTER_RUNTIME_DIR": runtime}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
     command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
-    command += ["--KernelManager.transport=ipc", "--FileContentsManager.post_save_hook=workbench.report.lab.saved"]
+    command += ["--KernelManager.transport=ipc", "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs"]
     with (home / "server.log").open("w") as said:
         server = subprocess.Popen(command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT)
     try:

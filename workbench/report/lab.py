@@ -1,20 +1,27 @@
-"""What JupyterLab calls after it saves a file (`make lab` asks for it), so that `git status` stays empty."""
+"""What JupyterLab does when it saves a notebook; `make lab` asks for it."""
 
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 
+from workbench.log import project
 
-def saved(model: dict, os_path: str, **_) -> None:
-    """Refreshes git's index for a tracked notebook in which only outputs have changed.
+EDITOR_KEYS = [
+    f"metadata.language_info.{key}"
+    for key in ("codemirror_mode", "file_extension", "mimetype", "nbconvert_exporter", "pygments_lexer", "version")
+]
 
-    `make` sets up a filter that compares notebooks without their outputs; `git status` looks at a file's size first and
-    would list such a notebook still. A notebook whose cells have changed is left as it is, and so is any other file.
+
+def without_outputs(model: dict, path: str, **_) -> None:
+    """Jupyter's `pre_save_hook`: the notebook is saved without its outputs, so `git status` stays empty after Run All.
+
+    The notebook as it is shown, outputs included, is written to `build/notebooks`, as `workbench run` does.
     """
-    path = Path(os_path)
-    git = ["git", "-C", path.parent]
-    if model["type"] == "notebook":
-        with suppress(OSError):  # no git here
-            same = subprocess.run([*git, "diff", "--quiet", "--", path.name], capture_output=True).returncode == 0
-            if same:
-                subprocess.run([*git, "add", "--update", "--", path.name], capture_output=True)
+    if model["type"] != "notebook":
+        return
+    import nbformat
+    from nbstripout import strip_output
+
+    notebook = nbformat.from_dict(model["content"])
+    copy = project() / "build" / "notebooks" / Path(path).name
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(notebook, copy)
+    model["content"] = strip_output(notebook, keep_output=False, keep_count=False, extra_keys=EDITOR_KEYS)
