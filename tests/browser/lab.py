@@ -5,7 +5,6 @@ Everything JupyterLab would read from or write to the user's home goes to a fold
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
