@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workbench import InputError
 from workbench.export import compress, export
-from workbench.export.build import Scratch, WeightSource
+from workbench.export.weights import Scratch, WeightSource
 from workbench.models.checkpoint import Checkpoint
 
 PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}  # bits per weight
