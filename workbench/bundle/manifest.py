@@ -22,7 +22,7 @@ from workbench.bundle.names import (
     is_cache,
     split_layer,
 )
-from workbench.bundle.presets import PRESETS
+from workbench.bundle.presets import PRESETS, Preset
 
 MANIFEST_VERSION = 1
 MAX_SEQ_LEN = 1 << 24  # more tokens than any model is made for; masks are as long as the cache
@@ -94,6 +94,10 @@ class Options(ManifestModel):
         if self.moe == "routed" and self.layers_per_shard > 1:
             raise ValueError("moe = routed needs layers_per_shard = 1: the host picks experts between layers")
         return self
+
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.compress]
 
     def slots(self, window: int | None) -> int:
         """Rows of the cache of a layer that attends to `window` tokens (None: all)."""

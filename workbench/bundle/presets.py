@@ -11,6 +11,7 @@ class Preset:
     `granularity`, of `block` inputs each for `per_block`. A lookup table has neither; fp16 neither.
     """
 
+    name: str
     bits: int
     granularity: str | None = None
     block: int = 0
@@ -27,10 +28,14 @@ class Preset:
 
 
 PRESETS = {
-    "fp16": Preset(16),
-    "int8-tensor": Preset(8, "per_tensor"),
-    "int8-channel": Preset(8, "per_channel"),
-    "int4-block32": Preset(4, "per_block", 32),
-    "lut4": Preset(4),
-    "lut6": Preset(6),
+    preset.name: preset
+    for preset in (
+        Preset("fp16", 16),
+        Preset("int8-tensor", 8, "per_tensor"),
+        Preset("int8-channel", 8, "per_channel"),
+        Preset("int4-block32", 4, "per_block", 32),
+        Preset("lut4", 4),
+        Preset("lut6", 6),
+    )
 }
+FP16 = PRESETS["fp16"]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from miltorch.quiet import quiet
-from workbench.bundle import PRESETS
+from workbench.bundle.presets import Preset
 from workbench.export.weights import Scratch, WeightSource
 
 FEW_VALUES = 10_000  # coremltools clusters fewer values than this with scikit-learn
@@ -20,22 +20,20 @@ PIECE = 1 << 16
 MINUS_ZERO = 0x8000
 
 
-def stored_arrays(weight: WeightSource, values: torch.Tensor, peak: float, name: str, scratch: Scratch) -> dict[str, np.ndarray]:
+def stored_arrays(weight: WeightSource, values: torch.Tensor, peak: float, scratch: Scratch) -> dict[str, np.ndarray]:
     """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array element per weight.
 
     Args:
         values: fp16, flat. The arrays may lie in `scratch`.
         peak: largest magnitude of `values`.
-        name: the preset's.
     """
-    if name == "fp16" or not weight.compressed:
+    preset = weight.preset
+    if not weight.compressed:
         return {"val": values.numpy()}
-    preset = PRESETS[name]
     if not preset.is_integer:
         return palettize(values.numpy(), preset.bits)
-    per_block = len(values) // preset.block if preset.block else 0
-    rows = {"per_tensor": 1, "per_channel": weight.shape[0], "per_block": per_block}[preset.granularity]
-    return quantize_weight(values.reshape(rows, -1), peak, preset.bits, scratch)
+    row = preset.block or len(values) // (weight.shape[0] if preset.granularity == "per_channel" else 1)
+    return quantize_weight(values.reshape(-1, row), peak, preset.bits, scratch)
 
 
 def quantize_weight(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> dict[str, np.ndarray]:
@@ -85,11 +83,11 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     return {"indices": table[codes], "lut": lut.astype(np.float16)}
 
 
-def reference(weight: WeightSource, values: torch.Tensor, name: str) -> dict[str, np.ndarray]:
+def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
     """What `stored_arrays` returns, by coremltools' own functions."""
     from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
 
-    array, preset = values.numpy().reshape(weight.shape), PRESETS[name]
+    array, preset = values.numpy().reshape(weight.shape), weight.preset
     with quiet():
         if not preset.is_integer:
             palette = palettize_weights.blockwise_compress(array, "KMEANS", preset.bits, [0] * 4)
@@ -100,7 +98,7 @@ def reference(weight: WeightSource, values: torch.Tensor, name: str) -> dict[str
 
 
 @contextmanager
-def installed(preset: str):
+def installed(preset: Preset):
     """Inside, coremltools' compression passes use `stored_arrays`, which saves a third of a conversion's time."""
     from coremltools.converters.mil.mil import types
     from coremltools.optimize import _utils
@@ -109,7 +107,7 @@ def installed(preset: str):
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
         peak = max(abs(float(edge)) for edge in values.aminmax())
-        return stored_arrays(WeightSource("", None, weight.shape, compressed=True), values, peak, preset, Scratch())
+        return stored_arrays(WeightSource("", None, weight.shape, preset=preset), values, peak, Scratch())
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         arrays = compress(weight)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from miltorch.quiet import coremltools, quiet
-from workbench.bundle import PRESETS, Options
+from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16, POS
+from workbench.bundle.presets import FP16, Preset
 from workbench.export.compress import replaced
 from workbench.export.shards import Spec
 
@@ -47,9 +48,9 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
     states = [ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name) for name, shape in spec.buffers.items()]
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
-    if options.compress != "fp16":
+    if options.preset != FP16:
         excluded = {path for path, _ in module.named_parameters()} - compressed
-        _compress(pipeline, options.compress, [f"{path}_to_fp16" for path in excluded])
+        _compress(pipeline, options.preset, [f"{path}_to_fp16" for path in excluded])
     with quiet(), _no_progress(), torch.no_grad():
         Builder.name_count.clear()  # coremltools numbers the names it makes up through the life of the process
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
@@ -101,7 +102,7 @@ def _no_progress():
         yield
 
 
-def _compress(pipeline, name: str, excluded: list[str]) -> None:
+def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
     """Appends to `pipeline` the compression of every convolution's constants but those in `excluded`.
 
     Integer presets are linear and symmetric; lookup tables are k-means palettes, one per tensor. The pass comes last,
@@ -109,7 +110,6 @@ def _compress(pipeline, name: str, excluded: list[str]) -> None:
     """
     from coremltools.optimize import coreml as cto
 
-    preset = PRESETS[name]
     if preset.is_integer:
         block = {"block_size": preset.block} if preset.block else {}
         op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, dtype=f"int{preset.bits}",

@@ -16,14 +16,15 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from workbench.bundle import PRESETS, FileEntry, Options, Shard, Writer
+from workbench.bundle import FileEntry, Options, Shard, Writer
 from workbench.bundle.names import HIDDEN, split_layer
 from workbench.errors import InputError
 from workbench.export import compress, convert, package
 from workbench.export.shards import Spec, specs
 from workbench.export.template import Template, TemplateMismatch, renamed
-from workbench.export.weights import Clock, Scratch, build, load_values, weight_sources
+from workbench.export.weights import Clock, Scratch, WeightSource, build, load_values, weight_sources
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
@@ -41,8 +42,7 @@ class Maker:
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of a shard's weights as stored."""
-        preset = PRESETS[self.options.compress]
-        return sum(prod(w.shape) * (preset.bits if w.compressed else 16) // 8 for w in self.weights[name])
+        return sum(prod(weight.shape) * weight.preset.bits // 8 for weight in self.weights[name])
 
     def convert_first(self) -> Iterator[Shard]:
         """The shards that an interrupted export finished, and one conversion for each shape (`plain`: all)."""
@@ -112,7 +112,7 @@ class Maker:
         with self.clock("template"), ExitStack() as stack:
             module, _ = build(spec, self.source, self.plan, self.options)
             if not plain:
-                stack.enter_context(compress.installed(self.options.compress))
+                stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
             model = convert.convert(module, spec, self.options, {w.path for w in weights if w.compressed})
             package.save_package(model, self._package(spec, folder))
@@ -121,8 +121,14 @@ class Maker:
         return {path: constants[name] for path, name in names.items() if name in constants}, convert.modules(model)
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
-        return template.press(spec, self.weights[spec.name], self.source, self.options, self._package(spec, folder),
-                              self.scratch, self.clock)  # fmt: skip
+        return template.press(spec, self.weights[spec.name], self._load, self._package(spec, folder), self.clock)
+
+    def _load(self, weight: WeightSource) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
+        """fp16 values of a weight and, by role, the arrays that are stored for it."""
+        with self.clock("read"):
+            values, peak = load_values(weight, self.source, self.scratch)
+        with self.clock("compress"):
+            return values, compress.stored_arrays(weight, values, peak, self.scratch)
 
     def _try_template(self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry]) -> None:
         """Makes a converted shard the template of its shape, if pressing the shard itself gives the same bytes."""
@@ -139,12 +145,10 @@ class Maker:
     def _compresses_alike(self, spec: Spec) -> bool:
         """Whether our compression of the smallest compressed weight is coremltools'."""
         weight = min((w for w in self.weights[spec.name] if w.compressed), key=lambda w: prod(w.shape), default=None)
-        preset = self.options.compress
-        if weight is None or preset == "fp16":
+        if weight is None:
             return True
-        values, peak = load_values(weight, self.source, self.options, self.scratch)
-        ours = compress.stored_arrays(weight, values, peak, preset, self.scratch)
-        theirs = compress.reference(weight, values, preset)
+        values, ours = self._load(weight)
+        theirs = compress.reference(weight, values)
         return all(np.array_equal(ours[role], theirs[role]) for role in theirs)
 
     def _record(self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry], how: str) -> Shard:

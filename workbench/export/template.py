@@ -8,19 +8,18 @@ coremltools would remove, merge or fold an operation raise `TemplateMismatch`, a
 import hashlib
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from workbench.bundle import PRESETS, FileEntry, Options
-from workbench.export.compress import packed, stored_arrays
+from workbench.bundle import FileEntry
+from workbench.export.compress import packed
 from workbench.export.package import MANIFEST, MODEL, WEIGHTS, read_package, serialize
 from workbench.export.shards import Spec
-from workbench.export.weights import Clock, Scratch, WeightSource, load_values
-from workbench.models.checkpoint import Checkpoint
+from workbench.export.weights import Clock, WeightSource
 
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset in the file
 RECORD_SENTINEL = 0xDEADBEEF
@@ -103,9 +102,11 @@ class Template:
         """State of this template → that of another shard, where they differ."""
         return {old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new}
 
-    def press(self, spec: Spec, weights: list[WeightSource], source: Checkpoint, options: Options, package: Path,
-              scratch: Scratch, clock: Clock) -> list[FileEntry]:  # fmt: skip
+    def press(self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock) -> list[FileEntry]:
         """Writes `package`: this program with other `weights`. Returns its files, hashed while they were written.
+
+        Args:
+            load: weight → its fp16 values, and by role the arrays that are stored for it.
 
         Raises:
             TemplateMismatch: the converter would lay these weights out differently; no package is left.
@@ -114,10 +115,10 @@ class Template:
         (package / WEIGHTS).parent.mkdir(parents=True)
         model = type(self.model)()
         model.CopyFrom(self.model)
-        digest, stored = hashlib.sha256(), lambda weight: _stored(weight, source, options, scratch, clock)
+        digest = hashlib.sha256()
         try:
             with (package / WEIGHTS).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-                for piece in self._payloads(weights, stored, options, clock, operations(model)):
+                for piece in self._payloads(weights, load, operations(model), clock):
                     with clock("write"):
                         hashing = beside.submit(digest.update, piece)
                         _write_all(file, piece)
@@ -134,19 +135,19 @@ class Template:
             entries.append(FileEntry(path=f"{package.name}/{name}", bytes=len(content), sha256=hashlib.sha256(content).hexdigest()))
         return sorted(entries, key=lambda entry: Path(entry.path))
 
-    def _payloads(self, weights, stored, options: Options, clock: Clock, ops) -> Iterator[bytes | np.ndarray]:
+    def _payloads(self, weights: list[WeightSource], load: Callable, ops, clock: Clock) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into the operations `ops`."""
         beginnings, gaps = set(), iter(self.gaps)
         yield next(gaps)
         for weight in (weights[i] for i in self.order):
-            values, arrays = stored(weight)
+            values, arrays = load(weight)
             neutral = self.neutral[weight.path]
             if neutral is not None and bool((values == neutral).all()):
                 raise TemplateMismatch(f"{weight.path} is all {neutral:g}: the operation would be removed")
             _refuse_twins(beginnings, weight, {"values": values.numpy()} | arrays)
             for role, op, start, stop in self.slots[weight.path]:
                 with clock("compress"):
-                    payload = packed(arrays[role], _bits(role, weight, options))
+                    payload = packed(arrays[role], weight.preset.bits if role in ("data", "indices") else 16)
                 if not stop:
                     _inline(values_of(ops[op])[role], payload)
                 elif len(payload) != stop - start:
@@ -167,18 +168,6 @@ def _slots(ops, op: int, blob: bytes) -> list[Slot]:
         else:
             slots.append(Slot(role, op))
     return slots
-
-
-def _stored(weight: WeightSource, source: Checkpoint, options: Options, scratch: Scratch, clock: Clock):
-    """fp16 values of a weight and, by role, the arrays that are stored for it."""
-    with clock("read"):
-        values, peak = load_values(weight, source, options, scratch)
-    with clock("compress"):
-        return values, stored_arrays(weight, values, peak, options.compress, scratch)
-
-
-def _bits(role: str, weight: WeightSource, options: Options) -> int:
-    return PRESETS[options.compress].bits if role in ("data", "indices") and weight.compressed else 16
 
 
 def _floats() -> tuple[int, int]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workbench.bundle import PRESETS, Options
+from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16
+from workbench.bundle.presets import FP16, Preset
 from workbench.errors import InputError
 from workbench.export.shards import LayerStack, Spec
 from workbench.models import family_of
@@ -28,14 +29,18 @@ MAX_SCALED = 32752.0  # coremltools doubles the largest weight in fp16 on the wa
 @dataclass(frozen=True)
 class WeightSource:
     """One parameter of a shard's module: `path` in the module, the checkpoint `tensor` it comes from (None: zeros) or some
-    `rows` of it, its shape there, what storage adds to it, and whether compression is for it."""
+    `rows` of it, its shape there, what storage adds to it, and how it is compressed."""
 
     path: str
     tensor: str | None
     shape: tuple[int, ...]
     rows: slice | None = None
     offset: float = 0.0
-    compressed: bool = False
+    preset: Preset = FP16
+
+    @property
+    def compressed(self) -> bool:
+        return self.preset != FP16
 
 
 class Clock:
@@ -88,7 +93,7 @@ def weight_sources(spec: Spec, source: Checkpoint, plan: Plan, options: Options)
         tensor = _tensor_name(path, spec, source.prefix, plan.tied) if parameter.requires_grad else None
         in_rows = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
         weights.append(WeightSource(path, tensor, tuple(parameter.shape), slice(*spec.rows) if in_rows else None,
-                                    offset.get(path, 0.0), path in compressed))  # fmt: skip
+                                    offset.get(path, 0.0), options.preset if path in compressed else FP16))  # fmt: skip
     return weights
 
 
@@ -108,12 +113,12 @@ def build(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> tuple
     """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
     module, weights, scratch = blank(spec, plan, options), weight_sources(spec, source, plan, options), Scratch()
     for weight in weights:
-        values, _ = load_values(weight, source, options, scratch)
+        values, _ = load_values(weight, source, scratch)
         module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
     return module.requires_grad_(False), weights
 
 
-def load_values(weight: WeightSource, source: Checkpoint, options: Options, scratch: Scratch) -> tuple[torch.Tensor, float]:
+def load_values(weight: WeightSource, source: Checkpoint, scratch: Scratch) -> tuple[torch.Tensor, float]:
     """The values of a weight, flat, fp16, in `scratch`, and their largest magnitude.
 
     Raises:
@@ -122,12 +127,11 @@ def load_values(weight: WeightSource, source: Checkpoint, options: Options, scra
     values = scratch.take(math.prod(weight.shape), torch.float16)
     if weight.tensor is None:
         return values.zero_(), 0.0
-    preset = PRESETS[options.compress if weight.compressed else "fp16"]
-    shape, subject = source.shape(weight.tensor), f"tensor {weight.tensor!r}"
+    preset, shape, subject = weight.preset, source.shape(weight.tensor), f"tensor {weight.tensor!r}"
     if math.prod(source.shape(weight.tensor, weight.rows)) != math.prod(weight.shape):
         raise InputError(subject, f"shape {shape}", f"{list(weight.shape)}", "check that config.json belongs to these weights")
     if preset.block and weight.shape[1] % preset.block:
-        raise InputError(subject, f"{weight.shape[1]} inputs", f"a multiple of {preset.block} for {options.compress}",
+        raise InputError(subject, f"{weight.shape[1]} inputs", f"a multiple of {preset.block} for {preset.name}",
                          "choose another --compress")  # fmt: skip
     start, extremes = 0, []
     for chunk in source.chunks(weight.tensor, weight.rows, scratch.chunk):
