@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from workbench import paths
@@ -52,10 +52,8 @@ class Writer:
         self.close()
 
     def _remove_if_empty(self) -> None:
-        try:
+        with suppress(OSError):  # there is something to resume, or it is the bundle by now
             self.root.rmdir()
-        except OSError:  # there is something to resume, or it is the bundle by now
-            pass
 
     def resume(self, identity: dict) -> None:
         """Leaves the work of an interrupted export of the same identity in place; removes that of any other."""

@@ -36,8 +36,9 @@ class Slot(NamedTuple):
 
     role: str
     op: int
-    start: int = 0
-    stop: int = 0
+    start: int
+    stop: int
+    is_float: bool
 
 
 def values_of(op) -> dict:
@@ -73,30 +74,21 @@ class Template:
         if not (package / WEIGHTS).is_file():
             raise TemplateMismatch("weights so small that they stand in the program")
         blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
-        index = {op.outputs[0].name: i for i, op in enumerate(ops) if values_of(op)}
-        if not all(constants.get(weight.path) in index for weight in weights):
+        slots = {op.outputs[0].name: _slots(op, i, blob) for i, op in enumerate(ops) if values_of(op)}
+        names = [constants.get(weight.path) for weight in weights]
+        if not slots.keys() >= set(names):
             raise TemplateMismatch("a parameter that the program does not hold")
-        self.slots, self.neutral = {}, {}
-        for weight in weights:
-            constant = constants[weight.path]
-            slots = _slots(ops, index[constant], blob)
-            self.slots[weight.path] = sorted(slots, key=lambda slot: slot.start)
-            self.neutral[weight.path] = _neutral(ops, constant)
-        self.order = sorted(range(len(weights)), key=lambda i: self.slots[weights[i].path][-1].stop)
-        self._cut(blob, ops, [slot for i in self.order for slot in self.slots[weights[i].path] if slot.stop])
-
-    def _cut(self, blob: bytes, ops, slots: list[Slot]) -> None:
-        """Stores what lies between the slots: headers, records, padding, constants that are no parameters."""
-        edges = [0, *(edge for slot in slots for edge in (slot.start, slot.stop)), len(blob)]
+        places = [(weight.path, slots[name], _neutral(ops, name)) for weight, name in zip(weights, names, strict=True)]
+        self.places = sorted(places, key=lambda place: place[1][-1].stop)  # (path, slots, neutral value), as in the file
+        in_file = [slot for _, some, _ in self.places for slot in some if slot.stop]
+        edges = [0, *(edge for slot in in_file for edge in (slot.start, slot.stop)), len(blob)]
         if edges != sorted(edges):
             raise TemplateMismatch("parameters that share bytes, or lie in another order")
+        starts = {slot.start for slot in in_file}
+        if any(slot.stop and slot.is_float and slot.start not in starts for some in slots.values() for slot in some):
+            raise TemplateMismatch("a constant in the weight file that is no parameter")
+        # between the slots: headers, records, padding, constants that are no parameters
         self.gaps = [blob[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        starts = {slot.start for slot in slots}
-        for i, op in enumerate(ops):
-            values = values_of(op)
-            for slot in _slots(ops, i, blob):
-                if slot.stop and slot.start not in starts and values[slot.role].type.tensorType.dataType in _floats():
-                    raise TemplateMismatch("a constant in the weight file that is no parameter")
 
     def state_names(self, spec: Spec) -> dict[str, str]:
         """State of this template → that of another shard, where they differ."""
@@ -137,43 +129,39 @@ class Template:
 
     def _payloads(self, weights: list[WeightSource], load: Callable, ops, clock: Clock) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into the operations `ops`."""
-        beginnings, gaps = set(), iter(self.gaps)
+        beginnings, gaps, by_path = set(), iter(self.gaps), {weight.path: weight for weight in weights}
         yield next(gaps)
-        for weight in (weights[i] for i in self.order):
+        for path, slots, neutral in self.places:
+            weight = by_path[path]
             values, arrays = load(weight)
-            neutral = self.neutral[weight.path]
             if neutral is not None and bool((values == neutral).all()):
-                raise TemplateMismatch(f"{weight.path} is all {neutral:g}: the operation would be removed")
+                raise TemplateMismatch(f"{path} is all {neutral:g}: the operation would be removed")
             _refuse_twins(beginnings, weight, {"values": values.numpy()} | arrays)
-            for role, op, start, stop in self.slots[weight.path]:
+            for slot in slots:
                 with clock("compress"):
-                    payload = packed(arrays[role], weight.preset.bits if role in ("data", "indices") else 16)
-                if not stop:
-                    _inline(values_of(ops[op])[role], payload)
-                elif len(payload) != stop - start:
-                    raise TemplateMismatch(f"{weight.path} takes {len(payload)} bytes, not {stop - start}")
+                    payload = packed(arrays[slot.role], weight.preset.bits if slot.role in ("data", "indices") else 16)
+                if not slot.stop:
+                    _inline(values_of(ops[slot.op])[slot.role], payload)
+                elif len(payload) != slot.stop - slot.start:
+                    raise TemplateMismatch(f"{path} takes {len(payload)} bytes, not {slot.stop - slot.start}")
                 else:
                     yield payload
                     yield next(gaps)
 
 
-def _slots(ops, op: int, blob: bytes) -> list[Slot]:
-    """Where the values of constant operation `op` lie."""
+def _slots(op, index: int, blob: bytes) -> list[Slot]:
+    """Where the values of the constant operation `op` lie, in the order of the weight file."""
+    from coremltools.proto import MIL_pb2
+
     slots = []
-    for role, value in values_of(ops[op]).items():
+    for role, value in values_of(op).items():
+        start, size = 0, 0
         if value.WhichOneof("value") == "blobFileValue":
             sentinel, _, size, start = RECORD.unpack_from(blob, value.blobFileValue.offset)
             assert sentinel == RECORD_SENTINEL
-            slots.append(Slot(role, op, start, start + size))
-        else:
-            slots.append(Slot(role, op))
-    return slots
-
-
-def _floats() -> tuple[int, int]:
-    from coremltools.proto import MIL_pb2
-
-    return MIL_pb2.FLOAT16, MIL_pb2.FLOAT32
+        is_float = value.type.tensorType.dataType in (MIL_pb2.FLOAT16, MIL_pb2.FLOAT32)
+        slots.append(Slot(role, index, start, start + size, is_float))
+    return sorted(slots, key=lambda slot: slot.start)
 
 
 def _inline(value, payload: np.ndarray) -> None:
