@@ -10,7 +10,7 @@ import pytest
 import workbench
 
 PACKAGE = Path(workbench.__file__).parent
-LEAVES = {"errors", "machines", "paths", "quiet"}
+LEAVES = {"errors", "files", "machines", "paths", "quiet"}
 MAY_IMPORT = {
     "bundle": set(),
     "mil": set(),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workbench import Bundle, Decoder
-from workbench.bundle.manifest import CONV_STATE, K_STATE, ROUTER_STATE, V_DELAYED_STATE, V_STATE, X
+from workbench.bundle.names import CONV_STATE, K_STATE, ROUTER_STATE, V_DELAYED_STATE, V_STATE, X
 from workbench.models import checkpoint
 
 DIMS = {

@@ -22,22 +22,22 @@ def bundle(path: str | Path) -> Path:
     if (path / BUNDLE).is_file() or (path / BUNDLE).is_symlink():
         return path
     if partial(path.resolve()).exists():
-        found, step = "an unfinished export", "run the same export again: it resumes"
+        actual, step = "an unfinished export", "run the same export again: it resumes"
     elif path.name == BUNDLE and path.is_file():
-        found, step = "its manifest alone", f"give the folder {path.parent}"
+        actual, step = "its manifest alone", f"give the folder {path.parent}"
     elif is_package(path) or path.suffix == ".mlmodelc":
-        found = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
+        actual = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
         around = next((folder for folder in path.parents if (folder / BUNDLE).is_file()), None)
         step = f"give the folder {around}" if around else f"{EXPORT}; trace takes a package"
     elif (path / CONFIG).is_file():
-        found = "a Hugging Face checkpoint"
+        actual = "a Hugging Face checkpoint"
         step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
     elif _is_gguf(path):
-        found, step = "GGUF weights", EXPORT
+        actual, step = "GGUF weights", EXPORT
     else:
-        found = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
+        actual = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
         step = EXPORT
-    raise InputError(f"bundle {path}", found, f"a finished bundle, a folder with {BUNDLE}", step)
+    raise InputError(f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step)
 
 
 def checkpoint(path: str | Path) -> Path:
@@ -47,24 +47,24 @@ def checkpoint(path: str | Path) -> Path:
         return path
     hub = HUB.fullmatch(str(path))
     if (path / BUNDLE).is_file():
-        found, step = "a bundle", "give the checkpoint that it was exported from"
+        actual, step = "a bundle", "give the checkpoint that it was exported from"
     elif is_package(path) or path.suffix == ".mlmodelc":
-        found, step = "a Core ML model", "give the checkpoint that it was made from"
+        actual, step = "a Core ML model", "give the checkpoint that it was made from"
     elif _is_gguf(path):
-        found = "GGUF weights"
+        actual = "GGUF weights"
         step = "download the model's safetensors: hf download ORG/NAME --local-dir FOLDER"
     elif path.is_file():
-        found, step = "a file", f"give the folder {path.parent}"
+        actual, step = "a file", f"give the folder {path.parent}"
     elif path.is_dir():
-        found, step = f"no {CONFIG} in it", fetch(path)
+        actual, step = f"no {CONFIG} in it", fetch(path)
     elif hub and not Path(path.parts[0]).exists():
         name = hub[1].partition("/")[2]
-        found = "no folder, but what reads like the name of a model on the Hugging Face Hub"
+        actual = "no folder, but what reads like the name of a model on the Hugging Face Hub"
         step = f"run: hf download {hub[1]} --local-dir {name}, and give {name}"
     else:
-        found, step = "no folder", f"correct the path, or {fetch(path)}"
+        actual, step = "no folder", f"correct the path, or {fetch(path)}"
     needed = f"a Hugging Face folder with {CONFIG} and *.safetensors"
-    raise InputError(f"checkpoint {path}", found, needed, step)
+    raise InputError(f"checkpoint {path}", actual, needed, step)
 
 
 def golden(path: str | Path) -> Path:
@@ -86,8 +86,8 @@ def new(path: str | Path) -> Path:
     """The path of a bundle to be made; refuses one where something is, even a broken link."""
     path = _possible("bundle", path)
     if os.path.lexists(path):
-        found = "a finished bundle" if (path / BUNDLE).exists() else "something else there"
-        raise InputError(f"bundle {path}", found, "a new folder", "remove it or choose another")
+        actual = "a finished bundle" if (path / BUNDLE).exists() else "something else there"
+        raise InputError(f"bundle {path}", actual, "a new folder", "remove it or choose another")
     return path
 
 
@@ -95,8 +95,8 @@ def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
     """The path of a file as it is; refuses a folder, and what is not there."""
     path = _possible(subject, path)
     if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
-        raise InputError(f"{subject} {path}", found, needed, step)
+        actual = "a folder" if path.is_dir() else "no such file"
+        raise InputError(f"{subject} {path}", actual, needed, step)
     return path
 
 
@@ -133,7 +133,7 @@ def _possible(subject: str, path: str | Path) -> Path:
     except (OSError, ValueError) as problem:
         text = str(path)
         shown = repr(text if len(text) < 200 else f"{text[:80]}…{text[-20:]}")
-        found = getattr(problem, "strerror", None) or str(problem)
+        actual = getattr(problem, "strerror", None) or str(problem)
         needed, step = "a path that can be read", "correct the path"
-        raise InputError(f"{subject} {shown}", found, needed, step) from None
+        raise InputError(f"{subject} {shown}", actual, needed, step) from None
     return path

@@ -1,7 +1,6 @@
 """One writer to a folder, nothing replaced, everything hashed once."""
 
 import os
-from concurrent.futures import Future
 from contextlib import closing
 
 import pytest
@@ -11,9 +10,9 @@ from workbench.bundle import Writer, bundle
 
 
 def test_a_second_export_to_the_same_target_is_refused_until_the_first_is_gone(tmp_path):
-    with closing(Writer(tmp_path / "b", Future())), pytest.raises(InputError, match="another export.*one export to one target"):
-        Writer(tmp_path / "b", Future())
-    Writer(tmp_path / "b", Future()).close()
+    with closing(Writer(tmp_path / "b")), pytest.raises(InputError, match="another export.*one export to one target"):
+        Writer(tmp_path / "b")
+    Writer(tmp_path / "b").close()
 
 
 def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path):
@@ -22,7 +21,7 @@ def test_a_target_that_is_taken_is_refused_and_left_alone(tmp_path):
         folder.mkdir()
         (folder / name).write_text(content)
         with pytest.raises(InputError, match=found):
-            Writer(folder, Future())
+            Writer(folder)
         assert (folder / name).read_text() == content
     assert not list(tmp_path.glob(".*"))
 
@@ -40,19 +39,18 @@ def test_a_link_that_leads_nowhere_is_refused_before_anything_is_made(exports, t
     ("problem", "kept"), [(InputError("a", "b", "c", "d"), False), (OSError(), True), (KeyboardInterrupt(), True)]
 )
 def test_a_refused_export_leaves_nothing_and_an_interrupted_one_its_work(tmp_path, problem, kept):
-    with pytest.raises(type(problem)), Writer(tmp_path / "b", Future()) as writer:
+    with pytest.raises(type(problem)), Writer(tmp_path / "b") as writer:
         (writer.root / "shard").write_text("done")
         raise problem
     assert (tmp_path / ".b.partial").exists() == kept
 
 
 def test_a_refusal_keeps_what_an_earlier_export_of_the_same_had_finished(tmp_path):
-    identity = Future()
-    identity.set_result({"checkpoint": "a"})
     left = tmp_path / ".b.partial"
     left.mkdir()
     (left / "identity.json").write_text('{"checkpoint": "a"}')
-    with pytest.raises(InputError), Writer(tmp_path / "b", identity):
+    with pytest.raises(InputError), Writer(tmp_path / "b") as writer:
+        writer.resume({"checkpoint": "a"})
         raise InputError("a", "b", "c", "d")
     assert (left / "identity.json").exists()
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from workbench import Decoder, InputError
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import is_cache
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"]
 S = 96

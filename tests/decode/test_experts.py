@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bundle.manifest import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.bundle.names import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
 from workbench.decode.experts import RoutedExperts
 
 C, E = 3, 4

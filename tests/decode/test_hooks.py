@@ -6,7 +6,7 @@ from tiny import prompt
 
 from miltorch import Executable
 from workbench import Decoder, InputError
-from workbench.bundle.manifest import EXPERT_IN
+from workbench.bundle.names import EXPERT_IN
 from workbench.check import checklist, fidelity, golden, validate
 from workbench.explain import trace
 from workbench.models.checkpoint import Checkpoint

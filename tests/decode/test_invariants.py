@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from workbench import InputError
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import is_cache
 from workbench.decode import Snapshot
 from workbench.decode.snapshot import layout
 

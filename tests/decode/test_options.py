@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from workbench import InputError
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import is_cache
 from workbench.decode import copy_state
 from workbench.export import export, options
 

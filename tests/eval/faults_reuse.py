@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from workbench.bundle.manifest import ATTN_MASK, KV_WRITE_MASK, is_cache
+from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
 from workbench.decode import decoder as decoding
 from workbench.decode.snapshot import Snapshot
 from workbench.prompt_cache import Store, formats

@@ -7,7 +7,7 @@ import torch
 from faults import constant, fault, host, steps, wrap
 
 from workbench import Decoder
-from workbench.bundle.manifest import ROUTER_STATE
+from workbench.bundle.names import ROUTER_STATE
 
 fault = partial(fault, bundle="zaya")
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from workbench import InputError
+from workbench import InputError, bundle
 from workbench.export import compress, export
-from workbench.export.build import Scratch, WeightSource
+from workbench.export.weights import Scratch, WeightSource
 from workbench.models.checkpoint import Checkpoint
 
 PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}  # bits per weight
@@ -105,9 +105,9 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 @example(kind="few values", rows=200, blocks=4, seed=3)
 def test_our_compression_is_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
     weight = draw(kind, (rows, 32 * blocks), seed)[:, :, None, None]
-    part = WeightSource("w", "w", weight.shape, compressed=True)
+    part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
     values = torch.from_numpy(weight.reshape(-1).copy())
-    ours = compress.stored_arrays(part, values, float(values.abs().max()), preset, Scratch())
+    ours = compress.stored_arrays(part, values, float(values.abs().max()), Scratch())
     for role, expected in theirs(weight, preset).items():
         assert ours[role].tobytes() == expected.astype(ours[role].dtype).tobytes(), role
 

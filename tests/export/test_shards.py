@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.bundle import Options
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import is_cache
 from workbench.export import shards
 from workbench.models import family_of
 

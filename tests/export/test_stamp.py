@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from workbench import InputError
-from workbench.export import export, stamp
+from workbench.export import export, template
 
 ALL = 99
 
@@ -100,7 +100,7 @@ def test_weights_that_a_converter_looks_at_are_converted_and_give_the_same_bundl
 
 @pytest.mark.parametrize("guard", ["_refuse_twins", "_neutral"])
 def test_without_its_guard_a_stamped_shard_differs_and_verifying_says_so(odd, tmp_path, monkeypatch, guard):
-    monkeypatch.setattr(stamp, guard, lambda *_: None)
+    monkeypatch.setattr(template, guard, lambda *_: None)
     with pytest.raises(InputError, match="stamped shard layers_0.*other bytes"):
         export(odd, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16, compress="int8-tensor")
     assert not (tmp_path / "b").exists()
@@ -108,20 +108,20 @@ def test_without_its_guard_a_stamped_shard_differs_and_verifying_says_so(odd, tm
 
 
 def test_a_wrong_byte_in_a_stamped_shard_is_found(exports, tmp_path, monkeypatch):
-    real, calls = stamp.packed, []
+    real, calls = template.packed, []
 
     def slips(array, bits):
         calls.append(array)
         return real(array if len(calls) < 20 else array[::-1].copy(), bits)  # right for the template, wrong later
 
-    monkeypatch.setattr(stamp, "packed", slips)
+    monkeypatch.setattr(template, "packed", slips)
     with pytest.raises(InputError, match="other bytes"):
         export(exports.checkpoint("llama"), tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16)
 
 
 def test_a_template_that_does_not_give_its_own_shard_back_is_not_used(exports, tmp_path, monkeypatch):
-    real = stamp.packed
-    monkeypatch.setattr(stamp, "packed", lambda array, bits: real(array[::-1].copy(), bits))
+    real = template.packed
+    monkeypatch.setattr(template, "packed", lambda array, bits: real(array[::-1].copy(), bits))
     made = export(exports.checkpoint("llama"), tmp_path / "b", progress=False, max_seq_len=16)
     assert set(how(made).values()) == {"converted"}
 
@@ -158,7 +158,7 @@ def test_a_state_is_renamed_wherever_the_program_names_it():
     op.inputs["input"].arguments.add(name="layers_1_k_state")
     op.outputs.add(name="layers_1_k_state_read")
     op.outputs.add(name="layers_10_k_state")
-    stamp.rename(model, {"layers_1_k_state": "layers_11_k_state"})
+    template.rename(model, {"layers_1_k_state": "layers_11_k_state"})
     assert model.description.state[0].name == op.inputs["input"].arguments[0].name == "layers_11_k_state"
     assert [o.name for o in op.outputs] == ["layers_11_k_state_read", "layers_10_k_state"]
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from workbench import Decoder
 from workbench.bundle import Options
-from workbench.bundle.manifest import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
+from workbench.bundle.names import HIDDEN, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.decode import Host
 from workbench.export import read_plan, shards
-from workbench.export.build import build
+from workbench.export.weights import build
 from workbench.models import cca, layers, moe
 from workbench.models.checkpoint import Checkpoint
 

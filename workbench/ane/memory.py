@@ -9,11 +9,11 @@ from math import prod
 from pathlib import Path
 
 from workbench.ane.roofline import Work
-from workbench.bundle import Bundle, Dims, Options
-from workbench.bundle.manifest import is_cache
+from workbench.bundle import PRESETS, Bundle, Dims, Options
+from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
-STORED_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4.5, "lut4": 4, "lut6": 6}
+STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
 
 
 def kv_bytes(L: int, H_kv: int, S: int, D: int, batch: int = 1) -> int:

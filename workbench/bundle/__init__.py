@@ -1,7 +1,10 @@
 """The bundle: all that passes between an export and everything after it. Knows files and shapes, computes nothing."""
 
-from workbench.bundle.bundle import Bundle, Writer, file_entries, sha256
+from workbench.bundle.bundle import Bundle, file_entries
 from workbench.bundle.manifest import Dims, Embedding, FileEntry, Layer, Manifest, Options, Rope, Shard, StateEntry, Tokens
+from workbench.bundle.presets import PRESETS
+from workbench.bundle.writer import Writer
+from workbench.files import sha256
 
-__all__ = ["Bundle", "Dims", "Embedding", "FileEntry", "Layer", "Manifest", "Options", "Rope", "Shard", "StateEntry", "Tokens",
-           "Writer", "file_entries", "sha256"]  # fmt: skip
+__all__ = ["PRESETS", "Bundle", "Dims", "Embedding", "FileEntry", "Layer", "Manifest", "Options", "Rope", "Shard", "StateEntry",
+           "Tokens", "Writer", "file_entries", "sha256"]  # fmt: skip

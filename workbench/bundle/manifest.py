@@ -1,39 +1,35 @@
-"""The words of `bundle.json`: one pydantic model per part, cross-checked when built.
-
-Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query heads; H_kv key/value
-heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts. A dimension written "T" in a shape is the
-free one.
-"""
+"""The contents of `bundle.json`: one pydantic model per part, cross-checked when built. `names` explains the axes."""
 
 import re
-from itertools import chain
 from math import prod
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from workbench.bundle.names import (
+    ACC,
+    ATTN_MASK,
+    BASE,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
+    HIDDEN,
+    KV_WRITE_MASK,
+    LOGITS,
+    ROPE_COS,
+    ROPE_SIN,
+    X,
+    is_cache,
+    split_layer,
+)
+from workbench.bundle.presets import PRESETS, Preset
 
 MANIFEST_VERSION = 1
-
-# Names that cross the Core ML boundary.
-X, HIDDEN, LOGITS = "x", "hidden", "logits_k"
-ROPE_COS, ROPE_SIN = "rope_cos", "rope_sin"
-ATTN_MASK, KV_WRITE_MASK, POS = "attn_mask", "kv_write_mask", "pos"
-TAIL_SELECT = "tail_select"
-ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"
-BASE, EXPERT_IN, ROUTER_PROBS, ROUTER_SCORES = "base", "expert_in", "router_probs", "router_scores"
-EXPERT_WEIGHT, ACC = "expert_weight", "acc"
-K_STATE, V_STATE, CONV_STATE, V_DELAYED_STATE = "k_state", "v_state", "conv_state", "v_delayed_state"
-KV_STATE, SIDE_STATE = "kv_state", "side_state"
-
-MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score
-
-
 MAX_SEQ_LEN = 1 << 24  # more tokens than any model is made for; masks are as long as the cache
 MAX_PATH, MAX_NAME = 512, 200  # characters: leaves room for the folder that a bundle lies in
 
 
-class StateRegion(BaseModel):
+class ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -53,8 +49,8 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]  # Core ML's shapes are no lar
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Dims(StateRegion):
-    """Sizes of the model; see the axis glossary above."""
+class Dims(ManifestModel):
+    """Sizes of the model; `names` explains the axes."""
 
     C: Count
     H: Count
@@ -70,10 +66,10 @@ class Dims(StateRegion):
         return self
 
 
-class Options(StateRegion):
+class Options(ManifestModel):
     """What the user chose at export. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
 
-    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` slots, just enough for a call
+    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows, just enough for a call
     of t_max tokens not to overwrite a row that its own first token still attends to.
     """
 
@@ -81,7 +77,7 @@ class Options(StateRegion):
     t_max: Count = 4
     batch: Count = 1
     layers_per_shard: Count = 1
-    compress: Literal["fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4", "lut6"] = "fp16"
+    compress: Literal[*PRESETS] = "fp16"
     kv_write: Literal["mask", "slice"] = "mask"
     layout: Literal["bct1", "bc1t"] = "bct1"
     states: Literal["separate", "packed"] = "separate"
@@ -99,14 +95,36 @@ class Options(StateRegion):
             raise ValueError("moe = routed needs layers_per_shard = 1: the host picks experts between layers")
         return self
 
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.compress]
+
     def slots(self, window: int | None) -> int:
         """Rows of the cache of a layer that attends to `window` tokens (None: all)."""
+        return self.ring(window) or self.max_seq_len
+
+    def ring(self, window: int | None) -> int | None:
+        """Rows of that cache if it is a ring buffer, else None."""
         if window is None or self.sliding == "mask":
-            return self.max_seq_len
+            return None
         return min(self.max_seq_len, window + self.t_max - 1)
 
+    def plane(self, width: int) -> list[int | str]:
+        """Shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
+        return [self.batch, width, "T", 1] if self.layout == "bct1" else [self.batch, width, 1, "T"]
 
-class Rope(StateRegion):
+    def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
+        """Shapes of the rope tables (`half` = D_rotary / 2) and masks of a layer; rings have a write mask of their own."""
+        B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
+        return {
+            ROPE_COS + suffix: [B, 1, "T", half],
+            ROPE_SIN + suffix: [B, 1, "T", half],
+            ATTN_MASK + suffix: [B, 1, "T", rows],
+            KV_WRITE_MASK + (suffix if self.ring(layer.window) else ""): [B, 1, rows, "T"],
+        }
+
+
+class Rope(ManifestModel):
     """One rotary table, made by the host: angle = position · inv_freq, cos and sin times `scale`.
 
     `name` is "" or the suffix of its inputs (`rope_cos_local`); `inv_freq` has D_rotary / 2 entries (radians per token).
@@ -117,7 +135,7 @@ class Rope(StateRegion):
     scale: Finite = 1.0
 
 
-class Layer(StateRegion):
+class Layer(ManifestModel):
     """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
 
     Layers of one rope table share one window, so `suffix` tells their inputs apart (`rope_cos_local`, `attn_mask_local`).
@@ -131,17 +149,17 @@ class Layer(StateRegion):
         return f"_{self.rope}" if self.rope else ""
 
 
-class FileEntry(StateRegion):
+class FileEntry(ManifestModel):
     path: RelativePath
     bytes: Annotated[int, Field(ge=0)]
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class StateEntry(StateRegion):
+class StateEntry(ManifestModel):
     """A logical state and where it lives: the Core ML state `tensor`, or `part` of it, one [start, stop) per axis.
 
-    `shape` is the logical state's own (a part has as many elements). `ring` is the number of slots of a ring buffer:
-    row p lives in slot p mod ring.
+    `shape` is the logical state's own (a part has as many elements). `ring` is the number of rows of a ring buffer:
+    position p lives in row p mod ring.
     """
 
     tensor: str
@@ -155,12 +173,7 @@ class StateEntry(StateRegion):
         return (slice(None),) if self.part is None else tuple(slice(*span) for span in self.part)
 
 
-def is_cache(state: str) -> bool:
-    """Whether a logical state (`layers.3.k_state`) holds keys or values, one row per position. (`conv_state` ends in "v_state" too.)"""
-    return state.rpartition(".")[2] in (K_STATE, V_STATE)
-
-
-class Shard(StateRegion):
+class Shard(ManifestModel):
     """One `.mlpackage`: its interface, its files, and where its contents came from.
 
     `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in part: vocabulary rows of
@@ -184,14 +197,14 @@ class Shard(StateRegion):
     files: Annotated[list[FileEntry], Field(min_length=1)]
 
 
-class Embedding(StateRegion):
+class Embedding(ManifestModel):
     """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in float32."""
 
     file: FileEntry
     scale: Finite = 1.0
 
 
-class Tokens(StateRegion):
+class Tokens(ManifestModel):
     """Special tokens and, when the checkpoint has one, the tokenizer's files."""
 
     bos: int | None = None
@@ -199,7 +212,7 @@ class Tokens(StateRegion):
     files: list[FileEntry] = []
 
 
-class Manifest(StateRegion):
+class Manifest(ManifestModel):
     """`bundle.json`."""
 
     format: Literal["workbench-bundle"] = "workbench-bundle"
@@ -240,59 +253,47 @@ class Manifest(StateRegion):
     def _check_rope(self) -> None:
         names, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
         if len(set(names)) < len(names) or not used <= set(names):
-            tables, needs = _listed(names), _listed(sorted(used))
-            raise ValueError(f"rope tables {tables} for layers that use {needs}")
+            raise ValueError(f"rope tables {_listed(names)} for layers that use {_listed(sorted(used))}")
 
     def _check_files(self, shard: Shard) -> None:
-        package = PurePosixPath(shard.path)
         for entry in shard.files:
-            if package not in PurePosixPath(entry.path).parents:
+            if PurePosixPath(shard.path) not in PurePosixPath(entry.path).parents:
                 raise ValueError(f"shard {shard.name}: file {entry.path} lies outside {shard.path}")
 
     def _check_shapes(self, shard: Shard) -> None:
         """Checks what follows from dimensions and options; a family may have more inputs."""
-        expected = self._shapes(shard)
-        for name, shape in chain(shard.inputs.items(), shard.outputs.items()):
-            if expected.get(name, shape) != shape:
-                raise ValueError(f"shard {shard.name}: {name} {shape}, "
-                                 f"but dims and options say {expected[name]}")
-
-    def _shapes(self, shard: Shard) -> dict[str, list]:
-        """Tensor → shape of a shard's interface."""
-        B, narrow = self.options.batch, [self.options.batch, 1]
         widths = dict.fromkeys((X, HIDDEN, BASE, EXPERT_IN, ACC), self.dims.C)
         widths |= {EXPERT_WEIGHT: 1, LOGITS: shard.rows[1] - shard.rows[0]}
-        bct1 = self.options.layout == "bct1"
-        shapes = {name: [B, n, "T", 1] if bct1 else [B, n, 1, "T"] for name, n in widths.items()}
+        expected = {name: self.options.plane(width) for name, width in widths.items()}
         halves = {rope.name: len(rope.inv_freq) for rope in self.rope}
         for layer in self.layers[slice(*shard.layers)]:
-            slots, half = self.options.slots(layer.window), halves[layer.rope]
-            ring = layer.window is not None and self.options.sliding == "ring"
-            shapes |= {ROPE_COS + layer.suffix: [*narrow, "T", half],
-                       ROPE_SIN + layer.suffix: [*narrow, "T", half],
-                       ATTN_MASK + layer.suffix: [*narrow, "T", slots],
-                       KV_WRITE_MASK + (layer.suffix if ring else ""): [*narrow, slots, "T"]}
-        return shapes
+            expected |= self.options.layer_inputs(layer, halves[layer.rope])
+        for name, shape in [*shard.inputs.items(), *shard.outputs.items()]:
+            if expected.get(name, shape) != shape:
+                raise ValueError(f"shard {shard.name}: {name} {shape}, but dims and options say {expected[name]}")
 
     def _check_states(self, shard: Shard) -> None:
         for name, state in shard.states.items():
-            index = re.fullmatch(r"layers\.(\d{1,9})\.\w+", name)
-            if not index or int(index[1]) not in range(*shard.layers):
-                raise ValueError(f"shard {shard.name}: state {name} is of none of its layers")
-            layer, where = self.layers[int(index[1])], f"shard {shard.name}: state {name}"
-            slots = self.options.slots(layer.window)
-            shape = [self.options.batch, self.dims.H_kv, slots, self.dims.D]
+            where, (index, leaf) = f"shard {shard.name}: state {name}", split_layer(name)
+            if index not in range(*shard.layers) or name != f"layers.{index}.{leaf}" or not leaf.isidentifier():
+                raise ValueError(f"{where} is of none of its layers")
+            window = self.layers[index].window
+            shape = [self.options.batch, self.dims.H_kv, self.options.slots(window), self.dims.D]
             if is_cache(name) and state.shape != shape:
                 raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
-            ring = is_cache(name) and layer.window is not None and self.options.sliding == "ring"
-            size = slots if ring else None
-            if state.ring != size:
-                raise ValueError(f"{where} has ring = {state.ring}, but options say {size}")
+            ring = self.options.ring(window) if is_cache(name) else None
+            if state.ring != ring:
+                raise ValueError(f"{where} has ring = {state.ring}, but options say {ring}")
             spans = [(0, n) for n in state.shape] if state.part is None else state.part
             sizes = [stop - start for start, stop in spans]
-            low = min(start for start, _ in spans)
-            if low < 0 or min(sizes) < 1 or prod(sizes) != prod(state.shape):
+            if min(sizes) < 1 or min(spans)[0] < 0 or prod(sizes) != prod(state.shape):
                 raise ValueError(f"{where} {state.shape} does not fill the part {state.part}")
+
+
+def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
+    """Name of the field that pydantic refuses first (`whole` for the model itself), and its error: `msg`, `input`, `type`."""
+    error = problem.errors(include_url=False)[0]
+    return ".".join(map(str, error["loc"])) or whole, error | {"msg": error["msg"].removeprefix("Value error, ")}
 
 
 def _listed(names: list[str]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import miltorch
 from workbench.ane import memory
 from workbench.bundle import Bundle
-from workbench.bundle.manifest import BASE, HIDDEN, V_STATE, is_cache
+from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache
 from workbench.check import fidelity, gates
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle.manifest import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
+from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check import gates, metrics
 from workbench.check.golden import Golden
 from workbench.decode import Decoder, literal

@@ -61,25 +61,24 @@ def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict
 def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dict:
     """Seconds of each of `count` decoder layers, converted and stamped in turn, one thread, after their template."""
     import time
-    from concurrent.futures import Future
     from contextlib import closing
 
     from miltorch.quiet import coremltools
     from workbench import export as exports
     from workbench.bundle import Writer
-    from workbench.export import make, shards
+    from workbench.export.make import Maker
     from workbench.models.checkpoint import Checkpoint
 
     coremltools()
     source, options = Checkpoint(checkpoint), exports.options(**chosen)
     plan, found = exports.read_plan(source, options), {"plain": [], "stamped": []}
-    jobs = [j for j in make.jobs(list(shards.specs(plan, options)), source, plan, options) if j.spec.kind == "layers"]
-    with closing(Writer(Path(folder), Future())) as writer:
-        maker, plainly = (make.Maker(source, plan, options, writer, plain) for plain in (False, True))
-        maker.convert_first(jobs[:1], lambda job: None)
-        for job in jobs[1 : 1 + count]:
-            for how, work in (("plain", plainly.convert_and_record), ("stamped", maker.stamp_and_record)):
+    with closing(Writer(Path(folder))) as writer:
+        maker, plainly = (Maker(source, plan, options, writer, plain) for plain in (False, True))
+        first, *others = [spec for spec in maker.specs if spec.kind == "layers"]
+        maker.convert(first)
+        for spec in others[:count]:
+            for how, work in (("plain", plainly.convert), ("stamped", lambda spec: maker.stamp(spec) or maker.convert(spec))):
                 start = time.perf_counter()
-                work(job)
+                work(spec)
                 found[how].append(time.perf_counter() - start)
     return found

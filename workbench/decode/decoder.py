@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.manifest import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
+from workbench.bundle.names import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
 from workbench.decode import checks, contexts
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host

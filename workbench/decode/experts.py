@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.manifest import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.bundle.names import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
 from workbench.runtime import Model
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from workbench.bundle import Manifest
-from workbench.bundle.manifest import ATTN_MASK, KV_WRITE_MASK, MASKED, POS, ROPE_COS, ROPE_SIN, ROUTER_STATE, TAIL_SELECT
+from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, MASKED, POS, ROPE_COS, ROPE_SIN, ROUTER_STATE, TAIL_SELECT
 from workbench.errors import InputError
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.bundle import Manifest
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import is_cache
 from workbench.decode import checks
 from workbench.errors import InputError
 

@@ -17,10 +17,10 @@ import torch
 
 import miltorch
 from workbench.bundle import Bundle
+from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
-MAX_FP16, MIN_NORMAL = 65504.0, 2.0**-14
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
 

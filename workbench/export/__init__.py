@@ -6,6 +6,7 @@ import math
 import shutil
 import struct
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,9 +15,11 @@ from pydantic import ValidationError
 
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Embedding, FileEntry, Manifest, Options, Shard, Tokens, Writer, file_entries
+from workbench.bundle.manifest import first_fault
 from workbench.errors import InputError
-from workbench.export import make, shards
-from workbench.export.build import Clock
+from workbench.export import shards
+from workbench.export.make import Maker
+from workbench.export.weights import Clock
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
@@ -30,17 +33,16 @@ def options(**chosen) -> Options:
     try:
         return Options(**chosen)
     except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        name, limits = ".".join(map(str, first["loc"])) or "export options", first.get("ctx", {})
+        name, error = first_fault(problem, "export options")
+        limits = error.get("ctx", {})
         choices = str(limits.get("expected")).replace(" or ", ", ").replace("'", "")
         needed = {
             "extra_forbidden": f"one of the options {', '.join(Options.model_fields)}",
             "literal_error": f"one of {choices}",
             "greater_than_equal": f"at least {limits.get('ge')}",
             "less_than_equal": f"at most {limits.get('le')}",
-        }.get(first["type"], first["msg"].removeprefix("Value error, "))
-        raise InputError(name, repr(first.get("input")), needed,
-                         "see: workbench export --help") from None
+        }.get(error["type"], error["msg"])
+        raise InputError(name, repr(error.get("input")), needed, "see: workbench export --help") from None
 
 
 def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, plain: bool = False,
@@ -53,7 +55,7 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
         progress: show a progress bar.
         plain: convert every shard, stamp none; the bytes are the same, only slower to make.
         verify_stamps: number of random stamped shards to convert again and compare.
-        clock: collects what the time went into.
+        clock: collects the seconds of each kind of work.
         chosen: fields of `workbench.bundle.Options`.
 
     Returns:
@@ -63,36 +65,44 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
         InputError: unusable checkpoint, unsupported family or option, target that is taken, no room on the disk.
     """
     coremltools()  # quietly, before a part of it is imported by itself
-    chosen_options = options(**chosen)
-    source = Checkpoint(checkpoint)
-    plan, eos = read_plan(source, chosen_options), source.eos
-    _warn_widths(plan, chosen_options)
-    packages = versions()
+    settings, source = options(**chosen), Checkpoint(checkpoint)
+    plan, eos, packages = read_plan(source, settings), source.eos, versions()
+    _warn_widths(plan, settings)
+
+    def identity() -> dict:  # hashes the checkpoint, once
+        return {"checkpoint": source.sha256, "options": settings.model_dump(), "packages": packages}
+
     try:
         with ExitStack() as stack:
+            writer = stack.enter_context(Writer(Path(bundle)))
+            if writer.resumes:
+                writer.resume(identity())
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-            identity = pool.submit(lambda: {"checkpoint": source.sha256, "options": chosen_options.model_dump(),
-                                            "packages": packages})  # fmt: skip
-            writer = stack.enter_context(Writer(Path(bundle), identity))
-            stack.callback(pool.shutdown, cancel_futures=True)  # comes first: the folder is left when nobody writes to it
-            maker = make.Maker(source, plan, chosen_options, writer, plain, clock or Clock())
-            made, table = _make(maker, pool, verify_stamps, progress)
-            identity.result()
-            return writer.finish(_manifest(source, plan, eos, chosen_options, writer, made, packages, table))
+            stack.callback(pool.shutdown, cancel_futures=True)  # before the folder is unlocked
+            signing = pool.submit(lambda: writer.sign(identity()))
+            maker = Maker(source, plan, settings, writer, plain, clock)
+            finished, table = _make(maker, pool, progress)
+            maker.verify(finished, verify_stamps)
+            signing.result()
+            return writer.finish(Manifest(
+                family=source.config.model_type, dims=plan.dims, options=settings, rope=plan.rope, layers=plan.layers,
+                embedding=Embedding(file=table, scale=plan.embedding_scale),
+                tokens=Tokens(bos=source.config.bos_token_id, eos=eos, files=_copy_tokenizer(source, writer)),
+                checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},
+                packages=packages, residual_exponent=plan.residual_exponent, shards=finished))  # fmt: skip
     except OSError as problem:
         raise _stopped(bundle, problem) from problem
 
 
 def _stopped(bundle: str | Path, problem: OSError) -> InputError:
     """What the system refused; only where there is no room would more of it help."""
-    found = f"{problem.strerror or problem}"
+    reason = f"{problem.strerror or problem}"
     if problem.errno in FULL:
-        return InputError(f"bundle {bundle}", found, "a writable disk with room for the bundle",
+        return InputError(f"bundle {bundle}", reason, "a writable disk with room for the bundle",
                           "free some room and run the same export again: it resumes")  # fmt: skip
     where = f" ({problem.filename})" if problem.filename else ""
-    return InputError(
-        f"bundle {bundle}", found + where, "files that can be written and read", "mend that, or choose another target"
-    )
+    return InputError(f"bundle {bundle}", reason + where, "files that can be written and read",
+                      "mend that, or choose another target")  # fmt: skip
 
 
 def versions() -> dict[str, str]:
@@ -103,13 +113,12 @@ def versions() -> dict[str, str]:
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
     """The family's plan for a checkpoint; refuses options that mean nothing to the family."""
-    family = family_of(source.config)
+    family, subject = family_of(source.config), f"a {source.config.model_type} checkpoint"
     plan = family.plan(source.config)
-    sliding = any(layer.window for layer in plan.layers)
-    for option, value, needed, missing in (("moe", "routed", "a family with experts", not plan.experts),
-                                           ("sliding", "ring", "a family with sliding attention", not sliding)):  # fmt: skip
-        if getattr(options, option) == value and missing:
-            raise InputError(f"{option} = {value}", f"a {source.config.model_type} checkpoint", needed, f"leave out --{option}")
+    if options.moe == "routed" and not plan.experts:
+        raise InputError("moe = routed", subject, "a family with experts", "leave out --moe")
+    if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
+        raise InputError("sliding = ring", subject, "a family with sliding attention", "leave out --sliding")
     return family.settle(plan, source) if hasattr(family, "settle") else plan
 
 
@@ -121,30 +130,22 @@ def _warn_widths(plan: Plan, options: Options) -> None:
                       "(rule K2, CT#2631); the portable runtime takes them", stacklevel=3)  # fmt: skip
 
 
-def _make(maker: make.Maker, pool: ThreadPoolExecutor, verify: int, progress: bool) -> tuple[list[Shard], FileEntry]:
-    """All shards and the embedding table, with a progress bar in bytes; then the check of `verify` random stamped shards."""
+def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[Shard], FileEntry]:
+    """All shards and the embedding table, with a progress bar in bytes."""
     from tqdm.auto import tqdm
 
-    jobs = make.jobs(list(shards.specs(maker.plan, maker.options)), maker.source, maker.plan, maker.options)
-    with tqdm(total=sum(job.bytes for job in jobs), desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
-        made = maker.convert_first(jobs, lambda job: bar.update(job.bytes))
+    finished, sizes = {}, {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
+    with tqdm(total=sum(sizes.values()), desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
+
+        def collect(some: Iterable[Shard]) -> None:
+            for shard in some:
+                finished[shard.name] = shard
+                bar.update(sizes[shard.name])
+
+        collect(maker.convert_first())
         table = pool.submit(_write_embedding, maker.source, maker.plan, maker.writer)
-        others = [job for job in jobs if job.spec.name not in made]
-        made |= maker.stamp_others(others, pool, lambda job: bar.update(job.bytes))
-    ordered = [made[job.spec.name] for job in jobs]
-    maker.verify(jobs, ordered, verify)
-    return ordered, table.result()
-
-
-def _manifest(source, plan, eos, options, writer, made, packages, table) -> Manifest:
-    config = source.config
-    return Manifest(
-        family=config.model_type, dims=plan.dims, options=options, rope=plan.rope, layers=plan.layers,
-        embedding=Embedding(file=table, scale=plan.embedding_scale),
-        tokens=Tokens(bos=config.bos_token_id, eos=eos, files=_copy_tokenizer(source, writer)),
-        checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},
-        packages=packages, residual_exponent=plan.residual_exponent, shards=made,
-    )  # fmt: skip
+        collect(maker.stamp_all([spec for spec in maker.specs if spec.name not in finished], pool))
+    return [finished[name] for name in sizes], table.result()
 
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
@@ -154,9 +155,9 @@ def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntr
         names |= {"bias": source.prefix + plan.embedding_bias, "scale": source.prefix + plan.embedding_factor}
     header, end = {}, 0
     for key, name in names.items():
-        kind, shape = ("F16", 2) if key == "weight" else ("F32", 4), source.shape(name)
-        start, end = end, end + math.prod(shape) * kind[1]
-        header[key] = {"dtype": kind[0], "shape": shape, "data_offsets": [start, end]}
+        (dtype, width), shape = ("F16", 2) if key == "weight" else ("F32", 4), source.shape(name)
+        start, end = end, end + math.prod(shape) * width
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     path, text = writer.root / "embedding.safetensors", json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
@@ -171,11 +172,9 @@ def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntr
 
 
 def _copy_tokenizer(source: Checkpoint, writer: Writer) -> list[FileEntry]:
-    if not source.tokenizer_files():
-        return []
     folder = writer.root / "tokenizer"
-    folder.mkdir(exist_ok=True)
     for file in source.tokenizer_files():
+        folder.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / file.name)
     return file_entries(writer.root, folder)
 

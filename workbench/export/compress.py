@@ -3,7 +3,7 @@
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
 q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they
 occur, by the solver coremltools uses; below 10,000 values it uses scikit-learn's, so that is called as it is.
-Byte equality with coremltools is what tests/export/test_compress.py holds this file to.
+tests/export/test_compress.py compares the bytes with coremltools' own.
 """
 
 from contextlib import contextmanager
@@ -12,27 +12,28 @@ import numpy as np
 import torch
 
 from miltorch.quiet import quiet
-from workbench.export.build import BLOCK, Scratch, WeightSource
+from workbench.bundle.presets import Preset
+from workbench.export.weights import Scratch, WeightSource
 
-WEIGHT_BITS = {"fp16": 16, "int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}
 FEW_VALUES = 10_000  # coremltools clusters fewer values than this with scikit-learn
 PIECE = 1 << 16
 MINUS_ZERO = 0x8000
 
 
-def stored_arrays(part: WeightSource, values: torch.Tensor, peak: float, preset: str, scratch: Scratch) -> dict[str, np.ndarray]:
+def stored_arrays(weight: WeightSource, values: torch.Tensor, peak: float, scratch: Scratch) -> dict[str, np.ndarray]:
     """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array element per weight.
 
     Args:
         values: fp16, flat. The arrays may lie in `scratch`.
         peak: largest magnitude of `values`.
     """
-    if preset == "fp16" or not part.compressed:
+    preset = weight.preset
+    if not weight.compressed:
         return {"val": values.numpy()}
-    if preset.startswith("lut"):
-        return palettize(values.numpy(), WEIGHT_BITS[preset])
-    groups = {"int8-tensor": 1, "int8-channel": part.shape[0], "int4-block32": len(values) // BLOCK}[preset]
-    return quantize_weight(values.reshape(groups, -1), peak, WEIGHT_BITS[preset], scratch)
+    if not preset.is_integer:
+        return palettize(values.numpy(), preset.bits)
+    row = preset.block or len(values) // (weight.shape[0] if preset.granularity == "per_channel" else 1)
+    return quantize_weight(values.reshape(-1, row), peak, preset.bits, scratch)
 
 
 def quantize_weight(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> dict[str, np.ndarray]:
@@ -73,32 +74,32 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     present = np.flatnonzero(counts).astype(np.uint16)
     present = present[np.argsort(present.view(np.float16))]
     distinct = present.view(np.float16)
-    clusters = min(len(distinct), 1 << bits)
-    found = kmeans1d.cluster(distinct, clusters, weights=counts[present])
+    count = min(len(distinct), 1 << bits)
+    clusters = kmeans1d.cluster(distinct, count, weights=counts[present])
     lut, table = np.zeros(1 << bits), np.zeros(1 << 16, np.uint8)
-    lut[:clusters] = found.centroids
-    table[present] = found.clusters
+    lut[:count] = clusters.centroids
+    table[present] = clusters.clusters
     table[MINUS_ZERO] = table[0]
     return {"indices": table[codes], "lut": lut.astype(np.float16)}
 
 
-def reference(part: WeightSource, values: torch.Tensor, preset: str) -> dict[str, np.ndarray]:
-    """What `stored` returns, by coremltools' own functions."""
+def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
+    """What `stored_arrays` returns, by coremltools' own functions."""
     from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
 
-    weight, bits = values.numpy().reshape(part.shape), WEIGHT_BITS[preset]
+    array, preset = values.numpy().reshape(weight.shape), weight.preset
     with quiet():
-        if preset.startswith("lut"):
-            found = palettize_weights.blockwise_compress(weight, "KMEANS", bits, [0] * 4)
-            return {"indices": found.indices.reshape(-1), "lut": found.lut.reshape(-1)}
-        blocks = {"int8-tensor": [0, 0, 0, 0], "int8-channel": [1, 0, 0, 0], "int4-block32": [1, BLOCK, 0, 0]}[preset]
-        found = linear_quantize_weights.blockwise_compress(weight, bits, "LINEAR_SYMMETRIC", True, blocks)
-    return {"data": found.data.reshape(-1), "scale": found.scale.reshape(-1)}
+        if not preset.is_integer:
+            palette = palettize_weights.blockwise_compress(array, "KMEANS", preset.bits, [0] * 4)
+            return {"indices": palette.indices.reshape(-1), "lut": palette.lut.reshape(-1)}
+        blocks = [int(preset.granularity != "per_tensor"), preset.block, 0, 0]
+        linear = linear_quantize_weights.blockwise_compress(array, preset.bits, "LINEAR_SYMMETRIC", True, blocks)
+    return {"data": linear.data.reshape(-1), "scale": linear.scale.reshape(-1)}
 
 
 @contextmanager
-def installed(preset: str):
-    """coremltools' compression passes, inside, compress with `stored`: a third of a conversion's time."""
+def installed(preset: Preset):
+    """Inside, coremltools' compression passes use `stored_arrays`, which saves a third of a conversion's time."""
     from coremltools.converters.mil.mil import types
     from coremltools.optimize import _utils
     from coremltools.optimize.coreml import _quantization_passes as passes
@@ -106,19 +107,19 @@ def installed(preset: str):
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
         peak = max(abs(float(edge)) for edge in values.aminmax())
-        return stored_arrays(WeightSource("", None, weight.shape, compressed=True), values, peak, preset, Scratch())
+        return stored_arrays(WeightSource("", None, weight.shape, preset=preset), values, peak, Scratch())
 
     def quantized(cls, weight, dtype, mode, block_sizes):
-        found = compress(weight)
-        data = found["data"].reshape(weight.shape).astype(types.nptype_from_builtin(dtype))
+        arrays = compress(weight)
+        data = arrays["data"].reshape(weight.shape).astype(types.nptype_from_builtin(dtype))
         blocks = [n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)]
-        return _utils.QuantParams(data, found["scale"].reshape(blocks), None, np.uint8(dtype.get_bitwidth()))
+        return _utils.QuantParams(data, arrays["scale"].reshape(blocks), None, np.uint8(dtype.get_bitwidth()))
 
     def palettized(weight, mode, nbits, *_, **__):
-        found = compress(weight)
+        arrays = compress(weight)
         kind = types.nptype_from_builtin(types.string_to_builtin(f"uint{nbits}"))
-        lut = found["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
-        return _utils.LutParams(found["indices"].reshape(weight.shape).astype(kind), lut, None)
+        lut = arrays["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
+        return _utils.LutParams(arrays["indices"].reshape(weight.shape).astype(kind), lut, None)
 
     with (replaced(passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)),
           replaced(passes.palettize_weights, "blockwise_compress", staticmethod(palettized))):  # fmt: skip
@@ -146,5 +147,5 @@ def packed(array: np.ndarray, bits: int) -> np.ndarray:
     word = np.zeros(len(values), np.uint32)
     for i in range(group):
         word |= values[:, i].astype(np.uint32) << np.uint32(bits * i)
-    whole = np.ascontiguousarray(word[:, None].view(np.uint8)[:, : group * bits // 8])
-    return whole.reshape(-1)[: (len(array) * bits + 7) // 8]
+    groups = np.ascontiguousarray(word[:, None].view(np.uint8)[:, : group * bits // 8])
+    return groups.reshape(-1)[: (len(array) * bits + 7) // 8]

@@ -11,7 +11,8 @@ from torch import nn
 
 from miltorch.quiet import coremltools, quiet
 from workbench.bundle import Options
-from workbench.export.build import MAX_FP16
+from workbench.bundle.names import MAX_FP16, POS
+from workbench.bundle.presets import FP16, Preset
 from workbench.export.compress import replaced
 from workbench.export.shards import Spec
 
@@ -35,20 +36,21 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
     ct = coremltools()
     from coremltools.converters.mil.mil import Builder
 
-    # one symbol for every T: coremltools would take unrelated ranges without complaint
     fixed = options.t_max == 1 or options.t == "fixed"
+    # one symbol for every T: coremltools would take unrelated ranges without complaint
     t = options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
     length = options.t_max if fixed else 2
-    examples = [torch.zeros([length if n == "T" else n for n in shape], dtype=torch.int32 if name == "pos" else torch.float32)
-                for name, shape in spec.inputs.items()]  # fmt: skip
-    inputs = [ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=np.int32 if name == "pos" else np.float16)
-              for name, shape in spec.inputs.items()]  # fmt: skip
+    examples, inputs = [], []
+    for name, shape in spec.inputs.items():
+        kinds = (torch.int32, np.int32) if name == POS else (torch.float32, np.float16)
+        examples.append(torch.zeros([length if n == "T" else n for n in shape], dtype=kinds[0]))
+        inputs.append(ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=kinds[1]))
     states = [ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name) for name, shape in spec.buffers.items()]
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
-    if options.compress != "fp16":
-        kept = {path for path, _ in module.named_parameters()} - compressed
-        _compress(pipeline, options.compress, [f"{path}_to_fp16" for path in kept])
+    if options.preset != FP16:
+        excluded = {path for path, _ in module.named_parameters()} - compressed
+        _compress(pipeline, options.preset, [f"{path}_to_fp16" for path in excluded])
     with quiet(), _no_progress(), torch.no_grad():
         Builder.name_count.clear()  # coremltools numbers the names it makes up through the life of the process
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
@@ -57,7 +59,7 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
                 traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs], states=states,
                 minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE, pass_pipeline=pipeline,
                 skip_model_load=True)  # fmt: skip
-        except RuntimeError as problem:  # its writer of weight files tells no more than this
+        except RuntimeError as problem:  # its writer of weight files gives no other reason
             if "FileWriter" in str(problem):
                 raise OSError(errno.ENOSPC, f"coremltools could not write to {tempfile.gettempdir()}") from problem
             raise
@@ -65,16 +67,16 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
 
 @contextmanager
 def lean():
-    """Two costs of coremltools less. Its search for weights beyond fp16 takes no memory where there is none: its own takes
-    40 bytes for every weight, and a third of the time. And the garbage that it collects after a conversion is looked for
-    among what the conversion made, not among all that was there before: half of a small one's time."""
+    """Lowers two costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
+    the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
+    small one's time; here it looks only at the objects of the conversion."""
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 
     original = FP16ComputePrecision.fp16_overflow
 
     def overflow(op) -> bool:
-        held = [v.val for given in op.inputs.values() for v in (given if isinstance(given, list | tuple) else [given])]
-        weights = [v for v in held if isinstance(v, np.ndarray) and v.dtype == np.float32 and v.size]
+        variables = [v for x in op.inputs.values() for v in (x if isinstance(x, list | tuple) else [x])]
+        weights = [v.val for v in variables if isinstance(v.val, np.ndarray) and v.val.dtype == np.float32 and v.val.size]
         return any(not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights) and original(op)
 
     gc.freeze()
@@ -100,48 +102,43 @@ def _no_progress():
         yield
 
 
-def _compress(pipeline, preset: str, kept: list[str]) -> None:
-    """Appends to `pipeline` the compression of every convolution's constants but those named `kept`.
+def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
+    """Appends to `pipeline` the compression of every convolution's constants but those in `excluded`.
 
-    `int8-tensor`, `int8-channel`: linear symmetric; `int4-block32`: linear symmetric per 32 inputs; `lut4`, `lut6`:
-    k-means palettes, one per tensor. As the last pass, because coremltools' functions for it convert a second time, with
-    the passes that fold.
+    Integer presets are linear and symmetric; lookup tables are k-means palettes, one per tensor. The pass comes last,
+    because coremltools' functions for it convert a second time, with the passes that fold.
     """
     from coremltools.optimize import coreml as cto
 
-    linear = {"int8-tensor": {"dtype": "int8", "granularity": "per_tensor"},
-              "int8-channel": {"dtype": "int8", "granularity": "per_channel"},
-              "int4-block32": {"dtype": "int4", "granularity": "per_block", "block_size": 32}}  # fmt: skip
-    if preset in linear:
-        op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, **linear[preset])
-        name = "compression::linear_quantize_weights"
+    if preset.is_integer:
+        block = {"block_size": preset.block} if preset.block else {}
+        op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, dtype=f"int{preset.bits}",
+                                         granularity=preset.granularity, **block)  # fmt: skip
+        pass_name = "compression::linear_quantize_weights"
     else:
-        op = cto.OpPalettizerConfig(mode="kmeans", nbits=int(preset.removeprefix("lut")), weight_threshold=0)
-        name = "compression::palettize_weights"
-    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(kept))
-    pipeline.append_pass(name)
-    pipeline.set_options(name, {"config": config})
+        op = cto.OpPalettizerConfig(mode="kmeans", nbits=preset.bits, weight_threshold=0)
+        pass_name = "compression::palettize_weights"
+    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(excluded))
+    pipeline.append_pass(pass_name)
+    pipeline.set_options(pass_name, {"config": config})
 
 
 def modules(model) -> dict[str, str]:
     """Program value → path of the torch module it came from; layers counted from the shard's first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
-    found = {}
+    paths = {}
     for op in model._mil_program.functions["main"].operations:
         scope = op.scopes.get(ScopeSource.TORCHSCRIPT_MODULE_NAME)
         if op.op_type != "const" and scope:
             block, *rest = scope[:-1] or [""]
             path = [f"layers.{block}" if block.isdigit() else block, *rest]
-            found |= {out.name: ".".join(path) for out in op.outputs}
-    return found
+            paths |= {out.name: ".".join(path) for out in op.outputs}
+    return paths
 
 
 def constants(model) -> dict[str, str]:
     """Parameter path with underscores for dots → name of the program constant that holds it, after compression."""
-    found = {}
-    for op in model._mil_program.functions["main"].operations:
-        if op.op_type == "const" or op.op_type.startswith("constexpr_"):
-            name = op.outputs[0].name
-            found[name.split("_to_fp16")[0]] = name  # fp16 cast and compression append to the parameter's name
-    return found
+    names = [op.outputs[0].name for op in model._mil_program.functions["main"].operations
+             if op.op_type == "const" or op.op_type.startswith("constexpr_")]  # fmt: skip
+    return {name.split("_to_fp16")[0]: name for name in names}  # fp16 cast and compression append to the parameter's name

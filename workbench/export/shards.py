@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options, StateEntry
-from workbench.bundle.manifest import (
+from workbench.bundle.names import (
     ACC,
-    ATTN_MASK,
     BASE,
     EXPERT_IN,
     EXPERT_WEIGHT,
@@ -19,8 +18,6 @@ from workbench.bundle.manifest import (
     KV_WRITE_MASK,
     LOGITS,
     POS,
-    ROPE_COS,
-    ROPE_SIN,
     ROUTER_PROBS,
     ROUTER_SCORES,
     ROUTER_STATE,
@@ -30,6 +27,7 @@ from workbench.bundle.manifest import (
     V_STATE,
     X,
     is_cache,
+    split_layer,
 )
 from workbench.models.cache import Cache
 from workbench.models.family import Plan
@@ -58,69 +56,46 @@ class Spec:
 
 def specs(plan: Plan, options: Options) -> Iterator[Spec]:
     """Every shard of the model, in the order the decoder runs them."""
-    for first in range(0, plan.dims.L, options.layers_per_shard):
-        last = min(first + options.layers_per_shard, plan.dims.L)
-        yield layers_spec(plan, options, first, last)
+    L, C, V = plan.dims.L, options.plane(plan.dims.C), plan.dims.V
+    for first in range(0, L, options.layers_per_shard):
+        yield layers_spec(plan, options, first, min(first + options.layers_per_shard, L))
         if options.moe == "routed":
-            yield from (expert_spec(plan, options, first, e) for e in range(plan.experts))
-    for start in range(0, plan.dims.V, HEAD_ROWS):
-        stop = min(start + HEAD_ROWS, plan.dims.V)
-        yield Spec(f"head_{start // HEAD_ROWS:02d}", "head", {X: plane(plan.dims.C, options)},
-                   {LOGITS: plane(stop - start, options)}, rows=(start, stop))  # fmt: skip
+            inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
+            for e in range(plan.experts):
+                yield Spec(f"expert_{first:02d}_{e:02d}", "expert", inputs, {HIDDEN: C}, (first, first + 1), (e, e + 1))
+    for i, start in enumerate(range(0, V, HEAD_ROWS)):
+        stop = min(start + HEAD_ROWS, V)
+        yield Spec(f"head_{i:02d}", "head", {X: C}, {LOGITS: options.plane(stop - start)}, rows=(start, stop))
 
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     """The shard of decoder layers [first, last); with routed experts, of one layer up to its router."""
-    routed = options.moe == "routed"
-    C, E, R = (plane(n, options) for n in (plan.dims.C, plan.experts + 1, plan.router_width))
-    outputs = {HIDDEN: C} if not routed else {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
+    C, E = options.plane(plan.dims.C), options.plane(plan.experts + 1)
+    kind, name, outputs = "layers", f"layers_{first:02d}_{last - 1:02d}", {HIDDEN: C}
+    if options.moe == "routed":
+        kind, name = "router", f"router_{first:02d}"
+        outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
-        outputs |= {ROUTER_STATE_OUT: R}
+        outputs |= {ROUTER_STATE_OUT: options.plane(plan.router_width)}
     states, buffers = (packed_states if options.states == "packed" else separate_states)(plan, options, first, last)
-    name = f"router_{first:02d}" if routed else f"layers_{first:02d}_{last - 1:02d}"
-    return Spec(name, "router" if routed else "layers", layer_inputs(plan, options, first, last), outputs,
-                (first, last), states=states, buffers=buffers)  # fmt: skip
-
-
-def expert_spec(plan: Plan, options: Options, layer: int, expert: int) -> Spec:
-    C = plane(plan.dims.C, options)
-    return Spec(f"expert_{layer:02d}_{expert:02d}", "expert", {EXPERT_IN: C, EXPERT_WEIGHT: plane(1, options), ACC: C},
-                {HIDDEN: C}, (layer, layer + 1), (expert, expert + 1))  # fmt: skip
-
-
-def plane(width: int, options: Options) -> SymbolicShape:
-    """Shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
-    return [options.batch, width, "T", 1] if options.layout == "bct1" else [options.batch, width, 1, "T"]
+    return Spec(name, kind, layer_inputs(plan, options, first, last), outputs, (first, last), states=states, buffers=buffers)
 
 
 def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, SymbolicShape]:
     """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
-    B, used = options.batch, {layer.suffix: layer for layer in plan.layers[first:last]}
-    inputs = {X: plane(plan.dims.C, options)}
+    layers = {layer.rope: layer for layer in plan.layers[first:last]}
+    inputs = {X: options.plane(plan.dims.C)}
     for rope in plan.rope:
-        suffix = f"_{rope.name}" if rope.name else ""
-        if suffix in used:
-            slots, half = options.slots(used[suffix].window), len(rope.inv_freq)
-            inputs |= {ROPE_COS + suffix: [B, 1, "T", half], ROPE_SIN + suffix: [B, 1, "T", half],
-                       ATTN_MASK + suffix: [B, 1, "T", slots]}  # fmt: skip
-            if options.kv_write == "mask":
-                inputs |= {write_mask(used[suffix], options): [B, 1, slots, "T"]}
+        if rope.name in layers:
+            inputs |= options.layer_inputs(layers[rope.name], len(rope.inv_freq))
     if options.kv_write == "slice":
+        del inputs[KV_WRITE_MASK]
         inputs |= {POS: [1]}
     if plan.side_states:
-        inputs |= {TAIL_SELECT: [B, 2, "T"]}
+        inputs |= {TAIL_SELECT: [options.batch, 2, "T"]}
     if plan.router_width:
-        inputs |= {ROUTER_STATE: plane(plan.router_width, options)}
+        inputs |= {ROUTER_STATE: options.plane(plan.router_width)}
     return inputs
-
-
-def write_mask(layer, options: Options) -> str:
-    """Name of the input that says where a layer writes: rings have their own, all other caches share one."""
-    return KV_WRITE_MASK + (layer.suffix if is_ring(layer, options) else "")
-
-
-def is_ring(layer, options: Options) -> bool:
-    return options.sliding == "ring" and layer.window is not None
 
 
 def separate_states(plan: Plan, options: Options, first: int, last: int):
@@ -139,10 +114,10 @@ def packed_states(plan: Plan, options: Options, first: int, last: int):
     for i, name, shape, ring in layer_states(plan, options, first, last):
         if is_cache(name):
             tensor = KV_STATE + (plan.layers[i].suffix if ring else "")
-            B, heads, slots, D = shape
+            B, heads, rows, D = shape
             start = buffers.get(tensor, [0, 0])[1]
-            buffers[tensor] = [B, start + heads, slots, D]
-            part = [(0, B), (start, start + heads), (0, slots), (0, D)]
+            buffers[tensor] = [B, start + heads, rows, D]
+            part = [(0, B), (start, start + heads), (0, rows), (0, D)]
         else:
             tensor, (B, rows, columns), start = SIDE_STATE, shape, column.get(i, 0)
             column[i] = start + rows * columns
@@ -156,9 +131,9 @@ def layer_states(plan: Plan, options: Options, first: int, last: int):
     """(layer, state name, shape, ring size or None) of every state of layers [first, last)."""
     d, B = plan.dims, options.batch
     for i in range(first, last):
-        slots = options.slots(plan.layers[i].window)
+        window = plan.layers[i].window
         for name in (K_STATE, V_STATE):
-            yield i, name, [B, d.H_kv, slots, d.D], slots if is_ring(plan.layers[i], options) else None
+            yield i, name, [B, d.H_kv, options.slots(window), d.D], options.ring(window)
         for name, shape in plan.side_states.items():
             yield i, name, [B, *shape], None
 
@@ -171,8 +146,10 @@ class LayerStack(nn.Module):
         self.blocks, self.inputs, self.outputs = nn.ModuleList(blocks), list(spec.inputs), list(spec.outputs)
         for tensor, shape in spec.buffers.items():
             self.register_buffer(tensor, torch.zeros(shape))
-        self.states = [{name.rpartition(".")[2]: s for name, s in spec.states.items() if name.startswith(f"layers.{i}.")}
-                       for i in range(*spec.layers)]  # fmt: skip
+        self.states = [{} for _ in blocks]
+        for name, state in spec.states.items():
+            layer, leaf = split_layer(name)
+            self.states[layer - spec.layers[0]][leaf] = state
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         io = dict(zip(self.inputs, tensors, strict=True))

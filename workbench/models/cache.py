@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from workbench.bundle import StateEntry
-from workbench.bundle.manifest import KV_WRITE_MASK, POS
+from workbench.bundle.names import KV_WRITE_MASK, POS
 
 
 class Cache:

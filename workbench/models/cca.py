@@ -8,7 +8,7 @@ the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both 
 import torch
 from torch import nn
 
-from workbench.bundle.manifest import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
+from workbench.bundle.names import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, Conv, by_peak
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -14,12 +13,12 @@ import torch
 
 from workbench import paths
 from workbench.errors import InputError
+from workbench.files import is_lfs_pointer
 
 KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HASH_BYTES = 1 << 26  # large, so that a thread that hashes rarely asks for the interpreter
 CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
-LFS = b"version https://git-lfs"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FETCH = f"{paths.fetch()}, or git lfs pull"
@@ -86,25 +85,25 @@ class Checkpoint:
     def eos(self) -> list[int]:
         """Tokens that end a text. As in transformers' `generate`, generation_config.json alone decides where there is one."""
         own = self.path / GENERATION
-        found = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
-        listed = found if isinstance(found, list) else [] if found is None else [found]
-        if not all(type(token) is int for token in listed):
-            raise InputError(f"checkpoint {self.path}", f"eos_token_id {found!r}", "a token id, a list of them, or null", FETCH)
-        return listed
+        eos = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
+        tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(token) is int for token in tokens):
+            raise InputError(f"checkpoint {self.path}", f"eos_token_id {eos!r}", "a token id, a list of them, or null", FETCH)
+        return tokens
 
     @cached_property
     def sha256(self) -> str:
         """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
-        digest, view = hashlib.sha256((self.path / "config.json").read_bytes()), memoryview(bytearray(HASH_BYTES))
+        digest, buffer = hashlib.sha256((self.path / "config.json").read_bytes()), memoryview(bytearray(HASH_BYTES))
         own = self.path / GENERATION
         if own.is_file() and _read_json(own).get("eos_token_id") != self.raw_config.get("eos_token_id"):
             digest.update(own.read_bytes())  # it ends texts where the configuration does not
         for path in self.files:
-            whole = hashlib.sha256()
+            of_file = hashlib.sha256()
             with _reading(path), path.open("rb", buffering=0) as file:
-                while count := file.readinto(view):
-                    whole.update(view[:count])
-            digest.update(whole.digest())
+                while count := file.readinto(buffer):
+                    of_file.update(buffer[:count])
+            digest.update(of_file.digest())
         return digest.hexdigest()
 
     @property
@@ -125,8 +124,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.header
 
-    def shape(self, name: str) -> list[int]:
-        return self._entry(name).shape
+    def shape(self, name: str, rows: slice | None = None) -> list[int]:
+        """Shape of tensor `name`, or of some rows of it."""
+        shape = self._entry(name).shape
+        return [len(range(*rows.indices(shape[0]))), *shape[1:]] if rows else shape
 
     def _entry(self, name: str) -> Entry:
         if name not in self.header:
@@ -156,14 +157,12 @@ class Checkpoint:
         """Tensor `name` (or some rows of it) in float32; only the bytes asked for are read."""
         if isinstance(rows, list):
             return torch.cat([self.tensor(name, slice(r, r + 1)) for r in rows])
-        shape = list(self.shape(name))
-        if rows is not None:
-            shape[0] = len(range(*rows.indices(shape[0])))
-        whole, at = torch.empty(math.prod(shape)), 0
+        shape, start = self.shape(name, rows), 0
+        values = torch.empty(math.prod(shape))
         for chunk in self.chunks(name, rows):
-            whole[at : at + len(chunk)] = chunk
-            at += len(chunk)
-        return whole.reshape(shape)
+            values[start : start + len(chunk)] = chunk
+            start += len(chunk)
+        return values.reshape(shape)
 
     def tokenizer_files(self) -> list[Path]:
         return [self.path / n for n in TOKENIZER_FILES if (self.path / n).is_file()]
@@ -173,17 +172,17 @@ def _read_json(path: Path) -> dict:
     with _reading(path):
         text = path.read_bytes()
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise InputError(str(path), "no JSON object", "the model's configuration", FETCH)
-    return found
+    return fields
 
 
 @contextmanager
 def _reading(path: Path):
-    """What the system refuses inside is the file's fault, not that of whoever asked for it."""
+    """Turns what the system refuses inside into an `InputError` that names the file."""
     try:
         yield
     except OSError as problem:
@@ -196,21 +195,19 @@ def _read_header(path: Path) -> dict[str, Entry]:
         raise InputError(str(path), "no such file (half a download?)", "every weight file of the checkpoint", FETCH)
     size = path.stat().st_size
     with _reading(path), path.open("rb") as file:
-        start = file.read(8)
-        if (start + file.read(16)).startswith(LFS):
+        if is_lfs_pointer(path):
             raise InputError(str(path), "a Git LFS pointer", "the weights themselves", FETCH)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, 100 << 20):
             raise InputError(str(path), "no safetensors header", "a safetensors file", FETCH)
-        file.seek(8)
         try:
             header = {n: e for n, e in json.loads(file.read(length)).items() if n != "__metadata__"}
-            end = max((e["data_offsets"][1] for e in header.values()), default=0)
+            end = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
             entries = {n: Entry(path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0]) for n, e in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(str(path), "a damaged safetensors header", "a safetensors file", FETCH) from None
-    if size != 8 + length + end:
-        raise InputError(str(path), f"{size} bytes (truncated?)", f"{8 + length + end} bytes as its header says", FETCH)
+    if size != end:
+        raise InputError(str(path), f"{size} bytes (truncated?)", f"{end} bytes as its header says", FETCH)
     return entries
 
 
@@ -230,25 +227,23 @@ def random(path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "fl
     import transformers
     from safetensors.torch import save_file
 
-    path, kind = Path(path), getattr(torch, dtype)
+    path = Path(path)
     path.mkdir(parents=True)
-    made = transformers.AutoConfig.for_model(model_type, **config)
-    made.dtype = kind
+    settings = transformers.AutoConfig.for_model(model_type, **config)
+    settings.dtype = getattr(torch, dtype)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(made)
+        model = transformers.AutoModelForCausalLM.from_config(settings)
     model.config.save_pretrained(path)
-    shapes = {n: t.shape for n, t in model.state_dict().items()}
-    for tied in model._tied_weights_keys or {} if made.tie_word_embeddings else {}:
-        shapes.pop(tied, None)
-    generator, index, part, size = torch.Generator().manual_seed(seed), {}, {}, 0
-    for i, (name, shape) in enumerate(shapes.items()):
-        part[name] = _random_tensor(name, shape, generator).to(kind)
-        size += part[name].nbytes
-        if size >= shard_bytes or i == len(shapes) - 1:
+    tied = model._tied_weights_keys or {} if settings.tie_word_embeddings else {}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
+    generator, index, shard = torch.Generator().manual_seed(seed), {}, {}
+    for i, (name, shape) in enumerate(shapes.items(), 1):
+        shard[name] = _random_tensor(name, shape, generator).to(settings.dtype)
+        if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes or i == len(shapes):
             file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-            save_file(part, path / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(part, file)
-            part, size = {}, 0
+            save_file(shard, path / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(shard, file)
+            shard = {}
     if len(set(index.values())) == 1:
         (path / file).rename(path / "model.safetensors")
     else:

@@ -40,8 +40,8 @@ class Plan:
         return AttentionGeometry(options.batch, d.H, d.H_kv, d.D, options.slots(layer.window), options.layout, layer.suffix)
 
 
-def refuse(config, found: str, needed: str) -> NoReturn:
-    raise InputError(f"{config.model_type} checkpoint", found, needed, "see README: supported families")
+def refuse(config, actual: str, needed: str) -> NoReturn:
+    raise InputError(f"{config.model_type} checkpoint", actual, needed, "see README: supported families")
 
 
 def rope(config, layer_type: str | None = None, name: str = "") -> Rope:

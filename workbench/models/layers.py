@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.manifest import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
+from workbench.bundle.names import ATTN_MASK, K_STATE, MAX_FP16, MIN_NORMAL, ROPE_COS, ROPE_SIN, V_STATE
 from workbench.models.cache import Cache
 
-NORMAL = (2.0**-14, 65504.0)  # magnitudes that fp16 holds in full precision
+NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
 
 @lru_cache

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from workbench.bundle import Options
-from workbench.bundle.manifest import (
+from workbench.bundle.names import (
     BASE,
     CONV_STATE,
     EXPERT_IN,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import MAX_FP16, is_cache
 from workbench.decode.snapshot import Snapshot
 from workbench.errors import InputError
 
@@ -19,7 +19,6 @@ FORMATS = ("fp16", "q4")
 FORMAT_VERSION = "1"
 GROUP = 64  # values along head_dim that share one scale
 OUTLIER = 0.25  # RMS of a tensor's q4 error over the RMS of its deviation from its mean token: above, it stays fp16
-LARGEST = 65504.0
 CODES, SCALE, LOW, IDS = ".codes", ".scale", ".low", "ids"
 
 
@@ -88,8 +87,8 @@ def group(D: int) -> int:
 def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows [..., D] → codes [..., D / 2] uint8 (two values a byte, the first in the low half), scale and low
     [..., D / group] fp16. A group of equal values has scale 0."""
-    if rows.shape[-1] % 2 or (rows.size and not np.abs(rows).max() <= LARGEST):
-        raise InputError("q4", f"head_dim {rows.shape[-1]}, {(~(np.abs(rows) <= LARGEST)).sum()} values beyond fp16",
+    if rows.shape[-1] % 2 or (rows.size and not np.abs(rows).max() <= MAX_FP16):
+        raise InputError("q4", f"head_dim {rows.shape[-1]}, {(~(np.abs(rows) <= MAX_FP16)).sum()} values beyond fp16",
                          "finite values in fp16's range and an even head_dim", "save as fp16")  # fmt: skip
     grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(rows.shape[-1]))
     low = _fp16(grouped.min(-1), -np.inf)

@@ -16,7 +16,7 @@ import miltorch
 from miltorch.interpret import Hook
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.manifest import POS
+from workbench.bundle.names import POS
 from workbench.errors import InputError
 from workbench.runtime.base import State, check_inputs
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 
-from workbench.bundle.manifest import KV_WRITE_MASK, is_cache
+from workbench.bundle.names import KV_WRITE_MASK, is_cache
 from workbench.check import gates, metrics
 from workbench.decode import Decoder, Record, Snapshot
 from workbench.decode import decoder as decoding

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from workbench.bundle.manifest import is_cache
+from workbench.bundle.names import is_cache
 from workbench.check import metrics
 from workbench.check.gates import GREEN, NOT_RUN, RED, Gate
 from workbench.decode import Decoder, Record, Snapshot

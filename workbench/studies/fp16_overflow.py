@@ -15,13 +15,13 @@ from torch import nn
 
 import miltorch
 from workbench.bundle import Bundle, Options
-from workbench.bundle.manifest import K_STATE, MASKED, V_STATE
+from workbench.bundle.names import K_STATE, MASKED, V_STATE
 from workbench.check import gates
 from workbench.decode import Decoder
 from workbench.explain import trace
 from workbench.explain.weights import replace
 from workbench.export import convert, read_plan, shards
-from workbench.export.build import build
+from workbench.export.weights import build
 from workbench.export.make import absolute_layer_path
 from workbench.models import checkpoint as checkpoints
 from workbench.models.checkpoint import Checkpoint

@@ -1,0 +1,220 @@
+"""Shards of one shape out of one conversion: the program is the same, only weight bytes differ.
+
+A `Template` is read from one plainly converted shard: where in its weight file and in its program each parameter lies.
+`press` writes another shard with its own weights in those places. Converters look at values, though: weights for which
+coremltools would remove, merge or fold an operation raise `TemplateMismatch`, and the caller converts that shard.
+"""
+
+import hashlib
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from workbench.bundle import FileEntry
+from workbench.export.compress import packed
+from workbench.export.package import MANIFEST, MODEL, WEIGHTS, read_package, serialize
+from workbench.export.shards import Spec
+from workbench.export.weights import Clock, WeightSource
+
+RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset in the file
+RECORD_SENTINEL = 0xDEADBEEF
+NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}  # constants that make coremltools drop the operation
+PREFIX = 100  # coremltools merges constants of one shape whose first 100 values are equal (and the rest nearly so)
+
+
+class TemplateMismatch(Exception):
+    """These weights would convert to a different program or another weight file."""
+
+
+class Slot(NamedTuple):
+    """Where one stored array of a weight lies: [start, stop) of the weight file; 0, 0: in operation `op` of the program."""
+
+    role: str
+    op: int
+    start: int
+    stop: int
+    is_float: bool
+
+
+def values_of(op) -> dict:
+    """Role → Value message of a constant operation."""
+    if op.type == "const":
+        return {"val": op.attributes["val"]}
+    return {role: bound.arguments[0].value for role, bound in op.inputs.items()} if op.type.startswith("constexpr_") else {}
+
+
+def operations(model):
+    """The operations of a one-function program."""
+    (function,) = model.mlProgram.functions.values()
+    return function.block_specializations[function.opset].operations
+
+
+class Template:
+    """One converted shard whose weights can be replaced.
+
+    Args:
+        spec, weights: the shard that was converted.
+        package: its files.
+        constants: parameter path → name of the program's value that holds it.
+        modules: program value → module path, layers counted from the shard's first.
+
+    Raises:
+        TemplateMismatch: not every float constant of the weight file is one parameter.
+    """
+
+    def __init__(self, spec: Spec, weights: list[WeightSource], package: Path, constants: dict[str, str],
+                 modules: dict[str, str]):  # fmt: skip
+        self.spec, self.constants, self.modules = spec, constants, modules
+        self.model, self.manifest = read_package(package), (package / MANIFEST).read_bytes()
+        if not (package / WEIGHTS).is_file():
+            raise TemplateMismatch("weights so small that they stand in the program")
+        blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
+        slots = {op.outputs[0].name: _slots(op, i, blob) for i, op in enumerate(ops) if values_of(op)}
+        names = [constants.get(weight.path) for weight in weights]
+        if not slots.keys() >= set(names):
+            raise TemplateMismatch("a parameter that the program does not hold")
+        places = [(weight.path, slots[name], _neutral(ops, name)) for weight, name in zip(weights, names, strict=True)]
+        self.places = sorted(places, key=lambda place: place[1][-1].stop)  # (path, slots, neutral value), as in the file
+        in_file = [slot for _, some, _ in self.places for slot in some if slot.stop]
+        edges = [0, *(edge for slot in in_file for edge in (slot.start, slot.stop)), len(blob)]
+        if edges != sorted(edges):
+            raise TemplateMismatch("parameters that share bytes, or lie in another order")
+        starts = {slot.start for slot in in_file}
+        if any(slot.stop and slot.is_float and slot.start not in starts for some in slots.values() for slot in some):
+            raise TemplateMismatch("a constant in the weight file that is no parameter")
+        # between the slots: headers, records, padding, constants that are no parameters
+        self.gaps = [blob[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+    def state_names(self, spec: Spec) -> dict[str, str]:
+        """State of this template → that of another shard, where they differ."""
+        return {old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new}
+
+    def press(self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock) -> list[FileEntry]:
+        """Writes `package`: this program with other `weights`. Returns its files, hashed while they were written.
+
+        Args:
+            load: weight → its fp16 values, and by role the arrays that are stored for it.
+
+        Raises:
+            TemplateMismatch: the converter would lay these weights out differently; no package is left.
+        """
+        shutil.rmtree(package, ignore_errors=True)
+        (package / WEIGHTS).parent.mkdir(parents=True)
+        model = type(self.model)()
+        model.CopyFrom(self.model)
+        digest = hashlib.sha256()
+        try:
+            with (package / WEIGHTS).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+                for piece in self._payloads(weights, load, operations(model), clock):
+                    with clock("write"):
+                        hashing = beside.submit(digest.update, piece)
+                        _write_all(file, piece)
+                        hashing.result()
+                size = file.tell()
+        except TemplateMismatch:
+            shutil.rmtree(package)
+            raise
+        if names := self.state_names(spec):
+            rename(model, names)
+        entries = [FileEntry(path=f"{package.name}/{WEIGHTS}", bytes=size, sha256=digest.hexdigest())]
+        for name, content in ((MODEL, serialize(model)), (MANIFEST, self.manifest)):
+            (package / name).write_bytes(content)
+            entries.append(FileEntry(path=f"{package.name}/{name}", bytes=len(content), sha256=hashlib.sha256(content).hexdigest()))
+        return sorted(entries, key=lambda entry: Path(entry.path))
+
+    def _payloads(self, weights: list[WeightSource], load: Callable, ops, clock: Clock) -> Iterator[bytes | np.ndarray]:
+        """The weight file in order, while inline values are put into the operations `ops`."""
+        beginnings, gaps, by_path = set(), iter(self.gaps), {weight.path: weight for weight in weights}
+        yield next(gaps)
+        for path, slots, neutral in self.places:
+            weight = by_path[path]
+            values, arrays = load(weight)
+            if neutral is not None and bool((values == neutral).all()):
+                raise TemplateMismatch(f"{path} is all {neutral:g}: the operation would be removed")
+            _refuse_twins(beginnings, weight, {"values": values.numpy()} | arrays)
+            for slot in slots:
+                with clock("compress"):
+                    payload = packed(arrays[slot.role], weight.preset.bits if slot.role in ("data", "indices") else 16)
+                if not slot.stop:
+                    _inline(values_of(ops[slot.op])[slot.role], payload)
+                elif len(payload) != slot.stop - slot.start:
+                    raise TemplateMismatch(f"{path} takes {len(payload)} bytes, not {slot.stop - slot.start}")
+                else:
+                    yield payload
+                    yield next(gaps)
+
+
+def _slots(op, index: int, blob: bytes) -> list[Slot]:
+    """Where the values of the constant operation `op` lie, in the order of the weight file."""
+    from coremltools.proto import MIL_pb2
+
+    slots = []
+    for role, value in values_of(op).items():
+        start, size = 0, 0
+        if value.WhichOneof("value") == "blobFileValue":
+            sentinel, _, size, start = RECORD.unpack_from(blob, value.blobFileValue.offset)
+            assert sentinel == RECORD_SENTINEL
+        is_float = value.type.tensorType.dataType in (MIL_pb2.FLOAT16, MIL_pb2.FLOAT32)
+        slots.append(Slot(role, index, start, start + size, is_float))
+    return sorted(slots, key=lambda slot: slot.start)
+
+
+def _inline(value, payload: np.ndarray) -> None:
+    tensor = value.immediateValue.tensor
+    if len(tensor.bytes.values) != len(payload):
+        raise TemplateMismatch(f"an inline constant of {len(tensor.bytes.values)} bytes, not {len(payload)}")
+    tensor.bytes.values = payload.tobytes()
+
+
+def _write_all(file, piece) -> None:
+    """All of `piece`: an unbuffered write may stop short, on a disk that is nearly full for one."""
+    view = memoryview(piece)
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def _neutral(ops, constant: str) -> float | None:
+    """The value that would make the one operation that takes `constant` a no-op."""
+    for op in ops:
+        if op.type in NEUTRAL and any(b.name == constant for a in op.inputs.values() for b in a.arguments):
+            return NEUTRAL[op.type]
+    return None
+
+
+def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.ndarray]) -> None:
+    """Refuses a shard whose constants coremltools would take for one: same kind and shape, same first values."""
+    for role, array in arrays.items():
+        if role == "lut" or len(array) == 1 or weight.tensor is None:
+            continue  # too few values for merging; `neutral` covers the zeros that stand for no tensor
+        key = role, weight.shape, len(array), (array[:PREFIX] + array.dtype.type(0)).tobytes()  # -0 counts as 0
+        if key in beginnings:
+            raise TemplateMismatch(f"{weight.path} begins like another constant: they could be merged")
+        beginnings.add(key)
+
+
+def rename(message, names: dict[str, str]) -> None:
+    """Puts state names (and names derived from them) into every string of a protobuf message."""
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            if field.is_repeated:
+                value[:] = [renamed(text, names) for text in value]
+            else:
+                setattr(message, field.name, renamed(value, names))
+        elif field.type == field.TYPE_MESSAGE:
+            if field.message_type.GetOptions().map_entry:
+                inner = list(value.values()) if field.message_type.fields_by_name["value"].message_type else []
+            else:
+                inner = value if field.is_repeated else [value]
+            for part in inner:
+                rename(part, names)
+
+
+def renamed(text: str, names: dict[str, str]) -> str:
+    """`text` with the state name that it begins with, if it does, replaced."""
+    old = next((old for old in names if text.startswith(old)), None)
+    return text if old is None else names[old] + text.removeprefix(old)

@@ -1,0 +1,163 @@
+"""One shard as a torch module, and where each of its weights comes from. Knows checkpoints and families, no Core ML.
+
+`load_values` reads all weights: in small pieces, rounded once to fp16, checked. A plain conversion copies them into the
+module; stamping needs no module.
+"""
+
+import math
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workbench.bundle import Options
+from workbench.bundle.names import MAX_FP16
+from workbench.bundle.presets import FP16, Preset
+from workbench.errors import InputError
+from workbench.export.shards import LayerStack, Spec
+from workbench.models import family_of
+from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
+from workbench.models.family import Plan
+from workbench.models.moe import Router
+
+MAX_SCALED = 32752.0  # coremltools doubles the largest weight in fp16 on the way to an integer scale
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """One parameter of a shard's module: `path` in the module, the checkpoint `tensor` it comes from (None: zeros) or some
+    `rows` of it, its shape there, what storage adds to it, and how it is compressed."""
+
+    path: str
+    tensor: str | None
+    shape: tuple[int, ...]
+    rows: slice | None = None
+    offset: float = 0.0
+    preset: Preset = FP16
+
+    @property
+    def compressed(self) -> bool:
+        return self.preset != FP16
+
+
+class Clock:
+    """Seconds of work by kind (`template`, `read`, `compress`, `write`): one sample per piece of work of any thread."""
+
+    def __init__(self):
+        self.samples: list[tuple[str, float]] = []
+
+    @contextmanager
+    def __call__(self, kind: str):
+        start = time.perf_counter()
+        yield
+        self.samples.append((kind, time.perf_counter() - start))
+
+    def total(self, kind: str) -> float:
+        return sum(seconds for k, seconds in self.samples if k == kind)
+
+
+class Scratch(threading.local):
+    """Memory that each thread loads and compresses every tensor in: first touches are slower than the disk."""
+
+    def __init__(self):
+        self.chunk = bytearray(CHUNK_BYTES)
+        self.wide = torch.empty(CHUNK_BYTES // 2)
+        self.buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """`count` elements, valid until this thread's next call for this dtype."""
+        if len(self.buffers.get(dtype, ())) < count:
+            self.buffers[dtype] = torch.empty(count, dtype=dtype)
+        return self.buffers[dtype][:count]
+
+
+def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
+    """The module of one shard, its weights zeros."""
+    family = family_of(plan.config)
+    if spec.kind == "head":
+        return family.head(plan, spec.rows[1] - spec.rows[0])
+    if spec.kind == "expert":
+        return family.expert(plan, options)
+    return LayerStack([family.layer(plan, i, options) for i in range(*spec.layers)], spec)
+
+
+def weight_sources(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> list[WeightSource]:
+    """Every parameter of one shard."""
+    with torch.device("meta"):
+        module = blank(spec, plan, options)
+    offset, compressed, weights = offsets(module), matrices(module), []
+    for path, parameter in module.named_parameters():
+        tensor = _tensor_name(path, spec, source.prefix, plan.tied) if parameter.requires_grad else None
+        in_rows = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
+        weights.append(WeightSource(path, tensor, tuple(parameter.shape), slice(*spec.rows) if in_rows else None,
+                                    offset.get(path, 0.0), options.preset if path in compressed else FP16))  # fmt: skip
+    return weights
+
+
+def _tensor_name(path: str, spec: Spec, prefix: str, tied: bool) -> str:
+    """Name of the checkpoint tensor behind a parameter."""
+    if path == "lm_head.weight":
+        return f"{prefix}embed_tokens.weight" if tied else path
+    if spec.kind == "head":
+        return prefix + path
+    if spec.kind == "expert":
+        return f"{prefix}layers.{spec.layers[0]}.{path}"
+    _, index, rest = path.split(".", 2)  # blocks.0.self_attn.q_proj.weight
+    return f"{prefix}layers.{spec.layers[0] + int(index)}.{rest}"
+
+
+def build(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> tuple[nn.Module, list[WeightSource]]:
+    """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
+    module, weights, scratch = blank(spec, plan, options), weight_sources(spec, source, plan, options), Scratch()
+    for weight in weights:
+        values, _ = load_values(weight, source, scratch)
+        module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
+    return module.requires_grad_(False), weights
+
+
+def load_values(weight: WeightSource, source: Checkpoint, scratch: Scratch) -> tuple[torch.Tensor, float]:
+    """The values of a weight, flat, fp16, in `scratch`, and their largest magnitude.
+
+    Raises:
+        InputError: another shape, or what fp16 or the compression cannot hold.
+    """
+    values = scratch.take(math.prod(weight.shape), torch.float16)
+    if weight.tensor is None:
+        return values.zero_(), 0.0
+    preset, shape, subject = weight.preset, source.shape(weight.tensor), f"tensor {weight.tensor!r}"
+    if math.prod(source.shape(weight.tensor, weight.rows)) != math.prod(weight.shape):
+        raise InputError(subject, f"shape {shape}", f"{list(weight.shape)}", "check that config.json belongs to these weights")
+    if preset.block and weight.shape[1] % preset.block:
+        raise InputError(subject, f"{weight.shape[1]} inputs", f"a multiple of {preset.block} for {preset.name}",
+                         "choose another --compress")  # fmt: skip
+    start, extremes = 0, []
+    for chunk in source.chunks(weight.tensor, weight.rows, scratch.chunk):
+        wide, piece = scratch.wide[: len(chunk)], values[start : start + len(chunk)]
+        wide.copy_(chunk)
+        piece.copy_(wide.add_(weight.offset) if weight.offset else wide)
+        extremes += piece.aminmax()
+        start += len(chunk)
+    peak = float(torch.stack(extremes).abs().max())
+    limit = MAX_SCALED if preset.is_integer else MAX_FP16
+    if not peak <= limit:  # also catches NaN
+        raise InputError(subject, f"a value of {peak:g} in fp16", f"magnitudes up to {limit:g}",
+                         "export a checkpoint whose weights fp16 can hold")  # fmt: skip
+    return values, peak
+
+
+def offsets(module: nn.Module) -> dict[str, float]:
+    """Parameter path → what storage adds to the checkpoint's value."""
+    return {f"{n}.weight": m.offset for n, m in module.named_modules() if getattr(m, "offset", 0.0)}
+
+
+def matrices(module: nn.Module) -> set[str]:
+    """Paths of the parameters that compression is for: weights of 1×1 convolutions outside routers.
+
+    Routers are small, and a changed choice of expert is the largest error there is.
+    """
+    routers = tuple(f"{n}." for n, m in module.named_modules() if isinstance(m, Router))
+    return {path for path, p in module.named_parameters()
+            if p.dim() == 4 and p.shape[2:] == (1, 1) and min(p.shape[:2]) > 1 and not path.startswith(routers)}  # fmt: skip
