@@ -143,7 +143,7 @@ def _parameter(function, block, random):
 
 def _kind(function, block, random):
     op = _operation(block, random)
-    before, op.type = op.type, str(_any(sorted({o.type for o in block.operations} | set(miltorch.interpret.RULES)), random)
+    before, op.type = op.type, str(_any(sorted({o.type for o in block.operations} | set(miltorch.interpret.OPERATIONS)), random)
                                    if random.random() < 0.5 else _any(sorted({o.type for o in block.operations}), random))
     return f"{before} → {op.type}"
 
