@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from miltorch.ops.elementwise import unary
 from miltorch.ops.registry import operation, operations
 
-for _name, _function in {"relu": torch.relu, "relu6": F.relu6, "sigmoid": torch.sigmoid, "silu": F.silu, "softplus": F.softplus,
-                         "softsign": F.softsign, "tanh": torch.tanh}.items():  # fmt: skip
-    operation(_name)(unary(_function))
+for _function in (torch.relu, F.relu6, torch.sigmoid, F.silu, F.softplus, F.softsign, torch.tanh):
+    operation(unary(_function), _function.__name__)
 
 
 def _by_channel(alpha: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +28,7 @@ operations({
 })  # fmt: skip
 
 
-@operation()
+@operation
 def gelu(x, *, mode="EXACT"):
     if mode == "SIGMOID_APPROXIMATION":
         return x * torch.sigmoid(1.702 * x)

@@ -17,7 +17,7 @@ def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return factor
 
 
-@operation()
+@operation
 def constexpr_blockwise_shift_scale(data, scale, offset=None):
     data = data.float() if offset is None else data.float() - _spread(offset.float(), data.shape)
     return data * _spread(scale.float(), data.shape)
@@ -28,18 +28,18 @@ def _along(factor: torch.Tensor, axis, rank: int) -> torch.Tensor:
     return factor.float().reshape([-1 if a == axis % rank else 1 for a in range(rank)]) if factor.dim() else factor.float()
 
 
-@operation()
+@operation
 def constexpr_affine_dequantize(quantized_data, zero_point, scale, *, axis=0):
     return dequantize(quantized_data, scale, zero_point, axis=axis)
 
 
-@operation()
+@operation
 def dequantize(input, scale, zero_point=None, *, axis=0):
     shift = 0 if zero_point is None else _along(zero_point, axis, input.dim())
     return (input.float() - shift) * _along(scale, axis, input.dim())
 
 
-@operation()
+@operation
 def quantize(input, scale, zero_point=None, *, output_dtype, axis=0):
     shift = 0 if zero_point is None else _along(zero_point, axis, input.dim())
     low, high = (-128, 127) if output_dtype == "int8" else (0, 255)
@@ -52,7 +52,7 @@ def _unpacked(packed: torch.Tensor, bits: int, shape) -> torch.Tensor:
     return torch.from_numpy(values).long().reshape(shape)
 
 
-@operation()
+@operation
 def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
     """iOS 18: `lut` [blocks…, 2^bits, vector], `indices` one per (group of) element(s); iOS 16: one packed table."""
     if shape is not None:
@@ -69,25 +69,25 @@ def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
     return values.movedim(-1, axis + 1).flatten(axis, axis + 1)
 
 
-@operation()
+@operation
 def constexpr_sparse_to_dense(nonzero_data, mask, *, shape=None):
     mask = mask if shape is None else _unpacked(mask, 1, shape)
     return torch.zeros(mask.shape, dtype=nonzero_data.dtype).masked_scatter(mask.bool(), nonzero_data)
 
 
-@operation()
+@operation
 def constexpr_lut_to_sparse(indices_mask, indices_nonzero_data, lut, *, vector_axis=None):
     dense = constexpr_lut_to_dense(constexpr_sparse_to_dense(indices_nonzero_data, indices_mask), lut, vector_axis=vector_axis)
     mask = indices_mask if lut.shape[-1] == 1 else indices_mask.repeat_interleave(lut.shape[-1], vector_axis)
     return mask, dense[mask.bool()]
 
 
-@operation()
+@operation
 def constexpr_sparse_blockwise_shift_scale(data_mask, nonzero_data, scale, offset=None):
     dense = constexpr_blockwise_shift_scale(constexpr_sparse_to_dense(nonzero_data, data_mask), scale, offset)
     return data_mask, dense[data_mask.bool()]
 
 
-@operation()
+@operation
 def constexpr_cast(source_val, *, output_dtype):
     return source_val.float()

@@ -7,13 +7,13 @@ from miltorch.ops.registry import bounded, operation, operations
 MAX_ITERATIONS = 100_000  # of one loop: more is taken for a damaged program
 
 
-@operation()
+@operation
 def cond(*, pred, blocks):
     """`blocks` are functions of the enclosing values: what to do if true, and if not."""
     return tuple(blocks[0]() if pred else blocks[1]())
 
 
-@operation()
+@operation
 def while_loop(loop_vars, *, blocks):
     condition, body = blocks
     for _ in range(MAX_ITERATIONS):
@@ -23,12 +23,12 @@ def while_loop(loop_vars, *, blocks):
     raise ValueError(f"a loop of more than {MAX_ITERATIONS} iterations")
 
 
-@operation()
+@operation
 def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
     """Zeros, or None where the shape of an element has a symbol in it and is known only once one is written."""
-    known = all(isinstance(size, int) for size in elem_shape)
-    bounded([init_length, *elem_shape] if known else [init_length])
-    return [torch.zeros(elem_shape) if known else None] * init_length
+    sized = all(isinstance(size, int) for size in elem_shape)
+    bounded([init_length, *elem_shape] if sized else [init_length])
+    return [torch.zeros(elem_shape) if sized else None] * init_length
 
 
 operations({
@@ -38,21 +38,21 @@ operations({
 })  # fmt: skip
 
 
-@operation()
+@operation
 def list_write(ls, value, *, index):
     bounded([index])
     ls = ls + [torch.zeros_like(value)] * (index + 1 - len(ls))
     return [value if i == index else old for i, old in enumerate(ls)]
 
 
-@operation()
+@operation
 def list_scatter(ls, value, *, indices):
     for index, element in zip(indices, value, strict=True):
         ls = list_write(ls, element, index=index)
     return ls
 
 
-@operation()
+@operation
 def classify(probabilities, *, classes):
     """The most probable label, and every label's probability."""
     probabilities = probabilities.reshape(-1)

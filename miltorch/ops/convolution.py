@@ -79,10 +79,10 @@ def _conv(narrow: bool):
     return conv
 
 
-operation("conv", narrow=_conv(narrow=True))(_conv(narrow=False))
+operation(_conv(narrow=False), narrow=_conv(narrow=True))
 
 
-@operation()
+@operation
 def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_type="valid", strides=None, dilations=None, groups=1):
     """The whole transposed convolution, then cut (or grown, where an output asks for more) to the padded size."""
     spatial = x.dim() - 2
@@ -91,12 +91,12 @@ def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_typ
     whole = bounded((n - 1) * s + r for n, s, r in zip(x.shape[2:], strides, reach, strict=True))
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
-    first, wanted = [0] * spatial, whole
+    first, sizes = [0] * spatial, whole
     if pad_type == "custom":
-        first, wanted = pad[::2], [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)]
+        first, sizes = pad[::2], [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)]
     elif pad_type == "same":
-        wanted = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
-        first = [(w - n) // 2 for w, n in zip(whole, wanted, strict=True)]
-    wanted = output_shape[2:] if output_shape else wanted
-    y = padded(y, [(-f, f + n - w) for f, n, w in zip(first, wanted, whole, strict=True)])
+        sizes = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+        first = [(w - n) // 2 for w, n in zip(whole, sizes, strict=True)]
+    sizes = output_shape[2:] if output_shape else sizes
+    y = padded(y, [(-f, f + n - w) for f, n, w in zip(first, sizes, whole, strict=True)])
     return y if bias is None else y + bias.reshape(1, -1, *[1] * spatial)

@@ -14,20 +14,16 @@ def _binary(function):
     return lambda x, y: function(x, y)
 
 
-for _name, _function in {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "maximum": torch.maximum, "minimum": torch.minimum,
-    "pow": torch.pow, "equal": torch.eq, "not_equal": torch.ne, "less": torch.lt, "less_equal": torch.le,
-    "greater": torch.gt, "greater_equal": torch.ge, "logical_and": torch.logical_and, "logical_or": torch.logical_or,
-    "logical_xor": torch.logical_xor, "floor_div": torch.floor_divide, "mod": torch.remainder,
-}.items():  # fmt: skip
-    operation(_name)(_binary(_function))
-
-# what torch calls as MIL does
+# names of MIL that torch has too
 for _name in "abs acos asin atan atanh ceil cos cosh erf exp exp2 floor logical_not round sign sin sinh sqrt square tan".split():
-    operation(_name)(unary(getattr(torch, _name)))
+    operation(unary(getattr(torch, _name)), _name)
+for _name in "add sub mul maximum minimum pow not_equal less less_equal greater greater_equal logical_and logical_or logical_xor".split():
+    operation(_binary(getattr(torch, _name)), _name)
+for _name, _function in {"equal": torch.eq, "floor_div": torch.floor_divide, "mod": torch.remainder}.items():
+    operation(_binary(_function), _name)
 
 
-@operation()
+@operation
 def real_div(x, y):
     if x.is_floating_point() or y.is_floating_point():
         return x / y

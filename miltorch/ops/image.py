@@ -50,33 +50,33 @@ def _scaled(x, *factors) -> list[int]:
     return [int(np.float32(f) * np.float32(n)) for n, f in zip(x.shape[-2:], factors, strict=True)]
 
 
-@operation()
+@operation
 def resize_bilinear(x, *, target_size_height=1, target_size_width=1, sampling_mode="DEFAULT"):
     return _resized(x, (target_size_height, target_size_width), sampling_mode)
 
 
-@operation()
+@operation
 def resize_nearest_neighbor(x, *, target_size_height, target_size_width):
     return _resized(x, (target_size_height, target_size_width), "DEFAULT", element)
 
 
-@operation()
+@operation
 def upsample_bilinear(x, *, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None):
     half = not align_corners if half_pixel_centers is None else half_pixel_centers
     mode = "STRICT_ALIGN_CORNERS" if align_corners else "UNALIGN_CORNERS" if half else "DEFAULT"
     return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
 
 
-@operation()
+@operation
 def upsample_nearest_neighbor(x, *, scale_factor_height=1, scale_factor_width=1):
     return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), "DEFAULT", element)
 
 
-@operation()
+@operation
 def resize(x, *, shape, resized_dims, interpolation_mode="LINEAR", sampling_mode="DEFAULT"):
     """Unlike the older ops, this one's nearest neighbour is the closest, not the one below."""
-    wanted = shape[len(shape) - resized_dims :]
-    sizes = [size or x.shape[x.dim() - resized_dims + i] for i, size in enumerate(wanted)]
+    lead = x.dim() - resized_dims
+    sizes = [size or n for size, n in zip(shape[len(shape) - resized_dims :], x.shape[lead:], strict=True)]
     closest = lambda x, axis, positions: element(x, axis, positions + 0.5)  # noqa: E731
     return _resized(x, sizes, sampling_mode, linear if interpolation_mode == "LINEAR" else closest)
 
@@ -92,7 +92,7 @@ def _corners(boxes, mode: str, scale: float, extent):
     return first * extent, second * extent
 
 
-@operation()
+@operation
 def crop_resize(x, boxes=None, box_indices=None, roi=None, *, target_height=1, target_width=1, normalized_coordinates=False,
                 spatial_scale=1.0, box_coordinate_mode="CORNERS_HEIGHT_FIRST", sampling_mode="DEFAULT", pad_value=0.0):  # fmt: skip
     """Boxes cut out of x [B, C, H, W]; samples outside the image are `pad_value`.
@@ -132,7 +132,7 @@ def _pixels(coordinates, sizes, mode: str, align_corners: bool):
 _PADDING = {"constant": "zeros", "border": "border", "reflection": "reflection", "symmetric": "reflection"}
 
 
-@operation()
+@operation
 def resample(x, coordinates, *, sampling_mode, padding_mode, padding_value, coordinates_mode, align_corners):
     """x [B, C, H, W] sampled at coordinates [B, H2, W2, 2].
 
@@ -149,7 +149,7 @@ def resample(x, coordinates, *, sampling_mode, padding_mode, padding_value, coor
     return y + shift
 
 
-@operation()
+@operation
 def affine(x, transform_matrix, *, output_height, output_width, sampling_mode, padding_mode, padding_value,
            coordinates_mode, align_corners):  # fmt: skip
     bounded([*x.shape[:2], output_height, output_width])
@@ -170,26 +170,25 @@ def _overlaps(boxes):
     return torch.where(union > 0, shared / union, torch.zeros(()))
 
 
-def _chosen(boxes, scores, iou_threshold, score_threshold, max_boxes, per_class) -> list[int]:
+def _peaks(boxes, scores, iou_threshold, score_threshold, max_boxes, per_class) -> list[int]:
+    """Indices of the boxes that no better one overlaps too much, best first."""
     best, label = scores.max(-1)
-    overlaps, kept = _overlaps(boxes), []
+    overlaps, peaks = _overlaps(boxes), []
     for i in torch.argsort(best, descending=True, stable=True).tolist():
-        rivals = [j for j in kept if not per_class or label[j] == label[i]]
+        rivals = [j for j in peaks if not per_class or label[j] == label[i]]
         if best[i] > score_threshold and all(overlaps[i, j] <= iou_threshold for j in rivals):
-            kept.append(i)
-    return kept[:max_boxes] or [int(best.argmax())]
+            peaks.append(i)
+    return peaks[:max_boxes] or [int(best.argmax())]
 
 
-@operation()
+@operation
 def non_maximum_suppression(boxes, scores, *, iou_threshold, max_boxes, score_threshold=-torch.inf, per_class_suppression=False):
-    """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at least one is kept."""
+    """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at least one box each."""
     bounded([len(boxes), max_boxes, scores.shape[-1] + 4])
-    kept_boxes = torch.zeros(len(boxes), max_boxes, 4)
-    kept_scores = torch.zeros(len(boxes), max_boxes, scores.shape[-1])
-    indices, counts = torch.full((len(boxes), max_boxes), -1), []
-    for b in range(len(boxes)):
-        kept = _chosen(boxes[b], scores[b], iou_threshold, score_threshold, max_boxes, per_class_suppression)
-        kept_boxes[b, : len(kept)], kept_scores[b, : len(kept)] = boxes[b, kept], scores[b, kept]
-        indices[b, : len(kept)] = torch.tensor(kept)
-        counts.append(len(kept))
-    return kept_boxes, kept_scores, indices, torch.tensor(counts)
+    indices = torch.full((len(boxes), max_boxes), -1)
+    for row, *image in zip(indices, boxes, scores, strict=True):
+        peaks = _peaks(*image, iou_threshold, score_threshold, max_boxes, per_class_suppression)
+        row[: len(peaks)] = torch.tensor(peaks)
+    empty, images = indices[..., None] < 0, torch.arange(len(boxes))[:, None]
+    tops = (torch.where(empty, torch.zeros(()), x[images, indices].float()) for x in (boxes, scores))
+    return *tops, indices, (indices >= 0).sum(1)

@@ -9,13 +9,13 @@ import torch
 from miltorch.ops.registry import operation
 
 
-@operation()
+@operation
 def slice_by_index(x, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
     flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     return (x.flip(flipped) if flipped else x)[index]
 
 
-@operation()
+@operation
 def slice_update(x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
     flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     result = x.flip(flipped) if flipped else x.clone()
@@ -48,7 +48,7 @@ def _window(sizes, begin, end, stride, begin_mask, end_mask, squeeze_mask):
     return flipped, tuple(index)
 
 
-@operation()
+@operation
 def slice_by_size(x, *, begin, size):
     begin = [b + n if b < 0 else b for b, n in zip(begin, x.shape, strict=True)]
     stops = [whole if n == -1 else b + n for b, n, whole in zip(begin, size, x.shape, strict=True)]
@@ -57,7 +57,7 @@ def slice_by_size(x, *, begin, size):
     return x[tuple(map(slice, begin, stops))]
 
 
-@operation()
+@operation
 def non_zero(x):
     return torch.nonzero(x)
 
@@ -85,7 +85,7 @@ def _take_nd(x, indices, validate: bool):
     return x[tuple(_wrap(indices, torch.tensor(x.shape[:depth]), validate).unbind(-1))]
 
 
-@operation()
+@operation
 def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
     if batch_dims:
         axis = axis % x.dim() - 1
@@ -94,12 +94,12 @@ def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
     return _take(x, indices, axis % x.dim(), validate_indices)
 
 
-@operation()
+@operation
 def gather_along_axis(x, indices, *, axis=0, validate_indices=False):
     return _take_along(x, indices, axis, validate_indices)
 
 
-@operation()
+@operation
 def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
     if batch_dims:
         rest = dict(batch_dims=batch_dims - 1, validate_indices=validate_indices)
@@ -123,16 +123,16 @@ def _combine(data, take, updates, mode: str):
     return result.reshape(data.shape)
 
 
-@operation()
+@operation
 def scatter(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
     return _combine(data, lambda grid: _take(grid, indices, axis % data.dim(), validate_indices), updates, mode)
 
 
-@operation()
+@operation
 def scatter_along_axis(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
     return _combine(data, lambda grid: _take_along(grid, indices, axis, validate_indices), updates, mode)
 
 
-@operation()
+@operation
 def scatter_nd(data, indices, updates, *, mode="add", validate_indices=False):
     return _combine(data, lambda grid: _take_nd(grid, indices, validate_indices), updates, mode)

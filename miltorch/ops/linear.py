@@ -61,9 +61,8 @@ def _attention(product):
     return scaled_dot_product_attention
 
 
-operation("matmul", narrow=_matmul(narrow_matmul))(_matmul(torch.matmul))
-operation("linear", narrow=_linear(narrow_matmul))(_linear(torch.matmul))
-operation("scaled_dot_product_attention", narrow=_attention(narrow_matmul))(_attention(torch.matmul))
+for _rule in (_matmul, _linear, _attention):
+    operation(_rule(torch.matmul), narrow=_rule(narrow_matmul))
 
 
 def _narrow_einsum(values, *, equation):
@@ -79,6 +78,8 @@ def _narrow_einsum(values, *, equation):
     return total
 
 
-@operation(narrow=_narrow_einsum)
 def einsum(values, *, equation):
     return torch.einsum(equation, *values)
+
+
+operation(einsum, narrow=_narrow_einsum)

@@ -23,13 +23,13 @@ def _normalized(x, axes, gamma, beta, shape, epsilon):
     return y if beta is None else y + beta.reshape(shape)
 
 
-@operation()
+@operation
 def layer_norm(x, gamma=None, beta=None, *, axes=None, epsilon=1e-5):
     axes = [a % x.dim() for a in (axes or range(x.dim()))]
     return _normalized(x, axes, gamma, beta, [n if a in axes else 1 for a, n in enumerate(x.shape)], epsilon)
 
 
-@operation()
+@operation
 def instance_norm(x, gamma=None, beta=None, *, epsilon=1e-5):
     axes = list(range(2, x.dim()))
     return _normalized(x, axes, gamma, beta, [1, -1] + [1] * len(axes), epsilon)

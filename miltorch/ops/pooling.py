@@ -1,5 +1,7 @@
 """Pooling over the spatial axes of x [N, C, *spatial]."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -24,36 +26,34 @@ def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
     return grown
 
 
-def _pool(functions, x, kernel_sizes, strides, pairs, fill):
-    return functions[x.dim() - 3](padded(x, pairs, value=fill), kernel_sizes, strides)
+def _mean(x, kernel_sizes, strides, pairs):
+    return _AVERAGE[x.dim() - 3](padded(x, pairs), kernel_sizes, strides)
 
 
-@operation()
+@operation
 def max_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False):
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    return _pool(_MAXIMUM, x, kernel_sizes, strides, pairs, -torch.inf)
+    return _MAXIMUM[x.dim() - 3](padded(x, pairs, value=-torch.inf), kernel_sizes, strides)
 
 
-@operation()
+@operation
 def avg_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False, exclude_padding_from_average=False):
     """The mean of each window: over its real elements, or over the declared padding too (never over ceil_mode's)."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    counted = torch.ones(1, 1, *x.shape[2:])
+    ones = torch.ones(1, 1, *x.shape[2:])
     if not exclude_padding_from_average:
         declared = padding(x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad)
-        counted = padded(counted, declared, value=1.0)
+        ones = padded(ones, declared, value=1.0)
         rest = [(0, all_ - after) for (_, all_), (_, after) in zip(pairs, declared, strict=True)]
     else:
         rest = pairs
-    total = _pool(_AVERAGE, x, kernel_sizes, strides, pairs, 0.0)
-    return total / _pool(_AVERAGE, counted, kernel_sizes, strides, rest, 0.0)
+    return _mean(x, kernel_sizes, strides, pairs) / _mean(ones, kernel_sizes, strides, rest)
 
 
-@operation()
+@operation
 def l2_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False):
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
-    taps = torch.tensor(kernel_sizes).prod()
-    return (_pool(_AVERAGE, x.square(), kernel_sizes, strides, pairs, 0.0) * taps).sqrt()
+    return (_mean(x.square(), kernel_sizes, strides, pairs) * math.prod(kernel_sizes)).sqrt()

@@ -9,22 +9,22 @@ def _generator(seed: int) -> torch.Generator | None:
     return None if seed < 0 else torch.Generator().manual_seed(seed)
 
 
-@operation()
+@operation
 def random_uniform(*, shape, low=0.0, high=1.0, seed=-1):
     return low + (high - low) * torch.rand(bounded(shape), generator=_generator(seed))
 
 
-@operation()
+@operation
 def random_normal(*, shape, mean=0.0, stddev=1.0, seed=-1):
     return mean + stddev * torch.randn(bounded(shape), generator=_generator(seed))
 
 
-@operation()
+@operation
 def random_bernoulli(*, shape, prob=0.5, seed=-1):
     return (torch.rand(bounded(shape), generator=_generator(seed)) < prob).float()
 
 
-@operation()
+@operation
 def random_categorical(x, *, mode="logits", size=1, seed=-1):
     """`size` draws with replacement from each row of x [..., K]."""
     weights = torch.softmax(x, -1) if mode == "logits" else x

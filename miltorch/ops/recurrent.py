@@ -4,6 +4,8 @@ Direction `reverse` reads x from its end and gives the sequence in the order it 
 `bidirectional` is put back in the order of x.
 """
 
+from functools import partial
+
 import torch
 
 from miltorch.ops.registry import operation
@@ -17,20 +19,20 @@ _ACTIVATION = {
 def _scan(step, inputs, states, direction: str, whole: bool):
     """Runs `states = step(input, *states)` along time; (all or the last of the first state, *final states)."""
     sequence = []
-    for given in inputs.flip(0) if direction == "reverse" else inputs:
-        states = step(given, *states)
+    for row in inputs.flip(0) if direction == "reverse" else inputs:
+        states = step(row, *states)
         sequence.append(states[0])
     return torch.stack(sequence if whole else sequence[-1:]), *states
 
 
-@operation()
+@operation
 def rnn(x, initial_h, weight_ih, weight_hh, bias=None, *, direction="forward", output_sequence=False, activation="tanh"):
     act = _ACTIVATION[activation]
     inputs = x @ weight_ih.T + (0 if bias is None else bias)
     return _scan(lambda g, h: (act(g + h @ weight_hh.T),), inputs, (initial_h,), direction, output_sequence)
 
 
-@operation()
+@operation
 def gru(x, initial_h, weight_ih, weight_hh, bias=None, input_bias=None, *, direction="forward", output_sequence=False,
         recurrent_activation="sigmoid", activation="tanh", reset_after=False):  # fmt: skip
     """Gates in MIL's order: reset, new, update."""
@@ -39,8 +41,8 @@ def gru(x, initial_h, weight_ih, weight_hh, bias=None, input_bias=None, *, direc
     inputs = x @ weight_ih.T + (0 if input_bias is None else input_bias)
     (w_r, w_o, w_z), (b_r, b_o, b_z) = weight_hh.chunk(3), bias.chunk(3)
 
-    def step(given, h):
-        r, o, z = given.chunk(3, -1)
+    def step(row, h):
+        r, o, z = row.chunk(3, -1)
         r, z = gate(r + h @ w_r.T + b_r), gate(z + h @ w_z.T + b_z)
         o = act(o + r * (h @ w_o.T + b_o)) if reset_after else act(o + (r * h) @ w_o.T + b_o)
         return ((1 - z) * o + z * h,)
@@ -48,14 +50,14 @@ def gru(x, initial_h, weight_ih, weight_hh, bias=None, input_bias=None, *, direc
     return _scan(step, inputs, (initial_h,), direction, output_sequence)
 
 
-def _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, functions, limit, direction, whole):
+def _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, *, functions, limit, direction, whole):
     """One direction; gates in MIL's order: input, forget, output, cell."""
     gate, cell, act = functions
     inputs = x @ weight_ih.T + (0 if bias is None else bias)
     p_i, p_f, p_o = torch.zeros(3, 1) if peephole is None else peephole.chunk(3)
 
-    def step(given, h, c):
-        i, f, o, z = (given + h @ weight_hh.T).chunk(4, -1)
+    def step(row, h, c):
+        i, f, o, z = (row + h @ weight_hh.T).chunk(4, -1)
         c = gate(f + p_f * c) * c + gate(i + p_i * c) * cell(z)
         c = c if limit is None else c.clamp(-limit, limit)
         return gate(o + p_o * c) * act(c), c
@@ -63,15 +65,15 @@ def _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, functions, limit, direc
     return _scan(step, inputs, (h, c), direction, whole)
 
 
-@operation()
+@operation
 def lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias=None, peephole=None, weight_ih_back=None,
          weight_hh_back=None, bias_back=None, peephole_back=None, *, direction="forward", output_sequence=False,
          recurrent_activation="sigmoid", cell_activation="tanh", activation="tanh", clip=None):  # fmt: skip
     functions = [_ACTIVATION[name] for name in (recurrent_activation, cell_activation, activation)]
+    layer = partial(_lstm, x, functions=functions, limit=clip, whole=output_sequence)
     if direction != "bidirectional":
-        return _lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias, peephole, functions, clip, direction, output_sequence)
+        return layer(initial_h, initial_c, weight_ih, weight_hh, bias, peephole, direction=direction)
     (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
-    ahead = _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, functions, clip, "forward", output_sequence)
-    back = _lstm(x, h_back, c_back, weight_ih_back, weight_hh_back, bias_back, peephole_back, functions, clip,
-                 "reverse", output_sequence)  # fmt: skip
+    ahead = layer(h, c, weight_ih, weight_hh, bias, peephole, direction="forward")
+    back = layer(h_back, c_back, weight_ih_back, weight_hh_back, bias_back, peephole_back, direction="reverse")
     return tuple(torch.cat(pair, -1) for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True))

@@ -10,8 +10,8 @@ from miltorch.ops.registry import operation, operations
 def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tensor:
     """Sum over `axes`, the running sum rounded to fp16 after every 32 terms."""
     axes = [a % x.dim() for a in axes]
-    kept = [a for a in range(x.dim()) if a not in axes]
-    flat = x.permute(*kept, *axes).reshape(*(x.shape[a] for a in kept), -1)
+    rest = [a for a in range(x.dim()) if a not in axes]
+    flat = x.permute(*rest, *axes).reshape(*(x.shape[a] for a in rest), -1)
     total = torch.zeros(flat.shape[:-1])
     for part in flat.split(32, dim=-1):
         total = (total + part.sum(-1)).half().float()
@@ -27,14 +27,7 @@ def _reduce(name: str, function, narrow=None):
 
         return op
 
-    operation(name, narrow=narrow and over(narrow))(over(function))
-
-
-def _mean(total):
-    def mean(x, axes, keep_dims):
-        return total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes)
-
-    return mean
+    operation(over(function), name, narrow and over(narrow))
 
 
 def _prod(x, axes, keep_dims):
@@ -43,21 +36,20 @@ def _prod(x, axes, keep_dims):
     return x
 
 
-def _sum(total, of, then):
-    return lambda x, axes, keep_dims: then(total(of(x), axes, keep_dims))
+def _sums(total) -> dict:
+    """The reductions that are made of sums, each sum by `total(x, axes, keep_dims)`."""
+    return {
+        "reduce_sum": total,
+        "reduce_sum_square": lambda x, *over: total(x.square(), *over),
+        "reduce_l1_norm": lambda x, *over: total(x.abs(), *over),
+        "reduce_l2_norm": lambda x, *over: total(x.square(), *over).sqrt(),
+        "reduce_log_sum": lambda x, *over: total(x, *over).log(),
+        "reduce_mean": lambda x, axes, keep_dims: total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes),
+    }
 
 
-def _same(x):
-    return x
-
-
-for _name, _of, _then in (
-    ("reduce_sum", _same, _same), ("reduce_l1_norm", torch.abs, _same), ("reduce_l2_norm", torch.square, torch.sqrt),
-    ("reduce_sum_square", torch.square, _same), ("reduce_log_sum", _same, torch.log),
-):  # fmt: skip
-    _reduce(_name, _sum(torch.sum, _of, _then), _sum(narrow_sum, _of, _then))
-
-_reduce("reduce_mean", _mean(torch.sum), _mean(narrow_sum))
+for _name, _function in _sums(torch.sum).items():
+    _reduce(_name, _function, _sums(narrow_sum)[_name])
 _reduce("reduce_max", torch.amax)
 _reduce("reduce_min", torch.amin)
 _reduce("reduce_prod", _prod)
@@ -71,14 +63,14 @@ operations({
 })  # fmt: skip
 
 
-@operation()
+@operation
 def cumsum(x, *, axis=0, exclusive=False, reverse=False):
     x = x.flip(axis) if reverse else x
     total = x.cumsum(axis) - (x if exclusive else 0)
     return total.flip(axis) if reverse else total
 
 
-@operation()
+@operation
 def topk(x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None):
     """The first k of a stable order: among equals the lower index wins."""
     values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)

@@ -4,7 +4,7 @@ A rule's positional parameters are arrays, its keyword-only parameters are attri
 strings or lists of them); both are spelled as MIL spells them, and one rule serves every version of its op. Floats
 arrive in float32 whatever the program declares; the interpreter brings results to their declared dtype. A rule returns
 a tensor, a list (a MIL list), or a tuple: one element per output. To add an op: write the function in its family's
-file under `@rule()`, or its one line into a table of `rules`.
+file under `@operation`, or its one line into a table of `operations`.
 """
 
 import inspect
@@ -29,29 +29,25 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(*names: str, narrow: Callable | None = None):
-    """Registers a function as the meaning of MIL ops `names` (default: its own name).
+def operation(function: Callable, name: str | None = None, narrow: Callable | None = None) -> Callable:
+    """Registers `function` as the rule of the MIL op `name` (default: the function's own name) and returns it.
 
     `narrow` is the variant whose sums are rounded to fp16 after every 32 terms.
     """
-
-    def register(function: Callable) -> Callable:
-        parameters = inspect.signature(function).parameters.values()
-        attributes = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        for name in names or (function.__name__,):
-            if name in OPERATIONS:
-                raise ValueError(f"MIL op {name!r} has two rules")
-            OPERATIONS[name] = Operation(function, attributes, narrow)
-        return function
-
-    return register
+    name = name or function.__name__
+    if name in OPERATIONS:
+        raise ValueError(f"MIL op {name!r} has two rules")
+    parameters = inspect.signature(function).parameters.values()
+    attributes = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    OPERATIONS[name] = Operation(function, attributes, narrow)
+    return function
 
 
 def operations(functions: dict[str, Callable]) -> None:
-    """Registers each of `functions`, said in one line, as the meaning of the MIL op it stands under."""
+    """Registers functions by the names of their MIL ops."""
     for name, function in functions.items():
-        function.__qualname__ = name  # what Python calls it in messages
-        operation(name)(function)
+        function.__qualname__ = name  # the name in Python's error messages
+        operation(function, name)
 
 
 def bounded(sizes) -> list[int]:

@@ -20,14 +20,14 @@ operations({
 })  # fmt: skip
 
 
-@operation()
+@operation
 def reshape(x, *, shape):
     """A 0 keeps the size of the axis that stands as far from the right, and is 1 where x has none."""
-    kept = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
-    return x.reshape([old if size == 0 and x.numel() else size for size, old in zip(shape, kept, strict=True)])
+    sizes = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
+    return x.reshape([old if size == 0 and x.numel() else size for size, old in zip(shape, sizes, strict=True)])
 
 
-@operation()
+@operation
 def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
     """The new shape is made of pieces of other shapes: `ref_tensors[i].shape[begins[i]:ends[i]]`, one after another."""
     shape = []
@@ -36,13 +36,13 @@ def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
     return x.reshape(shape)
 
 
-@operation()
+@operation
 def flatten2d(x, *, axis=1):
     axis = axis % x.dim() if axis < 0 else axis
     return x.reshape(x.shape[:axis].numel(), -1)
 
 
-@operation()
+@operation
 def concat(values, *, axis, interleave=False):
     if interleave:  # elements of the operands alternate along `axis`
         stacked = torch.stack(values, axis % values[0].dim() + 1)
@@ -50,7 +50,7 @@ def concat(values, *, axis, interleave=False):
     return torch.cat([torch.atleast_1d(v) for v in values], axis)
 
 
-@operation()
+@operation
 def expand_dims(x, *, axes):
     rank = x.dim() + len(axes)
     for axis in sorted(a % rank for a in axes):
@@ -58,13 +58,13 @@ def expand_dims(x, *, axes):
     return x
 
 
-@operation()
+@operation
 def tile(x, *, reps):
     bounded(n * r for n, r in zip(x.shape, reps, strict=True))
     return x.repeat(reps)
 
 
-@operation()
+@operation
 def reverse_sequence(x, *, lengths, seq_axis=0, batch_axis=0):
     """Reverses the first `lengths[i]` elements along `seq_axis` of the i-th entry of `batch_axis`."""
     rows = x.movedim((batch_axis, seq_axis), (0, 1)).clone()
@@ -73,7 +73,7 @@ def reverse_sequence(x, *, lengths, seq_axis=0, batch_axis=0):
     return rows.movedim((0, 1), (batch_axis, seq_axis))
 
 
-@operation()
+@operation
 def pad(x, *, pad, mode="constant", constant_val=0.0):
     pairs = list(zip(pad[::2], pad[1::2], strict=True))
     if mode == "constant":
@@ -84,41 +84,41 @@ def pad(x, *, pad, mode="constant", constant_val=0.0):
     return y.reshape(*x.shape[:lead], *y.shape[2:])
 
 
-@operation()
+@operation
 def range_1d(*, start, end, step):
     bounded([(end - start) / step])
     return torch.arange(start, end, step)
 
 
-@operation()
+@operation
 def one_hot(indices, *, one_hot_vector_size, axis=-1, on_value=1, off_value=0):
     bounded([*indices.shape, one_hot_vector_size])
     hot = (indices[..., None] == torch.arange(one_hot_vector_size)).movedim(-1, axis)
     return torch.where(hot, torch.tensor(on_value), torch.tensor(off_value))
 
 
-@operation()
+@operation
 def band_part(x, *, lower=-1, upper=-1):
     rows, columns = torch.arange(x.shape[-2])[:, None], torch.arange(x.shape[-1])
     keep = ((lower < 0) | (rows - columns <= lower)) & ((upper < 0) | (columns - rows <= upper))
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype))
 
 
-@operation()
+@operation
 def depth_to_space(x, *, block_size):
     n, c, h, w = x.shape
     x = x.reshape(n, block_size, block_size, c // block_size**2, h, w).permute(0, 3, 4, 1, 5, 2)
     return x.reshape(n, c // block_size**2, h * block_size, w * block_size)
 
 
-@operation()
+@operation
 def space_to_depth(x, *, block_size):
     n, c, h, w = x.shape
     x = x.reshape(n, c, h // block_size, block_size, w // block_size, block_size).permute(0, 3, 5, 1, 2, 4)
     return x.reshape(n, c * block_size**2, h // block_size, w // block_size)
 
 
-@operation()
+@operation
 def space_to_batch(x, *, block_shape, paddings):
     """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N, C, H/a, W/b]."""
     x, (a, b) = padded(x, paddings), block_shape
@@ -126,7 +126,7 @@ def space_to_batch(x, *, block_shape, paddings):
     return x.reshape(n, c, h // a, a, w // b, b).permute(3, 5, 0, 1, 2, 4).reshape(n * a * b, c, h // a, w // b)
 
 
-@operation()
+@operation
 def batch_to_space(x, *, block_shape, crops):
     a, b = block_shape
     n, c, h, w = x.shape
@@ -134,6 +134,6 @@ def batch_to_space(x, *, block_shape, crops):
     return padded(x, [(-before, -after) for before, after in crops])
 
 
-@operation()
+@operation
 def crop(x, *, crop_height, crop_width):
     return padded(x, [tuple(-n for n in crop_height), tuple(-n for n in crop_width)])

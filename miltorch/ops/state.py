@@ -10,23 +10,19 @@ class StateCell:
         self.value = value
 
 
-@operation()
+@operation
 def read_state(input):
     return input.value
 
 
-@operation()
+@operation
 def write_state(input, data):
-    _replace(input, data)
+    coreml_update_state(input, data)
 
 
-@operation()
+@operation
 def coreml_update_state(state, value):
-    _replace(state, value)
+    if value.shape != state.value.shape:
+        raise ValueError(f"shape {list(value.shape)} for a state of shape {list(state.value.shape)}")
+    state.value = value
     return value
-
-
-def _replace(cell: StateCell, value) -> None:
-    if value.shape != cell.value.shape:
-        raise ValueError(f"shape {list(value.shape)} for a state of shape {list(cell.value.shape)}")
-    cell.value = value

@@ -36,4 +36,4 @@ def test_rules_take_every_parameter_of_every_version(versions):
 
 def test_a_second_rule_for_an_op_is_refused():
     with pytest.raises(ValueError, match="'add' has two rules"):
-        operation("add")(lambda x, y: x)
+        operation(lambda x, y: x, "add")

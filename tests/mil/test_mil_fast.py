@@ -106,7 +106,7 @@ def calls(bundle, kind="layers"):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
 def test_caches_and_attention_of_every_family_are_recognised(exports, family):
     names, _ = calls(exports.bundle(exports.checkpoint(family)))
-    assert names.count("_write_rows") == 2 and names.count("_slots") == 1 and names.count("_attend") == 1
+    assert names.count("_write_rows") == 2 and names.count("_write_positions") == 1 and names.count("_attend_visible") == 1
     assert names.count("Linear") == (4 if family != "zaya" else 7)
 
 
@@ -250,7 +250,7 @@ def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, mo
 @pytest.mark.parametrize("mask", [[[1.0, 1.0], [0, 0], [0, 0]], [[0.5, 0], [0, 0], [0, 1.0]], [[1.0, 0], [1.0, 0], [0, 0]]])
 def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
     mask, rows = torch.tensor([[mask]]).half(), torch.arange(8.0).reshape(1, 2, 2, 2).half()
-    cell = miltorch.interpret.Cell(torch.ones(1, 2, 3, 2))
+    cell = miltorch.interpret.StateCell(torch.ones(1, 2, 3, 2))
     assert patterns._write_positions(mask) is None
     patterns._write_rows(False, cell, mask, patterns._write_positions(mask), rows)
     expected = 1 - mask.float().sum(-1, keepdim=True) + mask.float() @ rows.float()
@@ -327,7 +327,7 @@ def test_what_is_not_finite_spreads_over_the_cache_as_the_formula_spreads_it(T, 
     mask, rows = torch.eye(3, T)[None, None].half(), torch.ones(1, 2, T, 2).half()
     rows[0, 0, 0, 1] = value
     for old in (1.0, value):
-        cells = [miltorch.interpret.Cell(torch.ones(1, 2, 3, 2)) for _ in range(2)]
+        cells = [miltorch.interpret.StateCell(torch.ones(1, 2, 3, 2)) for _ in range(2)]
         for cell in cells:
             cell.value[0, 1, 0, 0] = old
         patterns._write_rows(False, cells[0], mask, patterns._write_positions(mask), rows)
@@ -370,7 +370,7 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
     mask = torch.full((1, 1, T, 6), patterns.BLOCKED).half()
     mask[..., :3] = 0
     weights = torch.softmax((q.float() @ key.float().transpose(-1, -2)).half() + mask, -1)
-    cells = [miltorch.interpret.Cell(v.float()) for v in (key, value)]
+    cells = [miltorch.interpret.StateCell(v.float()) for v in (key, value)]
     found = patterns._attend_visible(q, *cells, mask, patterns._span(mask))
     np.testing.assert_allclose(found.float(), weights.float() @ value.float(), atol=2e-3)
     assert weights[..., :3].max() < 1e-3
