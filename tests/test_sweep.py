@@ -13,7 +13,7 @@ import yaml
 
 from workbench import log, sweep
 from workbench.errors import InputError
-from workbench.log import machines
+from workbench.log.machine import with_machines
 from workbench.sweep import cell
 
 
@@ -66,7 +66,7 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     elsewhere = log.environment() | {"chip": "another chip"}
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
     assert sweep.done_cells(root) == set()
-    named = machines.with_names(log.load("runs", root))[["machine", "software"]]
+    named = with_machines(log.load("runs", root))[["machine", "software"]]
     assert len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
 
 

@@ -89,11 +89,11 @@ def _settings_of_config(runs: pa.Table) -> pa.Table:
     configs = [json.loads(text) if text else {} for text in runs["config"].to_pylist()]
     export, run = ([config.get(part) or {} for config in configs] for part in ("export", "run"))
     for name in ("t", "sliding"):
-        runs = runs.append_column(name, pa.array([found.get(name) for found in export], pa.string()))
+        runs = runs.append_column(name, pa.array([options.get(name) for options in export], pa.string()))
     for name in ("threads", "depth", "n_gen"):
-        runs = runs.append_column(name, pa.array([found.get(name) for found in run], pa.int64()))
-    hints = [json.dumps(found.get("hints", {}), sort_keys=True) if found and runtime == "coreml" else None
-             for found, runtime in zip(run, runs["runtime"].to_pylist())]  # fmt: skip
+        runs = runs.append_column(name, pa.array([options.get(name) for options in run], pa.int64()))
+    hints = [json.dumps(options.get("hints", {}), sort_keys=True) if options and runtime == "coreml" else None
+             for options, runtime in zip(run, runs["runtime"].to_pylist())]  # fmt: skip
     return runs.append_column("hints", pa.array(hints, pa.string()))
 
 
