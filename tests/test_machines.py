@@ -11,8 +11,8 @@ from workbench import log, plots, report, sweep
 from workbench.errors import InputError
 from workbench.log.machine import machine_name, machine_names, with_machines
 from workbench.models.checkpoint import Checkpoint
-from workbench.report import tables
-from workbench.sweep import runs
+from workbench.report import tables, writeup
+from workbench.sweep import cell, runs
 from workbench.widgets import Compare, Explorer
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -235,7 +235,7 @@ def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path,
         )
         return log.files(tmp_path / "new")
 
-    monkeypatch.setattr(sweep.cell_, "run", measure)
+    monkeypatch.setattr(cell, "run_cell", measure)
     for machine, count in ((SLOW, 0), (SLOW | {"memory_bytes": 16 << 30}, 1)):
         monkeypatch.setattr(log, "environment", lambda machine=machine: dict(machine))
         assert (
@@ -356,7 +356,7 @@ def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
 
 def test_the_report_s_speeds_stand_under_their_machine(root):
     every = with_machines(log.load("runs", root))
-    text = report._speed(log.load("runs", root), root)
+    text = writeup._speed(log.load("runs", root), root)
     slow, fast = text.index(SLOW_NAME), text.index(FAST_NAME)
     first, second = sorted((slow, fast))
     parts = {NAMES[slow > fast]: text[first:second], NAMES[slow < fast]: text[second:]}

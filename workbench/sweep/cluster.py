@@ -1,8 +1,8 @@
 """The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the order they end.
 
 A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no worker ever measures
-two at once. Dask's own ideas of retrying and waiting are set aside: a worker that dies costs one more attempt, logged,
-and a cluster without workers ends in a message. Knows nothing of what a job is.
+two at once. Dask's own retries and waiting are disabled: a job whose worker dies is tried once more, both attempts are
+logged, and a cluster without workers raises an error.
 """
 
 import tempfile
@@ -16,34 +16,34 @@ from workbench.errors import InputError
 RESOURCE = "ANE"
 ATTEMPTS = 2
 CONNECT_S = 10
-PATIENCE_S = 600  # how long a job waits for a worker to come back
+PATIENCE_S = 600  # seconds that a job waits for a worker to come back
 
 
-class Farm:
-    """A connection to a scheduler."""
+class Cluster:
+    """The workers of a Dask scheduler."""
 
     def __init__(self, client):
         self.client, self.addresses = client, []
 
     def environments(self) -> list[dict]:
-        """What `log.environment` says on every worker."""
+        """`log.environment` of every worker."""
         return list(self.client.run(log.environment).values())
 
     def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
-        """Runs every job; yields (job, its log files, whether that is the last of it).
+        """Runs every job; yields (job, its log files, whether that was its last attempt).
 
-        Jobs are handed out one per worker: what waits at a worker that dies would be taken for another victim.
+        Each worker has one job at a time: Dask would count a job that waits at a worker that dies as failed, too.
         """
         from distributed import as_completed
 
         waiting, pending = deque(jobs), {}
-        done = as_completed([], loop=self.client.loop, raise_errors=False)
+        completed = as_completed([], loop=self.client.loop, raise_errors=False)
         while waiting or pending:
             while waiting and len(pending) < self._capacity():
                 job = waiting.popleft()
                 pending[future := self._submit(job, run)] = job
-                done.add(future)
-            future = next(done)
+                completed.add(future)
+            future = next(completed)
             job, problem = pending.pop(future), future.exception()
             if problem is None:
                 yield job, future.result(), True
@@ -75,7 +75,7 @@ def _index(address: str | None, addresses: list[str]) -> int | None:
 
 
 def _failed_files(job: dict, problem: Exception, failed: Callable, addresses: list[str]) -> dict[str, bytes]:
-    """The log files of a job that brought none back."""
+    """The log files of a job that returned none."""
     reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
     with tempfile.TemporaryDirectory() as root:
         worker = getattr(getattr(problem, "last_worker", None), "address", None)
@@ -85,7 +85,7 @@ def _failed_files(job: dict, problem: Exception, failed: Callable, addresses: li
 
 @contextmanager
 def connect(address: str):
-    """A `Farm` on the scheduler at `address` (tcp://host:port).
+    """A `Cluster` on the scheduler at `address` (tcp://host:port).
 
     Raises:
         InputError: no scheduler there, or no worker with the resource.
@@ -104,8 +104,8 @@ def connect(address: str):
         if not any(RESOURCE in worker["resources"] for worker in workers.values()):
             raise InputError(f"scheduler {address}", f"{len(workers)} workers, none with {RESOURCE}", "at least one",
                              f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"')  # fmt: skip
-        client.run_on_scheduler(_disable_dask_retries, patience_s=PATIENCE_S)
-        yield Farm(client)
+        client.run_on_scheduler(_disable_dask_retries)
+        yield Cluster(client)
 
 
 def _errors() -> tuple[type, type]:
@@ -115,7 +115,7 @@ def _errors() -> tuple[type, type]:
     return KilledWorker, NoValidWorkerError
 
 
-def _disable_dask_retries(patience_s: float, dask_scheduler=None) -> None:
+def _disable_dask_retries(dask_scheduler) -> None:
     """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers ends."""
     dask_scheduler.allowed_failures = 0
-    dask_scheduler.no_workers_timeout = patience_s
+    dask_scheduler.no_workers_timeout = PATIENCE_S

@@ -1,4 +1,4 @@
-"""How long calls take: warm-ups apart, raw samples kept, every clock named. Numbers of a portable run are this
+"""How long calls take: raw samples, warm-ups apart, every clock named. Numbers of a portable run are this
 machine's, never the Neural Engine's.
 
 Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers); the
@@ -18,7 +18,7 @@ WARMUP_CALLS = 2
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
-def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3, seed: int = 0) -> pd.DataFrame:
+def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3) -> pd.DataFrame:
     """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
 
     Args:
@@ -35,7 +35,7 @@ def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int =
     if depth + (calls + WARMUP_CALLS) * T > S:
         raise InputError("depth and n_gen", f"{depth} + {(calls + WARMUP_CALLS) * T} tokens", f"at most max_seq_len = {S}",
                          "measure fewer tokens, or export with a larger --max-seq-len")  # fmt: skip
-    rng, rows, order = np.random.default_rng(seed), [], 0
+    rng, rows, order = np.random.default_rng(0), [], 0
     for repetition in range(repetitions):
         decoder.begin()
         if depth:
@@ -91,9 +91,9 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
         for (T, depth), group in timed[timed["shard"] == model.shard.name].groupby(["T", "depth"]):
             each = group["value"].to_numpy() / (last - first)
             median = float(np.median(each))
-            found = {"shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
-                     "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}  # fmt: skip
-            rows += [{"layer": layer} | found for layer in range(first, last)]
+            row = {"shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
+                   "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}  # fmt: skip
+            rows += [{"layer": layer} | row for layer in range(first, last)]
     return pd.DataFrame(rows)
 
 
@@ -121,8 +121,8 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
     each = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()  # whichever expert ran
-    found = each.groupby(keys, as_index=False)["ms"].median()
-    return found.assign(part=found["module"].map(part_of))
+    medians = each.groupby(keys, as_index=False)["ms"].median()
+    return medians.assign(part=medians["module"].map(part_of))
 
 
 def part_of(module: str) -> str:
