@@ -2,12 +2,20 @@
 
 `grid` describes the cells, `execute` measures those that the log lacks, `results` reads the log's tables of a grid.
 `cell` and `timing` are one measurement, `process` and `cluster` run it, `runs` describes and records rows of the log.
+The names below are imported when they are first used, so that a child process starts without torch.
 """
 
-from workbench.sweep.cell import bundle_for
-from workbench.sweep.execute import done_cells, sweep
-from workbench.sweep.grid import RUN_AXES, Grid, cells, load_grid, make_grid
-from workbench.sweep.results import configurations, offered_machines, stored_tables, varied_axes
+from importlib import import_module
 
-__all__ = ["RUN_AXES", "Grid", "bundle_for", "cells", "configurations", "done_cells", "load_grid", "make_grid", "offered_machines",
-           "stored_tables", "sweep", "varied_axes"]  # fmt: skip
+_MODULES = {
+    "RUN_AXES": "grid", "Grid": "grid", "cells": "grid", "load_grid": "grid", "make_grid": "grid",
+    "bundle_for": "cell", "done_cells": "execute", "sweep": "execute",
+    "configurations": "results", "offered_machines": "results", "stored_tables": "results", "varied_axes": "results",
+}  # fmt: skip
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -23,7 +23,7 @@ class Cluster:
     """The workers of a Dask scheduler."""
 
     def __init__(self, client):
-        self.client, self.addresses = client, []
+        self.client, self.indices = client, {}
 
     def environments(self) -> list[dict]:
         """`log.environment` of every worker."""
@@ -41,45 +41,41 @@ class Cluster:
         while waiting or pending:
             while waiting and len(pending) < self._capacity():
                 job = waiting.popleft()
-                pending[future := self._submit(job, run)] = job
+                key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
+                future = self.client.submit(_on_worker, run, job, dict(self.indices), key=key, pure=False,
+                                            resources={RESOURCE: 1}, retries=0)  # fmt: skip
+                pending[future] = job
                 completed.add(future)
             future = next(completed)
             job, problem = pending.pop(future), future.exception()
             if problem is None:
                 yield job, future.result(), True
                 continue
-            again = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
-            if again:
+            retry = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
+            if retry:
                 waiting.appendleft(job | {"attempt": job["attempt"] + 1})
-            yield job, _failed_files(job, problem, failed, self.addresses), not again
+            yield job, _failed_files(job, problem, failed, self.indices), not retry
 
     def _capacity(self) -> int:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        self.addresses += sorted(workers.keys() - set(self.addresses))
+        for address in sorted(workers):
+            self.indices.setdefault(address, len(self.indices))
         return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()), 1)
 
-    def _submit(self, job: dict, run: Callable):
-        key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
-        return self.client.submit(_on_worker, run, job, list(self.addresses), key=key, pure=False, resources={RESOURCE: 1}, retries=0)
 
-
-def _on_worker(run: Callable[[dict], dict], job: dict, addresses: list[str]) -> dict:
+def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) -> dict:
     """On a worker: runs a job that names its worker by an index, since an address names the host."""
     from distributed import get_worker
 
-    return run(job | {"worker": _index(get_worker().address, addresses)})
+    return run(job | {"worker": indices.get(get_worker().address)})
 
 
-def _index(address: str | None, addresses: list[str]) -> int | None:
-    return addresses.index(address) if address in addresses else None
-
-
-def _failed_files(job: dict, problem: Exception, failed: Callable, addresses: list[str]) -> dict[str, bytes]:
+def _failed_files(job: dict, problem: Exception, failed: Callable, indices: dict[str, int]) -> dict[str, bytes]:
     """The log files of a job that returned none."""
     reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
+    worker = getattr(getattr(problem, "last_worker", None), "address", None)
     with tempfile.TemporaryDirectory() as root:
-        worker = getattr(getattr(problem, "last_worker", None), "address", None)
-        failed(job | {"root": root, "worker": _index(worker, addresses)}, f"attempt {job['attempt']}: {reason}")
+        failed(job | {"root": root, "worker": indices.get(worker)}, f"attempt {job['attempt']}: {reason}")
         return log.files(root)
 
 
