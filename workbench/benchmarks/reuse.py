@@ -86,12 +86,13 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
         "save": (fp16.bytes, lambda: store.save("fp16", snapshot)), "file written": (fp16.bytes, lambda: _plain_write(plain, payload)),
         "read": (fp16.bytes, lambda: (store.cool(), store.load("fp16"))), "file read": (fp16.bytes, plain.read_bytes),
     }  # fmt: skip
-    rate = lambda amount, action: amount / seconds(action)  # noqa: E731
+    rate = lambda size, action: size / seconds(action)  # noqa: E731
     speeds = in_turn({name: partial(rate, *action) for name, action in actions.items()}, 4 * rounds + 1)
     pairs = {"restore": "copy", "snapshot": "copy", "save": "file written", "read": "file read"}
-    error = bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes]) | {"error": q4.error}
-    first_left_out = {name: rates[1:] for name, rates in speeds.items()}
-    return [error, *(bench_row(name, first_left_out[name], "bytes/s", peer, first_left_out[peer]) for name, peer in pairs.items())]
+    rows = [bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes]) | {"error": q4.error}]
+    for name, peer in pairs.items():  # without the first round
+        rows.append(bench_row(name, speeds[name][1:], "bytes/s", peer, speeds[peer][1:]))
+    return rows
 
 
 def _plain_write(path: Path, payload: bytes) -> None:

@@ -93,7 +93,7 @@ def machine_name(run: Mapping) -> str:
     rounded to GiB, since systems report a few pages more or less.
     """
     chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
-    words = [chip or "unknown chip", model, memory and f"{round(int(memory) / 2**30)} GiB", cores and f"{int(cores)} cores"]
+    words = [chip or "unknown chip", model, memory and f"{round(memory / 2**30)} GiB", cores and f"{int(cores)} cores"]
     return ", ".join(str(word) for word in words if word)
 
 

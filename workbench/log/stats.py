@@ -133,8 +133,8 @@ def _settings(run: pd.Series) -> dict:
     for name in sorted(JSON_COLUMNS & row.keys()):
         row |= {f"{name}.{key}": value for key, value in json.loads(row.pop(name)).items()}
     for name in ("config.export", "config.run"):  # most of it has columns of its own
-        more = row.pop(name, None) or {}
-        row |= {f"{name}.{key}": value for key, value in more.items() if key not in SCHEMAS["runs"].names}
+        items = (row.pop(name, None) or {}).items()
+        row |= {f"{name}.{key}": value for key, value in items if key not in SCHEMAS["runs"].names}
     return {name: value for name, value in row.items() if name not in _INCIDENTAL}
 
 

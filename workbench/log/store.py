@@ -81,9 +81,7 @@ def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: P
     if path.exists() or (shipped / path.name).exists():
         raise InputError(f"log table {table}", f"run {run_id} written already", "one file per run", "use a new run id")
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = pa.BufferOutputStream()
-    pq.write_table(data, buffer)
-    write_whole(path, buffer.getvalue())
+    write_whole(path, lambda file: pq.write_table(data, file))
     return path
 
 
