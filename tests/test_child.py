@@ -123,7 +123,7 @@ def test_a_thread_left_behind_does_not_hold_the_answer(module):
 
 
 def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
-    code = f"from workbench import child; child.call('called:sleeps', {{'pid': {str(tmp_path / 'pid')!r}}})"
+    code = f"from workbench.sweep import process; process.call('called:sleeps', {{'pid': {str(tmp_path / 'pid')!r}}})"
     caller = subprocess.Popen([sys.executable, "-c", code])
     while not ((pid := tmp_path / "pid").exists() and pid.read_text()):
         time.sleep(0.02)

@@ -10,6 +10,7 @@ from workbench import log, sweep
 from workbench.bundle import Options
 from workbench.export import options
 from workbench.sweep import runs
+from workbench.sweep.grid import Run
 from workbench.widgets import Explorer
 
 OTHER = {
@@ -65,7 +66,7 @@ FIRST: dict = {}
 
 def test_every_option_has_a_column_and_another_value_here():
     assert runs.OPTIONS == tuple(Options.model_fields) and set(OTHER) == set(Options.model_fields)
-    run = sweep.Run.model_fields.keys() - {
+    run = Run.model_fields.keys() - {
         "repetitions",
         "rounds",
         "cool_down_s",

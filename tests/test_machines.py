@@ -9,10 +9,10 @@ from synthetic import FAST, FAST_NAME, SLOW, SLOW_NAME, add
 
 from workbench import log, plots, report, sweep
 from workbench.errors import InputError
-from workbench.log import machines
+from workbench.log.machine import machine_name, machine_names, with_machines
 from workbench.models.checkpoint import Checkpoint
-from workbench.report import tables
-from workbench.sweep import runs
+from workbench.report import tables, writeup
+from workbench.sweep import cell, runs
 from workbench.widgets import Compare, Explorer
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -235,7 +235,7 @@ def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path,
         )
         return log.files(tmp_path / "new")
 
-    monkeypatch.setattr(sweep.cell_, "run", measure)
+    monkeypatch.setattr(cell, "run_cell", measure)
     for machine, count in ((SLOW, 0), (SLOW | {"memory_bytes": 16 << 30}, 1)):
         monkeypatch.setattr(log, "environment", lambda machine=machine: dict(machine))
         assert (
@@ -295,7 +295,7 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
         listed = log.load(
             "runs", root, {"run_id": [run_id for _, run_id in made.controls["a"].options]}
         )
-        assert set(machines.with_names(listed)["machine"]) == {machine}
+        assert set(with_machines(listed)["machine"]) == {machine}
         for said in (
             "compress fp16",
             "compress int8-tensor",
@@ -315,7 +315,7 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
 
 
 def test_two_machines_are_not_compared(root):
-    found = machines.with_names(
+    found = with_machines(
         log.load("runs", root).query("os_build == '24B83'").sort_values("run_id")
     )
     slow, fast = (found.loc[found["machine"] == name, "run_id"].iloc[-1] for name in NAMES)
@@ -346,7 +346,7 @@ def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
                 number=2 * number + (machine is FAST),
                 checkpoint_hash=HASH,
             )
-    found = machines.with_names(log.load("runs", tmp_path))
+    found = with_machines(log.load("runs", tmp_path))
     a, b = (
         found[(found["machine"] == SLOW_NAME) & (found["T"] == 1)]["run_id"].iloc[0],
         found[(found["machine"] == SLOW_NAME) & (found["T"] == 2)]["run_id"].iloc[0],
@@ -355,8 +355,8 @@ def test_runs_of_two_machines_do_not_repeat_each_other(tmp_path):
 
 
 def test_the_report_s_speeds_stand_under_their_machine(root):
-    every = machines.with_names(log.load("runs", root))
-    text = report._speed(log.load("runs", root), root)
+    every = with_machines(log.load("runs", root))
+    text = writeup._speed(log.load("runs", root), root)
     slow, fast = text.index(SLOW_NAME), text.index(FAST_NAME)
     first, second = sorted((slow, fast))
     parts = {NAMES[slow > fast]: text[first:second], NAMES[slow < fast]: text[second:]}
@@ -373,11 +373,11 @@ def test_a_grid_of_a_user_has_an_experiment_of_its_own():
     "run", [{"chip": None, "model": None, "memory_bytes": None, "cores": None}, {"chip": "x"}]
 )
 def test_a_machine_of_which_little_is_known_has_a_name(run):
-    assert machines.name(run) and "None" not in machines.name(run)
+    assert machine_name(run) and "None" not in machine_name(run)
 
 
 def test_tables_of_one_machine_can_be_asked_for_by_name(root):
-    assert machines.names(runs.listing("34", root)) == [FAST_NAME, SLOW_NAME]
+    assert machine_names(runs.listing("34", root)) == [FAST_NAME, SLOW_NAME]
 
 
 def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):

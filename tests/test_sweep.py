@@ -13,8 +13,9 @@ import yaml
 
 from workbench import log, sweep
 from workbench.errors import InputError
-from workbench.log import machines
-from workbench.sweep import cell
+from workbench.log.machine import with_machines
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import cell, execute
 
 
 def test_every_cell_is_logged_with_raw_samples(swept):
@@ -66,15 +67,15 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     elsewhere = log.environment() | {"chip": "another chip"}
     monkeypatch.setattr(log, "environment", lambda: elsewhere)
     assert sweep.done_cells(root) == set()
-    named = machines.with_names(log.load("runs", root))[["machine", "software"]]
+    named = with_machines(log.load("runs", root))[["machine", "software"]]
     assert len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
 
 
 def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(swept, grid, tmp_path, monkeypatch):
     (tmp_path / "crashing.py").write_text(
-        "import os, signal, sys\nfrom workbench import cell\n\n"
+        "import os, signal, sys\nfrom workbench.sweep import cell\n\n"
         "def measure(job):\n    if job['run']['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.measure(job)\n")  # fmt: skip
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.measure_cell(job)\n")  # fmt: skip
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     small = sweep.make_grid(grid | {"run": grid["run"] | {"T": [1, 4]}})
     counts = sweep.sweep(small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False, measure="crashing:measure")
@@ -127,7 +128,7 @@ def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
 
 def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid, tmp_path):
     made = sweep.make_grid(grid)
-    job = sweep._job(next(sweep.cells(made)), made, sweep.Checkpoint(grid["checkpoint"]), tmp_path, here=True)
+    job = execute._job(next(sweep.cells(made)), made, Checkpoint(grid["checkpoint"]), tmp_path, here=True)
     with pytest.raises(InputError, match="copy the same checkpoint"):
         cell.prepare(job | {"checkpoint_hash": "0" * 64})
 
@@ -168,7 +169,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_p
 
 
 def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(grid, tmp_path, monkeypatch):
-    monkeypatch.setattr(cell, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(cell, "run_cell", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="needs a folder that can be written"):
         sweep.sweep(sweep.make_grid(grid), root=tmp_path / "file" / "log", progress=False)

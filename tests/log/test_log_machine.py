@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from workbench import log
-from workbench.log import machine, machines
+from workbench.log import machine
 
 MAC = {
     "sysctl": 'case "$2" in machdep.cpu.brand_string) echo "Apple M4 Max";; hw.model) echo Mac16,5;; *) exit 1;; esac',
@@ -43,7 +43,7 @@ def test_a_mac_is_read_through_its_own_commands(commands):
     commands(MAC)
     here = log.environment()
     assert (here["chip"], here["model"], here["os_build"]) == ("Apple M4 Max", "Mac16,5", "24F74")
-    assert machines.name(here | {"memory_bytes": (64 << 30) - 4096, "cores": 16}) == "Apple M4 Max, Mac16,5, 64 GiB, 16 cores"
+    assert machine.machine_name(here | {"memory_bytes": (64 << 30) - 4096, "cores": 16}) == "Apple M4 Max, Mac16,5, 64 GiB, 16 cores"
     assert (here["power_source"], here["thermal"]) == ("Battery Power", "CPU_Speed_Limit = 100")
 
 

@@ -108,7 +108,7 @@ def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
     assert set(found.measures["phase"]) == {"call", "head", "host", "layer"} and (found.measures["low"] > 1).all()
     assert found.measures["ratio"].between(1.04, 1.16).all() and (found.measures[["n_a", "n_b"]] == 6).all(axis=None)
     same = log.compare(*repeated(tmp_path / "same", seed), tmp_path / "same")
-    assert same.measures.empty and same.hidden == 4
+    assert same.measures.empty and same.indistinguishable == 4
 
 
 @pytest.mark.parametrize(("rounds", "interleaved"), [(2, True), (6, False)])
@@ -142,7 +142,7 @@ def test_comparing_turns_the_ratio_round(tmp_path):
 def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path, values_a, values_b, note):
     a, b = logged(tmp_path, samples(values_a)), logged(tmp_path, samples(values_b))
     found = log.compare(a, b, tmp_path)
-    assert found.measures["note"].tolist() == [note] and found.hidden == 0
+    assert found.measures["note"].tolist() == [note] and found.indistinguishable == 0
     assert found.measures[["low", "high"]].isna().all(axis=None)
 
 

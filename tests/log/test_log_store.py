@@ -21,14 +21,15 @@ from hypothesis import strategies as st
 
 from workbench import log
 from workbench.errors import InputError
-from workbench.log import cache, machines
+from workbench.log import cache
 from workbench.log import schema as tables
+from workbench.log.machine import machine_name
 
 LAYER = {"layer": 0, "layer_ms": 1.5}
 
 WRITER = """
 import sys
-from workbench import log, machines
+from workbench import log
 rows = [{"layer": i, "layer_ms": i / 2, "n": 64} for i in range(64)]
 for _ in range(int(sys.argv[2])):
     log.append("layers", rows, sys.argv[1])
@@ -188,7 +189,7 @@ def test_a_run_is_listed_only_when_its_tables_are_there(tmp_path, monkeypatch):
     log.append("runs", {"status": "ok"}, tmp_path / "a", "r")
     log.append("layers", LAYER, tmp_path / "a", "r")
     written = []
-    monkeypatch.setattr(log.store, "_write_whole", lambda data, path: written.append(path.parent.name))
+    monkeypatch.setattr(log.store, "write_whole", lambda path, data: written.append(path.parent.name))
     log.adopt(log.files(tmp_path / "a"), tmp_path / "b")
     assert written == ["layers", "runs"]
 
@@ -462,7 +463,7 @@ def test_a_sweep_s_run_of_the_first_version_has_its_settings_as_columns(tmp_path
     assert [old[name] for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")] == ["range", "mask", 1, 64, 24, hints]
     assert (old["model"], old["cores"], old["chip"], old["T"]) == (None, None, "AMD EPYC", 1)
     assert (frame.loc["young", "t"], frame.loc["young", "cores"]) == ("fixed", 8)
-    assert machines.name(old) == "AMD EPYC, 24 GiB"
+    assert machine_name(old) == "AMD EPYC, 24 GiB"
 
 
 @pytest.mark.parametrize("config", [None, "{}", '{"export": null, "run": null}'])

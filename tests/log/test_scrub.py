@@ -8,7 +8,8 @@ import pytest
 
 from workbench import log, sweep
 from workbench.log.scrub import SOURCE, scrubbed
-from workbench.sweep import cell, process, runs
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import cell, execute, process, runs
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_what_is_nested_is_reached_and_what_is_no_text_is_left(monkeypatch):
 
 
 def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch):
-    """As it comes out of `cell.run`, whatever the child wrote on its stderr."""
+    """As it comes out of `cell.run_cell`, whatever the child wrote on its stderr."""
     grid = sweep.make_grid(
         {"checkpoint": str(SOURCE / "data" / "tiny-llama"), "export": {"max_seq_len": [16]}}
     )
@@ -64,10 +65,10 @@ def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch
     monkeypatch.setattr(
         process, "call", lambda *_, **__: process.Outcome(None, said, (said, "/Users/jane/x"))
     )
-    job = sweep._job(
+    job = execute._job(
         next(sweep.cells(grid)),
         grid,
-        sweep.Checkpoint(grid.checkpoint),
+        Checkpoint(grid.checkpoint),
         tmp_path / "bundles",
         here=True,
     )

@@ -427,11 +427,11 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(bundle, sourc
     """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr, and at
     T = 3 Core ML complains and runs all the same, elsewhere than it was told to."""
     (tmp_path / "on_shim.py").write_text(
-        "import os, signal, sys\nfrom workbench import cell\nfrom workbench.runtime import shim\n\n"
+        "import os, signal, sys\nfrom workbench.sweep import cell\nfrom workbench.runtime import shim\n\n"
         "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"
         "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
-        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure(job)\n")  # fmt: skip
+        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure_cell(job)\n")  # fmt: skip
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16], "t_max": [3]},
                             "run": {"T": [1, 2, 3], "n_gen": 2, "repetitions": 1, "runtime": ["coreml"], "compute_units": ["CPU_ONLY"],

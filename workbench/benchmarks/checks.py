@@ -1,12 +1,14 @@
-"""What looking costs: a trace against a plain decode step, a validation against one Hugging Face forward.
+"""The cost of checks: a trace against a plain decode step, a validation against one Hugging Face forward.
 
-A bundle and its checkpoint in, rows of `workbench bench` out; nothing is judged. Loading is not timed.
+A bundle and its checkpoint in, rows of `workbench bench` out. Loading is not timed.
 """
+
+from functools import partial
 
 import numpy as np
 import torch
 
-from workbench.benchmarks.decode import bench_row, seconds
+from workbench.benchmarks.stopwatch import bench_row, in_turn, seconds
 from workbench.bundle import Bundle
 from workbench.check import golden, validate
 from workbench.decode import Decoder
@@ -18,35 +20,39 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
     """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one arithmetic, and, per
     token of a call of T, all that `workbench trace` does (exact, declared, narrow, and where declared leaves exact)."""
     decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
-    ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, depth + T).tolist()
-    calls = {"plain": lambda: decoders["declared"].decode_one_token(ids[0]),
-             "declared": lambda: trace.trace_ranges({"declared": decoders["declared"]}, ids[:1]),
+    declared, ids = decoders["declared"], _ids(bundle, depth + T)
+
+    def sample(call) -> float:
+        for decoder in decoders.values():
+            decoder.begin()
+            decoder.prefill(ids[:depth])
+        return seconds(call) * 1e3
+
+    calls = {"plain": lambda: declared.decode_one_token(ids[0]),
+             "declared": lambda: trace.trace_ranges({"declared": declared}, ids[:1]),
              "whole": lambda: trace.trace_ranges(decoders, ids[depth:], T)}  # fmt: skip
-    samples = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            for decoder in decoders.values():
-                decoder.begin()
-                decoder.prefill(ids[:depth])
-            samples[name].append(seconds(call) * 1e3)
-    per_token = [ms / T for ms in samples["whole"]]
-    return [bench_row("trace_declared_ms", samples["declared"], "ms", "plain decode step", samples["plain"]),
-            bench_row("trace_ms_per_token", per_token, "ms", "plain decode step", samples["plain"])]  # fmt: skip
+    samples = in_turn({name: partial(sample, call) for name, call in calls.items()}, rounds)
+    measured = {"trace_declared_ms": samples["declared"], "trace_ms_per_token": [ms / T for ms in samples["whole"]]}
+    return [bench_row(name, values, "ms", "plain decode step", samples["plain"]) for name, values in measured.items()]
 
 
 def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3) -> list[dict]:
     """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
     same tokens."""
-    ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, positions).tolist()
+    ids = _ids(bundle, positions)
     reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable", fast=False)
     model = golden.whole_prompt(checkpoint)
 
-    def forward():
-        with torch.inference_mode():
-            model(torch.tensor([ids]))
+    @torch.inference_mode()
+    def forward() -> float:
+        return seconds(lambda: model(torch.tensor([ids]))) * 1e3
 
     forward()
-    peers = [seconds(forward) * 1e3 for _ in range(rounds)]
+    peers = [forward() for _ in range(rounds)]
     value = seconds(lambda: validate.validate(decoder, reference, Ts)) * 1e3
-    peers += [seconds(forward) * 1e3 for _ in range(rounds)]
+    peers += [forward() for _ in range(rounds)]
     return [bench_row("validate_ms", [value], "ms", f"one Hugging Face forward over {positions} tokens", peers)]
+
+
+def _ids(bundle: Bundle, count: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()

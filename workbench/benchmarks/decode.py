@@ -1,4 +1,4 @@
-"""Benchmarks with their peers in the same run, interleaved; medians of raw samples, nothing judged here.
+"""Benchmarks with their peers in the same run, interleaved; medians of raw samples.
 
 Numbers are those of the machine that ran them. See docs for what each one leaves out.
 """
@@ -6,14 +6,16 @@ Numbers are those of the machine that ran them. See docs for what each one leave
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import miltorch
 from workbench.ane.memory import peak_rss
+from workbench.benchmarks.stopwatch import apart, bench_row, in_turn, seconds
 from workbench.bundle import Bundle
 from workbench.decode import Decoder
 from workbench.sweep import timing
@@ -22,17 +24,8 @@ from workbench.sweep import timing
 ZAYA_LAYER = dict(hidden_size=2048, num_attention_heads=8, num_key_value_heads=2, head_dim=128, num_experts=16,
                   moe_intermediate_size=2048, router_hidden_size=256, vocab_size=4096)  # fmt: skip
 
-
 DEPTHS = (64, 448)
 STEPS = 8  # timed calls of one contestant in one round
-
-
-def bench_row(name: str, values: list[float], unit: str, peer: str | None = None, peer_values: list[float] = ()) -> dict:
-    """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer for rates)."""
-    value, other = statistics.median(values), statistics.median(peer_values) if peer else None
-    ratio = None if other is None else value / other if unit.endswith("/s") else other / value
-    return {"name": name, "value": value, "unit": unit, "peer": peer, "peer_value": other, "ratio": ratio,
-            "n": len(values), "samples": values, "peer_samples": list(peer_values)}  # fmt: skip
 
 
 def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
@@ -47,24 +40,24 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         bandwidth (`floor`), the seconds it loads, and its peak memory in a process of its own, bytes.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
-    S = next(iter(bundles.values())).manifest.options.max_seq_len
+    first = next(iter(bundles.values()))
+    Decoder(first, "portable")  # import first, so that load time excludes it
     contestants, loading = {}, {}
-    Decoder(next(iter(bundles.values())), "portable")  # imports apart
     for name, bundle in bundles.items():
         start = time.perf_counter()
-        contestants[name] = _ours(Decoder(bundle, "portable"))
+        contestants[name] = partial(_our_step, Decoder(bundle, "portable"))
         loading[name] = time.perf_counter() - start
-    for name, dtype in (("HF fp16", torch.float16), ("HF fp32", torch.float32)):
-        contestants[name] = _peer(checkpoint, dtype, S)
-    samples: dict[tuple, list[float]] = {(name, depth): [] for name in contestants for depth in DEPTHS}
-    for _ in range(rounds):
-        for (name, depth), found in samples.items():
-            step = contestants[name](depth)
-            step()
-            found.append(statistics.median(seconds(step) for _ in range(STEPS)))
-    rates = {key: [1 / s for s in found] for key, found in samples.items()}
+    peers = {"HF fp16": torch.float16, "HF fp32": torch.float32}
+    contestants |= {name: _peer(checkpoint, dtype, first.manifest.options.max_seq_len) for name, dtype in peers.items()}
+
+    def rate(name: str, depth: int) -> float:
+        step = contestants[name](depth)
+        step()
+        return 1 / statistics.median(seconds(step) for _ in range(STEPS))
+
+    rates = in_turn({key: partial(rate, *key) for key in product(contestants, DEPTHS)}, rounds)
     rows = [bench_row(f"{name} at {depth}", rates[name, depth], "tok/s", peer, rates[peer, depth])
-            for name in bundles for depth in DEPTHS for peer in ("HF fp16", "HF fp32")]  # fmt: skip
+            for name, depth, peer in product(bundles, DEPTHS, peers)]  # fmt: skip
     bandwidth = [read_bandwidth() for _ in range(3)]
     for name, bundle in bundles.items():
         read = sum(shard.bytes for shard in bundle.manifest.shards)  # a step of a dense bundle reads every shard
@@ -81,37 +74,34 @@ def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096),
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     decoders = {S: Decoder(make(S), "portable") for S in sizes}
-    calls = {(S, 1): S - 2 for S in sizes} | {(sizes[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
-    samples: dict[tuple, list[float]] = {key: [] for key in calls}
-    for _ in range(rounds):
-        for (S, T), depth in calls.items():
-            step = _ours(decoders[S], T)(depth)
-            step()
-            samples[S, T].append(seconds(step) * 1e3)
-    base = samples[sizes[0], 1]
-    return [bench_row(f"S={S} T={T} depth={calls[S, T]}", found, "ms", f"S={sizes[0]} T=1", base) for (S, T), found in samples.items()]
+    depths = {(S, 1): S - 2 for S in sizes} | {(sizes[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
+
+    def sample(S: int, T: int) -> float:
+        step = _our_step(decoders[S], depths[S, T], T)
+        step()
+        return seconds(step) * 1e3
+
+    samples = in_turn({key: partial(sample, *key) for key in depths}, rounds)
+    return [bench_row(f"S={S} T={T} depth={depths[S, T]}", values, "ms", f"S={sizes[0]} T=1", samples[sizes[0], 1])
+            for (S, T), values in samples.items()]  # fmt: skip
 
 
-def _ours(decoder: Decoder, T: int = 1) -> Callable[[int], Callable[[], object]]:
-    """depth → a step: T tokens from ids to logits. The cache is filled once; a step's position goes back afterwards."""
+def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
+    """A call of T tokens from ids to logits at `depth`. The cache is filled once; a step's position goes back afterwards."""
     ids = [[7] * T]
+    if int(decoder.offsets[0]) != depth:
+        decoder.begin()
+        decoder.prefill([7] * depth)
 
-    def at(depth: int):
-        if int(decoder.offsets[0]) != depth:
-            decoder.begin()
-            decoder.prefill([7] * depth)
+    def step():
+        decoder.logits(decoder.advance(ids, T)[:, :, -1:])
+        decoder.offsets = np.array([depth])
 
-        def step():
-            decoder.logits(decoder.advance(ids, T)[:, :, -1:])
-            decoder.offsets = np.array([depth])
-
-        return step
-
-    return at
+    return step
 
 
 def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Callable[[], object]]:
-    """As `_ours`, for Hugging Face's model with a static cache of S positions."""
+    """depth → a step as `_our_step`, for Hugging Face's model with a static cache of S positions."""
     from transformers import AutoModelForCausalLM, StaticCache
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
@@ -134,23 +124,10 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
     return at
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def read_bandwidth(size: int = 1 << 30) -> float:
     """Bytes per second at which this machine reads memory, on torch's threads: the best of several passes over `size`."""
     data = torch.ones(size // 8, dtype=torch.int64)
     return size / min(seconds(data.sum) for _ in range(5))
-
-
-def apart(function: Callable, *arguments):
-    """`function(*arguments)` in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def _peak(path: Path) -> int | None:
@@ -166,29 +143,28 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
         make: gives the bundle of one checkpoint for `moe` = dense or routed.
     """
     decoders = {kind: Decoder(make(kind), "portable", fast=False) for kind in ("dense", "routed")}
-    times: dict[str, list[float]] = {kind: [] for kind in decoders}
+    times = {kind: [] for kind in decoders}
     for round_ in range(rounds):
         for kind, decoder in decoders.items():
-            profiled = timing.profile(decoder, calls=calls, seed=round_)
-            times[kind].append(float(profiled[profiled["part"] == "moe"]["ms"].sum()))
-    read = {kind: moe_bytes(decoder.bundle) for kind, decoder in decoders.items()}
+            profile = timing.profile(decoder, calls=calls, seed=round_)
+            times[kind].append(float(profile[profile["part"] == "moe"]["ms"].sum()))
+    dense, routed = (moe_bytes(decoder.bundle) for decoder in decoders.values())
     return [bench_row("moe_ms_per_token", times["routed"], "ms", "dense", times["dense"]),
-            bench_row("moe_bytes_per_token", [read["routed"]], "bytes", "dense", [read["dense"]])]  # fmt: skip
+            bench_row("moe_bytes_per_token", [routed], "bytes", "dense", [dense])]  # fmt: skip
 
 
 def moe_bytes(bundle: Bundle) -> int:
     """Bytes of expert weights one token reads: every expert when dense, the largest one of each layer when routed."""
-    experts = bundle.shards("expert")
-    if experts:
-        layers = {s.layers[0] for s in experts}
-        return sum(max(_weights(bundle, s) for s in experts if s.layers[0] == layer) for layer in layers)
-    return sum(_weights(bundle, s) for s in bundle.shards("layers"))
+    largest = {}
+    for shard in bundle.shards("expert"):
+        layer = shard.layers[0]
+        largest[layer] = max(largest.get(layer, 0), _expert_bytes(bundle, shard))
+    return sum(largest.values()) or sum(_expert_bytes(bundle, shard) for shard in bundle.shards("layers"))
 
 
-def _weights(bundle: Bundle, shard) -> int:
+def _expert_bytes(bundle: Bundle, shard) -> int:
     """Stored bytes of the expert tensors in a shard."""
-    import miltorch
-
     names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
-    held = [op for op in miltorch.read(bundle.package(shard)).block.walk() if op.outputs and op.outputs[0][0] in names]
-    return sum(v.nbytes for op in held for v in op.inputs.values() if hasattr(v, "nbytes"))
+    ops = miltorch.read(bundle.package(shard)).block.walk()
+    values = [value for op in ops if op.outputs and op.outputs[0][0] in names for value in op.inputs.values()]
+    return sum(value.nbytes for value in values if hasattr(value, "nbytes"))

@@ -7,11 +7,11 @@ nothing is mapped from the checkpoint, which is read into buffers.
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from workbench.benchmarks.decode import ZAYA_LAYER, apart, bench_row
+from workbench.benchmarks.decode import ZAYA_LAYER
+from workbench.benchmarks.stopwatch import apart, bench_row, seconds
 from workbench.errors import InputError
 
 # transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of decoder layers
@@ -31,7 +31,7 @@ def model(family: str) -> tuple[dict, int]:
     return MODELS[family]
 
 
-def compare_exports(once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, chosen: dict) -> dict:
+def compare_exports(once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, options: dict) -> dict:
     """Rows of stamped export against the disk and, given `layers`, against plain export.
 
     Args:
@@ -43,27 +43,29 @@ def compare_exports(once: Callable, layers: Callable | None, source: Path, folde
     runs, floors = {mode: [] for mode in modes}, []
     for _ in range(rounds):
         for mode, plain in modes.items():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            _empty(folder)
             forget(source)
-            runs[mode].append(apart(once, str(source), str(folder / "bundle"), plain, chosen))
+            runs[mode].append(apart(once, str(source), str(folder / "bundle"), plain, options))
         floors.append(floor(source, folder / "floor.bin", runs["stamped"][-1]["bytes"]))
-    seconds = {mode: [run["seconds"] for run in found] for mode, found in runs.items()}
-    name, stamped = "_".join(["export", *chosen.values()]), runs["stamped"]
-    rows = [bench_row(f"{name}_seconds_over_templates", [r["seconds"] - r["split"]["template"] for r in stamped], "s", "disk",
-                [sum(f.values()) for f in floors])]  # fmt: skip
-    found = {"rows": rows, "same_bytes": None, "split": [r["split"] for r in stamped], "floor": floors,
-             "peak_rss_bytes": {mode: [r["peak_rss_bytes"] for r in found] for mode, found in runs.items()},
-             **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")}, "seconds": seconds}  # fmt: skip
+    times, peaks = ({mode: [run[key] for run in runs[mode]] for mode in modes} for key in ("seconds", "peak_rss_bytes"))
+    name, stamped = "_".join(["export", *options.values()]), runs["stamped"]
+    over_templates = [run["seconds"] - run["split"]["template"] for run in stamped]
+    rows = [bench_row(f"{name}_seconds_over_templates", over_templates, "s", "disk", [sum(f.values()) for f in floors])]
+    result = {"rows": rows, "same_bytes": None, "split": [run["split"] for run in stamped], "floor": floors,
+              "peak_rss_bytes": peaks, **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")}, "seconds": times}  # fmt: skip
     if layers:
-        shutil.rmtree(folder)
-        folder.mkdir()
-        single = apart(layers, str(source), str(folder / "bundle"), LAYERS, chosen)
-        rows += [bench_row(f"{name}_seconds", seconds["stamped"], "s", "plain", seconds["plain"]),
-                 bench_row(f"{name}_layer_seconds", single["stamped"], "s", "plain", single["plain"])]  # fmt: skip
-        found["same_bytes"] = len({run["identity"] for mode in modes for run in runs[mode]}) == 1
+        _empty(folder)
+        single = apart(layers, str(source), str(folder / "bundle"), LAYERS, options)
+        rows += [bench_row(f"{name}_{what}", values["stamped"], "s", "plain", values["plain"])
+                 for what, values in (("seconds", times), ("layer_seconds", single))]  # fmt: skip
+        result["same_bytes"] = len({run["identity"] for mode in modes for run in runs[mode]}) == 1
     shutil.rmtree(folder)
-    return found
+    return result
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def forget(source: Path) -> None:
@@ -77,15 +79,18 @@ def forget(source: Path) -> None:
 def floor(source: Path, target: Path, count: int) -> dict[str, float]:
     """Seconds to read the checkpoint once, and to write `count` bytes as the export writes them: without waiting for
     the device."""
+
+    def read():
+        for path in source.glob("*.safetensors"):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(BUFFER):
+                    pass
+
+    def write():
+        with target.open("wb", buffering=0) as file:
+            for at in range(0, count, len(BUFFER)):
+                file.write(BUFFER[: count - at])
+        target.unlink()
+
     forget(source)
-    start = time.perf_counter()
-    for path in source.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(BUFFER):
-                pass
-    read = time.perf_counter() - start
-    with target.open("wb", buffering=0) as file:
-        for at in range(0, count, len(BUFFER)):
-            file.write(BUFFER[: count - at])
-    target.unlink()
-    return {"read": read, "write": time.perf_counter() - start - read}
+    return {"read": seconds(read), "write": seconds(write)}

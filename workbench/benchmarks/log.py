@@ -1,11 +1,11 @@
-"""What loading a large log costs, against pandas reading the same folder; raw seconds, nothing judged."""
+"""What loading a large log costs, against pandas reading the same folder."""
 
-import time
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 
+from workbench.benchmarks.stopwatch import bench_row, in_turn, seconds
 from workbench.log import cache
 from workbench.log.machine import environment
 from workbench.log.store import append, load
@@ -16,24 +16,22 @@ def rows(root: Path, runs: int, rounds: int) -> list[dict]:
 
     The first time reads every file, as the peer does each time; a later load reads the gathered rows.
     """
-    here = environment() | {"status": "ok", "experiment": "bench", "command": "bench", "config": {"cell": "x" * 16}}
-    for i in range(len(list((root / "runs").glob("*.parquet"))), runs):
-        append("runs", here, root, f"run{i:06}")
-    first, again, peer = [], [], []
-    for _ in range(rounds):
-        (root / "runs" / cache.NAME).unlink(missing_ok=True)
-        first.append(_seconds(lambda: len(load("runs", root)) == runs))
-        again.append(_seconds(lambda: len(load("runs", root)) == runs))
-        peer.append(_seconds(lambda: len(pd.read_parquet(root / "runs")) == runs))
-    return [_log_row(name, values, peer) for name, values in (("log_load_first", first), ("log_load", again))]
+    folder = root / "runs"
+    row = environment() | {"status": "ok", "experiment": "bench", "command": "bench", "config": {"cell": "x" * 16}}
+    for i in range(len(list(folder.glob("*.parquet"))), runs):
+        append("runs", row, root, f"run{i:06}")
 
+    def load_log():
+        assert len(load("runs", root)) == runs
 
-def _seconds(whole) -> float:
-    start = time.perf_counter()
-    assert whole()
-    return time.perf_counter() - start
+    def load_peer():
+        assert len(pd.read_parquet(folder)) == runs
 
+    def first_load():
+        (folder / cache.NAME).unlink(missing_ok=True)
+        return seconds(load_log)
 
-def _log_row(name: str, values: list[float], peer: list[float]) -> dict:
-    return {"name": name, "value": median(values), "unit": "s", "peer": "pandas.read_parquet", "peer_value": median(peer),
-            "ratio": median(peer) / median(values), "n": len(values), "samples": values, "peer_samples": peer}  # fmt: skip
+    again, peer = (partial(seconds, load_all) for load_all in (load_log, load_peer))
+    samples = in_turn({"log_load_first": first_load, "log_load": again, "peer": peer}, rounds)
+    peer_samples = samples.pop("peer")
+    return [bench_row(name, values, "s", "pandas.read_parquet", peer_samples) for name, values in samples.items()]

@@ -1,5 +1,5 @@
-"""What a kept cache saves: time to the first token cold, warm and hot; bytes; bandwidths against a plain copy and a plain
-file. Every round times all of them in turn. Not timed: loading the bundle, the first token of a process.
+"""What a stored cache saves: time to the first token cold, warm and hot; bytes; bandwidths against a plain copy and a
+plain file. Every round times all of them in turn. Not timed: loading the bundle, the first token of a process.
 
 "warm" reads the snapshot from the file system, whose cache may hold it: it is a disk's time only when the disk is slow.
 """
@@ -8,19 +8,20 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from workbench.benchmarks.decode import bench_row, seconds
+from workbench.benchmarks.stopwatch import bench_row, in_turn, seconds
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.prompt_cache import Store
 
 
-def bench_reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048), rounds: int = 5, seed: int = 0,
-          progress: bool = False) -> list[dict]:  # fmt: skip
+def bench_reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048), rounds: int = 5,
+                progress: bool = False) -> list[dict]:  # fmt: skip
     """Rows of `workbench bench reuse`; a context of n means a prompt of n tokens, n − 1 of them in the store.
 
     Rows by context: `ttft_warm_ms_n`, `ttft_hot_ms_n` against cold. At the largest: `q4_bytes` against fp16;
@@ -32,31 +33,28 @@ def bench_reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 
     S = decoder.options.max_seq_len
     if max(contexts) > S or min(contexts) < 2:
         raise InputError("contexts", f"{list(contexts)}", f"2 to max_seq_len = {S} tokens", "export with a larger --max-seq-len")
-    rng, rows = np.random.default_rng(seed), []
+    rng, rows = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as folder:
         for n in tqdm(contexts, desc="bench reuse", unit="context", disable=not progress):
             store = Store(folder, decoder, hot_bytes=1 << 34)
-            ids = rng.integers(0, decoder.manifest.dims.V, n).tolist()
-            times = _ttft(decoder, store, ids, rounds)
+            times = _ttft(decoder, store, rng.integers(0, decoder.manifest.dims.V, n).tolist(), rounds)
             rows += [bench_row(f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"]) for kind in ("warm", "hot")]
-        rows += _bytes_and_bandwidths(decoder, store, rounds)
-    return rows
+        return rows + _bytes_and_bandwidths(decoder, store, rounds)
 
 
 def samples(rows: list[dict]) -> pd.DataFrame:
     """The raw times to the first token behind benchmark rows: ``temperature``, ``context``, ``ms``."""
-    found = []
-    for row_ in (r for r in rows if r["name"].startswith("ttft_")):
-        _, kind, _, context = row_["name"].split("_")
-        sides = [("cold", row_["peer_samples"])] * (kind == "warm") + [(kind, row_["samples"])]
-        found += [{"temperature": t, "context": int(context), "ms": ms} for t, values in sides for ms in values]
-    return pd.DataFrame(found)
+    times = []
+    for row in (r for r in rows if r["name"].startswith("ttft_")):
+        _, kind, _, context = row["name"].split("_")
+        sides = [("cold", row["peer_samples"])] * (kind == "warm") + [(kind, row["samples"])]
+        times += [(temperature, int(context), ms) for temperature, values in sides for ms in values]
+    return pd.DataFrame(times, columns=["temperature", "context", "ms"])
 
 
 def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[str, list[float]]:
     """ms from a prompt's ids to its first token, by temperature; the prefill that fills the store, one warm and one hot
     start go before."""
-    times: dict[str, list[float]] = {"cold": [], "warm": [], "hot": []}
     decoder.begin()
     decoder.prefill(ids[:-1])
     store.save("session", decoder.snapshot())
@@ -73,32 +71,28 @@ def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[s
         return elapsed
 
     first_token("warm"), first_token("hot")
-    for _ in range(rounds):
-        for temperature, kept in times.items():
-            kept.append(first_token(temperature))
-    return times
+    return in_turn({kind: partial(first_token, kind) for kind in ("cold", "warm", "hot")}, rounds)
 
 
 def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[dict]:
     snapshot = store.load("session")
-    saved = {format: store.save(format, snapshot, format) for format in ("fp16", "q4")}
+    fp16, q4 = (store.save(format, snapshot, format) for format in ("fp16", "q4"))
     decoder.begin(snapshot)
-    held = [np.zeros(entry.shape, np.float32) for state in decoder.states for entry in state.shard.states.values()]
-    size, file_size = sum(a.nbytes for a in held), saved["fp16"].bytes
-    payload, plain = os.urandom(file_size), store.folder / "plain"
+    arrays = [np.zeros(entry.shape, np.float32) for state in decoder.states for entry in state.shard.states.values()]
+    size, payload, plain = sum(a.nbytes for a in arrays), os.urandom(fp16.bytes), store.folder / "plain"
     actions = {
         "restore": (size, lambda: decoder.begin(snapshot)), "snapshot": (size, decoder.snapshot),
-        "copy": (size, lambda: [a.copy() for a in held]),
-        "save": (file_size, lambda: store.save("fp16", snapshot)), "file written": (file_size, lambda: _plain_write(plain, payload)),
-        "read": (file_size, lambda: (store.cool(), store.load("fp16"))), "file read": (file_size, plain.read_bytes),
+        "copy": (size, lambda: [a.copy() for a in arrays]),
+        "save": (fp16.bytes, lambda: store.save("fp16", snapshot)), "file written": (fp16.bytes, lambda: _plain_write(plain, payload)),
+        "read": (fp16.bytes, lambda: (store.cool(), store.load("fp16"))), "file read": (fp16.bytes, plain.read_bytes),
     }  # fmt: skip
-    speeds: dict[str, list[float]] = {name: [] for name in actions}
-    for round_ in range(4 * rounds + 1):
-        for name, (amount, act) in actions.items():
-            speeds[name] += [amount / seconds(act)] * (round_ > 0)
-    pairs = [("restore", "copy"), ("snapshot", "copy"), ("save", "file written"), ("read", "file read")]
-    error = bench_row("q4_bytes", [saved["q4"].bytes], "bytes", "fp16", [file_size]) | {"error": saved["q4"].error}
-    return [error, *(bench_row(name, speeds[name], "bytes/s", peer, speeds[peer]) for name, peer in pairs)]
+    rate = lambda size, action: size / seconds(action)  # noqa: E731
+    speeds = in_turn({name: partial(rate, *action) for name, action in actions.items()}, 4 * rounds + 1)
+    pairs = {"restore": "copy", "snapshot": "copy", "save": "file written", "read": "file read"}
+    rows = [bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes]) | {"error": q4.error}]
+    for name, peer in pairs.items():  # without the first round
+        rows.append(bench_row(name, speeds[name][1:], "bytes/s", peer, speeds[peer][1:]))
+    return rows
 
 
 def _plain_write(path: Path, payload: bytes) -> None:

@@ -340,10 +340,10 @@ def compare(run_a: str, run_b: str, root: Annotated[Path | None, typer.Option("-
 
     found = log.compare(run_a, run_b, root)
     measures = jsonlib.loads(found.measures.to_json(orient="records"))
-    result = {"settings": found.settings.to_dict("records"), "measures": measures, "hidden": found.hidden}
+    result = {"settings": found.settings.to_dict("records"), "measures": measures, "hidden": found.indistinguishable}
     shown = found.measures.dropna(axis="columns", how="all")
     show(result, json, [found.settings.to_string(index=False), "", shown.to_string(index=False, float_format="%.4g"),
-                        f"{found.hidden} measurements without a difference left out"])  # fmt: skip
+                        f"{found.indistinguishable} measurements without a difference left out"])  # fmt: skip
 
 
 @app.command()

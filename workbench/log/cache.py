@@ -1,18 +1,19 @@
 """A table's rows gathered in one file beside the many, so that ten thousand runs load as fast as one.
 
-Derived and disposable: it is believed only while every file it was made from is there unchanged, and a log without it, or
-with one that cannot be read or written, loads the same rows more slowly. Knows nothing of what the columns mean.
+The file is derived and disposable: it is used only while every file that its rows came from is there unchanged, and a log
+without it, or with one that cannot be read or written, loads the same rows more slowly.
 """
 
 import json
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.feather as feather
+
+from workbench.files import write_whole
 
 NAME, KEY = ".gathered", b"workbench.log.gathered"
 WORTH = 64  # files read one by one before it pays to gather them
@@ -26,10 +27,10 @@ def gathered(folder: Path, version: str, read: Callable[[list[Path]], pa.Table])
         read: the rows of some files, refusing what cannot be read.
     """
     files = _files(folder)
-    known, rows = _load(folder / NAME, version)
-    if not known.items() <= files.items():
-        known, rows = {}, None
-    new = [folder / name for name in files if name not in known]
+    cached, rows = _load(folder / NAME, version)
+    if not cached.items() <= files.items():
+        cached, rows = {}, None
+    new = [folder / name for name in files if name not in cached]
     added = read(new)
     together = (added if rows is None else pa.concat_tables([rows, added])).combine_chunks()  # a chunk per file is slow
     if len(new) >= WORTH:
@@ -41,8 +42,8 @@ def _files(folder: Path) -> dict[str, list[int]]:
     """Name → [bytes, time of change in ns] of every file of the table, by name."""
     if not folder.is_dir():
         return {}
-    found = (e for e in os.scandir(folder) if e.name.endswith(".parquet") and not e.name.startswith("."))
-    return {e.name: [e.stat().st_size, e.stat().st_mtime_ns] for e in sorted(found, key=lambda e: e.name)}
+    stats = {e.name: e.stat() for e in os.scandir(folder) if e.name.endswith(".parquet") and not e.name.startswith(".")}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())}
 
 
 def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
@@ -55,10 +56,8 @@ def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
 
 
 def _save(path: Path, version: str, files: dict, rows: pa.Table) -> None:
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    about = {KEY: json.dumps({"version": version, "files": files})}
+    rows = rows.replace_schema_metadata({KEY: json.dumps({"version": version, "files": files})})
     try:
-        feather.write_feather(rows.replace_schema_metadata(about), temporary, compression="zstd")
-        os.replace(temporary, path)
+        write_whole(path, lambda file: feather.write_feather(rows, file, compression="zstd"))
     except OSError:  # a read-only or full disk only costs time
-        temporary.unlink(missing_ok=True)
+        pass

@@ -1,21 +1,27 @@
-"""The machine and software that a run sees, as columns of the ``runs`` table.
+"""The machine and software that a run sees, as columns of the table `runs`, and the names by which rows are told apart:
+timings of two machines are never mixed.
 
-Asks the operating system and never guesses: what it does not tell is None. Knows nothing of runtimes: a chip's name
-does not say that a model ran on its Neural Engine.
+The operating system is asked and nothing is guessed: what it does not say is None. A chip's name does not say that a
+model ran on its Neural Engine.
 """
 
+import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import pandas as pd
 import psutil
 
+from workbench.errors import InputError
 from workbench.log.store import project_root
 
+MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
 _PACKAGES = ("workbench", "coremltools", "torch", "transformers", "numpy", "pandas", "pyarrow", "scipy")
 
 
@@ -39,16 +45,16 @@ def environment() -> dict:
 def _command_output(*command: str) -> str | None:
     """A command's output on one line; None where it does not exist, fails, takes over 10 s or says nothing."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
-    return " ".join(done.stdout.split()) or None
+    return " ".join(output.split()) or None
 
 
 def _proc_cpu() -> str | None:
     info = Path("/proc/cpuinfo")
-    found = info.is_file() and re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-    return found[1] if found else None
+    line = info.is_file() and re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
+    return line[1] if line else None
 
 
 def _dmi_model() -> str | None:
@@ -59,8 +65,8 @@ def _dmi_model() -> str | None:
 
 def _power_source() -> str | None:
     """``AC Power`` or ``Battery Power``, as macOS calls them."""
-    if found := re.search(r"drawing from '(.+?)'", _command_output("pmset", "-g", "batt") or ""):
-        return found[1]
+    if source := re.search(r"drawing from '(.+?)'", _command_output("pmset", "-g", "batt") or ""):
+        return source[1]
     battery = psutil.sensors_battery()
     return battery and {True: "AC Power", False: "Battery Power"}.get(battery.power_plugged)
 
@@ -78,3 +84,69 @@ def _package(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def machine_name(run: Mapping) -> str:
+    """A machine in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16 cores``.
+
+    Two rows of `runs` are of one machine when their names are equal. What a row does not say is left out; memory is
+    rounded to GiB, since systems report a few pages more or less.
+    """
+    chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
+    words = [chip or "unknown chip", model, memory and f"{round(memory / 2**30)} GiB", cores and f"{int(cores)} cores"]
+    return ", ".join(str(word) for word in words if word)
+
+
+def software_name(run: Mapping) -> str:
+    """What else decides a timing: the system's build, and the versions of coremltools and torch."""
+    versions = run.get("versions")
+    versions = json.loads(versions) if isinstance(versions, str) else versions if isinstance(versions, Mapping) else {}
+    words = [f"{package} {versions[package]}" for package in ("coremltools", "torch") if versions.get(package)]
+    return ", ".join([str(_value(run, "os_build") or "unknown build"), *words])
+
+
+def _value(run: Mapping, column: str):
+    """A value of a row of `runs`; None for every kind of null."""
+    value = run.get(column)
+    return None if pd.isna(value) else value
+
+
+def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
+    """Rows of `runs` with the columns `machine` and `software`."""
+    columns = [*MACHINE_COLUMNS, "os_build", "versions"]
+    rows = list(runs[columns].itertuples(index=False, name=None))
+    names = {row: (machine_name(run), software_name(run)) for row in set(rows) for run in [dict(zip(columns, row))]}
+    return runs.assign(machine=[names[row][0] for row in rows], software=[names[row][1] for row in rows])
+
+
+def machine_names(runs: pd.DataFrame) -> list[str]:
+    """The machines of some rows (see `with_machines`), the one of the newest run first."""
+    return runs.sort_values("run_id", ascending=False)["machine"].drop_duplicates().tolist()
+
+
+def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFrame:
+    """The rows of one machine (see `with_machines`): `machine`, else `here` if it has
+    rows, else that of the newest run.
+
+    Raises:
+        InputError: no row is of the machine named.
+    """
+    names = machine_names(runs)
+    if machine is not None and machine not in names:
+        raise InputError("machine", repr(machine), f"one of {'; '.join(names) or 'none, no run fits'}",
+                         "name one of these, or none for the default")  # fmt: skip
+    if not names:
+        return runs
+    return runs[runs["machine"] == (machine or (here if here in names else names[0]))]
+
+
+def only_machine(rows: pd.DataFrame) -> str:
+    """The one machine that the column `machine` of `rows` names; without such a column, "".
+
+    Raises:
+        ValueError: rows of several machines.
+    """
+    names = list(rows["machine"].dropna().unique()) if "machine" in rows else []
+    if len(names) > 1:
+        raise ValueError(f"rows of the machines {'; '.join(names)}; times are shown of one machine at a time")
+    return names[0] if names else ""

@@ -86,14 +86,13 @@ ALLOWED = {
 
 def _settings_of_config(runs: pa.Table) -> pa.Table:
     """`runs` from version 1 to 2: the settings that only a sweep's `config` held become columns."""
-    configs = [json.loads(text) if text else {} for text in runs["config"].to_pylist()]
+    configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
     export, run = ([config.get(part) or {} for config in configs] for part in ("export", "run"))
-    for name in ("t", "sliding"):
-        runs = runs.append_column(name, pa.array([found.get(name) for found in export], pa.string()))
-    for name in ("threads", "depth", "n_gen"):
-        runs = runs.append_column(name, pa.array([found.get(name) for found in run], pa.int64()))
-    hints = [json.dumps(found.get("hints", {}), sort_keys=True) if found and runtime == "coreml" else None
-             for found, runtime in zip(run, runs["runtime"].to_pylist())]  # fmt: skip
+    for options, names in ((export, ("t", "sliding")), (run, ("threads", "depth", "n_gen"))):
+        for name in names:
+            runs = runs.append_column(name, pa.array([row.get(name) for row in options]))
+    hints = [json.dumps(row.get("hints", {}), sort_keys=True) if row and runtime == "coreml" else None
+             for row, runtime in zip(run, runs["runtime"].to_pylist())]  # fmt: skip
     return runs.append_column("hints", pa.array(hints, pa.string()))
 
 

@@ -1,7 +1,6 @@
-"""Samples in, robust figures out: a summary of one or more runs, and an honest comparison of two.
+"""Robust figures of samples: a summary of one or more runs, and a comparison of two.
 
-Medians and median absolute deviations throughout, since timings have long tails. Nothing here decides what is good; it
-says what differs, by how much, and whether the samples can tell.
+Medians and median absolute deviations throughout, since timings have long tails.
 """
 
 import json
@@ -12,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.errors import InputError
-from workbench.log import machines
+from workbench.log.machine import with_machines
 from workbench.log.schema import JSON_COLUMNS, SCHEMAS
 from workbench.log.store import load
 
@@ -29,7 +28,7 @@ _SAME = ["setting", "commit", "versions", "platform", "machine", "os_build", "po
 def summary(samples: pd.DataFrame) -> pd.DataFrame:
     """One row per run and measurement of a ``samples`` frame, warm-ups left out.
 
-    Adds to ``run_id`` and the columns of `MEASURE`: ``median`` and ``mad`` in the measurement's unit, ``n``; ``drift``,
+    Adds to ``run_id`` and the columns of `MEASUREMENT`: ``median`` and ``mad`` in the measurement's unit, ``n``; ``drift``,
     the change from the first to the last sample as a fraction of the median (Theil–Sen slope); ``drifting``, true
     when that exceeds 5% and Kendall's tau is significant at 5% (five samples at least); ``unstable``, true when the
     largest value is more than 1.5 times the mean, pyperf's rule.
@@ -42,9 +41,9 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
 
 def flags(samples: pd.DataFrame) -> list[str]:
     """In words, what makes a run's own samples doubtful: whole calls and rates that drift, or have far outliers."""
-    found = summary(samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this"))
-    drifts = [f"{row.phase} drifts by {row.drift:+.0%}" for row in found[found["drifting"]].itertuples()]
-    return drifts + [f"{row.phase} is unstable" for row in found[found["unstable"]].itertuples()]
+    rows = summary(samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this"))
+    drifts = [f"{row.phase} drifts by {row.drift:+.0%}" for row in rows.itertuples() if row.drifting]
+    return drifts + [f"{row.phase} is unstable" for row in rows.itertuples() if row.unstable]
 
 
 def _timed(samples: pd.DataFrame) -> pd.DataFrame:
@@ -69,22 +68,22 @@ def _describe(values: np.ndarray) -> dict:
 class Comparison:
     """Two settings side by side, each with every run that repeats it.
 
-    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASURE` with ``n_a, n_b`` runs, the
+    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASUREMENT` with ``n_a, n_b`` runs, the
     medians over them ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``, and ``note`` where there
-    is no interval. `hidden`: how many measurements were left out because their interval holds 1.
+    is no interval. `indistinguishable`: how many measurements were left out because their interval holds 1.
     """
 
     settings: pd.DataFrame
     measures: pd.DataFrame
-    hidden: int
+    indistinguishable: int
 
 
 def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Comparison:
     """Compares what two logged runs stand for: each run with all that repeat its setting on the same machine and code.
 
     A run is one process, and processes differ by more than calls within one do, so runs are the evidence: one value
-    each, its median over repetitions. Fewer than three rounds in which both were measured answer "not enough runs",
-    and so does one measured after the other, since a machine that warms up meanwhile would look like a difference.
+    each, its median over repetitions. The note is "not enough runs" with fewer than three rounds in which both were measured,
+    and where one was measured after the other, since a machine that warms up meanwhile would look like a difference.
 
     Times of two machines are not compared: such measures have both medians, no ratio and the note "two machines".
 
@@ -92,14 +91,13 @@ def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Compariso
     hundred comparisons, however many measurements a comparison holds (Bonferroni). Raises InputError when the log lacks
     one of the runs.
     """
-    runs = machines.with_names(load("runs", root)).drop(columns="software")
+    runs = with_machines(load("runs", root)).drop(columns="software")
     a, b = (_repeats(run_id, runs) for run_id in (run_a, run_b))
     if set(a["run_id"]) & set(b["run_id"]):  # two runs of one setting: each stands for itself
         a, b = (runs[runs["run_id"] == run_id] for run_id in (run_a, run_b))
-    described = [_settings(group.loc[group["run_id"] == run_id].iloc[0]) for run_id, group in ((run_a, a), (run_b, b))]
-    names = [name for name in dict.fromkeys([*described[0], *described[1]]) if described[0].get(name) != described[1].get(name)]
-    differing = [(name, *(run.get(name) for run in described)) for name in names]
-    settings = pd.DataFrame(differing, columns=["setting", "a", "b"], dtype=object)
+    first, second = (_settings(runs[runs["run_id"] == run_id].iloc[0]) for run_id in (run_a, run_b))
+    pairs = [(name, first.get(name), second.get(name)) for name in first | second]
+    settings = pd.DataFrame([p for p in pairs if p[1] != p[2]], columns=["setting", "a", "b"], dtype=object)
     samples = [load("samples", root, {"run_id": group["run_id"].tolist()}) for group in (a, b)]
     measures = _ratios(*samples, rounds(a["run_id"].tolist(), b["run_id"].tolist()))
     if a["machine"].iloc[0] != b["machine"].iloc[0]:
@@ -117,14 +115,14 @@ def rounds(a: list[str], b: list[str]) -> int:
 
 def _repeats(run_id: str, runs: pd.DataFrame) -> pd.DataFrame:
     """The run and the good ones that repeat it: same setting, machine and code. A run without a setting repeats nothing."""
-    found = runs[runs["run_id"] == run_id]
-    if found.empty:
+    row = runs[runs["run_id"] == run_id]
+    if row.empty:
         raise InputError("run", run_id, "a run in the log", "list them with `workbench log`")
-    if found["setting"].isna().iloc[0]:
-        return found
+    if row["setting"].isna().all():
+        return row
     alike = runs[(runs["status"] == "ok") | (runs["run_id"] == run_id)]
     for name in _SAME:
-        value = found[name].iloc[0]
+        value = row[name].iloc[0]
         alike = alike[alike[name].isna() if pd.isna(value) else alike[name] == value]
     return alike
 
@@ -135,8 +133,8 @@ def _settings(run: pd.Series) -> dict:
     for name in sorted(JSON_COLUMNS & row.keys()):
         row |= {f"{name}.{key}": value for key, value in json.loads(row.pop(name)).items()}
     for name in ("config.export", "config.run"):  # most of it has columns of its own
-        more = row.pop(name, None) or {}
-        row |= {f"{name}.{key}": value for key, value in more.items() if key not in SCHEMAS["runs"].names}
+        items = (row.pop(name, None) or {}).items()
+        row |= {f"{name}.{key}": value for key, value in items if key not in SCHEMAS["runs"].names}
     return {name: value for name, value in row.items() if name not in _INCIDENTAL}
 
 
@@ -158,18 +156,18 @@ def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) -> dict:
-    row = {"n_a": len(a), "n_b": len(b), "median_a": np.nan, "median_b": np.nan, "ratio": np.nan}
-    row |= {"low": np.nan, "high": np.nan, "note": None}
-    row |= {f"median_{name}": np.median(values) for name, values in (("a", a), ("b", b)) if len(values)}
+    median_a, median_b = (np.median(values) if len(values) else np.nan for values in (a, b))
+    row = {"n_a": len(a), "n_b": len(b), "median_a": median_a, "median_b": median_b, "ratio": np.nan, "low": np.nan,
+           "high": np.nan, "note": None}  # fmt: skip
     if not (len(a) and len(b)):
         return row | {"note": "on one side only"}
     if min(a.min(), b.min()) <= 0:
         return row | {"note": "not positive"}
-    row["ratio"] = row["median_b"] / row["median_a"]
+    row["ratio"] = ratio = median_b / median_a
     if min(interleaved, len(a), len(b)) < MIN_ROUNDS:
         return row | {"note": "not enough runs"}
     if not (np.ptp(a) or np.ptp(b)):  # such as counts: no spread, nothing to infer
-        return row | {"low": row["ratio"], "high": row["ratio"]}
+        return row | {"low": ratio, "high": ratio}
     from scipy import stats
 
     interval = stats.ttest_ind(np.log(b), np.log(a)).confidence_interval(confidence)

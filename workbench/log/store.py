@@ -1,12 +1,11 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
 ``<root>/shipped`` is a log as well: the runs that came with the project. What is loaded from a log includes them, and
-only publishing writes there. Every value is checked against the table's schema before anything is
-written; files of an older version are lifted while they are read and never rewritten. Knows nothing of what the columns mean.
+only publishing writes there. Every value is checked against the table's schema before anything is written; files of
+an older version are lifted while they are read and never rewritten.
 """
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from workbench.errors import InputError
+from workbench.files import write_whole
 from workbench.log import cache
 from workbench.log import schema as tables
 from workbench.log.schema import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
@@ -81,9 +81,7 @@ def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: P
     if path.exists() or (shipped / path.name).exists():
         raise InputError(f"log table {table}", f"run {run_id} written already", "one file per run", "use a new run id")
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = pa.BufferOutputStream()
-    pq.write_table(data, buffer)
-    _write_whole(buffer.getvalue(), path)
+    write_whole(path, lambda file: pq.write_table(data, file))
     return path
 
 
@@ -102,13 +100,12 @@ def load(table: str, root: Path | str | None = None, where: Mapping | str | None
         raise InputError("log filter", repr(where), "columns and values, or a pandas query", "write for example {'T': 4}")
     keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
     if isinstance(where, Mapping) and where.get("run_id") is not None:  # a file is named after its run
-        paths = ([place / f"{i}.parquet" for place in folders] for i in _several(where["run_id"]))
-        own_first = [next(filter(Path.is_file, places), None) for places in paths]
-        found = _read([path for path in own_first if path], table)
+        own_first = ([folder / f"{run_id}.parquet" for folder in folders] for run_id in _several(where["run_id"]))
+        rows = _read([path for paths in own_first for path in list(filter(Path.is_file, paths))[:1]], table)
     else:
         version, read = _fingerprint(table), lambda paths: _read(paths, table)
-        found = _union(*(cache.gathered(place, version, read) for place in folders))
-    frame = found.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
+        rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
+    frame = rows.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
     return _query(frame, where) if isinstance(where, str) else frame
 
 
@@ -123,34 +120,35 @@ def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
 
 def files(root: Path | str) -> dict[str, bytes]:
     """Every file of the log at `root`: ``table/run_id.parquet`` → contents, what `adopt` takes."""
-    found = sorted(Path(root).glob("*/[!.]*.parquet"))
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in found}
+    paths = sorted(Path(root).glob("*/[!.]*.parquet"))
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
-def adopt(found: Mapping[str, bytes], root: Path | str | None = None) -> str:
+def adopt(contents: Mapping[str, bytes], root: Path | str | None = None) -> str:
     """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed is whole.
 
     Files that are there already are left alone, since a run's files never change. Returns the run id.
     """
-    for name, contents in sorted(found.items(), key=lambda item: item[0].startswith("runs/")):
+    for name in sorted(contents, key=lambda name: name.startswith("runs/")):
         table, _, file = name.partition("/")
         path = _folders(table, root)[0] / file
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _write_whole(contents, path)
+            write_whole(path, contents[name])
     return path.stem
 
 
 def _fingerprint(table: str) -> str:
-    """What gathered rows of this table must have been made with."""
+    """The version and the columns of a table, under which its rows are gathered."""
     return f"{tables.version(table)} {SCHEMAS[table].to_string()}"
 
 
 def _read(paths: Sequence[Path], table: str) -> pa.Table:
     """The rows of some files in the current schema; whatever cannot be read faithfully is refused by name."""
-    schema, versions = SCHEMAS[table], {path: _file_version(path, table) for path in paths}
-    current = [path for path, version in versions.items() if version == tables.version(table)]
-    older = [_migrated(path, table, version) for path, version in versions.items() if version < tables.version(table)]
+    schema, latest = SCHEMAS[table], tables.version(table)
+    versions = {path: _file_version(path, table) for path in paths}
+    current = [path for path, version in versions.items() if version == latest]
+    older = [_migrated(path, table, version) for path, version in versions.items() if version < latest]
     lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default").select(schema.names).cast(schema)
     return pa.concat_tables([lifted, ds.dataset(current, schema=schema, format="parquet").to_table()])
 
@@ -219,19 +217,6 @@ def _no_constant(name: str):
     raise ValueError(f"{name} is not JSON")
 
 
-def _write_whole(data: bytes | pa.Buffer, path: Path) -> None:
-    """Write to a dot-file beside the target, flush it to disk, rename: the target is whole or absent."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _file_version(path: Path, table: str) -> int:
     """The version that a file was written with; refuses whatever this code cannot read faithfully."""
     subject, latest = f"log file {path}", tables.version(table)
@@ -259,20 +244,19 @@ def _migrated(path: Path, table: str, version: int) -> pa.Table:
 def _expression(table: str, where: Mapping) -> ds.Expression:
     """Column → value or values, as one expression that filters files while they are read."""
     schema, keep = SCHEMAS[table], ds.scalar(True)
-    for name, wanted in where.items():
+    for name, value in where.items():
         if name not in schema.names:
             raise InputError(f"filter on {table}", f"column {name!r}", f"one of {schema.names}", "correct the name")
-        values = _several(wanted)
+        kind = schema.field(name).type
         try:
-            keep &= ds.field(name).isin(pa.array(values, schema.field(name).type))
+            keep &= ds.field(name).isin(pa.array(_several(value), kind))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            kind = str(schema.field(name).type)
-            raise InputError(f"filter on {table}, {name}", repr(wanted), f"type {kind}", "correct the value") from error
+            raise InputError(f"filter on {table}, {name}", repr(value), f"type {kind}", "correct the value") from error
     return keep
 
 
-def _several(wanted) -> list:
-    return list(wanted) if isinstance(wanted, (list, tuple, set)) else [wanted]
+def _several(value) -> list:
+    return list(value) if isinstance(value, (list, tuple, set)) else [value]
 
 
 # what pandas makes of a query that means nothing

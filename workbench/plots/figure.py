@@ -22,8 +22,6 @@ from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 
-from workbench.log import machines
-
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which colour-blind readers tell apart."""
 
@@ -110,8 +108,10 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
     Raises:
         ValueError: rows of several machines.
     """
-    machine = machines.only(data)
-    return f"{title}\n{machine}" if machine else title
+    machines = data["machine"].dropna().unique() if "machine" in data else []
+    if len(machines) > 1:
+        raise ValueError(f"rows of the machines {'; '.join(machines)}; times are shown of one machine at a time")
+    return f"{title}\n{machines[0]}" if len(machines) else title
 
 
 def unmeasured_key() -> Patch:

@@ -11,7 +11,7 @@ from workbench.ane.memory import Budget, kv_bytes
 from workbench.ane.placement import Placement
 from workbench.bundle import Bundle, Options
 from workbench.check.gates import Gate
-from workbench.log import machines
+from workbench.log.machine import only_machine
 
 _SIGNS = {"GREEN": "✓\N{NO-BREAK SPACE}GREEN", "RED": "✗\N{NO-BREAK SPACE}RED", "not_run": "–\N{NO-BREAK SPACE}not_run"}
 
@@ -105,7 +105,7 @@ def verdict_conclusion(bundle: Bundle, found: Iterable[Gate]) -> str:
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
-    machine = machines.only(pd.concat([rates, layers]))
+    machine = only_machine(pd.concat([rates, layers]))
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
     (s_best, t_best), best = median.idxmax(), median.max()
     lengths, Ts = (sorted(median.index.unique(n)) for n in ("max_seq_len", "T"))
@@ -126,7 +126,7 @@ _WAYS = ("runtime", "precision", "fast", "compute_units", "hints", "depth")
 def choice_conclusion(found: pd.DataFrame) -> str:
     """Which configuration of a sweep to take on its one machine, what the fastest of all would cost, and what each axis is
     worth."""
-    machine = machines.only(found)
+    machine = only_machine(found)
     passing = found[found["verdict"] == "GREEN"]
     if passing.empty:
         return f"None of {len(found)} configurations passes the gates."

@@ -20,7 +20,7 @@ import pandas as pd
 
 from workbench import log, plots
 from workbench.errors import InputError
-from workbench.log import machines
+from workbench.log.machine import machine_names, with_machines
 from workbench.sweep.runs import TIMES
 
 
@@ -253,7 +253,7 @@ def _notebook(runs: pd.DataFrame) -> dict:
 def _setup(runs: pd.DataFrame) -> str:
     columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "machine",
                "power_source"]  # fmt: skip
-    runs = machines.with_names(runs)
+    runs = with_machines(runs)
     rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
     rows += [(f"parameter {name}", str(value)) for name, value in _notebook(runs).get("parameters", {}).items()]
     table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])
@@ -301,8 +301,8 @@ def _verdicts(runs: pd.DataFrame) -> str:
 
 def _speed(runs: pd.DataFrame, root) -> str:
     """The speeds of each machine under its name: they are never put into one table."""
-    named = machines.with_names(runs[runs["command"] == "sweep"])
-    parts = [part for name in machines.names(named) if (part := _speed_of(named[named["machine"] == name], name, root))]
+    named = with_machines(runs[runs["command"] == "sweep"])
+    parts = [part for name in machine_names(named) if (part := _speed_of(named[named["machine"] == name], name, root))]
     return "\n\n".join(["## Speed", *parts]) if parts else ""
 
 

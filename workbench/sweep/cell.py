@@ -1,11 +1,10 @@
-"""One cell of a sweep, measured: a job (plain JSON values) in, the files of one logged run out.
+"""One cell of a sweep: a job (plain JSON values) in, the files of one logged run out.
 
-`run` is the whole of it and the same wherever it runs: it exports the bundle that is missing and measures, each in a
-fresh process, and gives back the log files of that one run, so that whoever asked writes them. What does not come to an
-end is a run too: status `failed`, the reason, and what Core ML said. Knows no grid and no scheduler.
+`run_cell` is the same wherever it runs: it exports the bundle that is missing and measures, each in a fresh process, and
+returns the log files of that one run, which the caller writes. A measurement that fails is a run too: status `failed`,
+the reason, and the end of its stderr.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,6 @@ import shutil
 import tempfile
 import time
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 from workbench import export as exporting
@@ -25,6 +23,7 @@ from workbench.check import golden
 from workbench.check.validate import validate
 from workbench.decode import Decoder
 from workbench.errors import InputError
+from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import process, runs, timing
 
@@ -54,19 +53,19 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
 
 
 def prepare(job: dict) -> None:
-    """In a child: makes the bundle of a job if it is not there yet."""
+    """In a child: exports the bundle of a job."""
     bundle_for(_checkpoint(job), Options(**job["options"]), _path(job).parent)
 
 
 def measure_cell(job: dict) -> None:
-    """In a child: loads the bundle, times it, judges it where the job says so, and logs the run into job["root"]."""
-    before, how = log.environment(), job["run"]
+    """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
+    before = runs.pick(log.environment(), "thermal", "power_source")
     bundle = Bundle.open(_path(job))
-    decoder = Decoder(bundle, **{name: how[name] for name in ("runtime", "precision", "fast", "compute_units", "hints")})
-    samples = timing.measure_speed(decoder, **{name: how[name] for name in ("T", "depth", "n_gen", "repetitions")})
+    decoder = Decoder(bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints"))
+    samples = timing.measure_speed(decoder, **runs.pick(job["run"], "T", "depth", "n_gen", "repetitions"))
     row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
     config = _config(job) | {"not_timed": timing.NOT_TIMED, "flags": log.flags(samples), "load_average": os.getloadavg()[0],
-                             "before": {name: before[name] for name in ("thermal", "power_source")}}  # fmt: skip
+                             "before": before}  # fmt: skip
     if lines := process.compiler_errors():  # it ran, and not where it was meant to
         row |= {"status": "invalid", "reason": lines[0]}
         config["stderr"] = lines
@@ -77,9 +76,9 @@ def measure_cell(job: dict) -> None:
             config["placement"] = str(problem)
     if job["judge_ids"]:
         reference = golden.stored_golden(_checkpoint(job), job["judge_ids"], _path(job).parent.with_name("golden"))
-        judged = validate(decoder, reference)
-        fidelity, row["verdict"] = judged.rows, judged.verdict
-        config["gates"] = [g.json() for g in judged.gates]
+        validation = validate(decoder, reference)
+        fidelity, row["verdict"] = validation.rows, validation.verdict
+        config["gates"] = [g.json() for g in validation.gates]
     runs.record_run(job["experiment"], row | {"config": config}, root=job["root"], fidelity=fidelity, samples=samples,
                 layers=timing.layer_table(samples, decoder))  # fmt: skip
 
@@ -92,28 +91,26 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
 
 
 def _identity(job: dict) -> dict:
-    counts = {name: job["run"][name] for name in ("threads", "T", "depth", "n_gen")}
-    return {"command": "sweep", "setting": job["setting"], "round": job["round"]} | counts
+    return {"command": "sweep"} | runs.pick(job, "setting", "round") | runs.pick(job["run"], *runs.COUNTS)
 
 
 def _config(job: dict) -> dict:
-    where = {"worker": job["worker"], "started": job["started"], "ended": time.time(), "attempt": job["attempt"]}
+    where = runs.pick(job, "worker", "started", "attempt") | {"ended": time.time()}
     return {"cell": job["cell"], "export": job["options"], "run": job["run"], "measured": where}
 
 
 def _checkpoint(job: dict) -> Checkpoint:
-    """The job's checkpoint on this machine: the path as given, or the same path in the project this process runs in."""
-    found = Checkpoint(find(job["checkpoint"], log.default_root()))
-    if found.sha256 != job["checkpoint_hash"]:
-        raise InputError(f"checkpoint {found.path}", found.sha256[:12], f"the sweep's, {job['checkpoint_hash'][:12]}",
+    """The job's checkpoint on this machine: its path, or the same path in the project that this process runs in."""
+    checkpoint = Checkpoint(find(job["checkpoint"], log.default_root()))
+    if checkpoint.sha256 != job["checkpoint_hash"]:
+        raise InputError(f"checkpoint {checkpoint.path}", checkpoint.sha256[:12], f"the sweep's, {job['checkpoint_hash'][:12]}",
                          "copy the same checkpoint to every worker")  # fmt: skip
-    return found
+    return checkpoint
 
 
 def find(checkpoint: str, root: Path) -> Path:
-    """A checkpoint path as given, or relative to the project that the log belongs to (notebooks run elsewhere)."""
-    here = Path(checkpoint)
-    return here if here.exists() or here.is_absolute() else log.project(root) / checkpoint
+    """The path itself where it exists, else relative to the project that the log belongs to (notebooks run elsewhere)."""
+    return Path(checkpoint) if Path(checkpoint).exists() else log.project(root) / checkpoint
 
 
 def _path(job: dict) -> Path:
@@ -134,16 +131,13 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress:
     why.
     """
     path = folder / _bundle_name(checkpoint.path.name, checkpoint.sha256, options)
-    with _alone(folder, path.name):
-        bundle = _cached(path)
-        if bundle:
-            return bundle
-        return exporting.export(checkpoint.path, path, progress=progress, **options.model_dump())
+    with locked(_lock(path)):
+        return _cached(path) or exporting.export(checkpoint.path, path, progress=progress, **options.model_dump())
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether `path` of the cache holds a bundle; `measure` refuses one that cannot be read."""
-    with _alone(path.parent, path.name):
+    """Whether `path` of the cache holds a bundle; `measure_cell` refuses one that cannot be read."""
+    with locked(_lock(path)):
         try:
             return _cached(path) is not None
         except InputError:
@@ -157,7 +151,7 @@ def _cached(path: Path) -> Bundle | None:
     try:
         return Bundle.open(path)
     except InputError as problem:
-        if isinstance(problem.__cause__, OSError):  # what cannot be read may be whole
+        if isinstance(problem.__cause__, OSError):  # it may be whole
             raise
         warnings.warn(f"the cached bundle {path.name} is exported again: {problem}", stacklevel=3)
     if path.is_symlink() or path.is_file():
@@ -167,10 +161,5 @@ def _cached(path: Path) -> Bundle | None:
     return None
 
 
-@contextmanager
-def _alone(folder: Path, name: str):
-    """Holds a lock that ends with the process, however it ends."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _lock(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")

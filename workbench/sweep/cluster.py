@@ -1,8 +1,8 @@
 """The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the order they end.
 
 A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no worker ever measures
-two at once. Dask's own ideas of retrying and waiting are set aside: a worker that dies costs one more attempt, logged,
-and a cluster without workers ends in a message. Knows nothing of what a job is.
+two at once. Dask's own retries and waiting are disabled: a job whose worker dies is tried once more, both attempts are
+logged, and a cluster without workers raises an error.
 """
 
 import tempfile
@@ -16,76 +16,72 @@ from workbench.errors import InputError
 RESOURCE = "ANE"
 ATTEMPTS = 2
 CONNECT_S = 10
-PATIENCE_S = 600  # how long a job waits for a worker to come back
+PATIENCE_S = 600  # seconds that a job waits for a worker to come back
 
 
-class Farm:
-    """A connection to a scheduler."""
+class Cluster:
+    """The workers of a Dask scheduler."""
 
     def __init__(self, client):
-        self.client, self.addresses = client, []
+        self.client, self.indices = client, {}
 
     def environments(self) -> list[dict]:
-        """What `log.environment` says on every worker."""
+        """`log.environment` of every worker."""
         return list(self.client.run(log.environment).values())
 
     def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
-        """Runs every job; yields (job, its log files, whether that is the last of it).
+        """Runs every job; yields (job, its log files, whether that was its last attempt).
 
-        Jobs are handed out one per worker: what waits at a worker that dies would be taken for another victim.
+        Each worker has one job at a time: Dask would count a job that waits at a worker that dies as failed, too.
         """
         from distributed import as_completed
 
         waiting, pending = deque(jobs), {}
-        done = as_completed([], loop=self.client.loop, raise_errors=False)
+        completed = as_completed([], loop=self.client.loop, raise_errors=False)
         while waiting or pending:
             while waiting and len(pending) < self._capacity():
                 job = waiting.popleft()
-                pending[future := self._submit(job, run)] = job
-                done.add(future)
-            future = next(done)
+                key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
+                future = self.client.submit(_on_worker, run, job, dict(self.indices), key=key, pure=False,
+                                            resources={RESOURCE: 1}, retries=0)  # fmt: skip
+                pending[future] = job
+                completed.add(future)
+            future = next(completed)
             job, problem = pending.pop(future), future.exception()
             if problem is None:
                 yield job, future.result(), True
                 continue
-            again = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
-            if again:
+            retry = isinstance(problem, _errors()[0]) and job["attempt"] < ATTEMPTS
+            if retry:
                 waiting.appendleft(job | {"attempt": job["attempt"] + 1})
-            yield job, _failed_files(job, problem, failed, self.addresses), not again
+            yield job, _failed_files(job, problem, failed, self.indices), not retry
 
     def _capacity(self) -> int:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
-        self.addresses += sorted(workers.keys() - set(self.addresses))
+        for address in sorted(workers):
+            self.indices.setdefault(address, len(self.indices))
         return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()), 1)
 
-    def _submit(self, job: dict, run: Callable):
-        key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
-        return self.client.submit(_on_worker, run, job, list(self.addresses), key=key, pure=False, resources={RESOURCE: 1}, retries=0)
 
-
-def _on_worker(run: Callable[[dict], dict], job: dict, addresses: list[str]) -> dict:
+def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) -> dict:
     """On a worker: runs a job that names its worker by an index, since an address names the host."""
     from distributed import get_worker
 
-    return run(job | {"worker": _index(get_worker().address, addresses)})
+    return run(job | {"worker": indices.get(get_worker().address)})
 
 
-def _index(address: str | None, addresses: list[str]) -> int | None:
-    return addresses.index(address) if address in addresses else None
-
-
-def _failed_files(job: dict, problem: Exception, failed: Callable, addresses: list[str]) -> dict[str, bytes]:
-    """The log files of a job that brought none back."""
+def _failed_files(job: dict, problem: Exception, failed: Callable, indices: dict[str, int]) -> dict[str, bytes]:
+    """The log files of a job that returned none."""
     reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
+    worker = getattr(getattr(problem, "last_worker", None), "address", None)
     with tempfile.TemporaryDirectory() as root:
-        worker = getattr(getattr(problem, "last_worker", None), "address", None)
-        failed(job | {"root": root, "worker": _index(worker, addresses)}, f"attempt {job['attempt']}: {reason}")
+        failed(job | {"root": root, "worker": indices.get(worker)}, f"attempt {job['attempt']}: {reason}")
         return log.files(root)
 
 
 @contextmanager
 def connect(address: str):
-    """A `Farm` on the scheduler at `address` (tcp://host:port).
+    """A `Cluster` on the scheduler at `address` (tcp://host:port).
 
     Raises:
         InputError: no scheduler there, or no worker with the resource.
@@ -104,8 +100,8 @@ def connect(address: str):
         if not any(RESOURCE in worker["resources"] for worker in workers.values()):
             raise InputError(f"scheduler {address}", f"{len(workers)} workers, none with {RESOURCE}", "at least one",
                              f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"')  # fmt: skip
-        client.run_on_scheduler(_disable_dask_retries, patience_s=PATIENCE_S)
-        yield Farm(client)
+        client.run_on_scheduler(_disable_dask_retries)
+        yield Cluster(client)
 
 
 def _errors() -> tuple[type, type]:
@@ -115,7 +111,7 @@ def _errors() -> tuple[type, type]:
     return KilledWorker, NoValidWorkerError
 
 
-def _disable_dask_retries(patience_s: float, dask_scheduler=None) -> None:
+def _disable_dask_retries(dask_scheduler) -> None:
     """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers ends."""
     dask_scheduler.allowed_failures = 0
-    dask_scheduler.no_workers_timeout = patience_s
+    dask_scheduler.no_workers_timeout = PATIENCE_S

@@ -1,7 +1,6 @@
-"""One function call in a fresh Python process: JSON in, JSON out, and a crash there is an answer here.
+"""One function call in a fresh Python process: JSON in, JSON out; a crash there is a failure in words here.
 
-A child starts with nothing loaded, compiled or warmed up, takes no caller down with it, and ends when its caller does.
-Knows nothing of what it runs.
+A child starts with nothing loaded, compiled or warmed up, and ends when its caller does.
 """
 
 import importlib
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 
 from workbench.errors import InputError, last_message
 
-TAIL = 20  # last lines of a failed child's stderr that are kept
-TELLING = re.compile(r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple")
+TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
+COMPILER_ERROR = re.compile(r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call: `value`, or the reason why there is none and the lines of stderr that tell most."""
+    """Of a call: its `value`, or the reason why there is none, compiler errors and the end of stderr."""
 
     value: object = None
     failure: str | None = None
@@ -47,28 +46,24 @@ def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | 
         clock.daemon = True
         clock.start()
         try:
-            answer = _ask(child, argument)
+            reply = _ask(child, argument)
             code = child.wait()
         finally:  # on any way out: no child is left behind
             clock.cancel()
             child.kill()
             child.communicate()
         errors.seek(0)
-        written = errors.read().decode(errors="replace").splitlines()
-    telling = [line for line in written if TELLING.search(line)]
-    if answer:
-        found = json.loads(answer)
-        return Outcome(
-            found.get("value"),
-            found.get("refused"),
-            tuple(dict.fromkeys(telling)) if "refused" in found else (),
-        )
-    lines = dict.fromkeys([*telling, *written[-TAIL:]])
-    return Outcome(None, f"no answer in {timeout_s} s" if late.is_set() else _death(code, written), tuple(lines))
+        stderr = errors.read()
+    lines, compiler = stderr.decode(errors="replace").splitlines(), _compiler_errors(stderr)
+    if reply:
+        outcome = json.loads(reply)
+        return Outcome(**outcome, lines=tuple(dict.fromkeys(compiler)) if "failure" in outcome else ())
+    failure = f"no answer in {timeout_s} s" if late.is_set() else _death(code, lines)
+    return Outcome(None, failure, tuple(dict.fromkeys([*compiler, *lines[-TAIL:]])))
 
 
 def _ask(child: subprocess.Popen, argument: dict) -> bytes:
-    """Sends the argument and waits for the answer; stdin stays open, since its end tells the child that we are gone."""
+    """Sends the argument and waits for the reply; stdin stays open, since the child ends at its end."""
     try:
         child.stdin.write(json.dumps(argument).encode() + b"\n")
         child.stdin.flush()
@@ -78,30 +73,32 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
 
 
 def compiler_errors() -> list[str]:
-    """In a child: the telling lines on its stderr so far. Core ML reports a failed compilation there and goes on."""
-    if not stat.S_ISREG(os.fstat(2).st_mode):
-        return []
-    written = os.pread(2, os.fstat(2).st_size, 0).decode(errors="replace")
-    return [line for line in written.splitlines() if TELLING.search(line)]
+    """In a child: Core ML compiler errors on stderr so far. Core ML reports a failed compilation there and goes on."""
+    about = os.fstat(2)
+    return _compiler_errors(os.pread(2, about.st_size, 0)) if stat.S_ISREG(about.st_mode) else []
 
 
-def _death(code: int, written: list[str]) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {last_message(written)}"
+def _compiler_errors(stderr: bytes) -> list[str]:
+    return [line for line in stderr.decode(errors="replace").splitlines() if COMPILER_ERROR.search(line)]
+
+
+def _death(code: int, lines: list[str]) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {last_message(lines)}"
 
 
 def _serve(function: str) -> None:
-    """The child: one argument from stdin, one answer to the stdout it was given; whatever else prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
+    """The child: one argument from stdin, one reply to the original stdout; whatever else prints goes to stderr."""
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     argument = json.loads(sys.stdin.readline())
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(3)), daemon=True).start()
     module, name = function.split(":")
     try:
-        found = {"value": getattr(importlib.import_module(module), name)(argument)}
+        outcome = {"value": getattr(importlib.import_module(module), name)(argument)}
     except InputError as problem:
-        found = {"refused": str(problem)}
-    answers.write(json.dumps(found))
-    answers.flush()
+        outcome = {"failure": str(problem)}
+    replies.write(json.dumps(outcome))
+    replies.flush()
     os._exit(0)  # nothing that a library does at exit can turn a finished call into a failed one
 
 

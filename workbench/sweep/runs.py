@@ -1,5 +1,4 @@
-"""One run in the log: what a bundle, a decoder and their results look like as rows, and which rows
-belong together."""
+"""Rows of the table `runs` that bundles and decoders determine, how a run is recorded, and which rows belong together."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ import pandas as pd
 from workbench import log
 from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
-from workbench.log import machines
+from workbench.log.machine import machine_name, with_machines
 from workbench.log.scrub import scrubbed
 
 OPTIONS = tuple(Options.model_fields)
@@ -19,24 +18,27 @@ OPTIONS = tuple(Options.model_fields)
 VALUES = (*OPTIONS, "runtime", "precision", "compute_units", "hints")
 """What decides the values that a bundle of one checkpoint computes: machines do not."""
 
-TIMES = (*VALUES, "fast", "threads", "T", "depth", "n_gen")
+COUNTS = ("threads", "T", "depth", "n_gen")
+
+TIMES = (*VALUES, "fast", *COUNTS)
 """What, with checkpoint, machine and software, decides how long it takes."""
 
 RUNTIMES = ("portable", "coreml")
 
 
+def pick(mapping: Mapping, *names: str) -> dict:
+    """The items of a mapping that have these names."""
+    return {name: mapping[name] for name in names}
+
+
 def exported(options: Options) -> dict:
     """Columns of `runs` that export options are."""
     values = options.model_dump().items()
-    return {
-        name: _text(value) if isinstance(value, list | tuple | dict) else value
-        for name, value in values
-    }
+    return {name: _text(value) if isinstance(value, list | tuple | dict) else value for name, value in values}
 
 
-def executed(runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping) -> dict:
-    """Columns of `runs` that a decoder's arguments are: null where the runtime has no such
-    thing."""
+def executed(runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_) -> dict:
+    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing; others are ignored."""
     portable, coreml = runtime == "portable", runtime == "coreml"
     return {
         "runtime": runtime,
@@ -52,47 +54,29 @@ def _text(value) -> str:
 
 
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
-    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null:
-    nothing here sees it."""
+    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: it is measured elsewhere."""
     m = bundle.manifest
-    row = {
-        "checkpoint": m.checkpoint["name"],
-        "checkpoint_hash": m.checkpoint["sha256"],
-        "bundle": bundle.root.name,
-        "bundle_hash": bundle.identity,
-        "family": m.family,
-    } | exported(m.options)
+    row = {"checkpoint": m.checkpoint["name"], "checkpoint_hash": m.checkpoint["sha256"], "bundle": bundle.root.name,
+           "bundle_hash": bundle.identity, "family": m.family}  # fmt: skip
+    row |= exported(m.options)
     if decoder is not None:
-        row |= executed(
-            decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints
-        )
+        row |= executed(decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints)
     return row
 
 
-def record_run(
-    experiment: str,
-    row: dict,
-    *,
-    root: str | Path | None = None,
-    fidelity: pd.DataFrame | None = None,
-    samples: pd.DataFrame | None = None,
-    layers: pd.DataFrame | None = None,
-    exhibits: list[dict] | None = None,
-) -> str:
+def record_run(experiment: str, row: dict, *, root: str | Path | None = None, **tables: pd.DataFrame | list[dict] | None) -> str:
     """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
 
     Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
+
+    Args:
+        tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an empty one is left out.
 
     Returns:
         The run id.
     """
     run_id = log.new_run_id()
-    for table, rows in (
-        ("fidelity", fidelity),
-        ("samples", samples),
-        ("layers", layers),
-        ("exhibits", exhibits),
-    ):
+    for table, rows in tables.items():
         if rows is not None and len(rows):
             log.append(table, rows, root=root, run_id=run_id)
     row = log.environment() | {"experiment": experiment, "status": "ok"} | row
@@ -103,20 +87,18 @@ def record_run(
 def listing(experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
     """Rows of `runs` that ended well, with their `machine` and `software`."""
     where = {"status": "ok"} | ({"experiment": experiment} if experiment else {})
-    return machines.with_names(log.load("runs", root=root, where=where))
+    return with_machines(log.load("runs", root=root, where=where))
 
 
 def here() -> str:
     """This machine's name."""
-    return machines.name(log.environment())
+    return machine_name(log.environment())
 
 
-def fitting(
-    rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]
-) -> pd.DataFrame:
+def fitting(rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]) -> pd.DataFrame:
     """The rows whose `columns` are those of one of `settings`; null fits null alone."""
-    wanted = {tuple(setting[column] for column in columns) for setting in settings}
-    return rows[pd.Series([row in wanted for row in values(rows, columns)], rows.index, dtype=bool)]
+    settings = {tuple(setting[column] for column in columns) for setting in settings}
+    return rows[pd.Series([row in settings for row in values(rows, columns)], rows.index, dtype=bool)]
 
 
 def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
@@ -127,33 +109,16 @@ def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
 
 def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """The newest run of each setting."""
-    return (
-        rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)
-    )  # run ids sort by time
+    return rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)  # run ids sort by time
 
 
 def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     """The rows whose `column` is that of the newest one."""
-    return (
-        rows[rows[column] == rows.loc[rows["run_id"] == rows["run_id"].max(), column].iloc[0]]
-        if len(rows)
-        else rows
-    )
-
-
-def table(
-    name: str, rows: pd.DataFrame, columns: Sequence[str], root: str | Path | None = None
-) -> pd.DataFrame:
-    """Rows of a log table that belong to the given rows of `runs`, with their `columns` joined
-    on."""
-    found = log.load(name, root=root, where={"run_id": rows["run_id"].tolist()})
-    return found.merge(rows[["run_id", *(c for c in columns if c not in found)]], on="run_id")
+    return rows[rows[column].isin(rows.loc[rows["run_id"] == rows["run_id"].max(), column])]
 
 
 def footer(*run_ids: str, **more) -> pd.DataFrame:
-    """The last cell of a notebook: the log rows it stands on and the versions that made them."""
-    versions = {
-        k: v for k, v in log.environment().items() if k in ("versions", "commit", "platform")
-    }
-    rows = [("log rows", ", ".join(run_ids)), *more.items(), *versions.items()]
-    return pd.DataFrame(rows, columns=["", "value"]).set_index("")
+    """The last cell of a notebook: its log rows, and the versions of the software that wrote them."""
+    environment = pick(log.environment(), "platform", "commit", "versions")
+    rows = {"log rows": ", ".join(run_ids)} | more | environment
+    return pd.DataFrame(rows.items(), columns=["", "value"]).set_index("")

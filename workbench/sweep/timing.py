@@ -1,4 +1,4 @@
-"""How long calls take: warm-ups apart, raw samples kept, every clock named. Numbers of a portable run are this
+"""How long calls take: raw samples, warm-ups apart, every clock named. Numbers of a portable run are this
 machine's, never the Neural Engine's.
 
 Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers); the
@@ -6,6 +6,7 @@ prefill to a depth as a whole; and apart from all that, how long each shard took
 """
 
 import time
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ WARMUP_CALLS = 2
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
-def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3, seed: int = 0) -> pd.DataFrame:
+def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3) -> pd.DataFrame:
     """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
 
     Args:
@@ -35,7 +36,7 @@ def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int =
     if depth + (calls + WARMUP_CALLS) * T > S:
         raise InputError("depth and n_gen", f"{depth} + {(calls + WARMUP_CALLS) * T} tokens", f"at most max_seq_len = {S}",
                          "measure fewer tokens, or export with a larger --max-seq-len")  # fmt: skip
-    rng, rows, order = np.random.default_rng(seed), [], 0
+    rng, rows, order = np.random.default_rng(0), [], 0
     for repetition in range(repetitions):
         decoder.begin()
         if depth:
@@ -45,11 +46,11 @@ def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int =
                          "repetition": repetition, "order": order, "warmup": repetition == 0 < repetitions - 1})  # fmt: skip
         spent = 0.0
         for call in range(WARMUP_CALLS + calls):
-            times = _timed_call(decoder, _ids(decoder, rng, T), T)
+            phases = _timed_call(decoder, _ids(decoder, rng, T), T)
             common = {"repetition": repetition, "order": order, "warmup": call < WARMUP_CALLS, "T": T,
                       "depth": depth, "n_gen": n_gen, "n_prompt": depth, "unit": "ms"}  # fmt: skip
-            rows += [common | row for row in _phases(decoder, times)]
-            spent += 0 if call < WARMUP_CALLS else times.total
+            rows += [common | row for row in phases]
+            spent += 0 if call < WARMUP_CALLS else phases[0]["value"]
             order += 1
         rows.append(common | {"phase": "tokens_per_s", "value": calls * T * decoder.options.batch / spent * 1e3,
                               "unit": "tok/s", "warmup": False})  # fmt: skip
@@ -67,33 +68,28 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
     return rng.integers(0, decoder.manifest.dims.V, (decoder.options.batch, count)).tolist()
 
 
-def _timed_call(decoder: Decoder, rows: list[list[int]], T: int) -> Times:
-    decoder.times = Times()
+def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
+    """The phases of one call, ms: the whole call, each layer shard, the head, and the host."""
+    decoder.times = times = Times()
     start = time.perf_counter()
-    hidden = decoder.advance(rows, T)
+    hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
-    decoder.times.total = (time.perf_counter() - start) * 1e3
-    return decoder.times
-
-
-def _phases(decoder: Decoder, times: Times) -> list[dict]:
+    total = (time.perf_counter() - start) * 1e3
     layers = [{"phase": "layer", "shard": m.shard.name, "value": ms} for m, ms in zip(decoder.layers, times.layers, strict=True)]
-    rest = {"head": times.head, "host": times.total - sum(times.layers) - times.head}
-    return [{"phase": "call", "value": times.total}, *layers, *({"phase": name, "value": ms} for name, ms in rest.items())]
+    phases = {"call": total, "head": times.head, "host": total - sum(times.layers) - times.head}
+    call, *rest = ({"phase": phase, "value": ms} for phase, ms in phases.items())
+    return [call, *layers, *rest]
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    rows = []
-    for model in decoder.layers:
-        first, last = model.shard.layers
-        for (T, depth), group in timed[timed["shard"] == model.shard.name].groupby(["T", "depth"]):
-            each = group["value"].to_numpy() / (last - first)
-            median = float(np.median(each))
-            found = {"shard": model.shard.name, "T": T, "depth": depth, "layer_ms": median,
-                     "mad_ms": float(np.median(np.abs(each - median))), "n": len(each)}  # fmt: skip
-            rows += [{"layer": layer} | found for layer in range(first, last)]
+    spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
+    for (shard, T, depth), ms in timed.groupby(["shard", "T", "depth"], sort=False)["value"]:
+        each = ms / len(spans[shard])
+        row = {"shard": shard, "T": T, "depth": depth, "layer_ms": each.median(),
+               "mad_ms": (each - each.median()).abs().median(), "n": len(each)}  # fmt: skip
+        rows += [{"layer": layer} | row for layer in spans[shard]]
     return pd.DataFrame(rows)
 
 
@@ -106,7 +102,17 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
     Returns:
         Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over calls, summed over equal operations.
     """
-    rng, rows, last = np.random.default_rng(seed), [], [0.0]
+    rng, rows, last = np.random.default_rng(seed), [], 0.0
+
+    def clock(call, shard):
+        def hook(op, outputs):
+            nonlocal last
+            ms = (time.perf_counter() - last) * 1e3
+            rows.append((call, *_module(shard, op), op.kind, ms))
+            last = time.perf_counter()
+
+        return hook
+
     for key in decoder.experts.shards:
         decoder.experts.model(*key)
     with decoder.set_aside():
@@ -115,14 +121,14 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
             decoder.prefill(_ids(decoder, rng, depth))
         for call in range(calls + 1):
             ids = _ids(decoder, rng, T)
-            with decoder.hooked(lambda shard, call=call: _clock(shard, call, rows, last)):
-                last[0] = time.perf_counter()
+            with decoder.hooked(partial(clock, call)):
+                last = time.perf_counter()
                 decoder.advance(ids, T)
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
     each = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()  # whichever expert ran
-    found = each.groupby(keys, as_index=False)["ms"].median()
-    return found.assign(part=found["module"].map(part_of))
+    medians = each.groupby(keys, as_index=False)["ms"].median()
+    return medians.assign(part=medians["module"].map(part_of))
 
 
 def part_of(module: str) -> str:
@@ -131,15 +137,10 @@ def part_of(module: str) -> str:
     return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(head, "rest")
 
 
-def _clock(shard, call: int, rows: list, last: list):
-    """A hook that books the time since the operation before, in whichever shard that was."""
-
-    def hook(op, outputs):
-        now = time.perf_counter()
-        path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
-        named = len(path) > 1 and path[1].isdigit()
-        layer, module = (int(path[1]), ".".join(path[2:])) if named else (shard.layers[0], ".".join(path))
-        rows.append((call, layer, module or "residual", op.kind, (now - last[0]) * 1e3))
-        last[0] = time.perf_counter()
-
-    return hook
+def _module(shard, op) -> tuple[int, str]:
+    """The decoder layer and the module path within it that an operation was traced from."""
+    path = shard.modules.get(op.outputs[0][0] if op.outputs else "", "").split(".")
+    layer = shard.layers[0]
+    if len(path) > 1 and path[1].isdigit():
+        layer, path = int(path[1]), path[2:]
+    return layer, ".".join(path) or "residual"

@@ -9,7 +9,7 @@ import pandas as pd
 
 from workbench import log, plots
 from workbench.errors import InputError
-from workbench.log import machines
+from workbench.log.machine import machine_names, of_machine
 from workbench.sweep import runs as runs_
 from workbench.widgets.panel import Panel, absent, choice
 
@@ -46,12 +46,12 @@ class Compare(Panel):
                 "two of one machine",
                 "run a sweep first, such as notebook 34",
             )
-        shown = machines.choose(self.runs, machine, runs_.here())["machine"].iloc[0]
+        shown = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
         names, first, last = self._entries(shown)
         super().__init__(
             {
-                "machine": choice("machine", machines.names(self.runs), shown),
+                "machine": choice("machine", machine_names(self.runs), shown),
                 "a": choice("A", names, first),
                 "b": choice("B", names, last),
             },
@@ -92,7 +92,7 @@ class Compare(Panel):
             figure, f"ratios of run B to run A with their intervals, on {self.value('machine')}"
         )
         self.message.value = (
-            f"{found.hidden} further measurements do not differ: their intervals hold 1."
+            f"{found.indistinguishable} further measurements do not differ: their intervals hold 1."
         )
         self.settings.value = found.settings.to_html(index=False, border=0)
 

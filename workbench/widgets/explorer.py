@@ -33,7 +33,7 @@ class Explorer(Panel):
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
-        machine: whose times are shown first (see `workbench.log.machines.name`); default: `workbench.sweep.stored`'s.
+        machine: whose times are shown first (see `workbench.log.machine.machine_name`); default: that of `workbench.sweep.stored_tables`.
     """
 
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):

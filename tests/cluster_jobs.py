@@ -1,4 +1,4 @@
-"""What the farm's tests run on workers; light, since every worker that starts again imports it."""
+"""What the tests of clusters run on workers; light, since every worker that starts again imports it."""
 
 import json
 import os

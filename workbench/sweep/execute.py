@@ -1,0 +1,104 @@
+"""Measures the cells of a grid that the log does not hold yet.
+
+Cells run one after the other in this machine's child processes, or on the workers of a Dask cluster; either way one
+process, this one, writes the log, so a sweep that is killed loses at most the cell it was at.
+"""
+
+import json
+import random
+import secrets
+from contextlib import contextmanager
+from pathlib import Path
+
+from workbench import log
+from workbench.errors import InputError
+from workbench.log.machine import machine_name, software_name, with_machines
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import cell, cluster
+from workbench.sweep.grid import Cell, Grid, cells
+
+
+def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = None, scheduler: str | None = None,
+          progress: bool = True, measure: str = cell.MEASURE_FUNCTION) -> dict:  # fmt: skip
+    """Measures every cell that the log does not hold yet, in a random order within each round.
+
+    Args:
+        root: the log's folder.
+        bundles: where bundles are cached (default: data/bundles of the project that the log belongs to, or beside a log of
+            its own; on a cluster, of the project that each worker runs in).
+        scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure; default: this machine.
+        measure: the function that the child process of a cell calls.
+
+    Returns:
+        {cells, done, resumed, failed, log}: counts, and the log's folder.
+    """
+    from tqdm.auto import tqdm
+
+    root = Path(root) if root else log.default_root()
+    if scheduler is None:
+        bundles = bundles or log.project(root) / "data" / "bundles"
+    checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
+    _check_ids(grid.validate_ids, checkpoint.config.vocab_size)
+    everything = list(cells(grid))
+    random.Random(0).shuffle(everything)
+    with _workers(scheduler, measure) as (hosts, results):
+        _check_root(root)
+        finished = done_cells(root, hosts)
+        missing = sorted((c for c in everything if c.key(checkpoint.sha256) not in finished), key=lambda c: c.round)
+        jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
+        counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs), "failed": 0, "log": str(root)}
+        with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
+            for _, files, last in results(jobs):
+                run_id = log.adopt(files, root)
+                status = log.load("runs", root=root, where={"run_id": run_id})["status"].iloc[0]
+                counts["done" if status == "ok" else "failed"] += last
+                bar.update(last)
+    return counts
+
+
+def _check_ids(ids: list[int], V: int) -> None:
+    if wrong := [i for i in ids if not 0 <= i < V]:
+        raise InputError("grid", f"validate_ids {wrong}", f"ids from 0 to {V - 1}", "take them from the checkpoint's vocabulary")
+
+
+def _check_root(root: Path) -> None:
+    """Makes the log's folder, so that nothing is measured which could not be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise InputError(f"log {root}", problem.strerror, "a folder that can be written", "name another with --log") from None
+
+
+def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
+    """A cell as what can travel to another process or, where paths are other ones, to another machine."""
+    sha256, path = checkpoint.sha256, str(checkpoint.path.resolve()) if here else c.checkpoint
+    return {"checkpoint": path, "checkpoint_hash": sha256, "options": c.options.model_dump(), "run": c.run,
+            "setting": c.setting(sha256), "round": c.round, "cell": c.key(sha256), "judge_ids": list(c.judge_ids),
+            "experiment": grid.experiment, "bundles": bundles and str(bundles), "timeout_s": grid.run.timeout_s, "attempt": 1,
+            "started": None, "worker": None, "sweep": secrets.token_hex(4)}  # fmt: skip
+
+
+@contextmanager
+def _workers(scheduler: str | None, measure: str):
+    """((machine, software) of all that measure, function from jobs to results) here or on a cluster."""
+    if scheduler is None:
+        yield {_host(log.environment())}, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs)
+        return
+    with cluster.connect(scheduler) as workers:
+        hosts = set(map(_host, workers.environments()))
+        yield hosts, lambda jobs: workers.results(jobs, cell.run_cell, cell.failed)
+
+
+def _host(environment: dict) -> tuple[str, str]:
+    return machine_name(environment), software_name(environment)
+
+
+def done_cells(root: Path, hosts: set[tuple[str, str]] | None = None) -> set[str]:
+    """Keys of the cells that ended well in the log at `root`, on one of these machines with its software.
+
+    Args:
+        hosts: (`machine_name`, `software_name`) of each; default: this machine.
+    """
+    hosts = hosts or {_host(log.environment())}
+    rows = with_machines(log.load("runs", root=root, where={"status": "ok", "command": "sweep"}))
+    return {json.loads(row.config)["cell"] for row in rows.itertuples() if (row.machine, row.software) in hosts}

@@ -1,0 +1,117 @@
+"""The log's tables of a grid: times of one machine, fidelity of any, and one row per configuration."""
+
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+
+from workbench import log
+from workbench.log.machine import machine_names, of_machine
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import runs
+from workbench.sweep.cell import find
+from workbench.sweep.grid import RUN_AXES, Grid, cells
+
+
+def stored_tables(grid: Grid, root: str | Path | None = None, machine: str | None = None) -> dict[str, pd.DataFrame]:
+    """The log's tables `samples`, `layers` and `fidelity` of a grid with settings joined on, newest runs only.
+
+    Times are those of one machine and one setting of everything that the grid does not vary: where the log holds the grid
+    with several checkpoints of one name, or on several versions of a system, coremltools or torch, those of the newest run.
+    Fidelity is of any machine.
+
+    Args:
+        machine: whose times (see `workbench.log.machine.machine_name`); default: this machine's if the log has some, else
+            those of the machine that measured last.
+
+    Raises:
+        InputError: no run of the grid is of `machine`.
+    """
+    of_checkpoint, timed = _of_checkpoint(grid, root), _timed(grid, root)
+    timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
+    on_coreml = (of_checkpoint if timed.empty else timed)["runtime"].eq("coreml").any()
+    settings = [cell.columns("coreml" if on_coreml else "portable") for cell in cells(grid)]
+    timed = runs.newest(runs.fitting(timed, settings, runs.TIMES), [*runs.TIMES, "round"])
+    validated = runs.fitting(of_checkpoint, settings, runs.VALUES)
+    fidelity = _rows_of("fidelity", validated, root)
+    validated = runs.newest(validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES)
+    about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
+    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round"]
+    tables = {name: _join(_rows_of(name, timed, root), timed, times) for name in ("samples", "layers")}
+    return tables | {"fidelity": _join(fidelity, validated, [*about, *runs.VALUES])}
+
+
+def _rows_of(table: str, rows: pd.DataFrame, root: str | Path | None) -> pd.DataFrame:
+    """Rows of a log table that belong to the given rows of `runs`."""
+    return log.load(table, root=root, where={"run_id": rows["run_id"].tolist()})
+
+
+def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    """A log table with `columns` of its rows of `runs`; runs that `rows` lacks are left out."""
+    return table.merge(rows[["run_id", *(c for c in columns if c not in table)]], on="run_id")
+
+
+def offered_machines(grid: Grid, root: str | Path | None = None) -> list[str]:
+    """The machines on which the log holds times of a grid, the one of the newest run first."""
+    return machine_names(_timed(grid, root))
+
+
+def _timed(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+    """The sweeps' runs of a grid's cells, on any machine and whichever runtime auto means there."""
+    rows = _of_checkpoint(grid, root)
+    settings = (cell.columns(runtime) for cell in cells(grid) for runtime in runs.RUNTIMES)
+    return runs.fitting(rows[rows["round"].notna()], settings, runs.TIMES)
+
+
+def _of_checkpoint(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+    """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
+    name."""
+    rows = runs.listing(grid.experiment, root)
+    path = find(grid.checkpoint, Path(root) if root else log.default_root())
+    if not path.is_dir():
+        return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
+    stats = {file: file.stat() for file in sorted(path.iterdir()) if file.is_file()}
+    sha256 = _sha256(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()))
+    return rows[rows["checkpoint_hash"] == sha256]
+
+
+@cache
+def _sha256(path: Path, files: tuple) -> str:
+    """The checkpoint's hash, taken once for files of the same sizes and times."""
+    return Checkpoint(path).sha256
+
+
+def configurations(grid: Grid, root: str | Path | None = None, machine: str | None = None) -> pd.DataFrame:
+    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
+
+    Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
+    ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
+    T) and ``verdict``. For `machine` see `stored_tables`.
+    """
+    tables = stored_tables(grid, root, machine)
+    samples, fidelity = tables["samples"], tables["fidelity"]
+    varied = [name for name in varied_axes(grid) if name != "T"]
+    about = ["bundle", "runtime", "precision", "compute_units", "hints"]  # what fidelity and verdict belong to
+    keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
+    timed = samples[~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])]
+    medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median().unstack("phase").reset_index()
+    medians = medians.reindex(columns=[*keys, "run_id", "tokens_per_s", "call"])
+    rows = medians.groupby(keys, dropna=False).agg(
+        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")).reset_index()  # fmt: skip
+    updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
+    worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
+    every = log.load("runs", root=root)
+    validated = runs.newest(every[every["verdict"].notna()], about)
+    for column, source, default in (("worst_cosine", worst, float("nan")), ("verdict", validated, "not_run")):
+        values = dict(zip(runs.values(source, about), source[column]))
+        rows[column] = [values.get(key, default) for key in runs.values(rows, about)]
+    rows["worst_cosine"] = rows["worst_cosine"].astype(float)
+    rows["name"] = [", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")]
+    columns = ["name", *varied, "T", "machine", "runtime", "bundle", "tokens_per_s", "call_ms", "n", "worst_cosine", "verdict"]
+    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[list(dict.fromkeys(columns))]
+
+
+def varied_axes(grid: Grid) -> list[str]:
+    """The axes of a grid that have several values, by the names of their columns in `runs`."""
+    axes = grid.export | {axis: getattr(grid.run, axis) for axis in RUN_AXES}
+    return [axis for axis, values in axes.items() if len(values) > 1]
