@@ -44,9 +44,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
     ax = axes(ax, 4.5, 2.8)
-    ax.set_xscale("log", base=2)
     ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
-    median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}")
+    median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     ax.set_ylim(bottom=0)
     return heading(ax, title)

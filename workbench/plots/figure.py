@@ -98,10 +98,11 @@ def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) ->
 
 
 def write_cells(ax: Axes, grid: pd.DataFrame, text: Callable, **looks: Callable) -> None:
-    """Writes `text(value)` into the middle of every cell; each of `looks` gives a property of the text for a value."""
+    """Writes `text(value)`, unless None, into the middle of every cell; `looks` are properties of the text by value."""
     for (y, x), value in np.ndenumerate(grid.to_numpy()):
-        look = {name: of(value) for name, of in looks.items()}
-        ax.text(x + 0.5, y + 0.5, text(value), ha="center", va="center", **look)
+        if (label := text(value)) is not None:
+            look = {name: of(value) for name, of in looks.items()}
+            ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", **look)
 
 
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
@@ -138,12 +139,14 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     return ax
 
 
-def median_range(ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}") -> None:
-    """Draws medians of `y` over `x`, one line per value of the column `lines`; bars reach from the least to the largest."""
+def median_range(ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10) -> None:
+    """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars reach from the least to
+    the largest."""
     for name, line in samples.groupby(lines, sort=False):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
         reach = [values["median"] - values["min"], values["max"] - values["median"]]
         ax.errorbar(values.index, values["median"], yerr=reach, capsize=2.5, elinewidth=0.8, label=label.format(name))
+    ax.set_xscale("log", base=base)
     at = sorted(samples[x].unique())
     ax.set_xticks(at, labels=map(str, at))
     ax.grid(axis="y")

@@ -66,7 +66,7 @@ def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one row per repetition;
     medians, bars from the least to the largest."""
     ax = axes(ax, 4.8, 3.0)
-    ax.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")
     median_range(ax, samples, "context", "ms", "temperature")
+    ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")
     ax.xaxis.minorticks_off()
     return heading(ax, "time to the first token, median and range")
