@@ -11,8 +11,10 @@ from workbench import log, plots, report, sweep
 from workbench.errors import InputError
 from workbench.log.machine import machine_name, machine_names, with_machines
 from workbench.models.checkpoint import Checkpoint
-from workbench.report import tables, writeup
+from workbench.report import writeup
+from workbench.studies import conclusions
 from workbench.sweep import cell, runs
+from workbench.sweep import grid as grids
 from workbench.widgets import Compare, Explorer
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -104,7 +106,7 @@ def test_configurations_are_one_machine_s_with_its_own_winner(root, machine, nam
         check_names=False,
     )
     assert found["name"][0] == expected(ms).idxmax()
-    words = tables.choice_conclusion(found)
+    words = conclusions.choice_conclusion(found)
     assert (
         name in words and f"{expected(ms).max():.0f} tok/s" in words and found["name"][0] in words
     )
@@ -119,7 +121,7 @@ def test_stored_timings_are_one_machine_s_and_one_setting_s(root, machine, ms):
         for column in ("precision", "fast", "threads", "depth", "os_build", "n_gen"):
             assert frame[column].nunique(dropna=False) == 1, column
         assert frame["run_id"].nunique() == 8
-    words = tables.speed_conclusion(
+    words = conclusions.speed_conclusion(
         found["samples"].query("phase == 'tokens_per_s' and compress == 'fp16'"), found["layers"]
     )
     assert machine in words
@@ -165,8 +167,8 @@ def test_figures_and_conclusions_refuse_two_machines(root):
         lambda: plots.speed(rates),
         lambda: plots.layer_ms(both["layers"]),
         lambda: plots.speed_against_fidelity(ranked),
-        lambda: tables.speed_conclusion(rates, both["layers"]),
-        lambda: tables.choice_conclusion(ranked),
+        lambda: conclusions.speed_conclusion(rates, both["layers"]),
+        lambda: conclusions.choice_conclusion(ranked),
     ):
         with pytest.raises(ValueError, match="machine"):
             refused()
@@ -290,10 +292,10 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
     for machine in NAMES:
         made.controls["machine"].value = machine
         made.check()
-        labels = [label for label, _ in made.controls["a"].options]
+        labels = [label for label, _ in made.controls["A"].options]
         assert len(labels) == len(set(labels)) == 64
         listed = log.load(
-            "runs", root, {"run_id": [run_id for _, run_id in made.controls["a"].options]}
+            "runs", root, {"run_id": [run_id for _, run_id in made.controls["A"].options]}
         )
         assert set(with_machines(listed)["machine"]) == {machine}
         for said in (
@@ -387,7 +389,7 @@ def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
     )
     assert (
         sweep.configurations(grid(), tmp_path).empty
-        and sweep.offered_machines(grid(), tmp_path) == []
+        and grids.offered_machines(grid(), tmp_path) == []
     )
 
 
@@ -441,5 +443,5 @@ def test_a_bench_of_routing_names_its_machine():
         }
         for name in ("moe_ms_per_token", "moe_bytes_per_token")
     ]
-    assert set(tables.bench_rows(rows, SLOW_NAME)["machine"]) == {SLOW_NAME}
-    assert SLOW_NAME in tables.moe_conclusion(rows, 16, SLOW_NAME)
+    assert set(conclusions.bench_rows(rows, SLOW_NAME)["machine"]) == {SLOW_NAME}
+    assert SLOW_NAME in conclusions.moe_conclusion(rows, 16, SLOW_NAME)

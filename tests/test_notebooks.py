@@ -84,8 +84,8 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-RECORD = """from workbench import runs
-runs.record('29', {'command': 'notebook 29', 'verdict': VERDICT, 'checkpoint': 'c', 'config': {'conclusion': f'N is {N}'}})"""
+RECORD = """from workbench.sweep import runs
+runs.record_run('29', {'command': 'notebook 29', 'verdict': VERDICT, 'checkpoint': 'c', 'config': {'conclusion': f'N is {N}'}})"""
 
 
 def test_a_headless_run_sets_parameters_and_gives_verdict_runs_and_report(written):

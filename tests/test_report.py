@@ -180,7 +180,7 @@ def drawn_again(tmp_path_factory) -> Path:
         "root, place = Path(sys.argv[1]), Path(sys.argv[2])\n"
         "for number in report.EXPERIMENTS:\n"
         "    for row in report.behind(number, root)[1]:\n"
-        "        report.export(row, place / number, number)\n"
+        "        report.write_exhibit(row, place / number, number)\n"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, LOG, place], check=True, cwd=ROOT, env=environment)

@@ -28,7 +28,7 @@ def study(tmp_path, monkeypatch):
 def test_what_was_shown_is_logged_and_written(study, exports, capsys):
     study.figure("parts", plots.parts_bar, PARTS, alt="time by part")
     study.table("parts", PARTS, "time by part, in numbers")
-    study.judge([gates.at_least("update", 0.99, 0.97, "worst of all"), gates.not_run("kv", "nothing to compare")])
+    study.add_gates([gates.at_least("update", 0.99, 0.97, "worst of all"), gates.not_run("kv", "nothing to compare")])
     study.conclude(exports.bundle(exports.checkpoint("llama")), "It took two.", extra={"n": 1})
     (run,) = log.load("runs").to_dict("records")
     config = json.loads(run["config"])
@@ -41,8 +41,8 @@ def test_what_was_shown_is_logged_and_written(study, exports, capsys):
 
 
 def test_a_run_is_red_when_one_gate_is(study, exports):
-    study.judge([gates.at_least("update", 0.9, 0.97, "worst of all")])
-    study.judge([gates.holds("finite", True, "every value")])
+    study.add_gates([gates.at_least("update", 0.9, 0.97, "worst of all")])
+    study.add_gates([gates.holds("finite", True, "every value")])
     study.conclude(exports.bundle(exports.checkpoint("llama")))
     assert log.load("runs")["verdict"].tolist() == ["RED"]
 

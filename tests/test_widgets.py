@@ -93,7 +93,7 @@ def test_the_list_of_worst_cells_starts_with_the_worst_and_chooses(explorer):
 
 def test_cancel_keeps_what_was_finished(root, tmp_path):
     made = Explorer(PART, root=tmp_path / "experiments" / "log")
-    made.job.done = lambda: None
+    made.job.finish = lambda: None
     steps = [("one", lambda: done.append(1) or made.job.cancel.click()), ("two", lambda: done.append(2))]
     done, made.job.steps = [], lambda: steps
     made.job.start()
@@ -108,7 +108,7 @@ def test_a_saved_figure_is_a_log_row_and_files(explorer):
 
 
 def test_an_error_in_a_callback_is_kept_shown_and_raised(explorer):
-    explorer.stored["fidelity"] = None
+    explorer.tables["fidelity"] = None
     explorer.controls["T"].value = 2
     assert "TypeError" in explorer.message.value and "workbench-error" in explorer.message.value
     with pytest.raises(TypeError):
@@ -127,7 +127,7 @@ def test_compare_shows_what_differs_between_two_runs(root):
     compare = Compare(root=root)
     compare.check()
     assert "<td>precision</td>" in compare.settings.value and compare.figure.axes[0].get_title("left").startswith("B against A")
-    compare.controls["a"].value = compare.controls["b"].value
+    compare.controls["A"].value = compare.controls["B"].value
     compare.check()
     assert {text.get_text() for text in compare.figure.axes[0].texts} == {"1×"}
 

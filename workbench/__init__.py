@@ -1,16 +1,29 @@
 """Stateful Core ML shards of transformer layers: export, validate, decode, measure.
 
-Modules `export`, `sweep`, `log`, `plots` and the names below are the front door. Each is imported when
-it is first used, so `import workbench` loads neither torch nor coremltools.
+The modules and names below are the front door. Each is imported when it is first used, so
+`import workbench` loads neither torch nor coremltools.
 """
 
 from importlib import import_module
 
-_MODULES = ("export", "log", "plots", "sweep")
+_MODULES = {
+    "export": "workbench.export",
+    "gates": "workbench.check.gates",
+    "golden": "workbench.check.golden",
+    "log": "workbench.log",
+    "plots": "workbench.plots",
+    "roofline": "workbench.ane.roofline",
+    "study": "workbench.report.study",
+    "sweep": "workbench.sweep",
+    "tables": "workbench.report.tables",
+    "widgets": "workbench.widgets",
+}
 _NAMES = {
     "Bundle": "workbench.bundle",
+    "Checkpoint": "workbench.models.checkpoint",
     "Decoder": "workbench.decode",
     "InputError": "workbench.errors",
+    "Study": "workbench.report.study",
     "validate": "workbench.check.validate",
 }
 __all__ = sorted([*_MODULES, *_NAMES])
@@ -18,7 +31,7 @@ __all__ = sorted([*_MODULES, *_NAMES])
 
 def __getattr__(name: str):
     if name in _MODULES:
-        return import_module(f"workbench.{name}")
+        return import_module(_MODULES[name])
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'workbench' has no attribute {name!r}")

@@ -131,7 +131,7 @@ def test_the_run_button_makes_what_is_missing_and_the_figure_can_be_saved(lab, p
 
 
 def test_a_callback_that_fails_is_seen(lab, project):
-    notebook = opened(lab, written(project, "planted", EXPLORER, "explorer.stored = None"))
+    notebook = opened(lab, written(project, "planted", EXPLORER, "explorer.tables = None"))
     with pytest.raises(AssertionError, match="TypeError"):
         notebook.widget("explorer").changes(lambda: notebook.widget("explorer").move_slider("T"))
     notebook.shoot()

@@ -6,7 +6,7 @@ import pytest
 from workbench import Decoder
 from workbench.benchmarks import decode, stopwatch
 from workbench.errors import InputError
-from workbench.report import tables
+from workbench.studies import conclusions
 from workbench.sweep import timing
 
 
@@ -52,9 +52,9 @@ def test_the_profile_books_every_operation_once(decoder):
 
 def test_the_probe_is_part_of_attention(decoder):
     profile = timing.profile(decoder, calls=2)
-    shares = tables.probe_shares(profile)
+    shares = conclusions.probe_shares(profile)
     assert np.isclose(shares["ms"].sum(), profile["ms"].sum()) and np.isclose(shares["share"].sum(), 1)
-    assert "%" in tables.probe_conclusion(shares)
+    assert "%" in conclusions.probe_conclusion(shares)
 
 
 def test_bench_rows_keep_raw_samples_and_say_how_many_times_better():

@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from workbench.plots.figure import axes, label_cells, legend_above, style
+from workbench.plots.figure import axes, heading, label_cells, style
 
 _CALL_MARKS = {
     "as expected": dict(marker="s", color="#0072B2"),
@@ -22,19 +22,17 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     rows = changed.astype({"changed": bool, "expected": bool})
     rows["missed"] = rows["expected"] & ~rows["changed"]
     rows["stray"] = rows["changed"] & ~rows["expected"]
-    found = rows.groupby(["call", "slot"])[["expected", "missed", "stray"]].any().reset_index()
-    found["as expected"] = found["expected"] & ~found["missed"]
+    cells = rows.groupby(["call", "slot"])[["expected", "missed", "stray"]].any().reset_index()
+    cells["as expected"] = cells["expected"] & ~cells["missed"]
     calls = rows.groupby("call")["T"].first()
-    slots = pd.Index(found["slot"].unique()).sort_values()
+    slots = pd.Index(cells["slot"].unique()).sort_values()
     ax = axes(ax, min(1.4 + 0.16 * len(slots), 7), 0.9 + 0.18 * len(calls))
     for kind, look in _CALL_MARKS.items():
-        marked = found[found[kind]]
+        marked = cells[cells[kind]]
         x, y = slots.get_indexer(marked["slot"]) + 0.5, calls.index.get_indexer(marked["call"]) + 0.5
         ax.plot(x, y, ls="", label=f"{kind} ({len(marked)})", **look)
     ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache slot", ylabel="call")
     label_cells(ax.xaxis, slots)
     label_cells(ax.yaxis, [f"{call} (T = {T})" for call, T in calls.items()], 24)
     ax.grid()
-    ax.set_title("cache rows changed by each call")
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return heading(ax, "cache rows changed by each call")

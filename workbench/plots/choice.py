@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from workbench.plots.figure import PALETTE, axes, legend_above, on_machine, style
+from workbench.plots.figure import PALETTE, axes, heading, on_machine, style
 
 _VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("s", "0.6")}
 
@@ -19,9 +19,9 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     ax = axes(ax, 5.5, 3.2)
     error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
     for verdict, (marker, colour) in _VERDICTS.items():
-        these = configurations["verdict"] == verdict
-        if these.any():
-            ax.plot(error[these], configurations.loc[these, "tokens_per_s"], marker, color=colour, label=verdict, alpha=0.8)
+        points = configurations[configurations["verdict"] == verdict]
+        if len(points):
+            ax.plot(error[points.index], points["tokens_per_s"], marker, color=colour, label=verdict, alpha=0.8)
     passing = configurations[configurations["verdict"] == "GREEN"]
     if len(passing):
         best = passing["tokens_per_s"].astype(float).idxmax()
@@ -30,26 +30,24 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
     ax.set_ylim(bottom=0)
     ax.grid()
-    ax.set_title(title)
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return heading(ax, title)
 
 
 @style()
-def roofline(judged: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
 
-    `judged`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
+    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
     """
     ax = axes(ax, 4.2, 3.6)
-    ms = judged[["published_ms", "predicted_ms"]]
+    ms = predictions[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
     ax.fill_between([low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%")
-    names = judged["figure"].str.split(",").str[0] + (", " + judged["chip"] if "chip" in judged else "")
-    for name, rows in judged.groupby(names, sort=False):
+    names = predictions["figure"].str.split(",").str[0] + (", " + predictions["chip"] if "chip" in predictions else "")
+    for name, rows in predictions.groupby(names, sort=False):
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
     ax.set(xscale="log", yscale="log", xlabel="published ms", ylabel="predicted ms", xlim=(low, high), ylim=(low, high))
-    ax.set_title(f"roofline, median misfit {(judged['predicted_ms'] / judged['published_ms'] - 1).abs().median():.0%}")
+    ax.set_title(f"roofline, median misfit {(predictions['predicted_ms'] / predictions['published_ms'] - 1).abs().median():.0%}")
     ax.legend(loc="upper left")
     return ax

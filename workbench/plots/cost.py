@@ -13,7 +13,17 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from workbench.plots.figure import axes, grid_cells, legend_above, on_machine, style, unmeasured_key
+from workbench.plots.figure import (
+    axes,
+    grid_cells,
+    heading,
+    median_range,
+    on_machine,
+    pivot_in_order,
+    style,
+    unmeasured_key,
+    write_cells,
+)
 
 _GIB = 2**30
 _ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -34,19 +44,11 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
     ax = axes(ax, 4.5, 2.8)
-    for name, line in timed.astype({"value": float, "max_seq_len": int}).groupby(lines):
-        found = line.groupby("max_seq_len")["value"].agg(["median", "min", "max"])
-        spread = [found["median"] - found["min"], found["max"] - found["median"]]
-        ax.errorbar(found.index, found["median"], yerr=spread, capsize=2.5, elinewidth=0.8, label=f"{lines} = {name}")
-    lengths = sorted(timed["max_seq_len"].unique())
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, labels=[str(length) for length in lengths])
+    ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
+    median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     ax.set_ylim(bottom=0)
-    ax.grid(axis="y")
-    ax.set_title(title)
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return heading(ax, title)
 
 
 @style()
@@ -61,16 +63,10 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
     norm = Normalize(0, grid.max(axis=None))
     mesh = grid_cells(ax, grid, norm, matplotlib.colormaps["cividis"])
-    for y, row in enumerate(grid.to_numpy()):
-        for x, value in enumerate(row):
-            if value == value:
-                shade = "black" if norm(value) > 0.5 else "white"
-                figure = f"{value:#.3g}".rstrip(".")
-                ax.text(x + 0.5, y + 0.5, figure, color=shade, ha="center", va="center")
+    write_cells(ax, grid, lambda ms: f"{ms:#.3g}".rstrip(".") if ms == ms else None,
+                color=lambda ms: "black" if norm(ms) > 0.5 else "white")
     ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02).outline.set_visible(False)
-    ax.set_title(title)
-    legend_above(ax, [unmeasured_key()] * bool(grid.isna().any(axis=None)))
-    return ax
+    return heading(ax, title, unmeasured_key(grid))
 
 
 @style()
@@ -80,38 +76,39 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
     in the order given. `budget` maps a machine's name to its memory in bytes; it may be empty.
     """
-    table = parts.pivot(index="setting", columns="part", values="bytes").astype(float).fillna(0)
-    table = table.loc[parts["setting"].drop_duplicates(), parts["part"].drop_duplicates()]
+    table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
     table, machines = table / scale, pd.Series(budget, dtype=float) / scale
     ax = axes(ax, 6.5, 0.9 + 0.25 * (len(table) + len(machines)))
-    left = pd.Series(0.0, table.index)
-    for hatch, part in zip(_HATCHES, table):
-        ax.barh(table.index, table[part], 0.6, left, hatch=hatch, edgecolor="white", linewidth=0.5, label=part)
-        left += table[part]
+    totals = _stack(ax, table)
     ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
     ax.vlines(machines, -0.5, range(len(table), len(table) + len(machines)), "black", "dashed", linewidth=0.8)
-    for name, total in pd.concat([left, machines]).items():
+    for name, total in pd.concat([totals, machines]).items():
         text = ax.annotate(f"{total:.2f} {unit}", (total, name), (4, 0), textcoords="offset points", va="center")
         text.set_bbox(_ON_LINES)
     bars = len(table) + len(machines)
     ax.set(xlabel=unit, xlim=(0, 1.14 * widest / scale), ylim=(bars - 0.5, -0.5))
     ax.tick_params(axis="y", length=0)
-    ax.set_title("resident memory")
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return heading(ax, "resident memory")
+
+
+def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
+    """Draws the columns of `table` as stacked bars, each with a hatch of its own, one bar per row; returns their lengths."""
+    left = pd.Series(0.0, table.index)
+    for hatch, part in zip(_HATCHES, table):
+        ax.barh(table.index, table[part], 0.6, left, hatch=hatch, edgecolor="white", linewidth=0.5, label=part)
+        left += table[part]
+    return left
 
 
 @style()
 def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
     ax = axes(ax, 6.5, 1.7)
-    left = 0.0
-    for hatch, row in zip(_HATCHES, parts.itertuples()):
-        ax.barh(0, row.ms, 0.6, left, hatch=hatch, edgecolor="white", linewidth=0.5, label=f"{row.part} ({row.ms:.3g} ms)")
-        left += row.ms
-    ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, left))
+    labels = [f"{row.part} ({row.ms:.3g} ms)" for row in parts.itertuples()]
+    totals = _stack(ax, pd.DataFrame([parts["ms"].to_list()], columns=labels))
+    ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, totals[0]))
     ax.spines["left"].set_visible(False)
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
     return ax
@@ -158,5 +155,4 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(shown)), labels=names)
     ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
-    ax.set_title(on_machine("B against A", measures))
-    return ax
+    return heading(ax, on_machine("B against A", measures))

@@ -20,7 +20,15 @@ from matplotlib.font_manager import findfont, get_font
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from workbench.plots.figure import axes, grid_cells, label_cells, legend_above, style, unmeasured_key
+from workbench.plots.figure import (
+    axes,
+    grid_cells,
+    heading,
+    label_cells,
+    pivot_in_order,
+    style,
+    unmeasured_key,
+)
 
 MAX_TOKEN_LABELS = 64
 
@@ -53,25 +61,22 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, tensor: str = "update", 
     outside take the colour of the nearer end. `tokens[position]` names the positions where there are at most 64.
     """
     ax = axes(ax, 6.5, 3.2)
-    mesh, keys = _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits)
-    ax.set_title(f"{tensor}, {mode}, T = {T}")
-    legend_above(ax, keys)
+    mesh, keys = _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens, limits)
     _scale(mesh, ax, metric, threshold)
-    return ax
+    return heading(ax, f"{tensor}, {mode}, T = {T}", keys)
 
 
 @style()
 def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], *, tensor: str = "update", mode: str = "isolated",
-                  metric: str = "1-cosine", tokens: Sequence[str] | None = None, threshold: float | None = None,
-                  limits: tuple[float, float] | None = None, columns: int = 2) -> Figure:  # fmt: skip
-    """`fidelity_heatmap` at several T as small multiples with one colour scale."""
+                  metric: str = "1-cosine", threshold: float | None = None, columns: int = 2, **options) -> Figure:  # fmt: skip
+    """`fidelity_heatmap` at several T as small multiples with one colour scale; `options` are its `tokens` and `limits`."""
     Ts = list(Ts)
     rows = -(-len(Ts) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(7, 0.7 + 2 * rows), squeeze=False)
     keys = {}
     for i, (ax, T) in enumerate(zip(grid.flat, Ts)):
-        mesh, found = _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits)
-        keys |= {key.get_label(): key for key in found}
+        mesh, marks = _draw(ax, fidelity, T, tensor, mode, metric, threshold, **options)
+        keys |= {key.get_label(): key for key in marks}
         ax.set_title(f"T = {T}")
         if i % columns:
             ax.set_ylabel("")
@@ -88,7 +93,7 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], *, tensor: str = "u
     return figure
 
 
-def _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits) -> tuple[QuadMesh, list[Artist]]:
+def _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=None) -> tuple[QuadMesh, list[Artist]]:
     """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur."""
     measured = fidelity[(fidelity["tensor"] == tensor) & (fidelity["mode"] == mode)]
     rows = measured[measured["T"] == T]
@@ -98,17 +103,17 @@ def _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits) -> t
     infinite = ~rows["finite"].fillna(True).astype(bool)
     beyond = kind.fails(value, np.nan if threshold is None else threshold)
     off_scale = 2 * norm.vmax if kind.fails(1, 0) else norm.vmin - 1
-    shown = _pivot(rows, value.clip(norm.vmin, norm.vmax).mask(infinite, off_scale), measured)
-    mesh = grid_cells(ax, shown, norm, matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"))
-    if tokens is not None and len(shown.columns) <= MAX_TOKEN_LABELS:
-        label_cells(ax.xaxis, [_printable(tokens[position]) for position in shown.columns], MAX_TOKEN_LABELS)
+    cells = _pivot(rows, value.clip(norm.vmin, norm.vmax).mask(infinite, off_scale), measured)
+    mesh = grid_cells(ax, cells, norm, matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"))
+    if tokens is not None and len(cells.columns) <= MAX_TOKEN_LABELS:
+        label_cells(ax.xaxis, [_printable(tokens[position]) for position in cells.columns], MAX_TOKEN_LABELS)
         ax.tick_params(axis="x", rotation=90)
         for text in ax.get_xticklabels():
             text.set_parse_math(False)
     if tensor == "logits":  # they belong to no layer
         ax.set(ylabel="", yticks=[])
     y, x = np.nonzero(_pivot(rows, beyond | infinite, measured).eq(True).to_numpy())
-    dark = mesh.to_rgba(shown.to_numpy()[y, x])[:, :3].mean(axis=1) < 0.5
+    dark = mesh.to_rgba(cells.to_numpy()[y, x])[:, :3].mean(axis=1) < 0.5
     ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=np.where(dark, "white", "black"))
     keys = []
     if beyond.any():
@@ -116,16 +121,14 @@ def _draw(ax, fidelity, T, tensor, mode, metric, tokens, threshold, limits) -> t
         keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
     if infinite.any():
         keys.append(Patch(facecolor="black", label="not finite"))
-    if shown.isna().any(axis=None):
-        keys.append(unmeasured_key())
-    return mesh, keys
+    return mesh, keys + unmeasured_key(cells)
 
 
 def _pivot(rows: pd.DataFrame, cell: pd.Series, measured: pd.DataFrame) -> pd.DataFrame:
     """Layer × position over whatever was measured at any T, so that figures at several T line up."""
     if rows.empty or rows.duplicated(["layer", "position"]).any():
-        found = "several rows for one layer and position" if len(rows) else "no rows"
-        raise ValueError(f"fidelity: {found}; filter to one run, runtime and precision, and to a T that was measured")
+        problem = "several rows for one layer and position" if len(rows) else "no rows"
+        raise ValueError(f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured")
     layers, positions = (measured[name].sort_values().unique() for name in ("layer", "position"))
     grid = rows.assign(cell=cell).pivot(index="layer", columns="position", values="cell")
     return grid.reindex(index=layers, columns=positions)
@@ -155,14 +158,12 @@ def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97, ax: 
     `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and ``cosine``; one bar
     per ingredient, in the order given. Bars that fail `threshold` are hatched and their figure is crossed.
     """
-    table = ablations.pivot(index="ingredient", columns="tensor", values="cosine").astype(float)
-    table = table.reindex(ablations["ingredient"].drop_duplicates())
+    table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
     ax = axes(ax, 5.5, 0.8 + 0.28 * len(table))
     fails = table["update"] < threshold
     bars = ax.barh(table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update")
-    for bar, failed in zip(bars, fails):
+    for bar, (row, value), failed in zip(bars, table["update"].items(), fails):
         bar.set_hatch("////" if failed else None)
-    for row, value, failed in zip(table.index, table["update"], fails):
         ax.text(1.03, row, f"{value:.4f}{' ×' if failed else ''}", va="center")
     limit = ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=f"threshold {threshold:g} (× fails)")
     keys = [bars, limit]
@@ -171,9 +172,7 @@ def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97, ax: 
     ax.invert_yaxis()
     ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)), 1.18))
     ax.tick_params(axis="y", length=0)
-    ax.set_title("one ingredient left out")
-    legend_above(ax, keys)
-    return ax
+    return heading(ax, "one ingredient left out", keys)
 
 
 @style()
@@ -195,9 +194,7 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
     ax.set(xlabel=lines.index.name, ylabel="relative RMS error", yscale="log")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(axis="y")
-    ax.set_title(title)
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return heading(ax, title)
 
 
 @style()
@@ -211,13 +208,12 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
     least = row[row > 0].min() / 10
     ax.barh(row.index, row.where(row > 0, least), 0.6, color=["#0072B2" if name != "total" else "0.4" for name in row.index])
     for name, value in row.items():
-        said = "not measured" if value != value else f"{value:.2g}"
-        ax.annotate(said, (value if value > 0 else least, name), (4, 0), textcoords="offset points", va="center")
+        text = "not measured" if value != value else f"{value:.2g}"
+        ax.annotate(text, (value if value > 0 else least, name), (4, 0), textcoords="offset points", va="center")
     ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
-    ax.set_title(f"error of layer {layer}, split")
-    return ax
+    return heading(ax, f"error of layer {layer}, split")
 
 
 @style()

@@ -6,12 +6,13 @@
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import PIL
 from matplotlib.artist import Artist
@@ -19,7 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
@@ -95,6 +95,14 @@ def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) ->
     return mesh
 
 
+def write_cells(ax: Axes, grid: pd.DataFrame, text: Callable, **looks: Callable) -> None:
+    """Writes `text(value)`, unless None, into the middle of every cell; `looks` are properties of the text by value."""
+    for (y, x), value in np.ndenumerate(grid.to_numpy()):
+        if (label := text(value)) is not None:
+            look = {name: of(value) for name, of in looks.items()}
+            ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", **look)
+
+
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
     """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are more than `most`."""
     step = next(step for n in itertools.count() for step in (10**n, 2 * 10**n, 5 * 10**n) if len(labels) <= step * most)
@@ -114,14 +122,37 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
     return f"{title}\n{machines[0]}" if len(machines) else title
 
 
-def unmeasured_key() -> Patch:
-    """Legend entry for hatched cells."""
-    return Patch(**_UNMEASURED, label="not measured")
+def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
+    """Legend entry for hatched cells, if any of `cells` is missing."""
+    return [Patch(**_UNMEASURED, label="not measured")] * bool(cells.isna().any(axis=None))
 
 
-def legend_above(ax: Axes, keys: Sequence[Artist]) -> Legend | None:
-    """A one-line legend between the title and the axes, if there is anything to explain."""
-    if not keys:
-        return None
-    ax.set_title(ax.get_title(loc="left"), pad=18)
-    return ax.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=len(keys), handlelength=1.4)
+def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
+    """Sets the title with a one-line legend between it and the axes; returns the Axes.
+
+    `keys` are the legend's entries, by default all labelled artists; without any there is no legend.
+    """
+    keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
+    ax.set_title(title, pad=18 if keys else None)
+    if keys:
+        ax.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=len(keys), handlelength=1.4)
+    return ax
+
+
+def median_range(ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10) -> None:
+    """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars reach from the least to
+    the largest."""
+    for name, line in samples.groupby(lines, sort=False):
+        values = line.groupby(x)[y].agg(["median", "min", "max"])
+        reach = [values["median"] - values["min"], values["max"] - values["median"]]
+        ax.errorbar(values.index, values["median"], yerr=reach, capsize=2.5, elinewidth=0.8, label=label.format(name))
+    ax.set_xscale("log", base=base)
+    at = sorted(samples[x].unique())
+    ax.set_xticks(at, labels=map(str, at))
+    ax.grid(axis="y")
+
+
+def pivot_in_order(rows: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
+    """A table of `values` whose rows and columns come in the order in which `rows` first names them."""
+    table = rows.pivot(index=index, columns=columns, values=values)
+    return table.loc[rows[index].drop_duplicates(), rows[columns].drop_duplicates()]

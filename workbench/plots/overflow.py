@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from workbench.plots.figure import axes, grid_cells, legend_above, style
+from workbench.plots.figure import axes, grid_cells, heading, pivot_in_order, style, write_cells
 
 
 @style()
@@ -26,9 +26,7 @@ def headroom(rows: pd.DataFrame, *, x: str, lines: str, xlabel: str | None = Non
     ax.set(xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear")
     ax.set_ylim(bottom=low)
     ax.grid(axis="y")
-    ax.set_title("distance from the largest fp16 value")
-    legend_above(ax, ax.get_legend_handles_labels()[0])
-    return ax
+    return heading(ax, "distance from the largest fp16 value")
 
 
 @style()
@@ -37,16 +35,11 @@ def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
     `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to be drawn.
     """
-    grid = table.pivot(index="mask", columns="case", values="leak")
-    grid = grid.loc[table["mask"].drop_duplicates(), table["case"].drop_duplicates()]
+    grid = pivot_in_order(table, "mask", "case", "leak")
     ax = axes(ax, 2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
     colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
     mesh = grid_cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
-    for y, row in enumerate(grid.to_numpy()):
-        for x, value in enumerate(row):
-            dark = sum(mesh.to_rgba(min(value, 1) if value == value else 2.0)[:3]) < 1.5
-            ax.text(x + 0.5, y + 0.5, f"{value:.2f}" if value == value else "NaN ×", ha="center", va="center",
-                    color="white" if dark else "black")  # fmt: skip
+    write_cells(ax, grid, lambda leak: f"{leak:.2f}" if leak == leak else "NaN ×",
+                color=lambda leak: "white" if sum(mesh.to_rgba(min(leak, 1) if leak == leak else 2.0)[:3]) < 1.5 else "black")
     ax.set(xlabel="", ylabel="")
-    ax.set_title("weight on positions that the mask blocks")
-    return ax
+    return heading(ax, "weight on positions that the mask blocks")

@@ -1,25 +1,55 @@
-"""One experiment as its notebook tells it: figures and tables as they come, then one log row that holds them all.
+"""One experiment while its notebook runs: figures and tables as they come, then one log row that holds them all.
 
 In: what was measured. Out: rows of the log (`exhibits` holds the data of every figure and table), and the files of the
-write-up, which `report` draws from those rows. So a figure on paper is a figure of the log. Knows nothing of how a
-result came about.
+write-up, which `report` draws from those rows. So a figure on paper is a figure of the log. This module knows nothing
+of how a result was measured.
 """
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from pandas.io.formats.style import Styler
 
-from workbench import log, plots, report
+from workbench import log, plots, report, sweep
 from workbench.bundle import Bundle
-from workbench.check import gates, tasks
+from workbench.check import gates, golden, tasks
 from workbench.decode import Decoder
 from workbench.errors import InputError
+from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.report import doctor, tables
 from workbench.sweep import runs
+
+
+@dataclass
+class ExportedModel:
+    """A checkpoint with its bundle, a decoder that runs it, and token ids with their text."""
+
+    checkpoint: Checkpoint
+    bundle: Bundle
+    decoder: Decoder
+    ids: list[int]
+    tokens: list[str]
+    goldens: Path
+
+    @cached_property
+    def golden(self) -> golden.Golden:
+        """Hugging Face's values for `ids`, computed when they are first used."""
+        return golden.stored_golden(self.checkpoint, self.ids, self.goldens)
+
+
+def token_texts(checkpoint: Checkpoint, ids: list[int]) -> list[str]:
+    """The text of each token id, or the id itself without a tokenizer."""
+    try:
+        return tasks.checkpoint_tokenizer(checkpoint.path).convert_ids_to_tokens(ids)
+    except InputError:
+        return [str(i) for i in ids]
 
 
 class Study:
@@ -33,37 +63,50 @@ class Study:
     def __init__(self, number: str, names: Mapping):
         self.experiment, self.root = report.experiment(number), log.default_root()
         self.project = log.project(self.root)
-        self.bundles, self.goldens = self.project / "data" / "bundles", self.project / "data" / "golden"
+        data = self.project / "data"
+        self.bundles, self.goldens, self.tasks = data / "bundles", data / "golden", data / "tasks" / "heldout.jsonl"
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
 
-    @property
-    def here(self) -> str:
-        """This machine's name, as the log has it: times that a notebook shows stand beside it."""
-        return runs.here()
+        self.here = runs.here()  # this machine's name, as the log has it: times in a notebook stand beside it
 
     @staticmethod
     def machine() -> Styler:
         """What this machine is, which runtime it uses, and what it cannot show."""
-        found = doctor.examine()
-        found["memory_bytes"] = f"{found['memory_bytes']:,}"
-        return tables.shown(tables.listing({name: value for name, value in found.items() if value is not None}))
+        facts = doctor.examine()
+        facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
+        return tables.styled(tables.listing({name: fact for name, fact in facts.items() if fact is not None}))
+
+    @staticmethod
+    def scratch() -> Path:
+        """A new folder outside the project, for exports that need not stay."""
+        return Path(tempfile.mkdtemp())
+
+    def open(self, checkpoint: str | Path, prompt: int | list[int] = 24, *, precision: str = "declared",
+             fast: bool = False, **options) -> ExportedModel:  # fmt: skip
+        """Exports a checkpoint, unless `data/bundles` has its bundle already, and opens it.
+
+        Args:
+            checkpoint: a Hugging Face folder; a relative path starts at the project's folder.
+            prompt: token ids, or how many of the prompt to take (see `prompt`).
+            precision: the decoder's arithmetic; `fast`: whether it may fuse operations, for timing.
+            options: export options (see `workbench.export.options`).
+        """
+        source = Checkpoint(self.project / checkpoint)
+        bundle = sweep.bundle_for(source, export_options(**options), self.bundles, progress=True)
+        decoder = Decoder(bundle, precision=precision, fast=fast)
+        ids, tokens = self.prompt(source, prompt) if isinstance(prompt, int) else (prompt, token_texts(source, prompt))
+        return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens)
 
     def prompt(self, checkpoint: Checkpoint, count: int) -> tuple[list[int], list[str]]:
         """At most `count` token ids and their text: the first held-out task, or seeded ids without a tokenizer."""
         try:
-            coder = tasks.checkpoint_tokenizer(checkpoint.path)
+            tokenizer = tasks.checkpoint_tokenizer(checkpoint.path)
+            ids = tokenizer.encode(tasks.load_tasks(self.tasks)[0]["prompt"])[:count]
         except InputError:
             ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()
-            return ids, [str(i) for i in ids]
-        ids = coder.encode(tasks.load_tasks(self.tasks)[0]["prompt"])[:count]
-        return ids, coder.convert_ids_to_tokens(ids)
-
-    @property
-    def tasks(self):
-        """The file of held-out prompts with known answers."""
-        return self.project / "data" / "tasks" / "heldout.jsonl"
+        return ids, token_texts(checkpoint, ids)
 
     def answers(self, decoder: Decoder, checkpoint: Checkpoint, stride: int = 4) -> list[gates.Gate]:
         """Every `stride`-th held-out question, asked of bundle and golden; not run without a tokenizer."""
@@ -85,29 +128,29 @@ class Study:
     def table(self, name: str, frame: pd.DataFrame, caption: str) -> Styler:
         """Keeps a table for the write-up and shows it here."""
         self._exhibits["table", name] = report.exhibit(name, frame, caption)
-        return tables.shown(frame)
+        return tables.styled(frame)
 
-    def judge(self, found: Iterable[gates.Gate]) -> Styler:
-        """Counts gates in for the verdict and shows them, RED first."""
-        found = list(found)
-        self.gates += found
-        return tables.shown(tables.gates(found))
+    def add_gates(self, results: Iterable[gates.Gate]) -> Styler:
+        """Adds gates to the verdict and shows them, RED first."""
+        results = list(results)
+        self.gates += results
+        return tables.styled(tables.gates(results))
 
-    def conclude(self, made: Bundle | Decoder | None, words: str = "", *, T: int | None = None,
+    def conclude(self, subject: Bundle | Decoder | None, words: str = "", *, T: int | None = None,
                  fidelity: pd.DataFrame | None = None, samples: pd.DataFrame | None = None,
                  layers: pd.DataFrame | None = None, **results) -> Styler:  # fmt: skip
-        """Logs the run with its exhibits, writes figures, tables and report, says the conclusion.
+        """Logs the run with its exhibits, writes figures, tables and report, prints the conclusion.
 
         Args:
-            made: the decoder, or the bundle, that was judged; None: the runs that the figures name.
+            subject: the decoder, or the bundle, that the gates are about; None: the runs that the figures name.
             words: the conclusion, before the verdict and its reasons.
             results: further mappings or records to keep in the run's `config`.
 
         Returns:
             The log rows the notebook stands on and the versions that made them.
         """
-        decoder = made if isinstance(made, Decoder) else None
-        bundle = decoder.bundle if decoder else made
+        decoder = subject if isinstance(subject, Decoder) else None
+        bundle = decoder.bundle if decoder else subject
         verdict = [tables.verdict_conclusion(bundle, self.gates)] if self.gates else []
         words = "\n\n".join(filter(None, [words, *verdict]))
         config = {"parameters": self.parameters, "gates": [g.json() for g in self.gates], "conclusion": words} | results
@@ -118,4 +161,4 @@ class Study:
                              samples=samples, layers=layers, exhibits=list(self._exhibits.values()))  # fmt: skip
         path = report.write_report(self.experiment.number, self.root, run_id)
         print(words)
-        return tables.shown(runs.footer(run_id, report=path.relative_to(self.project)))
+        return tables.styled(runs.footer(run_id, report=path.relative_to(self.project)))

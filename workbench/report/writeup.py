@@ -97,9 +97,9 @@ def exhibit(name: str, data: pd.DataFrame, caption: str, plot: str | None = None
     """
     flat = data.set_axis([" ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in data.columns], axis=1)
     flat = flat.reset_index() if data.index.name or data.index.nlevels > 1 else flat
-    found = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
-    found["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
-    return {"name": name, "caption": caption, "plot": plot, "data": _json(found), "options": _json(options or {})}
+    content = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
+    content["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
+    return {"name": name, "caption": caption, "plot": plot, "data": _json(content), "options": _json(options or {})}
 
 
 def _json(value: Mapping) -> str:
@@ -108,8 +108,8 @@ def _json(value: Mapping) -> str:
 
 def data_of(row: Mapping) -> pd.DataFrame:
     """The data of a row of `exhibits`."""
-    found = json.loads(row["data"])
-    return pd.DataFrame(found["data"], columns=found["columns"])
+    content = json.loads(row["data"])
+    return pd.DataFrame(content["data"], columns=content["columns"])
 
 
 def runs_of(row: Mapping) -> list[str]:
@@ -117,33 +117,21 @@ def runs_of(row: Mapping) -> list[str]:
     return [row["run_id"], *json.loads(row["data"])["run_ids"]]
 
 
-def draw(row: Mapping):
-    """The figure of a row of `exhibits`, drawn."""
-    return getattr(plots, row["plot"])(data_of(row), **json.loads(row["options"]))
-
-
 def write_exhibit(row: Mapping, place: Path, number: str) -> list[Path]:
     """Writes the files of one exhibit below `place`: the same row gives the same bytes."""
-    data = data_of(row)
-    if row["plot"] is None:
-        path = place / "tables" / f"{row['name']}.tex"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(data.to_latex(index=False, escape=True, na_rep="--", float_format="%.4g", caption=_latex(row["caption"]),
-                                      label=f"tab:{number}-{row['name']}"))  # fmt: skip
-        return [path]
-    return plots.save(lambda: draw(row), place / "figures" / row["name"], run_ids=runs_of(row), alt=row["caption"])
+    data, name, caption = data_of(row), row["name"], row["caption"]
+    if row["plot"]:
+        draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
+        return plots.save(lambda: draw(data, **options), place / "figures" / name, run_ids=runs_of(row), alt=caption)
+    path = place / "tables" / f"{name}.tex"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    latex_caption = re.sub(r"([&%$#_{}])", r"\\\1", caption)
+    path.write_text(data.to_latex(index=False, escape=True, na_rep="--", float_format="%.4g", caption=latex_caption,
+                                  label=f"tab:{number}-{name}"))  # fmt: skip
+    return [path]
 
 
-def _latex(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "&%$#_{}" else letter for letter in text)
-
-
-def write_report(
-    number: str,
-    root: Path | str | None = None,
-    run: str | None = None,
-    place: Path | None = None,
-) -> Path:
+def write_report(number: str, root: Path | str | None = None, run: str | None = None, place: Path | None = None) -> Path:
     """Writes the report of an experiment with its figures and tables from the log at `root`.
 
     Args:
@@ -153,7 +141,7 @@ def write_report(
     Returns:
         The path of `report.md`.
     """
-    chosen = experiment(number)
+    question = experiment(number).question
     runs, exhibits = behind(number, root, run)
     if runs.empty:
         raise InputError(f"experiment {number}", "no run in the log", "at least one run",
@@ -165,9 +153,12 @@ def write_report(
     for row in exhibits:
         write_exhibit(row, place, number)
     again = " ".join(["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])])
-    parts = [f"# Experiment {number}: {chosen.question}", _notebook(runs).get("conclusion", ""), _setup(runs),
-             _results(exhibits, place, again), _verdicts(runs), _speed(runs, root),
-             _unmeasured(runs), _reproduce(runs, number, again)]  # fmt: skip
+    config = _config(notebook)
+    parameters = config.get("parameters", {})
+    settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in parameters.items())
+    parts = [f"# Experiment {number}: {question}", config.get("conclusion", ""), _setup(runs, parameters),
+             _results(exhibits, again), _verdicts(runs), _speed(runs, root), _unmeasured(runs),
+             f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`."]  # fmt: skip
     path = place / "report.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n")
     return path
@@ -184,9 +175,8 @@ def publish(number: str, root: Path | str | None = None, run: str | None = None)
     runs, exhibits = behind(number, root, run)
     notebook = _notebooks(runs).tail(1)
     if notebook.empty or not exhibits:
-        found = "no notebook's run with figures or tables in the log"
-        next_step = f"run the notebook: workbench run {number} --publish"
-        raise InputError(f"experiment {number}", found, "one to publish", next_step)
+        raise InputError(f"experiment {number}", "no notebook's run with figures or tables in the log", "one to publish",
+                         f"run the notebook: workbench run {number} --publish")  # fmt: skip
     needed = set(runs["run_id"]) | {i for row in exhibits for i in runs_of(row)}
     for run_id in needed:
         names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
@@ -197,9 +187,8 @@ def publish(number: str, root: Path | str | None = None, run: str | None = None)
         report = write_report(number, shipped, notebook["run_id"].item(), Path(fresh))
         for part in ("figures", "tables"):
             shutil.rmtree(place / part, ignore_errors=True)
-            if (report.parent / part).exists():
-                (report.parent / part).replace(place / part)
-        report.replace(place / report.name)
+        for path in report.parent.iterdir():
+            path.replace(place / path.name)
     for other in EXPERIMENTS.keys() - {number}:
         needed |= {i for row in behind(other, shipped)[1] for i in runs_of(row)}
     listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
@@ -229,54 +218,48 @@ def behind(
     if run is not None and run not in set(notebooks["run_id"]):
         next_step = f"list them: workbench log --where \"command == 'notebook {number}'\""
         raise InputError(f"run {run}", "no such run in the log", f"a run of notebook {number}", next_step)
-    kept = runs[runs["command"].eq("explorer")]
+    rows = runs[runs["command"].eq("explorer")]
     if len(notebooks):
         run = run or notebooks["run_id"].max()
         about = pd.Series([subject([row]) for row in runs.to_dict("records")], runs.index)
         same = runs[about == about[runs["run_id"] == run].iloc[0]]
         later = [i for i in _notebooks(same)["run_id"] if i > run]
         since = same["run_id"].between(run, min(later, default="~"))  # "~" is later than any
-        kept = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
-    found = log.load("exhibits", root=root, where={"run_id": kept["run_id"].tolist()}).sort_values("run_id", kind="stable")
-    found = found[~found.assign(plot=found["plot"].isna()).duplicated(["name", "plot"], keep="last")]
-    exhibits = found.astype(object).where(found.notna(), None).to_dict("records")
-    stood_on = {*kept["run_id"], *(i for row in exhibits for i in runs_of(row))}
+        rows = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
+    table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()}).sort_values("run_id", kind="stable")
+    table = table[~table.assign(plot=table["plot"].isna()).duplicated(["name", "plot"], keep="last")]
+    exhibits = table.astype(object).where(table.notna(), None).to_dict("records")
+    stood_on = {*rows["run_id"], *(i for row in exhibits for i in runs_of(row))}
     return (runs[runs["run_id"].isin(stood_on)] if len(notebooks) else runs), exhibits
 
 
-def _notebook(runs: pd.DataFrame) -> dict:
-    """What the notebook's newest run kept in `config`."""
-    found = runs[runs["command"] == f"notebook {runs['experiment'].iloc[0]}"]["config"].dropna()
-    return json.loads(found.iloc[-1]) if len(found) else {}
+def _config(notebook: pd.DataFrame) -> dict:
+    """The `config` of a notebook's run, given as at most one row."""
+    configs = notebook["config"].dropna()
+    return json.loads(configs.item()) if len(configs) else {}
 
 
-def _setup(runs: pd.DataFrame) -> str:
+def _setup(runs: pd.DataFrame, parameters: dict) -> str:
     columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "machine",
                "power_source"]  # fmt: skip
     runs = with_machines(runs)
     rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
-    rows += [(f"parameter {name}", str(value)) for name, value in _notebook(runs).get("parameters", {}).items()]
+    rows += [(f"parameter {name}", str(value)) for name, value in parameters.items()]
     table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])
     return "## Setup\n\n" + table.to_markdown(index=False)
 
 
-def _results(exhibits: list[dict], place: Path, again: str) -> str:
+def _results(exhibits: list[dict], again: str) -> str:
     """Tables and figures in the order the notebook showed them."""
-    parts = []
+    parts = ["## Results"]
     for row in exhibits:
-        if row["plot"] is None:
-            latex = f"LaTeX: [`tables/{row['name']}.tex`](tables/{row['name']}.tex). "
-            parts.append(f"{row['caption']}\n\n{data_of(row).to_markdown(index=False, floatfmt='.4g')}\n\n"
-                         f"{latex}Log rows {', '.join(runs_of(row))}.")  # fmt: skip
+        name, caption, rows = row["name"], row["caption"], f"Log rows {', '.join(runs_of(row))}"
+        if row["plot"]:
+            parts += [f"![{caption}](figures/{name}.svg)", f"{caption} {rows}; drawn again by `{again}`."]
         else:
-            parts.append(_figure(place / "figures" / f"{row['name']}.json", again))
-    return "## Results\n\n" + "\n\n".join(parts) if parts else ""
-
-
-def _figure(sidecar: Path, command: str) -> str:
-    about = json.loads(sidecar.read_text())
-    return (f"![{about['alt']}](figures/{sidecar.stem}.svg)\n\n{about['alt']} "
-            f"Log rows {', '.join(about['run_ids'])}; drawn again by `{command}`.")  # fmt: skip
+            table = data_of(row).to_markdown(index=False, floatfmt=".4g")
+            parts += [caption, table, f"LaTeX: [`tables/{name}.tex`](tables/{name}.tex). {rows}."]
+    return "\n\n".join(parts) if exhibits else ""
 
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
@@ -286,17 +269,17 @@ def _latest(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _verdicts(runs: pd.DataFrame) -> str:
-    judged = _latest(runs[runs["verdict"].notna()])
-    lines = []
-    for _, run in judged.iterrows():
-        found = pd.DataFrame(json.loads(run["config"]).get("gates", []))
+    latest = _latest(runs[runs["verdict"].notna()])
+    parts = ["## Verdicts"]
+    for run in latest.to_dict("records"):
+        gates = pd.DataFrame(json.loads(run["config"]).get("gates", []))
         title = (f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
                  f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (log row {run['run_id']})")  # fmt: skip
-        if len(found) and (run["verdict"] == "RED" or len(judged) <= 4):
-            found = found[["verdict", "name", "value", "threshold", "reason"]]
-            title += "\n\n" + found.to_markdown(index=False, floatfmt=".6g", missingval="–")
-        lines.append(title)
-    return "## Verdicts\n\n" + "\n\n".join(lines) if lines else ""
+        parts.append(title)
+        if len(gates) and (run["verdict"] == "RED" or len(latest) <= 4):
+            table = gates[["verdict", "name", "value", "threshold", "reason"]]
+            parts.append(table.to_markdown(index=False, floatfmt=".6g", missingval="–"))
+    return "\n\n".join(parts) if len(latest) else ""
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
@@ -310,11 +293,12 @@ def _speed_of(runs: pd.DataFrame, machine: str, root) -> str:
     ids = _latest(runs)["run_id"].tolist()
     samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
     options = [c for c in ("checkpoint", "checkpoint_hash", *TIMES, "software") if c not in samples]
-    found = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
-    found["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in found.to_dict("records")]
-    varied = [option for option in options if found[option].nunique(dropna=False) > 1]
-    shown = found[[*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]]
-    return f"On {machine}:\n\n" + shown.sort_values(["phase", *varied, "T"]).to_markdown(index=False, floatfmt=".4g")
+    speeds = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
+    speeds["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in speeds.to_dict("records")]
+    varied = [option for option in options if speeds[option].nunique(dropna=False) > 1]
+    columns = [*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]
+    table = speeds.sort_values(["phase", *varied, "T"])[columns]
+    return f"On {machine}:\n\n{table.to_markdown(index=False, floatfmt='.4g')}"
 
 
 def _unmeasured(runs: pd.DataFrame) -> str:
@@ -325,9 +309,3 @@ def _unmeasured(runs: pd.DataFrame) -> str:
     if not runs["placement"].notna().any():
         missing.append("Placement (ANE, GPU, CPU): *not measured*.")
     return "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""
-
-
-def _reproduce(runs: pd.DataFrame, number: str, again: str) -> str:
-    chosen = _notebook(runs).get("parameters", {})
-    settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in chosen.items())
-    return f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`."

@@ -21,8 +21,8 @@ from workbench.decode import Decoder
 from workbench.explain import trace
 from workbench.explain.weights import replace
 from workbench.export import convert, read_plan, shards
-from workbench.export.weights import build
 from workbench.export.make import absolute_layer_path
+from workbench.export.weights import build
 from workbench.models import checkpoint as checkpoints
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry, scaled

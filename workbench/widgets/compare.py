@@ -1,5 +1,4 @@
-"""The Compare: two runs of one machine side by side, what differs in their settings and in what
-they measured."""
+"""The Compare: two runs of one machine side by side, with the differences in their settings and measurements."""
 
 from pathlib import Path
 
@@ -40,23 +39,12 @@ class Compare(Panel):
         runs = runs[runs["run_id"].isin(timed)].sort_values("run_id", ascending=False)
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
-            raise InputError(
-                "log",
-                f"{len(runs)} timed runs",
-                "two of one machine",
-                "run a sweep first, such as notebook 34",
-            )
-        shown = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
+            raise InputError("log", f"{len(runs)} timed runs", "two of one machine", "run a sweep first, such as notebook 34")
+        start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
-        names, first, last = self._entries(shown)
-        super().__init__(
-            {
-                "machine": choice("machine", machine_names(self.runs), shown),
-                "a": choice("A", names, first),
-                "b": choice("B", names, last),
-            },
-            self.settings,
-        )
+        names, first, last = self._entries(start)
+        controls = [choice("machine", machine_names(self.runs), start), choice("A", names, first), choice("B", names, last)]
+        super().__init__(controls, self.settings)
         self.controls["machine"].observe(
             lambda change: self.guarded(lambda: self._offer(change["new"])), names="value"
         )
@@ -73,59 +61,32 @@ class Compare(Panel):
     def _offer(self, machine: str) -> None:
         """Lists the runs of another machine."""
         names, first, last = self._entries(machine)
-        for side, run_id in (("a", first), ("b", last)):
+        for side, run_id in (("A", first), ("B", last)):
             self.controls[side].options = names
             self.controls[side].value = run_id
 
     def _draw(self) -> None:
-        found = log.compare(self.value("a"), self.value("b"), self.root)
-        shown = found.measures[
-            found.measures["ratio"].notna() & ~found.measures["phase"].eq("layer")
-        ]
-        if shown.empty:
+        machine, comparison = self.value("machine"), log.compare(self.value("A"), self.value("B"), self.root)
+        measures = comparison.measures[lambda rows: rows["ratio"].notna() & rows["phase"].ne("layer")]
+        if measures.empty:
             with plots.style():
                 figure, ax = plt.subplots(figsize=(6, 1.2))
             absent(ax, "nothing that both runs measured differs")
         else:
-            figure = plots.ratios(shown.assign(machine=self.value("machine"))).figure
-        self.show(
-            figure, f"ratios of run B to run A with their intervals, on {self.value('machine')}"
-        )
-        self.message.value = (
-            f"{found.indistinguishable} further measurements do not differ: their intervals hold 1."
-        )
-        self.settings.value = found.settings.to_html(index=False, border=0)
+            figure = plots.ratios(measures.assign(machine=machine)).figure
+        self.show(figure, f"ratios of run B to run A with their intervals, on {machine}")
+        self.message.value = f"{comparison.indistinguishable} further measurements do not differ: their intervals hold 1."
+        self.settings.value = comparison.settings.to_html(index=False, border=0)
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:
-    """What tells each run from the others: the settings in which some differ, its round, and
-    when it was where that is all."""
-    columns = [
-        "experiment",
-        "command",
-        "checkpoint",
-        "checkpoint_hash",
-        *runs_.TIMES,
-        "os_build",
-        "software",
-        "round",
-    ]
+    """A label per run: the settings in which some runs differ and its round; then, while labels are equal, its time and
+    its id."""
+    columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES, "os_build", "software", "round"]
     varied = [c for c in columns if runs[c].nunique(dropna=False) > 1]
     varied = [c for c in varied if c != "software" or "os_build" not in varied]
-    rows = runs.to_dict("records")
-    labels = [
-        ", ".join(f"{c} {_short(c, run[c])}" for c in varied if pd.notna(run[c])) for run in rows
-    ]
-    times = [f"{run['time']:%Y-%m-%d %H:%M:%S}" for run in rows]
-    labels = [
-        f"{label}, {time}" if labels.count(label) > 1 else label
-        for label, time in zip(labels, times)
-    ]
-    return [
-        f"{label} ({run['run_id']})" if labels.count(label) > 1 else label
-        for label, run in zip(labels, rows)
-    ]
-
-
-def _short(column: str, value) -> str:
-    return str(value)[:12] if column == "checkpoint_hash" else str(value)
+    rows = runs.assign(checkpoint_hash=runs["checkpoint_hash"].str[:12]).to_dict("records")
+    labels = [", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])) for run in rows]
+    for suffix in (", {time:%Y-%m-%d %H:%M:%S}", " ({run_id})"):
+        labels = [label + suffix.format(**run) if labels.count(label) > 1 else label for label, run in zip(labels, rows)]
+    return labels

@@ -1,6 +1,6 @@
 """What all widgets share: controls above a picture that can be clicked, a message, and work that runs beside the notebook.
 
-Subclasses say what to draw. Knows nothing of what is shown.
+Subclasses draw the picture; this module knows nothing of its content.
 """
 
 import html
@@ -22,7 +22,7 @@ _ONE_FIGURE = threading.RLock()  # pyplot and its style are global; a finished j
 
 
 class Picture(anywidget.AnyWidget):
-    """A PNG that says where it was clicked: `clicked` is [x, y] as fractions of its size, from the top left."""
+    """A PNG that can be clicked: `clicked` is [x, y] as fractions of its size, from the top left."""
 
     _esm = """
     function render({ model, el }) {
@@ -52,15 +52,16 @@ class Picture(anywidget.AnyWidget):
 
 
 class Panel:
-    """Controls above a picture; `draw` follows every control. What a callback raises is shown and kept in `errors`."""
+    """Controls, by their descriptions, above a picture; `draw` follows every control. What a callback raises is shown and
+    stays in `errors`."""
 
-    def __init__(self, controls: dict[str, ui.Widget], *below: ui.Widget):
-        self.controls, self.errors, self.figure = controls, [], None
+    def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
+        self.controls, self.errors, self.figure = {c.description: c for c in controls}, [], None
         self.picture, self.message = Picture(), ui.HTML()
-        for control in controls.values():
+        for control in controls:
             control.layout.margin = "2px 14px 2px 0"
             control.observe(lambda _: self.draw(), names="value")
-        row = ui.HBox(list(controls.values()), layout=ui.Layout(flex_flow="row wrap"))
+        row = ui.HBox(controls, layout=ui.Layout(flex_flow="row wrap"))
         self.box = ui.VBox([row, self.message, self.picture, *below])
         self.box.add_class(f"workbench-{type(self).__name__.lower()}")
 
@@ -109,41 +110,44 @@ def absent(ax: Axes, why: str) -> None:
 
 def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
     """A slider that stops at `values` only."""
-    return ui.SelectionSlider(options=values, value=start if start in values else values[0], description=name,
-                              continuous_update=False, style={"description_width": "initial"})  # fmt: skip
+    return choice(name, values, start, ui.SelectionSlider, continuous_update=False)
 
 
-def choice(name: str, values: list, start=None) -> ui.Dropdown:
-    """One of `values`, which may be (label, value) pairs."""
-    start = {} if start is None else {"value": start}
-    return ui.Dropdown(
-        options=values, description=name, style={"description_width": "initial"}, layout=ui.Layout(width="auto"), **start
-    )
+def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **options) -> ui.Widget:
+    """One of `values`, which may be (label, value) pairs: `start`, or the first."""
+    options |= {} if start is None else {"value": start}
+    options |= {"layout": ui.Layout(width="auto")} if kind is ui.Dropdown else {}
+    return kind(options=values, description=name, style={"description_width": "initial"}, **options)
+
+
+def button(icon: str, press: Callable[[], None], description: str = "", **options) -> ui.Button:
+    """A button that calls `press`."""
+    control = ui.Button(description=description, icon=icon, layout=ui.Layout(width="auto"), **options)
+    control.on_click(lambda _: press())
+    return control
 
 
 class BackgroundJob:
-    """A Run and a Cancel button over steps that are done one after the other in a thread, with progress.
+    """A Run and a Cancel button over steps that run one after the other in a thread, with progress.
 
     Args:
-        steps: gives what is to do now, as (label, function) pairs.
-        panel: whose `guarded` runs each step; an error ends the job.
-        done: called at the end, cancelled or not.
+        steps: returns the steps to run now, as (label, function) pairs.
+        panel: the panel whose `guarded` runs each step; an error ends the job.
+        finish: called at the end, cancelled or not, unless a step failed.
     """
 
-    def __init__(self, steps: Callable[[], list], panel: Panel, done: Callable[[], None]):
-        self.steps, self.panel, self.done, self.thread = steps, panel, done, None
+    def __init__(self, steps: Callable[[], list], panel: Panel, finish: Callable[[], None]):
+        self.steps, self.panel, self.finish, self.thread = steps, panel, finish, None
         self.stopped = threading.Event()
-        self.run = ui.Button(icon="play", layout=ui.Layout(width="auto"))
-        self.cancel = ui.Button(description="Cancel", icon="stop", disabled=True, layout=ui.Layout(width="auto"))
+        self.run = button("play", self.start)
+        self.cancel = button("stop", self.stopped.set, "Cancel", disabled=True)
         self.progress = ui.IntProgress(layout=ui.Layout(width="12em", visibility="hidden"))
         self.label = ui.Label()
-        self.run.on_click(lambda _: self.start())
-        self.cancel.on_click(lambda _: self.stopped.set())
         self.box = ui.HBox([self.run, self.cancel, self.progress, self.label])
         self.refresh()
 
     def refresh(self) -> None:
-        """Says how much there is to do."""
+        """Writes the number of steps on the Run button."""
         count = len(self.steps())
         self.run.description, self.run.disabled = f"Run what is missing ({count})" if count else "Nothing is missing", not count
 
@@ -154,9 +158,9 @@ class BackgroundJob:
         self.thread.start()
 
     def _work(self) -> None:
-        todo, errors = self.steps(), len(self.panel.errors)
-        self.progress.max, self.progress.value = len(todo), 0
-        for label, step in todo:
+        steps, errors = self.steps(), len(self.panel.errors)
+        self.progress.max, self.progress.value = len(steps), 0
+        for label, step in steps:
             if self.stopped.is_set() or len(self.panel.errors) > errors:
                 break
             self.label.value = label
@@ -165,5 +169,5 @@ class BackgroundJob:
         self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
         self.cancel.disabled, self.progress.layout.visibility = True, "hidden"
         if len(self.panel.errors) == errors:
-            self.done()
+            self.finish()
         self.panel.guarded(self.refresh)

@@ -7,7 +7,7 @@ import ipywidgets as ui
 from workbench import log, plots, sweep
 from workbench.ane import memory, placement, roofline
 from workbench.bundle import Options
-from workbench.export import options
+from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.report import tables
 from workbench.widgets.panel import BackgroundJob, Panel, choice, slider
@@ -26,42 +26,42 @@ class Planner(Panel):
     """
 
     def __init__(self, checkpoint: str | Path, bundles: Path | None = None):
-        self.checkpoint, self.linted = Checkpoint(checkpoint), {}
+        self.checkpoint, self.placements = Checkpoint(checkpoint), {}
         self.bundles = bundles or log.project() / "data" / "bundles"
         self.misfit = roofline.judged()["misfit"].abs().median()
         self.rules = ui.HTML()
-        super().__init__({"max_seq_len": slider("max_seq_len", [2**n for n in range(6, 16)], 512), "T": slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
-                          "compress": choice("compress", list(memory.STORED_BITS)), "chip": choice("chip", sorted(roofline.chips()), "M4"),
-                          "machine": choice("machine", list(MACHINES), "16 GiB")}, self.rules)  # fmt: skip
-        self.job = BackgroundJob(lambda: [] if self.chosen in self.linted else [("export and lint", self._lint)], self, self.draw)
+        super().__init__([slider("max_seq_len", [2**n for n in range(6, 16)], 512), slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
+                          choice("compress", list(memory.STORED_BITS)), choice("chip", sorted(roofline.chips()), "M4"),
+                          choice("machine", list(MACHINES), "16 GiB")], self.rules)  # fmt: skip
+        steps = [("export and lint", self._lint)]
+        self.job = BackgroundJob(lambda: steps * (self.options not in self.placements), self, self.draw)
         self.box.children = (*self.box.children, self.job.box)
         for control in self.controls.values():
             control.observe(lambda _: self.job.refresh(), names="value")
         self.draw()
 
     @property
-    def chosen(self) -> Options:
-        return options(max_seq_len=self.value("max_seq_len"), t_max=self.value("T"), compress=self.value("compress"))
+    def options(self) -> Options:
+        return export_options(max_seq_len=self.value("max_seq_len"), t_max=self.value("T"), compress=self.value("compress"))
 
     def _lint(self) -> None:
-        chosen = self.chosen
-        self.linted[chosen] = placement.predicted_placement(
-            sweep.bundle_for(self.checkpoint, chosen, self.bundles), int(self.value("chip")[1])
-        )
+        options = self.options
+        bundle = sweep.bundle_for(self.checkpoint, options, self.bundles)
+        self.placements[options] = placement.predicted_placement(bundle, int(self.value("chip")[1]))
 
     def _draw(self) -> None:
-        size, name = MACHINES[self.value("machine")], self.checkpoint.path.name
-        budget = memory.budget_of_checkpoint(self.checkpoint, self.chosen, size)
-        machine = {self.value("machine"): size} if budget.total > size / 50 else {}  # else the bar would not be seen
-        self.show(plots.memory_bar(tables.budget(budget, name), machine).figure, f"memory of {name}")
-        rates = {T: 1e3 * T / roofline.predict_ms(memory.decode_work(self.checkpoint, self.chosen, T), self.value("chip"))["ms"].sum()
+        options, name, machine, chip = self.options, self.checkpoint.path.name, self.value("machine"), self.value("chip")
+        size = MACHINES[machine]
+        budget = memory.budget_of_checkpoint(self.checkpoint, options, size)
+        machines = {machine: size} if budget.total > size / 50 else {}  # else the checkpoint's bar would be invisible
+        self.show(plots.memory_bar(tables.budget(budget, name), machines).figure, f"memory of {name}")
+        rates = {T: 1e3 * T / roofline.predict_ms(memory.decode_work(self.checkpoint, options, T), chip)["ms"].sum()
                  for T in sorted({1, self.value("T")})}  # fmt: skip
         self.message.value = (
-            f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {self.value('machine')}. "
-            f"Predicted on {self.value('chip')}: " + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
+            f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {machine}. "
+            f"Predicted on {chip}: " + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
             + f" (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
         )  # fmt: skip
-        found = self.linted.get(self.chosen)
-        self.rules.value = (
-            "Rules: not checked, they need the exported graph." if found is None else tables.shown(tables.rules_table(found)).to_html()
-        )
+        self.rules.value = "Rules: not checked, they need the exported graph."
+        if options in self.placements:
+            self.rules.value = tables.styled(tables.rules_table(self.placements[options])).to_html()
