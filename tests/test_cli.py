@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from workbench.check import golden
-from workbench.cli.app import app, show
+from workbench.cli.app import app
+from workbench.cli.common import show
 from workbench.errors import InputError
 
 DATA = Path(__file__).parents[1] / "data"

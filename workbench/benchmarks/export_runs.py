@@ -1,38 +1,9 @@
-"""`workbench bench export`: what an export costs, beside the plain loop over coremltools and the disk."""
+"""What `workbench bench export` runs in processes of its own: one whole export, and single layers."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from workbench.cli.app import Json, show
-from workbench.cli.bench import Folder, bench, line, source
 
 WARM_UP = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
                num_experts=2, moe_intermediate_size=64, router_hidden_size=32, num_hidden_layers=2, vocab_size=64)  # fmt: skip
-
-
-@bench.command()
-def export(
-    family: Annotated[str, typer.Option(help="qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights.")] = "qwen2",
-    layers: Annotated[int | None, typer.Option(help="Decoder layers (default: the model's own).")] = None,
-    compress: Annotated[str, typer.Option(help="As for export.")] = "int8-tensor",
-    moe: Annotated[str, typer.Option(help="dense or routed.")] = "dense",
-    plain: Annotated[bool, typer.Option(help="Also export plainly and compare times and bytes.")] = True,
-    rounds: Annotated[int, typer.Option(min=1)] = 1, folder: Folder = Path("build/bench"), json: Json = False,
-) -> None:  # fmt: skip
-    """Stamped against plain export, against the disk, and one layer against one layer.
-
-    Example: workbench bench export --compress fp16
-    """
-    from workbench.benchmarks import export
-
-    dims, count = export.model(family)
-    checkpoint = source(folder, f"{family}-bf16", family, layers or count, dtype="bfloat16", **dims)
-    chosen = {"compress": compress} | ({"moe": moe} if family == "zaya" else {})
-    found = export.compare_exports(export_once, export_layers if plain else None, checkpoint.path, folder / "export", rounds, chosen)
-    lines = [*map(line, found["rows"]), *(f"{name}: {value}" for name, value in found.items() if name != "rows")]
-    show(found, json, lines)
 
 
 def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict:
