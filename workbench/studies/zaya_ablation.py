@@ -54,10 +54,10 @@ def _without_means(original):
     def forward(self, hidden, cache, mask=None):
         query, key, value = original(self, hidden, cache, mask)
         grouped = self.conv_qk_grouped
-        kept = grouped.weight, grouped.bias
-        grouped.weight, grouped.bias = (nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in kept)
+        parameters = grouped.weight, grouped.bias
+        grouped.weight, grouped.bias = (nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in parameters)
         mean_query, mean_key, _ = original(self, hidden, None, mask)
-        grouped.weight, grouped.bias = kept
+        grouped.weight, grouped.bias = parameters
         return query - mean_query, key - mean_key, value
 
     return forward
