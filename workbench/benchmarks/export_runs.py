@@ -6,7 +6,7 @@ WARM_UP = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_
                num_experts=2, moe_intermediate_size=64, router_hidden_size=32, num_hidden_layers=2, vocab_size=64)  # fmt: skip
 
 
-def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict:
+def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dict:
     """One export, timed after a tiny one has imported and warmed up everything; meant for a process of its own."""
     import tempfile
     import time
@@ -18,18 +18,18 @@ def export_once(checkpoint: str, target: str, plain: bool, chosen: dict) -> dict
     source = checkpoints.Checkpoint(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
         tiny = checkpoints.random(f"{folder}/tiny", source.config.model_type, **WARM_UP)
-        exports.export(tiny, f"{folder}/bundle", progress=False, **chosen)
+        exports.export(tiny, f"{folder}/bundle", progress=False, **options)
     clock, start = exports.Clock(), time.perf_counter()
-    made = exports.export(checkpoint, target, progress=False, plain=plain, clock=clock, **chosen)
+    bundle = exports.export(checkpoint, target, progress=False, plain=plain, clock=clock, **options)
     seconds = time.perf_counter() - start
     return {
-        "seconds": seconds, "identity": made.identity, "bytes": made.bytes,
-        "stamped": sum(s.how == "stamped" for s in made.manifest.shards), "shards": len(made.manifest.shards),
+        "seconds": seconds, "identity": bundle.identity, "bytes": bundle.bytes,
+        "stamped": sum(s.how == "stamped" for s in bundle.manifest.shards), "shards": len(bundle.manifest.shards),
         "split": {kind: clock.total(kind) for kind in ("template", "read", "compress", "write")}, "peak_rss_bytes": peak_rss(),
     }  # fmt: skip
 
 
-def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dict:
+def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> dict:
     """Seconds of each of `count` decoder layers, converted and stamped in turn, one thread, after their template."""
     import time
     from concurrent.futures import Future
@@ -42,8 +42,8 @@ def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dic
     from workbench.models.checkpoint import Checkpoint
 
     coremltools()
-    source, options = Checkpoint(checkpoint), exports.options(**chosen)
-    plan, found = exports.read_plan(source, options), {"plain": [], "stamped": []}
+    source, options = Checkpoint(checkpoint), exports.options(**options)
+    plan, seconds = exports.read_plan(source, options), {"plain": [], "stamped": []}
     jobs = [j for j in make.jobs(list(shards.specs(plan, options)), source, plan, options) if j.spec.kind == "layers"]
     with closing(Writer(Path(folder), Future())) as writer:
         maker, plainly = (make.Maker(source, plan, options, writer, plain) for plain in (False, True))
@@ -52,5 +52,5 @@ def export_layers(checkpoint: str, folder: str, count: int, chosen: dict) -> dic
             for how, work in (("plain", plainly.convert_and_record), ("stamped", maker.stamp_and_record)):
                 start = time.perf_counter()
                 work(job)
-                found[how].append(time.perf_counter() - start)
-    return found
+                seconds[how].append(time.perf_counter() - start)
+    return seconds

@@ -38,19 +38,13 @@ for module in (measure, export, check, explain, decode, sweeps, notebooks):
             app.command(name.removesuffix("_command"))(function)
 
 
-def print_version(asked: bool) -> None:
-    """Prints the installed version and ends the command."""
-    if asked:
-        from importlib.metadata import version
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from importlib.metadata import version as installed
 
-        echo(f"workbench {version('workbench')}")
+        echo(f"workbench {installed('workbench')}")
         raise Exit()
-
-
-@app.callback()
-def _options(version: Annotated[bool, Option("--version", callback=print_version, is_eager=True,
-                                             help="Print the version.")] = False) -> None:
-    pass
 
 
 def main() -> None:

@@ -13,8 +13,6 @@ bench = Typer(no_args_is_help=True, help="Benchmarks with their peers in the sam
 Rounds = Annotated[int, Option(help="Rounds in which every contestant runs once.", min=1)]
 Folder = Annotated[Path, Option(help="Where checkpoints, bundles and logs are made and kept.")]
 BUILD = Path("build/bench")
-QWEN_05B = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
-                rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True)  # fmt: skip
 
 
 def random_checkpoint(folder: Path, name: str, model_type: str, layers: int, **config):
@@ -28,7 +26,10 @@ def random_checkpoint(folder: Path, name: str, model_type: str, layers: int, **c
 
 
 def qwen2_checkpoint(folder: Path, layers: int):
-    return random_checkpoint(folder, "qwen2", "qwen2", layers, **QWEN_05B)
+    """A checkpoint of Qwen2.5-0.5B's dimensions."""
+    from workbench.benchmarks.export import model
+
+    return random_checkpoint(folder, "qwen2", "qwen2", layers, rope_theta=1e6, **model("qwen2")[0])
 
 
 def bundle_of(checkpoint, folder: Path, json: bool, **options):
@@ -99,7 +100,7 @@ def reuse_benchmark(
 
     bundle = bundle_of(qwen2_checkpoint(folder, layers), folder, json, max_seq_len=context, t_max=64)
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
-    show_rows(bench_reuse(workbench.Decoder(bundle), contexts=contexts, rounds=rounds, progress=not json), json)
+    show_rows(bench_reuse(workbench.Decoder(bundle, fast=True), contexts=contexts, rounds=rounds, progress=not json), json)
 
 
 @bench.command("log")

@@ -133,7 +133,7 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
         yield
 
 
-def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3, seed: int = 0,
+def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3,
              progress: bool = False) -> pd.DataFrame:  # fmt: skip
     """Every configuration under every hypothesis.
 
@@ -147,7 +147,7 @@ def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new:
     """
     from tqdm.auto import tqdm
 
-    rng, V, sessions = np.random.default_rng(seed), alone.manifest.dims.V, {}
+    rng, V, sessions = np.random.default_rng(0), alone.manifest.dims.V, {}
     for context in contexts:
         ids = rng.integers(0, V, context).tolist()
         alone.begin()

@@ -7,7 +7,7 @@ the runtime, so that a restore that prefills again shows.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -28,7 +28,7 @@ from workbench.prompt_cache.formats import FORMATS, group
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
 # Relative RMS of one position's logits. Alone and in a batch, or prefilled in other tiles, kernels sum in another order
 # (at most 4e-6 on the shipped checkpoints in fp32); in fp16 roundings then fall differently. One wrong row among 1023
-# stays below the limits of fp16: judge long contexts in `exact`.
+# stays below the limits of fp16: check long contexts in `exact`.
 LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1}
 
 
@@ -79,9 +79,10 @@ class Matrix:
 
 @dataclass
 class Reference:
-    """One prompt's references: the cold run's records, by format of the cache it goes on with after all tokens but
-    the last, and the states at that point."""
+    """One prompt's references: its name in the stores, the cold run's records, by format of the cache it goes on with
+    after all tokens but the last, and the states at that point."""
 
+    name: str
     ids: list[int]
     cold: dict[str, list[Record]]
     states: dict[str, np.ndarray]
@@ -89,18 +90,17 @@ class Reference:
 
 def contexts(block: int) -> list[int]:
     """Prompt lengths around the edges of one and two blocks."""
-    return [block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1]
+    return [edge + step for edge in (block, 2 * block) for step in (-1, 0, 1)]
 
 
-def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int] = (), max_new: int = 6, seed: int = 0,
-        make_store: Callable[..., Store] = Store, progress: bool = False) -> Matrix:  # fmt: skip
+def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int] = (), max_new: int = 6,
+                progress: bool = False) -> Matrix:  # fmt: skip
     """Runs the matrix.
 
     Args:
         decoder: of a bundle of batch 1.
         together: of a bundle that differs in its batch alone.
         lengths: contexts (default: around one and two blocks of the store).
-        make_store: `Store`, or one with a planted fault.
     """
     from tqdm.auto import tqdm
 
@@ -111,7 +111,7 @@ def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: S
                          "export them so")  # fmt: skip
     cells, S = [], decoder.options.max_seq_len
     with tempfile.TemporaryDirectory() as folder:
-        stores = {f: make_store(Path(folder) / f, decoder) for f in FORMATS}
+        stores = {f: Store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
         axes = list(product(every, decoders, FORMATS, CACHES, PATHS))
         references: dict[int, list[Reference]] = {}
@@ -123,40 +123,40 @@ def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: S
                 cell = replace(cell, reason="a cold run restores nothing")
             else:
                 if n not in references:
-                    references[n] = [_reference(decoder, stores, _cell_prompt(decoder, n, seq, seed), seq, max_new)
+                    references[n] = [_reference(decoder, stores, n, seq, max_new)
                                      for seq in range(max(decoders))]
                 cell = _run_cell(cell, decoder, decoders[batch], stores[format], references[n][:batch], max_new)
             cells.append(cell)
     return Matrix(cells, list(decoders))
 
 
-def _cell_prompt(decoder: Decoder, n: int, seq: int, seed: int) -> list[int]:
-    """Seeded tokens; every sequence one token shorter than the one before, unless the bundle needs equal positions."""
-    length = n if decoder.options.kv_write == "slice" else n - seq
-    return np.random.default_rng([seed, n, seq]).integers(0, decoder.manifest.dims.V, length).tolist()
-
-
-def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], seq: int, max_new: int) -> Reference:
+def _reference(decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max_new: int) -> Reference:
     """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens, or all but the last
-    where a token cannot be taken back."""
+    where a token cannot be taken back.
+
+    The prompt is seeded: n tokens, and every sequence one token shorter than the one before, unless the bundle needs
+    equal positions.
+    """
+    length = n if decoder.options.kv_write == "slice" else n - seq
+    ids = np.random.default_rng([0, n, seq]).integers(0, decoder.manifest.dims.V, length).tolist()
+    name = f"context{length}-slot{seq}"
     cold = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
     decoder.begin()
     decoder.prefill(ids[:-1])
-    states = {name: state.read(name)[0] for state in decoder.states for name in state.shard.states}
+    states = {key: state.read(key)[0] for state in decoder.states for key in state.shard.states}
     session = decoder.snapshot()
-    cold["q4"] = _quantized(decoder, ids[-1], max_new)
+    for state in decoder.states:  # every K and V row goes through four bits in place
+        for key in filter(is_cache, state.shard.states):
+            state.write(key, four_bits(state.read(key)))
+    cold["q4"] = greedy(decoder, ids[-1], max_new)[0]
     if trimmable(decoder.manifest, len(ids)):
         decoder.begin()
         decoder.prefill(ids[:-1])
         decoder.decode_one_token(ids[-1])
         session = decoder.snapshot()
     for format, store in stores.items():
-        store.save(_session_name(ids, seq), session, format)
-    return Reference(ids, cold, states)
-
-
-def _session_name(ids: list[int], seq: int) -> str:
-    return f"context{len(ids)}-slot{seq}"
+        store.save(name, session, format)
+    return Reference(name, ids, cold, states)
 
 
 def _run_cell(cell: ReuseCell, alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int) -> ReuseCell:
@@ -200,7 +200,7 @@ def _restored(cell: ReuseCell, store: Store, sequences: list[Reference]) -> tupl
     """What the store gives back: by prefix for the streaming path, by name for the other."""
     after, rests, problems = [], [], []
     for seq, sequence in enumerate(sequences):
-        name, ids = _session_name(sequence.ids, seq), sequence.ids
+        name, ids = sequence.name, sequence.ids
         if cell.cache == "warm":
             store.cool(name)
         elif name not in store.hot:
@@ -295,14 +295,6 @@ def wrong_rows(snapshot: Snapshot, states: dict[str, np.ndarray], format: str) -
         if wrong.any():
             return f"{name}: {wrong.sum()} of {wrong.size} values are not the cold prefill's"
     return ""
-
-
-def _quantized(decoder: Decoder, token: int, max_new: int) -> list[Record]:
-    """Goes on from `token` after every K and V row of the running sequence went through four bits in place."""
-    for state in decoder.states:
-        for name in filter(is_cache, state.shard.states):
-            state.write(name, four_bits(state.read(name)))
-    return greedy(decoder, token, max_new)[0]
 
 
 def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:

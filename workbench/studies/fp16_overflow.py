@@ -32,7 +32,7 @@ NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
 REPORTED_NORMS = {0: 605.0, 27: 921.0}  # ‖b_k‖ of its layers that stand out; the median of the others is 22
 
 
-def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256, seed: int = 0) -> Path:
+def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path:
     """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias of norm `norms[i]`.
 
     The norm is spread evenly over the key heads, in a random direction in each. Width and MLP are small: scores depend
@@ -40,20 +40,16 @@ def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256, seed: i
     """
     from safetensors.torch import load_file, save_file
 
-    checkpoints.random(path, "qwen2", seed=seed, hidden_size=C, intermediate_size=2 * C, num_hidden_layers=len(norms),
+    checkpoints.random(path, "qwen2", hidden_size=C, intermediate_size=2 * C, num_hidden_layers=len(norms),
                        vocab_size=256, use_sliding_window=False, **HEADS)  # fmt: skip
-    tensors = load_file(path / "model.safetensors")
+    file = path / "model.safetensors"
+    tensors, heads = load_file(file), HEADS["num_key_value_heads"]
     for layer, norm in enumerate(norms):
-        name = f"model.layers.{layer}.self_attn.k_proj.bias"
-        heads = _directions(HEADS["num_key_value_heads"], seed + layer)
-        tensors[name] = (heads * norm / len(heads) ** 0.5).reshape(-1).half()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        vectors = torch.randn(heads, HEADS["head_dim"], generator=torch.Generator().manual_seed(layer))
+        bias = nn.functional.normalize(vectors, dim=-1) * norm / heads**0.5
+        tensors[f"model.layers.{layer}.self_attn.k_proj.bias"] = bias.reshape(-1).half()
+    save_file(tensors, file, metadata={"format": "pt"})
     return path
-
-
-def _directions(count: int, seed: int) -> torch.Tensor:
-    """`count` random unit vectors [count, D]."""
-    return nn.functional.normalize(torch.randn(count, HEADS["head_dim"], generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -147,7 +143,7 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
     """One row per order and query norm: the layer with the least headroom, and the first inf and NaN of the run."""
     least = sweep.loc[sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()]
-    return least[["order", "query_norm", "layer", "product", "headroom_bits", "inf", "nan", "narrow"]].reset_index(drop=True)
+    return least.drop(columns="op").reset_index(drop=True)
 
 
 def first_broken(sweep: pd.DataFrame) -> float:
@@ -197,9 +193,9 @@ class Masked(nn.Module):
 MASKS = {"1 and 0, added": None, "(m − 1) · 1e9": 1e9, "(m − 1) · 3.4e38": 3.4e38, "(m − 1) · 1e4": -MASKED}
 
 
-def mask_packages(folder: Path, T: int = 4, S: int = 8) -> dict[str, Path]:
-    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, T, S] → weights [1, 1, T, S]."""
-    shape = [1, 1, T, S]
+def mask_packages(folder: Path) -> dict[str, Path]:
+    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4, 8]."""
+    shape = [1, 1, 4, 8]
     spec = shards.Spec("mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape})
     packages = {name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)}
     for name, package in packages.items():
@@ -207,14 +203,14 @@ def mask_packages(folder: Path, T: int = 4, S: int = 8) -> dict[str, Path]:
     return packages
 
 
-def mask_table(packages: dict[str, Path], gap: float = 1.2e4, seed: int = 0) -> pd.DataFrame:
+def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
     """What each mask does: one row per mask and case.
 
-    Cases: ordinary scores; attended scores `gap` below the blocked ones; a row in which everything is blocked.
+    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row in which everything is blocked.
     `leak`: most weight that a row gives to blocked positions (nan: weights that are no numbers; 1 is all that a fully
     blocked row can do); `inf`, `nan`: the first operation that gives one.
     """
-    rng, rows = np.random.default_rng(seed), []
+    rng, rows = np.random.default_rng(0), []
     for name, package in packages.items():
         program = miltorch.read(package)
         executable, (T, S) = miltorch.Executable(program, "declared"), program.inputs["scores"].shape[2:]
@@ -222,7 +218,7 @@ def mask_table(packages: dict[str, Path], gap: float = 1.2e4, seed: int = 0) -> 
         allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]  # every row: something to attend to, something blocked
         blocked = allowed.copy()
         blocked[:, :, 1] = 0
-        cases = {"ordinary scores": (scores, allowed), f"attended {gap:,.0f} lower": (scores - np.float32(gap) * allowed, allowed),
+        cases = {"ordinary scores": (scores, allowed), "attended 12,000 lower": (scores - np.float32(1.2e4) * allowed, allowed),
                  "a row all blocked": (scores, blocked)}  # fmt: skip
         for case, inputs in cases.items():
             io = dict(zip(("scores", "allowed"), inputs))
