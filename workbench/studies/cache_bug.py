@@ -23,9 +23,9 @@ from workbench.prompt_cache import Store, formats
 from workbench.studies.cache_reuse import PATHS, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
-REPORTED_PATTERN = {(cache, path, 1024) for cache in ("warm", "hot") for path in ("stream", "generate")}  # no output
-REPORTED_PATTERN.add(("hot", "generate", 2048))
-Plant = Callable[[ExitStack, Decoder], None]
+REPORTED_PATTERN = {*product(("warm", "hot"), PATHS, (1024,)), ("hot", "generate", 2048)}  # no output
+Replace = Callable[[object, str, Callable], None]  # owner, name of its function, the function in its place
+Plant = Callable[[Replace, Decoder], None]
 HYPOTHESES: dict[str, tuple[str, Plant]] = {}
 
 
@@ -38,7 +38,7 @@ def hypothesis(says: str):
 
 
 @hypothesis("H1: rows read through a strided view of a buffer that grows in steps, as if it were contiguous")
-def strided_view(stack: ExitStack, decoder: Decoder) -> None:
+def strided_view(replace: Replace, decoder: Decoder) -> None:
     original = decoding.put
 
     def put(target, name, value, offset):
@@ -47,11 +47,11 @@ def strided_view(stack: ExitStack, decoder: Decoder) -> None:
             value = buffer.reshape(-1)[: value.size].reshape(value.shape)
         original(target, name, value, offset)
 
-    stack.enter_context(patch.object(decoding, "put", put))
+    replace(decoding, "put", put)
 
 
 @hypothesis("H1': a merged buffer has no room, and tokens that do not fit are dropped: min(new, room)")
-def dropped_tokens(stack: ExitStack, decoder: Decoder) -> None:
+def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
     write, inputs, room = decoder._write, decoder.host.inputs, [decoder.options.max_seq_len]
 
     def merged(snapshots, fresh=False):
@@ -65,12 +65,12 @@ def dropped_tokens(stack: ExitStack, decoder: Decoder) -> None:
             io[name][:, :, room[0] :] = 0
         return io
 
-    stack.enter_context(patch.object(decoder, "_write", merged))
-    stack.enter_context(patch.object(decoder.host, "inputs", short))
+    replace(decoder, "_write", merged)
+    replace(decoder.host, "inputs", short)
 
 
 @hypothesis("aliased entry: memory hands out the stored arrays themselves, and a request clears what it has taken in")
-def aliased_entry(stack: ExitStack, decoder: Decoder) -> None:
+def aliased_entry(replace: Replace, decoder: Decoder) -> None:
     def shared(encoded: formats.Encoded) -> Snapshot:
         if not hasattr(encoded, "shared"):
             object.__setattr__(encoded, "shared", decode(encoded))
@@ -84,13 +84,13 @@ def aliased_entry(stack: ExitStack, decoder: Decoder) -> None:
             for value in snapshot.states.values():
                 value[:] = 0
 
-    stack.enter_context(patch.object(formats, "decode_rows", shared))
-    stack.enter_context(patch.object(decoder, "_write", clearing))
+    replace(formats, "decode_rows", shared)
+    replace(decoder, "_write", clearing)
 
 
 @hypothesis("H2: as an aliased entry, and taking it out of memory writes it back to the disk")
-def invalidated(stack: ExitStack, decoder: Decoder) -> None:
-    aliased_entry(stack, decoder)
+def invalidated(replace: Replace, decoder: Decoder) -> None:
+    aliased_entry(replace, decoder)
     cool = Store.cool
 
     def write_back(store, name=None):
@@ -100,11 +100,11 @@ def invalidated(stack: ExitStack, decoder: Decoder) -> None:
             store.save(name, entry[1].shared, entry[1].header["values"])
             cool(store, name)
 
-    stack.enter_context(patch.object(Store, "cool", write_back))
+    replace(Store, "cool", write_back)
 
 
 @hypothesis("H3: quantization groups run along tokens, and a slice loses the scales of a group it cuts")
-def groups_along_tokens(stack: ExitStack, decoder: Decoder) -> None:
+def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
     decode = formats.decode_rows
 
     def along_tokens(rows):
@@ -121,7 +121,7 @@ def groups_along_tokens(stack: ExitStack, decoder: Decoder) -> None:
             snapshot.states[name] = along_tokens(snapshot.states[name])
         return snapshot
 
-    stack.enter_context(patch.object(formats, "decode_rows", cut))
+    replace(formats, "decode_rows", cut)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
     """Plants one hypothesis (None: nothing) in every decoder for as long as the context lasts."""
     with ExitStack() as stack:
         for decoder in decoders if name else ():
-            HYPOTHESES[name][1](stack, decoder)
+            HYPOTHESES[name][1](lambda *names: stack.enter_context(patch.object(*names)), decoder)
         yield
 
 
