@@ -1,6 +1,22 @@
-"""MIL programs as PyTorch computations: `.mlpackage` → `Program` → results. Knows no bundle, no model family."""
+"""MIL programs as PyTorch computations: `.mlpackage` → `Program` → results. Knows no bundle, no model family.
 
-from miltorch.interpret import PRECISIONS, Executable, make_state
-from miltorch.program import Program, Type, read
+The names below are imported when they are first used, so that `miltorch.errors` loads no torch.
+"""
 
-__all__ = ["PRECISIONS", "Executable", "Program", "Type", "make_state", "read"]
+from importlib import import_module
+
+_NAMES = {
+    "PRECISIONS": "interpret",
+    "Executable": "interpret",
+    "Program": "program",
+    "Type": "program",
+    "make_state": "interpret",
+    "read": "program",
+}
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str):
+    if name in _NAMES:
+        return getattr(import_module(f"miltorch.{_NAMES[name]}"), name)
+    raise AttributeError(f"module 'miltorch' has no attribute {name!r}")

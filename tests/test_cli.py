@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from workbench.check import golden
-from workbench.cli.app import app, show
+from workbench.cli.app import app
+from workbench.cli.common import show
 from workbench.errors import InputError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -124,6 +125,30 @@ def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert words in str(refused(*arguments))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "now"),
+    [
+        (("error", "build/llama", "--checkpoint", DATA / "tiny-llama", "--plain", "build/fp16"), "--fp16-bundle"),
+        (("error", "build/llama", "--plain=build/fp16"), "--fp16-bundle"),
+        (("sweep", "grid.yaml", "--log", "build/log"), "--log-dir"),
+        (("log", "--log=build/log"), "--log-dir"),
+        (("compare", "a", "b", "--log", "build/log"), "--log-dir"),
+        (("report", "05", "--log", "build/log"), "--log-dir"),
+    ],
+)
+def test_an_option_s_old_spelling_is_answered_with_the_new_one(arguments, now):
+    error = refused(*arguments)
+    assert str(error).endswith(f"Next: write {now}.") and "\n" not in str(error)
+    assert arguments[0] in error.subject
+
+
+def test_an_old_spelling_is_an_option_where_it_still_means_something():
+    for command in ("validate", "error", "trace", "matrix", "residency"):
+        checkpoint = ["--checkpoint", DATA / "tiny-llama"] if command == "error" else []
+        assert refused(command, "nowhere", "--log", *checkpoint).subject == "bundle nowhere"
+    assert "no folder" in str(refused("export", "nowhere", "out", "--plain"))
 
 
 def test_prompts_are_checked(llama):

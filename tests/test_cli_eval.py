@@ -24,7 +24,7 @@ def call(*arguments) -> tuple[int, dict]:
 def test_error_splits_every_layer_and_names_what_to_store_better(llama):
     checkpoint, plain, bundle = llama
     code, found = call(
-        "error", bundle.root, "--checkpoint", checkpoint, "--plain", plain.root, "--prompt-ids", "1,2,3,4", "--weights"
+        "error", bundle.root, "--checkpoint", checkpoint, "--fp16-bundle", plain.root, "--prompt-ids", "1,2,3,4", "--weights"
     )
     assert (code, found["verdict"]) == (0, "GREEN")
     assert [row["layer"] for row in found["layers"]] == [0, 1]

@@ -60,7 +60,7 @@ def test_compare_names_what_differs_and_by_how_much(tmp_path):
             values = ms * np.random.default_rng(round_).normal(1, 0.01, 5)
             log.append("samples", [{"phase": "call", "unit": "ms", "repetition": i, "value": v} for i, v in enumerate(values)],
                        tmp_path, run_id)  # fmt: skip
-    found = run("compare", "0-a", "0-b", "--log", tmp_path)
+    found = run("compare", "0-a", "0-b", "--log-dir", tmp_path)
     assert {s["setting"]: (s["a"], s["b"]) for s in found["settings"]} == {"T": (1, 2), "setting": ("a", "b")}
     (row,) = found["measures"]
     assert row["low"] < 1.5 < row["high"] and (row["n_a"], row["n_b"], found["hidden"]) == (4, 4, 0)
@@ -72,7 +72,7 @@ def test_a_sweep_without_its_scheduler_is_refused_before_anything_runs(grid, tmp
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     (tmp_path / "grid.json").write_text(json.dumps(grid))  # JSON is YAML
     with pytest.raises(InputError, match="scheduler"):
-        CliRunner().invoke(app, ["sweep", str(tmp_path / "grid.json"), "--log", str(tmp_path / "log"), "--scheduler", "tcp://127.0.0.1:1"],
+        CliRunner().invoke(app, ["sweep", str(tmp_path / "grid.json"), "--log-dir", str(tmp_path / "log"), "--scheduler", "tcp://127.0.0.1:1"],
                            catch_exceptions=False)  # fmt: skip
     assert not (tmp_path / "log").exists()
 

@@ -69,7 +69,7 @@ def test_public_names():
 
 
 def test_importing_the_package_and_its_command_line_stays_light():
-    code = "import sys, workbench.cli; print([m for m in ('torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])"
+    code = "import sys, workbench.cli.app; print([m for m in ('torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 

@@ -88,7 +88,7 @@ def test_any_split_and_tiling_gives_the_same_logits_and_caches(decoder, first, c
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 79, 80, 100])
 def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(decoder, length):
-    from workbench.studies.cache_reuse import count_verdicts
+    from workbench.studies.cache_reuse import count_predictions
 
     more = IDS[length : length + 3]
     snapshot = taken(decoder, IDS[:length])
@@ -99,7 +99,7 @@ def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(de
     decoder.begin()
     decoder.prefill(IDS[::-1][:5])
     decoder.begin(snapshot)
-    with count_verdicts(decoder) as calls:
+    with count_predictions(decoder) as calls:
         assert all(np.array_equal(decoder.decode_one_token(t), a) for t, a in zip(more, uninterrupted, strict=True))
     assert len(calls) == len(more) and same(decoder.snapshot(), ended)
 

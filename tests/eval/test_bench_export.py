@@ -9,7 +9,7 @@ import tiny
 from workbench import InputError
 from workbench.ane import memory
 from workbench.benchmarks import export
-from workbench.cli.bench_export import export_layers, export_once
+from workbench.benchmarks.export_runs import export_layers, export_once
 
 
 def test_what_is_measured_runs_in_a_process_of_its_own():

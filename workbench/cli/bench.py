@@ -4,20 +4,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option, Typer
 
-from workbench.cli.app import Json, app, show
+import workbench
+from workbench.cli.common import Json, show
 
-bench = typer.Typer(no_args_is_help=True, help="Benchmarks with their peers in the same run.")
-app.add_typer(bench, name="bench")
-Rounds = Annotated[int, typer.Option(help="Rounds in which every contestant runs once.")]
-Folder = Annotated[Path, typer.Option(help="Where checkpoints and bundles are kept.")]
-QWEN_05B = dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
-                rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True)  # fmt: skip
+bench = Typer(no_args_is_help=True, help="Benchmarks with their peers in the same run.")
+Rounds = Annotated[int, Option(help="Rounds in which every contestant runs once.", min=1)]
+Folder = Annotated[Path, Option(help="Where checkpoints, bundles and logs are made and kept.")]
+BUILD = Path("build/bench")
 
 
-def source(folder: Path, name: str, model_type: str, layers: int, **config):
-    """The checkpoint `name` of random weights in `folder`, made when it is missing."""
+def random_checkpoint(folder: Path, name: str, model_type: str, layers: int, **config):
+    """The checkpoint `name` of random weights in `folder`, written when it is missing."""
     from workbench.models import checkpoint
 
     path = folder / f"{name}-{layers}-layers"
@@ -26,80 +25,116 @@ def source(folder: Path, name: str, model_type: str, layers: int, **config):
     return checkpoint.Checkpoint(path)
 
 
-def bundle_of(opened, folder: Path, json: bool, **wanted):
-    """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown where no JSON is wanted."""
-    from workbench import sweep
-    from workbench.export import options
+def qwen2_checkpoint(folder: Path, layers: int):
+    """A checkpoint of Qwen2.5-0.5B's dimensions."""
+    from workbench.benchmarks.export import model
 
-    return sweep.bundle_for(opened, options(**wanted), folder, progress=not json)
-
-
-def show_rows(rows: list[dict], json: bool) -> None:
-    show({"rows": rows}, json, [line(row) for row in rows])
+    return random_checkpoint(folder, "qwen2", "qwen2", layers, rope_theta=1e6, **model("qwen2")[0])
 
 
-def line(row: dict) -> str:
-    """One row in words: value, and beside it the peer's and the ratio, where there is one."""
-    peer = f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, " if row["peer"] else ""
-    return f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} {peer}n = {row['n']}"
+def bundle_of(checkpoint, folder: Path, json: bool, **options):
+    """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown unless JSON is printed."""
+    return workbench.sweep.bundle_for(checkpoint, workbench.export.options(**options), folder, progress=not json)
 
 
-@bench.command()
-def decode(
-    moe: Annotated[bool, typer.Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")] = False,
-    growth: Annotated[bool, typer.Option("--growth", help="ms per call over max_seq_len and T, on two layers.")] = False,
-    layers: Annotated[int | None, typer.Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")] = None,
-    rounds: Rounds = 5, folder: Folder = Path("build/bench"), json: Json = False,
+def show_rows(rows: list[dict], json: bool, **more) -> None:
+    """Prints rows and what else was measured; a row as text is its value, and the peer's and the ratio where there is a peer."""
+    lines = [f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
+             + (f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, " if row["peer"] else "")
+             + f"n = {row['n']}" for row in rows]
+    show({"rows": rows} | more, json, lines + [f"{name}: {value}" for name, value in more.items()])
+
+
+@bench.command("decode")
+def decode_benchmark(
+    moe: Annotated[bool, Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")] = False,
+    growth: Annotated[bool, Option("--growth", help="ms per call over max_seq_len and T, on two layers.")] = False,
+    layers: Annotated[int | None, Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")] = None,
+    rounds: Rounds = 5, folder: Folder = BUILD, json: Json = False,
 ) -> None:  # fmt: skip
     """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
 
     Example: workbench bench decode
     """
-    from workbench.benchmarks import decode as benches
+    from workbench.benchmarks import decode
 
+    layers = layers or (2 if moe or growth else 24)
+    checkpoint = (random_checkpoint(folder, "zaya", "zaya", layers, **decode.ZAYA_LAYER) if moe
+                  else qwen2_checkpoint(folder, layers))
+    bundle = partial(bundle_of, checkpoint, folder, json)
     if moe:
-        opened = source(folder, "zaya", "zaya", layers or 2, **benches.ZAYA_LAYER)
-    else:
-        opened = source(folder, "qwen2", "qwen2", layers or (2 if growth else 24), **QWEN_05B)
-    make = partial(bundle_of, opened, folder, json)
-    if moe:
-        rows = benches.moe(lambda kind: make(max_seq_len=128, moe=kind), rounds=rounds)
+        rows = decode.moe(lambda kind: bundle(max_seq_len=128, moe=kind), rounds=rounds)
     elif growth:
-        rows = benches.growth(lambda S: make(max_seq_len=S, t_max=64), rounds=rounds)
+        rows = decode.growth(lambda S: bundle(max_seq_len=S, t_max=64), rounds=rounds)
     else:
-        bundles = {kind: make(max_seq_len=512, t_max=64, compress=kind) for kind in ("fp16", "int8-tensor")}
-        rows = benches.bench_decode(bundles, opened.path, rounds=rounds)
+        bundles = {kind: bundle(max_seq_len=512, t_max=64, compress=kind) for kind in ("fp16", "int8-tensor")}
+        rows = decode.bench_decode(bundles, checkpoint.path, rounds=rounds)
     show_rows(rows, json)
 
 
-@bench.command()
-def validate(layers: Annotated[int, typer.Option(help="Decoder layers of the stack.")] = 24,
-             folder: Folder = Path("build/bench"), json: Json = False) -> None:  # fmt: skip
+@bench.command("validate")
+def validate_benchmark(layers: Annotated[int, Option(help="Decoder layers of the stack.")] = 24,
+                       folder: Folder = BUILD, json: Json = False) -> None:  # fmt: skip
     """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
 
     Example: workbench bench validate
     """
     from workbench.benchmarks import checks
 
-    opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
-    made = bundle_of(opened, folder, json, max_seq_len=128, compress="int8-tensor")
-    show_rows([*checks.tracing(made), *checks.validating(made, opened)], json)
+    checkpoint = qwen2_checkpoint(folder, layers)
+    bundle = bundle_of(checkpoint, folder, json, max_seq_len=128, compress="int8-tensor")
+    show_rows([*checks.tracing(bundle), *checks.validating(bundle, checkpoint)], json)
 
 
-@bench.command()
-def reuse(
-    layers: Annotated[int, typer.Option(help="Decoder layers of the stack; 24 are the whole model.")] = 4,
-    context: Annotated[int, typer.Option(help="The longest context, in tokens.")] = 2048,
-    rounds: Rounds = 5, folder: Folder = Path("build/bench"), json: Json = False,
+@bench.command("reuse")
+def reuse_benchmark(
+    layers: Annotated[int, Option(help="Decoder layers of the stack; 24 are the whole model.")] = 4,
+    context: Annotated[int, Option(help="The longest context, in tokens.")] = 2048,
+    rounds: Rounds = 5, folder: Folder = BUILD, json: Json = False,
 ) -> None:  # fmt: skip
     """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
 
     Example: workbench bench reuse --layers 24
     """
-    from workbench.benchmarks import reuse as benches
-    from workbench.decode import Decoder
+    from workbench.benchmarks.reuse import bench_reuse
 
-    opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
-    bundle = bundle_of(opened, folder, json, max_seq_len=context, t_max=64)
+    bundle = bundle_of(qwen2_checkpoint(folder, layers), folder, json, max_seq_len=context, t_max=64)
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
-    show_rows(benches.bench_reuse(Decoder(bundle), contexts=contexts, rounds=rounds, progress=not json), json)
+    show_rows(bench_reuse(workbench.Decoder(bundle, fast=True), contexts=contexts, rounds=rounds, progress=not json), json)
+
+
+@bench.command("log")
+def log_benchmark(
+    runs: Annotated[int, Option(help="Runs in the log.")] = 10_000, rounds: Rounds = 5, folder: Folder = BUILD,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Loading every run of a large log, against pandas reading the same files.
+
+    Example: workbench bench log
+    """
+    from workbench.benchmarks.log import rows
+
+    show_rows(rows(folder / f"log-{runs}", runs, rounds), json)
+
+
+@bench.command("export")
+def export_benchmark(
+    family: Annotated[str, Option(help="qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights.")] = "qwen2",
+    layers: Annotated[int | None, Option(help="Decoder layers (default: the model's own).")] = None,
+    compress: Annotated[str, Option(help="As for export.")] = "int8-tensor",
+    moe: Annotated[str, Option(help="dense or routed.")] = "dense",
+    plain: Annotated[bool, Option(help="Also export plainly and compare times and bytes.")] = True,
+    rounds: Rounds = 1, folder: Folder = BUILD, json: Json = False,
+) -> None:  # fmt: skip
+    """Stamped against plain export, against the disk, and one layer against one layer.
+
+    Example: workbench bench export --compress fp16
+    """
+    from workbench.benchmarks.export import compare_exports, model
+    from workbench.benchmarks.export_runs import export_layers, export_once
+
+    dims, count = model(family)
+    path = random_checkpoint(folder, f"{family}-bf16", family, layers or count, dtype="bfloat16", **dims).path
+    options = {"compress": compress} | ({"moe": moe} if family == "zaya" else {})
+    result = compare_exports(export_once, export_layers if plain else None, path, folder / "export", rounds, options)
+    show_rows(**result, json=json)

@@ -1,101 +1,88 @@
 """`workbench error`, `trace` and `matrix`: where a bundle's error comes from, how near it comes to fp16's limits, and what
-each compute unit makes of it."""
+each compute unit computes."""
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
+import workbench
 from workbench import paths
-from workbench.cli.app import BundlePath, GoldenOf, GoldenPath, Ids, Json, Log, app, gate_lines, ids_for, load_golden, look_at, show
+from workbench.check import gates
+from workbench.cli.common import GoldenOf, GoldenPath, Ids, Json, Log, gate_lines, ids_for, load_golden, look_at, record, show
 from workbench.errors import InputError
 
 
-@app.command()
-def error(
-    bundle: BundlePath, checkpoint: Annotated[Path, typer.Option(help="The checkpoint that the bundle was exported from.")],
+def error_command(
+    bundle: Path, checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
-    plain: Annotated[Path | None, typer.Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
-    weights: Annotated[bool, typer.Option(help="Also find which weights' compression costs most.")] = False,
+    fp16_bundle: Annotated[Path | None, Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
+    weights: Annotated[bool, Option(help="Also find which weights' compression costs most.")] = False,
     log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
     """The error of every layer's update, split into storage, re-authoring, quantization, precision and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
-    from workbench.bundle import Bundle
-
-    opened, twin = Bundle.open(bundle), Bundle.open(plain) if plain else None
+    opened, fp16 = workbench.Bundle.open(bundle), workbench.Bundle.open(fp16_bundle) if fp16_bundle else None
     paths.checkpoint(checkpoint)
-    from workbench.check import gates, golden
-    from workbench.explain import error as splitting
+    from workbench.check.golden import make_golden
+    from workbench.explain import error
     from workbench.explain import weights as weighing
     from workbench.models.checkpoint import Checkpoint
     from workbench.runtime import coreml_available
 
     source = Checkpoint(checkpoint)
     ids = ids_for(prompt_ids, opened.manifest.dims.V)
-    twin = twin or _uncompressed(opened, source, progress=not json)
-    splits = splitting.split_error(source, opened, twin, ids, device=coreml_available(), progress=not json)
+    options = opened.manifest.options.model_copy(update={"compress": "fp16"})
+    if options == opened.manifest.options:
+        fp16 = fp16 or opened
+    elif not fp16:
+        folder = workbench.log.project() / "data" / "bundles"
+        fp16 = workbench.sweep.bundle_for(source, options, folder, progress=not json)
+    splits = error.split_error(source, opened, fp16, ids, device=coreml_available(), progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:
-        trial = weighing.WeightTrial(opened, twin, golden.make_golden(source, ids))
+        trial = weighing.WeightTrial(opened, fp16, make_golden(source, ids))
         frames["weights"] = weighing.costs(trial)
         frames["remedies"] = weighing.remedies(trial, frames["weights"])
-    found = splitting.error_gates(splits)
-    result = {"verdict": gates.verdict(found), "gates": [g.json() for g in found]}
-    result |= {name: gates.records(frame) for name, frame in frames.items()}
-    result |= {"shares": splits["isolated"].shares().to_dict(), "residual": max(s.residual for s in splits.values())}
+    checks = error.error_gates(splits)
+    result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks],
+              **{name: gates.records(frame) for name, frame in frames.items()},
+              "shares": splits["isolated"].shares().to_dict(), "residual": max(s.residual for s in splits.values())}
     if log:
-        result["run_id"] = _record(opened, "error", result)
-    shown = [line for name, frame in frames.items() for line in ("", name, frame.to_string(index=False, float_format="%.3g"))]
-    show(result, json, [result["verdict"], *gate_lines(found), *shown])
+        _record(opened, "error", result)
+    tables = [line for name, frame in frames.items() for line in ("", name, frame.to_string(index=False, float_format="%.3g"))]
+    show(result, json, [result["verdict"], *gate_lines(checks), *tables])
 
 
-def _uncompressed(bundle, checkpoint, progress: bool):
-    """The fp16 export that differs from `bundle` in nothing else: itself, or one kept in data/bundles."""
-    from workbench import log, sweep
-
-    options = bundle.manifest.options
-    if options.compress == "fp16":
-        return bundle
-    folder = log.project() / "data" / "bundles"
-    return sweep.bundle_for(checkpoint, options.model_copy(update={"compress": "fp16"}), folder, progress)
+def _record(bundle, command: str, result: dict) -> None:
+    row = {"verdict": result["verdict"], "runtime": "portable", "config": gates.jsonable(result)}
+    record(command, result, bundle, row)
 
 
-def _record(bundle, command: str, result: dict) -> str:
-    from workbench.check.gates import jsonable
-    from workbench.sweep import runs
-
-    row = runs.describe(bundle) | {"verdict": result["verdict"], "command": command, "runtime": "portable"}
-    return runs.record_run(command, row | {"config": jsonable(result)})
-
-
-@app.command()
-def trace(
-    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_PACKAGE")], prompt_ids: Ids = None,
-    inputs: Annotated[Path | None, typer.Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
+def trace_command(
+    source: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")], prompt_ids: Ids = None,
+    inputs: Annotated[Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
     log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result and with narrow sums.
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
-    from workbench.bundle import Bundle
-
     paths.bundle_or_package(source)
-    bundle = Bundle.open(source) if (source / paths.BUNDLE).exists() else None
-    from workbench.explain import trace as tracing
+    bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
+    from workbench.explain import trace
 
     if bundle:
-        found = tracing.trace_bundle(bundle, ids_for(prompt_ids, bundle.manifest.dims.V))
+        ranges = trace.trace_bundle(bundle, ids_for(prompt_ids, bundle.manifest.dims.V))
     else:
-        found = tracing.trace_package(source, _package_inputs(inputs, source) if inputs else None)
-    result = found.json()
+        ranges = trace.trace_package(source, _package_inputs(inputs, source) if inputs else None)
+    result = ranges.json()
     if log and bundle:
-        result["run_id"] = _record(bundle, "trace", result)
-    worst = [f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{tracing.place(w)}" for w in result["worst"]]
-    show(result, json, [result["verdict"], *gate_lines(found.gates()), f"{result['ops']} results; the largest:", *worst])
+        _record(bundle, "trace", result)
+    worst = [f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{trace.place(w)}" for w in result["worst"]]
+    show(result, json, [result["verdict"], *gate_lines(ranges.gates()), f"{result['ops']} results; the largest:", *worst])
 
 
 def _package_inputs(path: Path, package: Path) -> dict:
@@ -106,43 +93,34 @@ def _package_inputs(path: Path, package: Path) -> dict:
 
     import miltorch
 
+    subject, names = f"--inputs {path}", miltorch.read(package).inputs
     try:
-        found = {name: np.array(value) for name, value in np.load(path).items()}
+        arrays = dict(np.load(path).items())
     except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as problem:  # AttributeError: a single array
-        raise InputError(f"--inputs {path}", type(problem).__name__, "arrays by name (.npz)", "write it with numpy.savez") from None
-    known = miltorch.read(package).inputs
-    if unknown := sorted(found.keys() - known.keys()):
-        raise InputError(f"--inputs {path}", f"inputs {', '.join(unknown)}", f"some of {', '.join(known)}", "correct the names")
-    if wrong := sorted(name for name, value in found.items() if value.dtype.kind not in "biuf"):
-        raise InputError(f"--inputs {path}", f"no numbers in {', '.join(wrong)}", "arrays of numbers", "convert them")
-    return {name: value.astype(np.float64) for name, value in found.items()}
+        raise InputError(subject, type(problem).__name__, "arrays by name (.npz)", "write it with numpy.savez") from None
+    if unknown := ", ".join(sorted(arrays.keys() - names.keys())):
+        raise InputError(subject, f"inputs {unknown}", f"some of {', '.join(names)}", "correct the names")
+    if text := ", ".join(sorted(name for name, value in arrays.items() if value.dtype.kind not in "biuf")):
+        raise InputError(subject, f"no numbers in {text}", "arrays of numbers", "convert them")
+    return {name: value.astype(np.float64) for name, value in arrays.items()}
 
 
-@app.command()
-def matrix(bundle: BundlePath, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
-           log: Log = False, json: Json = False) -> None:  # fmt: skip
+def matrix_command(bundle: Path, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
+                   log: Log = False, json: Json = False) -> None:  # fmt: skip
     """The validation once per compute unit, each in a process that may die; off a Mac the portable arithmetics alone.
 
     Example: workbench matrix build/llama --checkpoint data/tiny-llama
     """
-    from workbench.bundle import Bundle
-
-    opened = Bundle.open(bundle)
+    opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
-    from workbench.check import gates, units
+    from workbench.check.units import units_verdict, validate_units
 
-    table = units.validate_units(opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V))
+    table = validate_units(opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V))
     device = bool((table["runtime"] == "coreml").any())
-    result = {
-        "verdict": units.units_verdict(table),
-        "device_measured": device,
-        "units": gates.records(table.astype(object).where(table.notna(), None)),
-    }
+    result = {"verdict": units_verdict(table), "device_measured": device,
+              "units": gates.records(table.astype(object).where(table.notna(), None))}
     if log:
-        result["run_id"] = _record(opened, "matrix", result)
+        _record(opened, "matrix", result)
     note = [] if device else ["no compute unit was measured: there is no Core ML here"]
-    show(
-        result,
-        json,
-        [result["verdict"], table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g"), *note],
-    )
+    text = table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g")
+    show(result, json, [result["verdict"], text, *note])

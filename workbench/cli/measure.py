@@ -1,41 +1,49 @@
-"""`workbench memory`, `residency` and `bench log`: what fits, where operations run or should, what the log costs."""
+"""`workbench doctor`, `memory` and `residency`: what this machine can do, what fits, and where operations run."""
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
+import workbench
 from workbench import paths
-from workbench.cli.app import BundlePath, Json, Memory, app, show
-from workbench.cli.bench import bench, show_rows
+from workbench.cli.common import Json, Log, Memory, record, show
 
 
-@app.command()
-def memory(
-    source: Annotated[Path, typer.Argument(metavar="BUNDLE_OR_CHECKPOINT")], max_seq_len: int = 512, t_max: int = 4,
-    batch: int = 1, compress: str = "fp16", machine: Memory = None, json: Json = False,
+def doctor_command(json: Json = False) -> None:
+    """What this machine can do, and what a Mac would add.
+
+    Example: workbench doctor --json
+    """
+    from workbench.report.doctor import examine
+
+    result = examine()
+    lines = [f"{name:20}{'–' if value is None else value}" for name, value in result.items() if name != "notes"]
+    show(result, json, lines + [f"- {note}" for note in result["notes"]])
+
+
+def memory_command(
+    source: Annotated[Path, Argument(metavar="BUNDLE_OR_CHECKPOINT")], max_seq_len: int = 512, t_max: int = 4,
+    batch: int = 1, compress: str = "fp16", memory: Memory = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """
-    from workbench.bundle import Bundle
-
     paths.bundle_or_checkpoint(source)
-    opened = Bundle.open(source) if (source / paths.BUNDLE).exists() else None
+    bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
     from workbench.ane import memory as budgets
     from workbench.ane import roofline
-    from workbench.export import options
-    from workbench.models.checkpoint import Checkpoint
 
-    size = budgets.machine_bytes() if machine is None else budgets.parse_bytes(machine)
-    if opened:
-        budget = budgets.budget_of_bundle(opened, size)
-        works = roofline.bundle_work(opened)
+    size = budgets.machine_bytes() if memory is None else budgets.parse_bytes(memory)
+    if bundle:
+        budget, works = budgets.budget_of_bundle(bundle, size), roofline.bundle_work(bundle)
     else:
-        chosen = options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
-        budget = budgets.budget_of_checkpoint(Checkpoint(source), chosen, size)
-        works = budgets.decode_work(Checkpoint(source), chosen)
+        from workbench.models.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint(source)
+        options = workbench.export.options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
+        budget, works = budgets.budget_of_checkpoint(checkpoint, options, size), budgets.decode_work(checkpoint, options)
     sizes, speeds = budget.json(), roofline.by_chip(works)
     misfit = float(roofline.judged()["misfit"].abs().median())
     lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
@@ -44,47 +52,29 @@ def memory(
     show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
 
 
-@app.command()
-def residency(
-    bundle: BundlePath,
-    chip: Annotated[str, typer.Option(help="Chip to predict for, such as M1 or M4 Max.")] = "M4 Max",
-    compute_units: Annotated[str, typer.Option(help="Units that a measured plan may use.")] = "CPU_AND_NE",
-    log: Annotated[bool, typer.Option(help="Write the placement into the experiment log.")] = False, json: Json = False,
+def residency_command(
+    bundle: Path,
+    chip: Annotated[str, Option(help="Chip to predict for, such as M1 or M4 Max.")] = "M4 Max",
+    compute_units: Annotated[str, Option(help="Units that a measured plan may use.")] = "CPU_AND_NE",
+    log: Log = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Where every compute operation runs: Core ML's plan on a Mac; elsewhere what published rules predict, with advice.
 
     Example: workbench residency build/llama --chip M1
     """
-    from workbench.bundle import Bundle
-
-    opened = Bundle.open(bundle)
-    from workbench.ane import placement as placing
-    from workbench.ane import roofline
+    opened = workbench.Bundle.open(bundle)
+    from workbench.ane import placement, roofline
     from workbench.runtime import coreml_available, load_shard
-    from workbench.sweep import runs
 
-    if coreml_available():
+    measured = coreml_available()
+    if measured:
         models = [load_shard(opened, shard, "coreml", compute_units=compute_units) for shard in opened.manifest.shards]
-        found = placing.measured_placement(models)
+        placements = placement.measured_placement(models)
     else:
-        found = placing.predicted_placement(opened, generation=int(roofline.chip(chip).name[1]))
-    result = {"source": found[0].source, "chip": None if coreml_available() else chip, "shards": [p.json() for p in found],
-              "known": placing.known(found)}  # fmt: skip
+        placements = placement.predicted_placement(opened, generation=int(roofline.chip(chip).name[1]))
+    facts = placement.known(placements)
+    result = {"source": placements[0].source, "chip": None if measured else chip, "known": facts,
+              "shards": [p.json() for p in placements]}
     if log:
-        result["run_id"] = runs.record_run("residency", runs.describe(opened) | {"command": "residency"} | placing.columns(found))
-    show(result, json, [*placing.lines(found), *result["known"]])
-
-
-@bench.command()
-def log(
-    runs: Annotated[int, typer.Option(help="Runs in the log.")] = 10_000,
-    rounds: Annotated[int, typer.Option(help="Times that each side loads them.")] = 5,
-    folder: Annotated[Path, typer.Option(help="Where the log is made and kept.")] = Path("build/bench"), json: Json = False,
-) -> None:  # fmt: skip
-    """Loading every run of a large log, against pandas reading the same files.
-
-    Example: workbench bench log
-    """
-    from workbench.benchmarks.log import rows
-
-    show_rows(rows(folder / f"log-{runs}", runs, rounds), json)
+        record("residency", result, opened, placement.columns(placements))
+    show(result, json, [*placement.lines(placements), *facts])

@@ -9,6 +9,7 @@ undone on leaving; `scenario` says which configurations then no longer compute w
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from unittest.mock import patch
 
 import numpy as np
@@ -19,12 +20,12 @@ from workbench.check import gates, metrics
 from workbench.decode import Decoder, Record, Snapshot
 from workbench.decode import decoder as decoding
 from workbench.prompt_cache import Store, formats
-from workbench.studies.cache_reuse import differs
+from workbench.studies.cache_reuse import PATHS, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
-REPORTED_PATTERN = {(cache, path, 1024) for cache in ("warm", "hot") for path in ("stream", "generate")}  # no output
-REPORTED_PATTERN |= {("hot", "generate", 2048)}
-Plant = Callable[[ExitStack, Decoder], None]
+REPORTED_PATTERN = {*product(("warm", "hot"), PATHS, (1024,)), ("hot", "generate", 2048)}  # no output
+Replace = Callable[[object, str, Callable], None]  # owner, name of its function, the function in its place
+Plant = Callable[[Replace, Decoder], None]
 HYPOTHESES: dict[str, tuple[str, Plant]] = {}
 
 
@@ -37,40 +38,39 @@ def hypothesis(says: str):
 
 
 @hypothesis("H1: rows read through a strided view of a buffer that grows in steps, as if it were contiguous")
-def strided_view(stack: ExitStack, decoder: Decoder) -> None:
+def strided_view(replace: Replace, decoder: Decoder) -> None:
     original = decoding.put
 
     def put(target, name, value, offset):
-        if is_cache(name) and value.shape[1] % STEP:
-            grown = np.zeros((value.shape[0], -(-value.shape[1] // STEP) * STEP, value.shape[2]), value.dtype)
-            grown[:, : value.shape[1]] = value
-            value = grown.reshape(-1, value.shape[2])[: value.shape[0] * value.shape[1]].reshape(value.shape)
+        if is_cache(name):
+            buffer = np.pad(value, ((0, 0), (0, -value.shape[1] % STEP), (0, 0)))
+            value = buffer.reshape(-1)[: value.size].reshape(value.shape)
         original(target, name, value, offset)
 
-    stack.enter_context(patch.object(decoding, "put", put))
+    replace(decoding, "put", put)
 
 
 @hypothesis("H1': a merged buffer has no room, and tokens that do not fit are dropped: min(new, room)")
-def dropped_tokens(stack: ExitStack, decoder: Decoder) -> None:
+def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
     write, inputs, room = decoder._write, decoder.host.inputs, [decoder.options.max_seq_len]
 
-    def merged(held, fresh=False):
-        write(held, fresh)
-        room[0] = int(decoder.offsets.max()) if held else decoder.options.max_seq_len
+    def merged(snapshots, fresh=False):
+        write(snapshots, fresh)
+        room[0] = int(decoder.offsets.max()) if snapshots else decoder.options.max_seq_len
 
     def short(offsets, counts, T):
-        made = inputs(offsets, counts, T)
-        for name in [n for n in made if n.startswith(KV_WRITE_MASK)]:
-            made[name] = made[name].copy()
-            made[name][:, :, room[0] :] = 0
-        return made
+        io = inputs(offsets, counts, T)
+        for name in [n for n in io if n.startswith(KV_WRITE_MASK)]:
+            io[name] = io[name].copy()
+            io[name][:, :, room[0] :] = 0
+        return io
 
-    stack.enter_context(patch.object(decoder, "_write", merged))
-    stack.enter_context(patch.object(decoder.host, "inputs", short))
+    replace(decoder, "_write", merged)
+    replace(decoder.host, "inputs", short)
 
 
 @hypothesis("aliased entry: memory hands out the stored arrays themselves, and a request clears what it has taken in")
-def aliased_entry(stack: ExitStack, decoder: Decoder) -> None:
+def aliased_entry(replace: Replace, decoder: Decoder) -> None:
     def shared(encoded: formats.Encoded) -> Snapshot:
         if not hasattr(encoded, "shared"):
             object.__setattr__(encoded, "shared", decode(encoded))
@@ -78,19 +78,19 @@ def aliased_entry(stack: ExitStack, decoder: Decoder) -> None:
 
     decode, write = formats.decode_rows, decoder._write
 
-    def clearing(held, fresh=False):
-        write(held, fresh)
-        for snapshot in held.values():
+    def clearing(snapshots, fresh=False):
+        write(snapshots, fresh)
+        for snapshot in snapshots.values():
             for value in snapshot.states.values():
                 value[:] = 0
 
-    stack.enter_context(patch.object(formats, "decode", shared))
-    stack.enter_context(patch.object(decoder, "_write", clearing))
+    replace(formats, "decode_rows", shared)
+    replace(decoder, "_write", clearing)
 
 
 @hypothesis("H2: as an aliased entry, and taking it out of memory writes it back to the disk")
-def invalidated(stack: ExitStack, decoder: Decoder) -> None:
-    aliased_entry(stack, decoder)
+def invalidated(replace: Replace, decoder: Decoder) -> None:
+    aliased_entry(replace, decoder)
     cool = Store.cool
 
     def write_back(store, name=None):
@@ -100,28 +100,28 @@ def invalidated(stack: ExitStack, decoder: Decoder) -> None:
             store.save(name, entry[1].shared, entry[1].header["values"])
             cool(store, name)
 
-    stack.enter_context(patch.object(Store, "cool", write_back))
+    replace(Store, "cool", write_back)
 
 
 @hypothesis("H3: quantization groups run along tokens, and a slice loses the scales of a group it cuts")
-def groups_along_tokens(stack: ExitStack, decoder: Decoder) -> None:
+def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
     decode = formats.decode_rows
 
     def along_tokens(rows):
         whole = rows.shape[1] // formats.GROUP * formats.GROUP
-        kept = np.zeros_like(rows)
+        result = np.zeros_like(rows)
         if whole:
             turned = np.ascontiguousarray(rows[:, :whole].swapaxes(1, 2))
-            kept[:, :whole] = formats.dequantize_groups(*formats.quantize_groups(turned)).swapaxes(1, 2)
-        return kept
+            result[:, :whole] = formats.dequantize_groups(*formats.quantize_groups(turned)).swapaxes(1, 2)
+        return result
 
     def cut(encoded):
-        found = decode(encoded)
-        for name in filter(is_cache, found.states if encoded.header["values"] == "q4" else ()):
-            found.states[name] = along_tokens(found.states[name])
-        return found
+        snapshot = decode(encoded)
+        for name in filter(is_cache, snapshot.states if encoded.header["values"] == "q4" else ()):
+            snapshot.states[name] = along_tokens(snapshot.states[name])
+        return snapshot
 
-    stack.enter_context(patch.object(formats, "decode", cut))
+    replace(formats, "decode_rows", cut)
 
 
 @contextmanager
@@ -129,11 +129,11 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
     """Plants one hypothesis (None: nothing) in every decoder for as long as the context lasts."""
     with ExitStack() as stack:
         for decoder in decoders if name else ():
-            HYPOTHESES[name][1](stack, decoder)
+            HYPOTHESES[name][1](lambda *names: stack.enter_context(patch.object(*names)), decoder)
         yield
 
 
-def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3, seed: int = 0,
+def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3,
              progress: bool = False) -> pd.DataFrame:  # fmt: skip
     """Every configuration under every hypothesis.
 
@@ -147,7 +147,7 @@ def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new:
     """
     from tqdm.auto import tqdm
 
-    rng, V, sessions = np.random.default_rng(seed), alone.manifest.dims.V, {}
+    rng, V, sessions = np.random.default_rng(0), alone.manifest.dims.V, {}
     for context in contexts:
         ids = rng.integers(0, V, context).tolist()
         alone.begin()
@@ -155,73 +155,62 @@ def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new:
         sessions[context] = (alone.snapshot(), ids)
     rows = []
     for name in tqdm([None, *HYPOTHESES], desc="hypotheses", disable=not progress):
-        for format in formats.FORMATS:
-            for context, (snapshot, ids) in sessions.items():
-                through = formats.decode_rows(formats.encode_rows(snapshot, format))
-                wanted = list(alone.stream(ids[-1:], new, after=through, stop=()))
-                for cache in ("warm", "hot"):
-                    for path in ("stream", "generate"):
-                        with tempfile.TemporaryDirectory() as folder:
-                            store = Store(folder, together, hot_bytes=1 << 28 if cache == "hot" else 0)
-                            store.save("session", snapshot, format)
-                            with planted_hypothesis(name, together):
-                                found = _two_requests(store, together, ids[-1], path, wanted)
-                            store.cool()
-                            kept = store.load("session").states
-                        found["entry_ok"] = all(np.array_equal(v, through.states[n]) for n, v in kept.items())
-                        rows.append({"hypothesis": name or "none", "format": format, "cache": cache, "path": path,
-                                     "context": context, **found})  # fmt: skip
+        for format, (context, (snapshot, ids)) in product(formats.FORMATS, sessions.items()):
+            stored = formats.decode_rows(formats.encode_rows(snapshot, format))
+            reference = list(alone.stream(ids[-1:], new, after=stored, stop=()))
+            for cache, path in product(("warm", "hot"), PATHS):
+                with tempfile.TemporaryDirectory() as folder:
+                    store = Store(folder, together, hot_bytes=1 << 28 if cache == "hot" else 0)
+                    store.save("session", snapshot, format)
+                    with planted_hypothesis(name, together):
+                        result = _two_requests(store, together, ids[-1], path, reference)
+                    store.cool()
+                    states = store.load("session").states
+                result["entry_ok"] = all(np.array_equal(value, stored.states[n]) for n, value in states.items())
+                rows.append({"hypothesis": name or "none", "format": format, "cache": cache, "path": path,
+                             "context": context, **result})
     return pd.DataFrame(rows)
 
 
-def _two_requests(store: Store, decoder: Decoder, token: int, path: str, wanted: list[Record]) -> dict:
-    """Every slot loads the one session and takes it in, then all decode; compared with the session decoded alone."""
+def _two_requests(store: Store, decoder: Decoder, token: int, path: str, reference: list[Record]) -> dict:
+    """Every sequence restores the one session, then all decode; compared with the session decoded alone."""
     try:
         decoder.begin()
-        for slot in range(decoder.options.batch):
+        for seq in range(decoder.options.batch):
             snapshot = store.load("session")
             if path == "generate":
                 store.cool("session")
-            decoder.add(slot, snapshot)
+            decoder.add(seq, snapshot)
         store.cool("session")
-        found = _decode_through(decoder, token, len(wanted))
+        sequences = greedy(decoder, token, len(reference))
     except Exception as problem:  # a planted fault may raise anything
         return {"ok": False, "first_token_ok": False, "apart": np.nan, "reason": f"{type(problem).__name__}: {problem}"}
-    said = [why for records in found if (why := differs(records, wanted, decoder.precision))]
-    return {"ok": not said, "first_token_ok": all(r[0].token == wanted[0].token for r in found), "reason": (said or [""])[0],
-            "apart": max(metrics.relative_rms(wanted[0].logits, r[0].logits) for r in found)}  # fmt: skip
-
-
-def _decode_through(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
-    """Greedy records by slot, every slot going on from `token`."""
-    tokens, found = [token] * decoder.options.batch, [[] for _ in range(decoder.options.batch)]
-    for _ in range(count):
-        logits = decoder.decode_one_token(tokens)
-        tokens = logits.argmax(-1).tolist()
-        for slot, records in enumerate(found):
-            records.append(Record(tokens[slot], logits[slot], decoder.times, slot))
-    return found
+    first, reasons = reference[0], [differs(records, reference, decoder.precision) for records in sequences]
+    return {"ok": not any(reasons), "first_token_ok": all(records[0].token == first.token for records in sequences),
+            "reason": next(filter(None, reasons), ""),
+            "apart": max(metrics.relative_rms(first.logits, records[0].logits) for records in sequences)}
 
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
     """Failures of q4 caches, which the report used, its own first: ``hypothesis``, ``context``, ``cache``, ``path``,
     ``result`` (ok or FAIL). Contexts go by rank: the first is the report's 1024, the second its 2048."""
-    keys = ["hypothesis", "context", "cache", "path"]
-    found = rows[rows["format"] == "q4"].assign(result=lambda r: np.where(r["ok"], "ok", "FAIL"))[[*keys, "result"]]
-    nominal = dict(zip(sorted(found["context"].unique()), (1024, 2048)))
-    report = found[found["hypothesis"] == "none"].assign(hypothesis="the report")
-    failed = [(r.cache, r.path, nominal.get(r.context)) in REPORTED_PATTERN for r in report.itertuples()]
-    return pd.concat([report.assign(result=np.where(failed, "FAIL", "ok")), found], ignore_index=True)
+    q4 = rows[rows["format"] == "q4"]
+    nominal = dict(zip(sorted(q4["context"].unique()), (1024, 2048)))
+    report = q4[q4["hypothesis"] == "none"].assign(hypothesis="the report")
+    report["ok"] = [(r.cache, r.path, nominal.get(r.context)) not in REPORTED_PATTERN for r in report.itertuples()]
+    both = pd.concat([report, q4], ignore_index=True)
+    both["result"] = np.where(both["ok"], "ok", "FAIL")
+    return both[["hypothesis", "context", "cache", "path", "result"]]
 
 
 def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
     """Nothing fails unharmed, and every hypothesis fails somewhere: a scenario that shows no planted fault shows nothing."""
-    failed = rows[~rows["ok"]].groupby("hypothesis").size().to_dict()
-    silent = [name for name in HYPOTHESES if name not in failed]
-    return [gates.holds("unharmed", "none" not in failed, f"{(rows['hypothesis'] == 'none').sum()} configurations, "
-                        f"{failed.get('none', 0)} differ from the session decoded alone"),
-            gates.holds("faults_show", not silent, f"never seen: {', '.join(silent)}" if silent else
-                        "every planted hypothesis fails in some configuration")]  # fmt: skip
+    unharmed, failed = rows.loc[rows["hypothesis"] == "none", "ok"], set(rows.loc[~rows["ok"], "hypothesis"])
+    silent = ", ".join(name for name in HYPOTHESES if name not in failed)
+    return [gates.holds("unharmed", "none" not in failed, f"{len(unharmed)} configurations, "
+                        f"{(~unharmed).sum()} differ from the session decoded alone"),
+            gates.holds("faults_show", not silent, f"never seen: {silent}" if silent else
+                        "every planted hypothesis fails in some configuration")]
 
 
 def cache_bug_conclusion(rows: pd.DataFrame) -> str:
@@ -229,10 +218,11 @@ def cache_bug_conclusion(rows: pd.DataFrame) -> str:
     table = patterns(rows).pivot(index="hypothesis", columns=["context", "cache", "path"], values="result")
     agrees, columns, lines = (table == table.loc["the report"]).sum(axis=1), table.shape[1], []
     for name, (says, _) in HYPOTHESES.items():
-        broken = rows[(rows["hypothesis"] == name) & ~rows["ok"]]
-        where = ", ".join(f"{axis} {'/'.join(map(str, found))}" for axis in ("format", "cache", "path", "context")
-                          if 0 < len(found := list(broken[axis].drop_duplicates())) < rows[axis].nunique())  # fmt: skip
-        lines.append(f"- {says}. Breaks {len(broken)} of {(rows['hypothesis'] == name).sum()} configurations"
+        tried = rows[rows["hypothesis"] == name]
+        broken = tried[~tried["ok"]]
+        where = ", ".join(f"{axis} {'/'.join(map(str, values))}" for axis in ("format", "cache", "path", "context")
+                          if 0 < len(values := broken[axis].unique()) < rows[axis].nunique())
+        lines.append(f"- {says}. Breaks {len(broken)} of {len(tried)} configurations"
                      f"{f', only {where}' if where else ''}; as reported in {agrees[name]} of {columns}.")  # fmt: skip
     best = agrees[list(HYPOTHESES)].max()
     lines.append(f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {columns}): 'sole root cause' "

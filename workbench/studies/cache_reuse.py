@@ -7,7 +7,7 @@ the runtime, so that a restore that prefills again shows.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -28,7 +28,7 @@ from workbench.prompt_cache.formats import FORMATS, group
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
 # Relative RMS of one position's logits. Alone and in a batch, or prefilled in other tiles, kernels sum in another order
 # (at most 4e-6 on the shipped checkpoints in fp32); in fp16 roundings then fall differently. One wrong row among 1023
-# stays below the limits of fp16: judge long contexts in `exact`.
+# stays below the limits of fp16: check long contexts in `exact`.
 LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1}
 
 
@@ -41,9 +41,9 @@ class ReuseCell:
     streaming: bool
     context: int
     format: str
-    tokens: list[int] | None
-    verdict: str
-    reason: str
+    tokens: list[int] | None = None
+    verdict: str = NOT_RUN
+    reason: str = ""
 
 
 @dataclass
@@ -54,21 +54,24 @@ class Matrix:
     batches: list[int]
 
     @property
+    def ran(self) -> list[ReuseCell]:
+        return [cell for cell in self.cells if cell.verdict != NOT_RUN]
+
+    @property
     def verdict(self) -> str:
         """RED if any cell is; GREEN once every temperature × path has run, and a batch above 1 where there is one."""
-        ran = [c for c in self.cells if c.verdict != NOT_RUN]
-        if any(c.verdict == RED for c in ran):
+        if RED in (cell.verdict for cell in self.cells):
             return RED
-        covered = {(c.cache, c.streaming) for c in ran} == set(product(CACHES, (True, False)))
-        return GREEN if covered and {c.batch for c in ran} == set(self.batches) else NOT_RUN
+        complete = {(c.cache, c.streaming) for c in self.ran} == set(product(CACHES, (True, False)))
+        return GREEN if complete and {c.batch for c in self.ran} == set(self.batches) else NOT_RUN
 
     def gate(self, name: str) -> Gate:
-        ran = [c for c in self.cells if c.verdict != NOT_RUN]
-        red = [c for c in ran if c.verdict == RED]
-        said = f"{len(ran) - len(red)} of {len(ran)} cells hold; {sum(c.batch > 1 for c in ran)} ran in a batch"
+        count, red = len(self.ran), [cell for cell in self.cells if cell.verdict == RED]
+        green = count - len(red)
+        reason = f"{green} of {count} cells hold; {sum(c.batch > 1 for c in self.ran)} ran in a batch"
         for c in red[:1]:
-            said += f"; first: batch {c.batch}, {c.cache}, {c.format}, context {c.context}: {c.reason}"
-        return Gate(name, self.verdict, float(len(ran) - len(red)), float(len(ran)), said)
+            reason += f"; first: batch {c.batch}, {c.cache}, {c.format}, context {c.context}: {c.reason}"
+        return Gate(name, self.verdict, float(green), float(count), reason)
 
     def json(self) -> dict:
         return {"verdict": self.verdict, "cells": [asdict(c) for c in self.cells]}
@@ -76,9 +79,10 @@ class Matrix:
 
 @dataclass
 class Reference:
-    """One prompt's references: the cold run's records, by format of the cache it goes on with after all tokens but
-    the last, and the states at that point."""
+    """One prompt's references: its name in the stores, the cold run's records, by format of the cache it goes on with
+    after all tokens but the last, and the states at that point."""
 
+    name: str
     ids: list[int]
     cold: dict[str, list[Record]]
     states: dict[str, np.ndarray]
@@ -86,18 +90,17 @@ class Reference:
 
 def contexts(block: int) -> list[int]:
     """Prompt lengths around the edges of one and two blocks."""
-    return [block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1]
+    return [edge + step for edge in (block, 2 * block) for step in (-1, 0, 1)]
 
 
-def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int] = (), max_new: int = 6, seed: int = 0,
-        make_store: Callable[..., Store] = Store, progress: bool = False) -> Matrix:  # fmt: skip
+def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int] = (), max_new: int = 6,
+                progress: bool = False) -> Matrix:  # fmt: skip
     """Runs the matrix.
 
     Args:
         decoder: of a bundle of batch 1.
         together: of a bundle that differs in its batch alone.
         lengths: contexts (default: around one and two blocks of the store).
-        make_store: `Store`, or one with a planted fault.
     """
     from tqdm.auto import tqdm
 
@@ -108,130 +111,137 @@ def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: S
                          "export them so")  # fmt: skip
     cells, S = [], decoder.options.max_seq_len
     with tempfile.TemporaryDirectory() as folder:
-        stores = {f: make_store(Path(folder) / f, decoder) for f in FORMATS}
+        stores = {f: Store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
         axes = list(product(every, decoders, FORMATS, CACHES, PATHS))
         references: dict[int, list[Reference]] = {}
         for n, batch, format, cache, path in tqdm(axes, desc="reuse", unit="cell", disable=not progress):
-            shown = dict(batch=batch, cache=cache, streaming=path == "stream", context=n, format=format)
-            why = "a cold run restores nothing" if (cache, format) == ("cold", "q4") else ""
+            cell = ReuseCell(batch, cache, path == "stream", n, format)
             if n + max_new > S or n <= max(decoders):
-                why = f"{n} + {max_new} tokens do not fit max_seq_len = {S}"
-            if why:
-                cells.append(ReuseCell(**shown, tokens=None, verdict=NOT_RUN, reason=why))
-                continue
-            if n not in references:
-                references[n] = [_reference(decoder, stores, _cell_prompt(decoder, n, slot, seed), slot, max_new)
-                                 for slot in range(max(decoders))]  # fmt: skip
-            cells.append(_cell(decoder, decoders[batch], stores[format], references[n][:batch], max_new, shown))
+                cell = replace(cell, reason=f"{n} + {max_new} tokens do not fit max_seq_len = {S}")
+            elif (cache, format) == ("cold", "q4"):
+                cell = replace(cell, reason="a cold run restores nothing")
+            else:
+                if n not in references:
+                    references[n] = [_reference(decoder, stores, n, seq, max_new)
+                                     for seq in range(max(decoders))]
+                cell = _run_cell(cell, decoder, decoders[batch], stores[format], references[n][:batch], max_new)
+            cells.append(cell)
     return Matrix(cells, list(decoders))
 
 
-def _cell_prompt(decoder: Decoder, n: int, slot: int, seed: int) -> list[int]:
-    """Seeded tokens; every slot one token shorter than the one before, unless the bundle needs equal positions."""
-    length = n if decoder.options.kv_write == "slice" else n - slot
-    return np.random.default_rng([seed, n, slot]).integers(0, decoder.manifest.dims.V, length).tolist()
-
-
-def _reference(decoder: Decoder, stores: dict[str, Store], ids: list[int], slot: int, max_new: int) -> Reference:
+def _reference(decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max_new: int) -> Reference:
     """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens, or all but the last
-    where a token cannot be taken back."""
+    where a token cannot be taken back.
+
+    The prompt is seeded: n tokens, and every sequence one token shorter than the one before, unless the bundle needs
+    equal positions.
+    """
+    length = n if decoder.options.kv_write == "slice" else n - seq
+    ids = np.random.default_rng([0, n, seq]).integers(0, decoder.manifest.dims.V, length).tolist()
+    name = f"context{length}-slot{seq}"
     cold = {"fp16": list(decoder.stream(ids, max_new, stop=()))}
     decoder.begin()
     decoder.prefill(ids[:-1])
-    states = {n: state.read(n)[0] for state in decoder.states for n in state.shard.states}
-    left = decoder.snapshot()
-    cold["q4"] = _quantized(decoder, ids[-1], max_new)
+    states = {key: state.read(key)[0] for state in decoder.states for key in state.shard.states}
+    session = decoder.snapshot()
+    for state in decoder.states:  # every K and V row goes through four bits in place
+        for key in filter(is_cache, state.shard.states):
+            state.write(key, four_bits(state.read(key)))
+    cold["q4"] = greedy(decoder, ids[-1], max_new)[0]
     if trimmable(decoder.manifest, len(ids)):
         decoder.begin()
         decoder.prefill(ids[:-1])
         decoder.decode_one_token(ids[-1])
-        left = decoder.snapshot()
+        session = decoder.snapshot()
     for format, store in stores.items():
-        store.save(f"context{len(ids)}-slot{slot}", left, format)
-    return Reference(ids, cold, states)
+        store.save(name, session, format)
+    return Reference(name, ids, cold, states)
 
 
-def _cell(alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int, shown: dict) -> ReuseCell:
-    """Runs and judges one cell; whatever it raises is its reason to be RED."""
-    limits = [max_new // 2 if slot == 0 and len(sequences) > 1 else max_new for slot in range(len(sequences))]
+def _run_cell(cell: ReuseCell, alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int) -> ReuseCell:
+    """The cell with its verdict; whatever it raises is its reason to be RED."""
+    limits = [max_new] * len(sequences)
+    if len(limits) > 1:
+        limits[0] //= 2
     try:
-        found, problems = _run_cells(alone, decoder, store, sequences, limits, shown)
+        records, problems = _check_cell(cell, alone, decoder, store, sequences, limits)
     except Exception as problem:  # a planted or real fault may raise anything
-        return ReuseCell(**shown, tokens=None, verdict=RED, reason=f"{type(problem).__name__}: {problem}")
-    reason = problems[0] if problems else "rows, tokens, logits, predictions and stored entry as they must be"
-    return ReuseCell(**shown, tokens=[len(records) for records in found], verdict=RED if problems else GREEN, reason=reason)
+        return replace(cell, verdict=RED, reason=f"{type(problem).__name__}: {problem}")
+    reason = [*problems, "rows, tokens, logits, predictions and stored entry as they must be"][0]
+    return replace(cell, tokens=list(map(len, records)), verdict=RED if problems else GREEN, reason=reason)
 
 
-def _run_cells(alone, decoder, store, sequences, limits, shown) -> tuple[list[list[Record]], list[str]]:
-    cold = shown["cache"] == "cold"
-    after, rests, problems = (None, [s.ids for s in sequences], []) if cold else _restored(store, sequences, shown)
-    with count_verdicts(decoder) as calls:
-        found = _decode_cell(decoder, rests, limits, after, shown["streaming"])
+def _check_cell(cell, alone, decoder, store, sequences, limits) -> tuple[list[list[Record]], list[str]]:
+    """Records by sequence, and every way in which they, or what was restored, are not the references'."""
+    after, rests, problems = None, [sequence.ids for sequence in sequences], []
+    if cell.cache != "cold":
+        after, rests, problems = _restored(cell, store, sequences)
+    with count_predictions(decoder) as calls:
+        records = _decode_cell(decoder, rests, limits, after, cell.streaming)
     longest = max(map(len, rests))
     expected = -(-longest // decoder.options.t_max) + max(limits) - 1
     if len(calls) != expected:
         problems.append(f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens, then one by one")
-    for slot, (records, sequence) in enumerate(zip(found, sequences, strict=True)):
-        others = {"the cold run": sequence.cold[shown["format"]][: limits[slot]]}
+    precision = decoder.precision if decoder.runtime == "portable" else "coreml"
+    for seq, sequence in enumerate(sequences):
+        others = {"the cold run": sequence.cold[cell.format][: limits[seq]]}
         if decoder is not alone:
-            held = after[slot] if after else None
-            others["decoded alone"] = list(alone.stream(rests[slot], limits[slot], after=held, stop=()))
+            others["decoded alone"] = list(alone.stream(rests[seq], limits[seq], after=after and after[seq], stop=()))
         for name, other in others.items():
-            precision = decoder.precision if decoder.runtime == "portable" else "coreml"
-            said = differs(records, other, precision, strict=name == "decoded alone")
-            problems += [f"slot {slot} against {name}: {said}"] * bool(said)
-    if not cold:
-        problems += _restored(store, sequences, shown)[2]  # decoding must not have changed the entry
-    return found, problems
+            if difference := differs(records[seq], other, precision, strict=name == "decoded alone"):
+                problems.append(f"slot {seq} against {name}: {difference}")
+    if after:
+        problems += _restored(cell, store, sequences)[2]  # decoding must not have changed the entry
+    return records, problems
 
 
-def _restored(store: Store, sequences: list[Reference], shown: dict) -> tuple[list[Snapshot], list[list[int]], list[str]]:
+def _restored(cell: ReuseCell, store: Store, sequences: list[Reference]) -> tuple[list[Snapshot], list[list[int]], list[str]]:
     """What the store gives back: by prefix for the streaming path, by name for the other."""
     after, rests, problems = [], [], []
-    for slot, sequence in enumerate(sequences):
-        name = f"context{len(sequence.ids)}-slot{slot}"
-        if shown["cache"] == "warm":
+    for seq, sequence in enumerate(sequences):
+        name, ids = sequence.name, sequence.ids
+        if cell.cache == "warm":
             store.cool(name)
         elif name not in store.hot:
             store.load(name)
-        hit = store.find(sequence.ids) if shown["streaming"] else None
-        if shown["streaming"] and (hit is None or hit.temperature != shown["cache"]):
-            raise AssertionError(f"slot {slot}: {'no hit' if hit is None else hit.temperature}, not {shown['cache']}")
-        snapshot = hit.snapshot if hit else store.load(name)
-        snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(sequence.ids)))
-        rests.append(hit.rest if hit else sequence.ids[snapshot.offset :])
+        if cell.streaming:
+            hit = store.find(ids)
+            if hit is None or hit.temperature != cell.cache:
+                raise AssertionError(f"slot {seq}: {'no hit' if hit is None else hit.temperature}, not {cell.cache}")
+        snapshot = hit.snapshot if cell.streaming else store.load(name)
+        snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(ids)))
+        rest = hit.rest if cell.streaming else ids[snapshot.offset :]
+        if [*snapshot.ids, *rest] != ids or len(rest) != 1:
+            problems.append(f"slot {seq}: {snapshot.offset} tokens restored, {len(rest)} left")
+        if difference := wrong_rows(snapshot, sequence.states, cell.format):
+            problems.append(f"slot {seq}: {difference}")
         after.append(snapshot)
-        if list(snapshot.ids) + rests[-1] != sequence.ids or len(rests[-1]) != 1:
-            problems.append(f"slot {slot}: {snapshot.offset} tokens restored, {len(rests[-1])} left")
-        said = wrong_rows(snapshot, sequence.states, shown["format"])
-        problems += [f"slot {slot}: {said}"] * bool(said)
+        rests.append(rest)
     return after, rests, problems
 
 
 def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> list[list[Record]]:
-    """Records by slot; on the other path the tokens that `generate` returns take the place of the streamed ones."""
-    one = decoder.options.batch == 1
-    ids, limit, held = (rests[0], limits[0], after[0] if after else None) if one else (rests, limits, after)
-    seen: list[list[Record]] = [[] for _ in rests]
-    if streaming:
-        for i, record in enumerate(decoder.stream(ids, limit, after=held, stop=())):
-            seen[record.slot].append(record)
-            if i == 0:
-                _offer_foreign(decoder)
-        return seen
+    """Records by sequence; on the other path `generate` must return their tokens."""
+    records: list[list[Record]] = [[] for _ in rests]
     stream = decoder.stream
 
-    def watched(*arguments, **options):
+    def recording(*arguments, **options):
         for record in stream(*arguments, **options):
-            seen[record.slot].append(record)
+            records[record.slot].append(record)
             yield record
 
-    with patch.object(decoder, "stream", watched):
-        tokens = decoder.generate(ids, limit, after=held, stop=())
-    if [[r.token for r in records] for records in seen] != ([tokens] if one else tokens):
+    if streaming:
+        run = recording(rests, limits, after=after, stop=())
+        next(run)
+        _offer_foreign(decoder)
+        list(run)
+        return records
+    with patch.object(decoder, "stream", recording):
+        tokens = decoder.generate(rests, limits, after=after, stop=())
+    if [[r.token for r in sequence] for sequence in records] != ([tokens] if len(rests) == 1 else tokens):
         raise AssertionError("generate does not return what stream yields")
-    return seen
+    return records
 
 
 def _offer_foreign(decoder: Decoder) -> None:
@@ -245,7 +255,7 @@ def _offer_foreign(decoder: Decoder) -> None:
 
 
 @contextmanager
-def count_verdicts(decoder: Decoder):
+def count_predictions(decoder: Decoder):
     """A list that grows by one with every prediction of the first layer shard."""
     model, calls = decoder.layers[0], []
     predict = model.predict
@@ -253,12 +263,12 @@ def count_verdicts(decoder: Decoder):
         yield calls
 
 
-def differs(found: list[Record], reference: list[Record], precision: str, strict: bool = False) -> str:
+def differs(records: list[Record], reference: list[Record], precision: str, strict: bool = False) -> str:
     """Where two runs part, or "". Up to the first other token, logits must agree; another token is allowed where it is
     a near tie, never in exact arithmetic when `strict` (one cache, one program)."""
-    if len(found) != len(reference) or not found:
-        return f"{len(found)} tokens, {len(reference)} expected"
-    for i, (a, b) in enumerate(zip(found, reference, strict=True)):
+    if len(records) != len(reference) or not records:
+        return f"{len(records)} tokens, {len(reference)} expected"
+    for i, (a, b) in enumerate(zip(records, reference, strict=True)):
         apart = metrics.relative_rms(b.logits, a.logits)
         if not apart <= LOGITS[precision]:
             return f"logits of new token {i} are {apart:.2g} apart"
@@ -272,43 +282,50 @@ def wrong_rows(snapshot: Snapshot, states: dict[str, np.ndarray], format: str) -
     """What a snapshot holds that a cold prefill's states [H_kv, S, D] do not, or "": fp16 must be equal, q4 within half
     a step of its group along head_dim (a fifteenth of the group's range) and one rounding."""
     for name, cold in states.items():
-        found = snapshot.states.get(name)
-        wanted = cold
+        rows, allowed = snapshot.states.get(name), 0.0
         if is_cache(name):
-            last = np.arange(max(0, snapshot.offset - cold.shape[1]), snapshot.offset)
-            wanted = cold[:, last % cold.shape[1]]
-        if found is None or found.shape != wanted.shape:
-            return f"{name} is {None if found is None else list(found.shape)}, not {list(wanted.shape)}"
-        allowed = 0.0
+            S = cold.shape[1]
+            cold = cold[:, np.arange(max(0, snapshot.offset - S), snapshot.offset) % S]
+        if rows is None or rows.shape != cold.shape:
+            return f"{name} is {None if rows is None else list(rows.shape)}, not {list(cold.shape)}"
         if format == "q4" and is_cache(name):
-            grouped = wanted.astype(np.float32).reshape(*wanted.shape[:-1], -1, group(wanted.shape[-1]))
-            allowed = np.repeat(np.ptp(grouped, -1) / 29.9, grouped.shape[-1], -1) + 2e-3 * np.abs(wanted)
-        wrong = ~(np.abs(found.astype(np.float32) - wanted) <= allowed)
+            grouped = _grouped(cold)
+            allowed = np.repeat(np.ptp(grouped, -1) / 29.9, grouped.shape[-1], -1) + 2e-3 * np.abs(cold)
+        wrong = ~(np.abs(rows.astype(np.float32) - cold) <= allowed)
         if wrong.any():
             return f"{name}: {wrong.sum()} of {wrong.size} values are not the cold prefill's"
     return ""
 
 
-def _quantized(decoder: Decoder, token: int, max_new: int) -> list[Record]:
-    """Goes on from `token` after every K and V row of the running sequence went through four bits in place."""
-    for state in decoder.states:
-        for name in filter(is_cache, state.shard.states):
-            state.write(name, four_bits(state.read(name)))
-    records = []
-    for _ in range(max_new):
-        logits = decoder.decode_one_token(token)
-        token = int(np.argmax(logits))
-        records.append(Record(token, logits, decoder.times))
+def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
+    """Records by sequence: each of the running sequences continues from `token` by `count` greedy tokens."""
+    B = decoder.options.batch
+    tokens, records = [token] * B, [[] for _ in range(B)]
+    for _ in range(count):
+        logits = decoder.decode_one_token(tokens).reshape(B, -1)
+        tokens = logits.argmax(-1).tolist()
+        for seq, sequence in enumerate(records):
+            sequence.append(Record(tokens[seq], logits[seq], decoder.times, seq))
     return records
 
 
 def four_bits(rows: np.ndarray) -> np.ndarray:
     """Rows [..., D] on 16 steps above the least of each group along D; step and least are fp16 and contain the group."""
-    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(rows.shape[-1]))
-    low = grouped.min(-1, keepdims=True).astype(np.float16)
-    low = np.where(low > grouped.min(-1, keepdims=True), np.nextafter(low, np.float16(-np.inf)), low).astype(np.float32)
-    wanted = (grouped.max(-1, keepdims=True) - low) / np.float32(15)
-    step = wanted.astype(np.float16)
-    step = np.where(step < wanted, np.nextafter(step, np.float16(np.inf)), step).astype(np.float32)
+    grouped = _grouped(rows)
+    least, most = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+    low = _fp16_beyond(least, -np.inf)
+    step = _fp16_beyond((most - low) / np.float32(15), np.inf)
     codes = np.divide(grouped - low, step, out=np.zeros_like(grouped), where=step > 0).round()
     return (low + codes * step).reshape(rows.shape).astype(rows.dtype)
+
+
+def _grouped(rows: np.ndarray) -> np.ndarray:
+    """Rows [..., D] as float32 [..., D / group, group]."""
+    return rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(rows.shape[-1]))
+
+
+def _fp16_beyond(value: np.ndarray, side: float) -> np.ndarray:
+    """The nearest fp16 number that does not lie on the other side of `value`, as float32."""
+    near = value.astype(np.float16)
+    short = near > value if side < 0 else near < value
+    return np.where(short, np.nextafter(near, np.float16(side)), near).astype(np.float32)

@@ -32,7 +32,7 @@ NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
 REPORTED_NORMS = {0: 605.0, 27: 921.0}  # ‖b_k‖ of its layers that stand out; the median of the others is 22
 
 
-def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256, seed: int = 0) -> Path:
+def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path:
     """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias of norm `norms[i]`.
 
     The norm is spread evenly over the key heads, in a random direction in each. Width and MLP are small: scores depend
@@ -40,20 +40,16 @@ def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256, seed: i
     """
     from safetensors.torch import load_file, save_file
 
-    checkpoints.random(path, "qwen2", seed=seed, hidden_size=C, intermediate_size=2 * C, num_hidden_layers=len(norms),
+    checkpoints.random(path, "qwen2", hidden_size=C, intermediate_size=2 * C, num_hidden_layers=len(norms),
                        vocab_size=256, use_sliding_window=False, **HEADS)  # fmt: skip
-    tensors = load_file(path / "model.safetensors")
+    file = path / "model.safetensors"
+    tensors, heads = load_file(file), HEADS["num_key_value_heads"]
     for layer, norm in enumerate(norms):
-        name = f"model.layers.{layer}.self_attn.k_proj.bias"
-        heads = _directions(HEADS["num_key_value_heads"], seed + layer)
-        tensors[name] = (heads * norm / len(heads) ** 0.5).reshape(-1).half()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        vectors = torch.randn(heads, HEADS["head_dim"], generator=torch.Generator().manual_seed(layer))
+        bias = nn.functional.normalize(vectors, dim=-1) * norm / heads**0.5
+        tensors[f"model.layers.{layer}.self_attn.k_proj.bias"] = bias.reshape(-1).half()
+    save_file(tensors, file, metadata={"format": "pt"})
     return path
-
-
-def _directions(count: int, seed: int) -> torch.Tensor:
-    """`count` random unit vectors [count, D]."""
-    return nn.functional.normalize(torch.randn(count, HEADS["head_dim"], generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -70,13 +66,13 @@ class NaiveShape(AttentionGeometry):
 
 
 def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None) -> Decoder:
-    """A portable decoder of `bundle`, its layer shards replaced by `packages` where given."""
-    made = Decoder(bundle, "portable", precision, fast=False)
-    for model in made.layers if packages else ():
-        package, found = packages[model.shard.name]
+    """A portable decoder of `bundle`; the programs of its layer shards come from `packages` if there are any."""
+    decoder = Decoder(bundle, "portable", precision, fast=False)
+    for model in decoder.layers if packages else ():
+        package, names = packages[model.shard.name]
         model.executable = miltorch.Executable(miltorch.read(package), precision)
-        model.shard = model.shard.model_copy(update=found)
-    return made
+        model.shard = model.shard.model_copy(update=names)
+    return decoder
 
 
 def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str, tuple[Path, dict]]:
@@ -85,7 +81,7 @@ def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str
     Returns:
         Shard name → (package, its `weights` and `modules`), as `decoder` takes them.
     """
-    options, made = bundle.manifest.options, {}
+    options, packages = bundle.manifest.options, {}
     plan = read_plan(source, options)
     for spec in (s for s in shards.specs(plan, options) if s.kind == "layers"):
         module, parts = build(spec, source, plan, options)
@@ -95,16 +91,17 @@ def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str
         model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
-        held = convert.constants(model)
+        constants = convert.constants(model)
+        weights = {p.tensor: constants[p.path.replace(".", "_")] for p in parts}
         modules = {value: absolute_layer_path(path, spec.layers[0]) for value, path in convert.modules(model).items()}
-        made[spec.name] = package, {"weights": {p.tensor: held[p.path.replace(".", "_")] for p in parts}, "modules": modules}
-    return made
+        packages[spec.name] = package, {"weights": weights, "modules": modules}
+    return packages
 
 
-def align_queries(made: Decoder, norm: float) -> None:
+def align_queries(decoder: Decoder, norm: float) -> None:
     """Gives every query head a bias of `norm` along its group's key bias, so that a token's own score is the largest
     that such a query can reach; 0 leaves queries without a bias."""
-    for layer, model in enumerate(made.layers):
+    for layer, model in enumerate(decoder.layers):
         prefix, weights = f"model.layers.{layer}.self_attn.", model.shard.weights
         keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(HEADS["num_key_value_heads"], -1)
         group = HEADS["num_attention_heads"] // len(keys)
@@ -120,18 +117,17 @@ def score_sweep(bundle: Bundle, packages: dict, ids: Sequence[int], query_norms:
     that gives either with narrow sums (null: none).
     """
     rows = []
-    for order, replaced in ((NAIVE, packages), (SCALED, None)):
-        made = {precision: decoder(bundle, precision, replaced) for precision in miltorch.PRECISIONS}
+    for order, replacements in ((NAIVE, packages), (SCALED, None)):
+        decoders = {precision: decoder(bundle, precision, replacements) for precision in miltorch.PRECISIONS}
         for norm in query_norms:
-            seen = {}
-            for precision, one in made.items():
+            for one in decoders.values():
                 align_queries(one, norm)
-                seen[precision] = trace.trace_decoder(one, ids)
-            first = {what: _op_place(seen["declared"].first(what)) for what in ("inf", "nan")}
-            first["narrow"] = _op_place(seen["narrow"].first("inf") or seen["narrow"].first("nan"))
+            ranges = {precision: trace.trace_decoder(one, ids) for precision, one in decoders.items()}
+            first = _first_faults(ranges["declared"])
+            first["narrow"] = next(filter(None, _first_faults(ranges["narrow"]).values()), None)
             rows += [{"order": order, "query_norm": norm, "layer": layer, "product": scores["max_abs"],
                       "headroom_bits": scores["headroom_bits"], "op": scores["op"], **first}
-                     for layer, scores in enumerate(products(seen["exact"].frame()))]  # fmt: skip
+                     for layer, scores in enumerate(products(ranges["exact"].frame()))]
     return pd.DataFrame(rows)
 
 
@@ -147,7 +143,7 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
     """One row per order and query norm: the layer with the least headroom, and the first inf and NaN of the run."""
     least = sweep.loc[sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()]
-    return least[["order", "query_norm", "layer", "product", "headroom_bits", "inf", "nan", "narrow"]].reset_index(drop=True)
+    return least.drop(columns="op").reset_index(drop=True)
 
 
 def first_broken(sweep: pd.DataFrame) -> float:
@@ -176,8 +172,10 @@ def products(frame: pd.DataFrame) -> list[pd.Series]:
     return [frame.iloc[matmuls[matmuls < at][-1]] for at in softmaxes]
 
 
-def _op_place(at: dict | None) -> str | None:
-    return at and trace.place(at)
+def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
+    """The place of the first operation that gives an inf, and of the first that gives a NaN."""
+    first = {fault: ranges.first(fault) for fault in ("inf", "nan")}
+    return {fault: row and trace.place(row) for fault, row in first.items()}
 
 
 class Masked(nn.Module):
@@ -195,42 +193,40 @@ class Masked(nn.Module):
 MASKS = {"1 and 0, added": None, "(m − 1) · 1e9": 1e9, "(m − 1) · 3.4e38": 3.4e38, "(m − 1) · 1e4": -MASKED}
 
 
-def mask_packages(folder: Path, T: int = 4, S: int = 8) -> dict[str, Path]:
-    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, T, S] → weights [1, 1, T, S]."""
-    shape, made = [1, 1, T, S], {}
+def mask_packages(folder: Path) -> dict[str, Path]:
+    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4, 8]."""
+    shape = [1, 1, 4, 8]
     spec = shards.Spec("mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape})
-    for i, (name, factor) in enumerate(MASKS.items()):
-        made[name] = Path(folder) / f"mask_{i}.mlpackage"
-        convert.convert(Masked(factor), spec, Options(t_max=1), set()).save(str(made[name]))
-    return made
+    packages = {name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)}
+    for name, package in packages.items():
+        convert.convert(Masked(MASKS[name]), spec, Options(t_max=1), set()).save(str(package))
+    return packages
 
 
-def mask_table(packages: dict[str, Path], gap: float = 1.2e4, seed: int = 0) -> pd.DataFrame:
+def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
     """What each mask does: one row per mask and case.
 
-    Cases: ordinary scores; attended scores `gap` below the blocked ones; a row in which everything is blocked.
+    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row in which everything is blocked.
     `leak`: most weight that a row gives to blocked positions (nan: weights that are no numbers; 1 is all that a fully
     blocked row can do); `inf`, `nan`: the first operation that gives one.
     """
-    rng, rows = np.random.default_rng(seed), []
+    rng, rows = np.random.default_rng(0), []
     for name, package in packages.items():
-        T, S = miltorch.read(package).inputs["scores"].shape[2:]
+        program = miltorch.read(package)
+        executable, (T, S) = miltorch.Executable(program, "declared"), program.inputs["scores"].shape[2:]
         scores = rng.standard_normal((1, 1, T, S)).astype(np.float32)
         allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]  # every row: something to attend to, something blocked
-        blocked = allowed * (np.arange(T) != 1)[:, None].astype(np.float32)
-        cases = {"ordinary scores": (scores, allowed), f"attended {gap:,.0f} lower": (scores - np.float32(gap) * allowed, allowed),
+        blocked = allowed.copy()
+        blocked[:, :, 1] = 0
+        cases = {"ordinary scores": (scores, allowed), "attended 12,000 lower": (scores - np.float32(1.2e4) * allowed, allowed),
                  "a row all blocked": (scores, blocked)}  # fmt: skip
-        for case, (given, mask) in cases.items():
-            found = trace.trace_package(package, {"scores": given, "allowed": mask}).ranges["declared"]
-            first = {what: _op_place(found.first(what)) for what in ("inf", "nan")}
-            rows.append({"mask": name, "case": case, "leak": _leak(package, given, mask), **first})
+        for case, inputs in cases.items():
+            io = dict(zip(("scores", "allowed"), inputs))
+            ranges = trace.trace_package(package, io).ranges["declared"]
+            weights = executable.run({name: torch.from_numpy(value) for name, value in io.items()}, {})["weights"].numpy()
+            leak = float((weights * (1 - io["allowed"])).sum(-1).max())
+            rows.append({"mask": name, "case": case, "leak": leak, **_first_faults(ranges)})
     return pd.DataFrame(rows)
-
-
-def _leak(package: Path, scores: np.ndarray, allowed: np.ndarray) -> float:
-    executable = miltorch.Executable(miltorch.read(package), "declared")
-    weights = executable.run({"scores": torch.from_numpy(scores), "allowed": torch.from_numpy(allowed)}, {})["weights"]
-    return float((weights.numpy() * (1 - allowed)).sum(-1).max())
 
 
 def units() -> pd.DataFrame:

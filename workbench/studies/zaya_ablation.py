@@ -54,23 +54,23 @@ def _without_means(original):
     def forward(self, hidden, cache, mask=None):
         query, key, value = original(self, hidden, cache, mask)
         grouped = self.conv_qk_grouped
-        kept = grouped.weight, grouped.bias
-        grouped.weight, grouped.bias = (nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in kept)
+        parameters = grouped.weight, grouped.bias
+        grouped.weight, grouped.bias = (nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in parameters)
         mean_query, mean_key, _ = original(self, hidden, None, mask)
-        grouped.weight, grouped.bias = kept
+        grouped.weight, grouped.bias = parameters
         return query - mean_query, key - mean_key, value
 
     return forward
 
 
 def by_code() -> dict[str, tuple]:
-    """Ingredient → (class of transformers' module, name of its function, replacement)."""
+    """Ingredient → (class of transformers' module, what replaces its `forward`)."""
     from transformers.models.zaya import modeling_zaya as zaya
 
     return {
-        "q/k mean": (zaya.ZayaCCAProjection, "forward", _without_means),
-        "L2 norm of q and k": (zaya.ZayaQKNorm, "forward", lambda _: lambda self, q, k: (q, k * self.temp[None, None, :, None])),
-        "GELU in the router (SiLU instead)": (nn.GELU, "forward", lambda _: lambda self, x: nn.functional.silu(x)),
+        "q/k mean": (zaya.ZayaCCAProjection, _without_means),
+        "L2 norm of q and k": (zaya.ZayaQKNorm, lambda _: lambda self, q, k: (q, k * self.temp[None, None, :, None])),
+        "GELU in the router (SiLU instead)": (nn.GELU, lambda _: lambda self, x: nn.functional.silu(x)),
     }
 
 
@@ -80,8 +80,8 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
     Returns:
         Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants them, worst first.
     """
-    patches = {name: (None, patch.object(owner, function, make(getattr(owner, function))))
-               for name, (owner, function, make) in by_code().items()}  # fmt: skip
+    patches = {name: (None, patch.object(owner, "forward", replacement(owner.forward)))
+               for name, (owner, replacement) in by_code().items()}
     patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
     rows = []
     for ingredient, (change, patched) in patches.items():

@@ -66,7 +66,7 @@ def _check_root(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise InputError(f"log {root}", problem.strerror, "a folder that can be written", "name another with --log") from None
+        raise InputError(f"log {root}", problem.strerror, "a folder that can be written", "name another with --log-dir") from None
 
 
 def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:

@@ -1,0 +1,91 @@
+"""What several commands share: argument types, prompts, goldens, lines of text, and how a result is printed."""
+
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+from typer import Exit, Option, echo
+
+from workbench import paths
+from workbench.check.gates import jsonable
+from workbench.errors import InputError
+
+Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+Ids = Annotated[str | None, Option(help="Token ids, comma-separated: 2,42,100.")]
+RuntimeName = Annotated[str, Option(help="auto, portable or coreml.")]
+Precision = Annotated[str, Option(help="Portable arithmetic: declared, exact or narrow.")]
+GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
+GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this checkpoint.")]
+Log = Annotated[bool, Option(help="Write the run into the experiment log.")]
+LogFolder = Annotated[Path | None, Option("--log-dir", help="Folder of the experiment log.")]
+Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
+Memory = Annotated[str | None, Option(help="Memory of the target machine, such as 16G.")]
+
+
+def show(result: dict, json: bool, lines: list[str]) -> None:
+    """Prints the result as one JSON object, or its text lines; exits 1 when its verdict is RED."""
+    echo(dumps(jsonable(result), default=str, allow_nan=False) if json else "\n".join(lines))
+    if result.get("verdict") == "RED":
+        raise Exit(1)
+
+
+def red_first(rows: list) -> list:
+    """Gates or cells in the order RED, GREEN, not_run."""
+    return sorted(rows, key=lambda row: ("RED", "GREEN", "not_run").index(row.verdict))
+
+
+def gate_lines(gates: list) -> list[str]:
+    """RED first, then the others; one line each with its reason.
+
+    A golden of another checkpoint is the one line: all other gates compare two models then.
+    """
+    foreign = [g for g in gates if (g.name, g.verdict) == ("golden_is_of_this_checkpoint", "RED")]
+    note = ": the other gates compare two models (--json has them)" if foreign else ""
+    return [f"{g.verdict:8}{g.name:29}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}{note}"
+            for g in foreign or red_first(gates)]
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids as `--prompt-ids` writes them."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InputError("--prompt-ids", repr(text), "integers separated by commas", "write 2,42,100") from None
+
+
+def ids_for(prompt_ids: str | None, V: int) -> list[int]:
+    """The ids of a prompt, all of them in the vocabulary; 24 seeded random ones when no prompt is given."""
+    import numpy as np
+
+    from workbench.check.golden import check_ids
+
+    random = np.random.default_rng(0).integers(0, V, 24)
+    return check_ids(random if prompt_ids is None else parse_ids(prompt_ids), V).tolist()
+
+
+def look_at(golden: Path | None, checkpoint: Path | None) -> None:
+    """Refuses a path of a golden or a checkpoint that is none, before anything heavy is imported."""
+    if golden:
+        paths.golden(golden)
+    if checkpoint:
+        paths.checkpoint(checkpoint)
+
+
+def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | None, V: int):
+    """The golden a command compares with: a stored one, or one made now from a checkpoint."""
+    from workbench.check.golden import Golden, make_golden
+
+    if golden:
+        return Golden.load(golden)
+    if checkpoint:
+        return make_golden(checkpoint, ids_for(prompt_ids, V))
+    raise InputError("golden", "neither --golden nor --checkpoint", "one of them",
+                     "run: workbench golden CHECKPOINT --out G, then give --golden G")
+
+
+def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables) -> None:
+    """Writes a command's run into the log: its `row` and what describes bundle and decoder; the run's id joins `result`."""
+    from workbench.sweep import runs
+
+    row = runs.describe(bundle, decoder) | {"command": command} | row
+    result["run_id"] = runs.record_run(command, row, **tables)

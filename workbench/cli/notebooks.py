@@ -1,0 +1,66 @@
+"""`workbench run` and `report`: an experiment's notebook, headless, and its write-up from the log."""
+
+import contextlib
+from typing import Annotated
+
+from typer import Argument, Exit, Option, echo
+
+from workbench.cli.common import Json, LogFolder, Publish, show
+from workbench.errors import InputError
+
+
+def run_command(
+    numbers: Annotated[list[str], Argument(help="Numbers of experiments, such as 05 34.")],
+    set_: Annotated[
+        list[str], Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")
+    ] = [],  # noqa: B006
+    publish: Publish = False,
+    json: Json = False,
+) -> None:
+    """Runs experiment notebooks headless: verdict, figures, log rows, report. A cell that crashes exits 3.
+
+    The write-up goes to experiments/NN_slug/CHECKPOINT, which git ignores.
+
+    Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
+    """
+    from workbench.report.notebook import CellError, run_notebook
+
+    parameters = dict(map(_parameter, set_))
+    try:
+        results = [run_notebook(number, parameters, progress=not json, publish=publish) for number in numbers]
+    except CellError as problem:
+        echo(f"workbench: {problem}", err=True)
+        raise Exit(3) from None
+    verdict, lines = "RED" if any(r["verdict"] == "RED" for r in results) else "GREEN", []
+    for r in results:
+        lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),
+                  *(f"  log row {i}" for i in r["runs"]), f"  report  {r['report']}", f"  notebook {r['executed']}"]  # fmt: skip
+    show({"verdict": verdict, "experiments": results}, json, lines)
+
+
+def _parameter(text: str) -> tuple[str, object]:
+    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]."""
+    import yaml
+
+    name, _, value = text.partition("=")
+    with contextlib.suppress(yaml.YAMLError, ValueError):
+        if name and value:
+            return name, yaml.safe_load(value)
+    raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
+
+
+def report_command(
+    experiment: Annotated[str, Argument(help="Number of the experiment, such as 05.")],
+    run: Annotated[str | None, Option(help="The notebook's run; default: the newest.")] = None,
+    publish: Publish = False, log_dir: LogFolder = None, json: Json = False,
+) -> None:  # fmt: skip
+    """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
+
+    It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
+
+    Example: workbench report 05
+    """
+    from workbench.report import writeup
+
+    path = str((writeup.publish if publish else writeup.write_report)(experiment, log_dir, run))
+    show({"report": path}, json, [path])
