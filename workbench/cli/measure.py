@@ -37,7 +37,7 @@ def memory(
         budget = budgets.budget_of_checkpoint(Checkpoint(source), chosen, size)
         works = budgets.decode_work(Checkpoint(source), chosen)
     sizes, speeds = budget.json(), roofline.by_chip(works)
-    misfit = float(roofline.judged()["misfit"].abs().median())
+    misfit = float(roofline.misfits()["misfit"].abs().median())
     lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
     lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
               speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
@@ -69,7 +69,7 @@ def residency(
     else:
         found = placing.predicted_placement(opened, generation=int(roofline.chip(chip).name[1]))
     result = {"source": found[0].source, "chip": None if coreml_available() else chip, "shards": [p.json() for p in found],
-              "known": placing.known(found)}  # fmt: skip
+              "known": placing.contradictions(found)}  # fmt: skip
     if log:
         result["run_id"] = runs.record_run("residency", runs.describe(opened) | {"command": "residency"} | placing.columns(found))
     show(result, json, [*placing.lines(found), *result["known"]])

@@ -28,7 +28,7 @@ class Planner(Panel):
     def __init__(self, checkpoint: str | Path, bundles: Path | None = None):
         self.checkpoint, self.linted = Checkpoint(checkpoint), {}
         self.bundles = bundles or log.project() / "data" / "bundles"
-        self.misfit = roofline.judged()["misfit"].abs().median()
+        self.misfit = roofline.misfits()["misfit"].abs().median()
         self.rules = ui.HTML()
         super().__init__({"max_seq_len": slider("max_seq_len", [2**n for n in range(6, 16)], 512), "T": slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
                           "compress": choice("compress", list(memory.STORED_BITS)), "chip": choice("chip", sorted(roofline.chips()), "M4"),
