@@ -49,7 +49,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
     assert judged.verdict == "GREEN"
     checked = {g.name: g for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)}
     assert {g.verdict for g in checked.values()} == {"GREEN"}
-    assert f"not asked of {bundle.shards('layers')[1].name}, whose own weights" in checked["state_is_used"].reason
+    assert f"skipped: {bundle.shards('layers')[1].name} has all-zero attention weights" in checked["state_is_used"].reason
 
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):

@@ -78,21 +78,16 @@ def lifetime(decoder: Decoder) -> list[Gate]:
 def _lifetime_fault(decoder: Decoder, model) -> set[str]:
     """What one shard does wrong: a fresh state is `dirty`; the second token's output does not depend on the first, since the
     state is `unused` or attention is `mute`; two states used in turn are `mixed`."""
-    shard = model.shard
-    first, second, other = (_inputs(decoder, shard, pos, 1, seed) for seed, pos in enumerate((0, 1, 0)))
-    a, b, fresh = (model.make_state() for _ in range(3))
-    dirty = any(np.any(fresh.read(name)) for name in shard.states)
-
-    def output(*calls, state):
-        return [_stream(model.predict(call, state)) for call in calls][-1]
-
-    alone = output(first, second, state=model.make_state())
-    same = np.array_equal(alone, output(second, state=model.make_state()), equal_nan=True)
-    output(first, state=a)
-    output(other, state=b)
-    mixed = not np.array_equal(output(second, state=a), alone)
-    no_trace = "mute" if same and _mute(decoder, shard) else "unused"
-    return {name for name, fault in (("dirty", dirty), (no_trace, same), ("mixed", mixed)) if fault}
+    faults, (alone, fresh, a, b) = set(), (model.make_state() for _ in range(4))
+    if any(np.any(fresh.read(name)) for name in model.shard.states):
+        faults.add("dirty")
+    _call(decoder, model, alone, 0)
+    second = _call(decoder, model, alone, 1)
+    if np.array_equal(second, _call(decoder, model, fresh, 1), equal_nan=True):
+        faults.add("mute" if _mute(decoder, model.shard) else "unused")
+    _call(decoder, model, a, 0)
+    _call(decoder, model, b, 0, seed=1)
+    return faults if np.array_equal(_call(decoder, model, a, 1), second) else faults | {"mixed"}
 
 
 def _mute(decoder: Decoder, shard) -> bool:
@@ -130,7 +125,7 @@ def write_probe(decoder: Decoder, points: Iterable[tuple[int, int]] | None = Non
         for T, pos in points:
             for name, value in full.items():
                 state.write(name, value)
-            model.predict(_inputs(decoder, model.shard, pos, T), state)
+            _call(decoder, model, state, pos, T)
             records += [_changed(name, model.shard.states[name], value, state.read(name), T, pos)
                         for name, value in full.items() if is_cache(name)]  # fmt: skip
     return records
@@ -180,8 +175,8 @@ def stale_rows(decoder: Decoder) -> Gate:
             for name, entry in model.shard.states.items():
                 if is_cache(name):
                     state.write(name, (fill * rng.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
-            model.predict(_inputs(decoder, model.shard, 0, 1, 2), state)  # the second token reads a cache row
-            streams.append(_stream(model.predict(_inputs(decoder, model.shard, 1, 1, 3), state)))
+            _call(decoder, model, state, 0)
+            streams.append(_call(decoder, model, state, 1))  # the second token reads a cache row
         if not np.array_equal(*streams):
             differing.append(f"{model.shard.name}: max |Δ| = {np.abs(streams[0] - streams[1]).max():.3g}")
     return gates.none("stale_rows", differing[:1], "finite values in unwritten rows change nothing, bit for bit")
@@ -196,7 +191,7 @@ def nan_is_noticed(decoder: Decoder) -> Gate:
         value = np.zeros(model.shard.states[name].shape, np.float16)
         value[..., -1, :] = np.nan
         state.write(name, value)
-        if np.isfinite(_stream(model.predict(_inputs(decoder, model.shard, 0, 1), state))).all():
+        if np.isfinite(_call(decoder, model, state, 0)).all():
             swallowed.append(model.shard.name)
     fine = "a NaN in an unwritten row reaches the output, where the finite gate sees it"
     return gates.none("nan_in_state_is_noticed", swallowed, fine, "swallowed by: ")
@@ -223,14 +218,12 @@ def fits(bundle: Bundle, machine: int | None = None) -> Gate:
     return gates.at_most("memory", budget.total, budget.machine, reason)
 
 
-def _stream(outputs: dict[str, np.ndarray]) -> np.ndarray:
-    """The residual stream a shard hands on: its hidden output, or a router shard's base."""
-    return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]
-
-
-def _inputs(decoder: Decoder, shard, pos: int, T: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Inputs of one shard for a call of T tokens at `pos` in every sequence: real masks and tables, random activations."""
+def _call(decoder: Decoder, model, state, pos: int, T: int = 1, seed: int = 0) -> np.ndarray:
+    """The residual stream (hidden, or a router shard's base) after one call of T tokens at `pos` in every sequence, on real
+    masks and tables and random activations, the same for the same pos and seed."""
     io, width = fidelity.host_inputs(decoder, pos, T)
-    rng = np.random.default_rng(seed)
-    return {name: io[name] if name in io else rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
-            for name, shape in shard.inputs.items()}  # fmt: skip
+    rng = np.random.default_rng((seed, pos))
+    activations = {name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
+              for name, shape in model.shard.inputs.items() if name not in io}  # fmt: skip
+    outputs = model.predict({name: (io | activations)[name] for name in model.shard.inputs}, state)
+    return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]

@@ -89,7 +89,7 @@ class _Pass:
         _read_cache(self.decoder, self.trace)
         if not self.isolated:
             last = self.trace.hidden[len(self.golden.x) - 1] / self.scale
-            self.trace.logits = self.decoder.logits(self.batched(last.T))[0]
+            self.trace.logits = self.decoder.logits(np.tile(last.T, (self.decoder.options.batch, 1, 1)))[0]
         return self.trace
 
     def call(self, span: slice) -> None:
@@ -154,11 +154,7 @@ class _Pass:
     def columns(self, rows: np.ndarray, width: int) -> np.ndarray:
         """[count, C] → the bundle's plane [B, C, width, 1], zero beyond count."""
         padded = np.pad(rows.astype(np.float32), ((0, width - len(rows)), (0, 0)))
-        return self.decoder.plane(self.batched(padded.T))
-
-    def batched(self, array: np.ndarray) -> np.ndarray:
-        """One sequence's array for every sequence of the batch: [B, ...]."""
-        return np.repeat(array[None], self.decoder.options.batch, axis=0)
+        return self.decoder.plane(np.tile(padded.T, (self.decoder.options.batch, 1, 1)))
 
 
 def host_inputs(decoder: Decoder, position: int, T: int) -> tuple[dict[str, np.ndarray], int]:

@@ -6,7 +6,6 @@ dropped when it is left, so that a model of any depth fits. No layer is reimplem
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.errors import InputError
+from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
 
 LOGIT_ROWS = 16_384
@@ -58,12 +58,7 @@ class Golden:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.ascontiguousarray(a) for name, a in vars(self).items() if isinstance(a, np.ndarray)}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            save_file(arrays, temporary, {"workbench-golden": json.dumps(self.meta)})
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, lambda file: save_file(arrays, file.name, {"workbench-golden": json.dumps(self.meta)}))
         return path
 
     @classmethod

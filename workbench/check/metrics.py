@@ -7,7 +7,7 @@ NEAR_TIE_NATS = 0.5
 
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one does not (nan)."""
-    a, b = np.asarray(reference, np.float64), np.asarray(actual, np.float64)
+    a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
         value = np.where(norms > 0, (a * b).sum(-1) / np.where(norms > 0, norms, 1), ~a.any(-1) & ~b.any(-1))
@@ -16,7 +16,7 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 def psnr_db(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """10·log10(max(reference²) / mean((reference − actual)²)) in dB along the last axis; inf when they are equal."""
-    a, b = np.asarray(reference, np.float64), np.asarray(actual, np.float64)
+    a, b = np.float64(reference), np.float64(actual)
     with np.errstate(all="ignore"):
         return 10 * np.log10((a**2).max(-1) / ((a - b) ** 2).mean(-1))
 
@@ -24,19 +24,19 @@ def psnr_db(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 def max_abs(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Largest |reference − actual| along the last axis."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.abs(np.asarray(reference, np.float64) - actual).max(-1)
+        return np.abs(np.float64(reference) - actual).max(-1)
 
 
 def relative_rms(reference: np.ndarray, actual: np.ndarray) -> float:
     """RMS of the difference over the RMS of the reference, both over all elements; 0 when both are zero."""
-    a, b = np.asarray(reference, np.float64), np.asarray(actual, np.float64)
+    a, b = np.float64(reference), np.float64(actual)
     scale = np.sqrt((a**2).mean())
     return float(np.sqrt(((a - b) ** 2).mean()) / scale) if scale else float(np.abs(b).max() > 0)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """log softmax along the last axis, float64."""
-    shifted = np.asarray(logits, np.float64) - np.max(logits, -1, keepdims=True)
+    shifted = np.float64(logits) - np.max(logits, -1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 

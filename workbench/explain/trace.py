@@ -21,6 +21,7 @@ from workbench.check import gates
 from workbench.decode import Decoder
 
 MAX_FP16, MIN_NORMAL = 65504.0, 2.0**-14
+ORDER = ("exact", "declared", "narrow")  # a departure is the difference of `declared` from the same call in `exact`
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
 
@@ -173,7 +174,7 @@ class Departure:
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
     """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in miltorch.PRECISIONS}
+    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ORDER}
     for decoder in decoders.values():
         decoder.begin()
     return trace_ranges(decoders, ids, tile)
@@ -216,7 +217,7 @@ def trace_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None,
     program, name = miltorch.read(path), Path(path).stem
     rng = np.random.default_rng(seed)
     tensors = {n: torch.from_numpy(np.array(v)) for n, v in (_random_inputs(program, rng) | (inputs or {})).items()}
-    departure, ranges = Departure(), {p: Ranges() for p in miltorch.PRECISIONS}
+    departure, ranges = Departure(), {p: Ranges() for p in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
         executable.run(tensors, executable.make_state(), departure.hook(precision, ranges[precision], name, {}))

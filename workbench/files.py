@@ -1,0 +1,68 @@
+"""Files that are whole or absent, locks between processes, and digests. A leaf: imports only the errors."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from workbench.errors import InputError
+
+LFS_POINTER = b"version https://git-lfs"  # the first bytes of what Git LFS puts in place of a file
+
+
+def write_whole(path: Path, write: bytes | Callable[[BinaryIO], None]) -> None:
+    """Writes a file that is there as a whole or not at all, whatever interrupts the process.
+
+    The contents go to a dot-file beside `path`, which is synced to the disk and renamed. `write` is
+    the contents, or a function that writes them to an open binary file. (A library that writes to
+    a path may be given `file.name`.)
+
+    Raises:
+        OSError: no room or no permission; an earlier file at `path` stays, no dot-file does.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            write(file) if callable(write) else file.write(write)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
+    """Holds an exclusive lock on the file or folder `path` (an empty file is made where
+    nothing is).
+
+    The lock ends with the process, however that ends. Another holder is waited for, or with
+    `refusal` answered by raising it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
+        except BlockingIOError:
+            raise refusal from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's contents, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS has left a pointer in place of the file."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
