@@ -101,7 +101,7 @@ def _mute(decoder: Decoder, shard) -> bool:
 def probe_points(S: int, t_max: int, whole: bool = False) -> list[tuple[int, int]]:
     """(T, pos) pairs: all of them on a small cache, else the ends, the middle and powers of two ± 1; `whole`: T = t_max
     alone."""
-    Ts = [t_max] if whole else range(1, t_max + 1) if t_max <= 4 else sorted({1, 2, 3, 4, t_max // 2, t_max - 1, t_max})
+    Ts = [t_max] if whole else sorted({*fidelity.default_ts(t_max), t_max // 2 or 1})
     if S <= SMALL_STATE:
         return [(T, pos) for T in Ts for pos in range(S - T + 1)]
     near = {p + d for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2) for d in (-1, 0, 1)}

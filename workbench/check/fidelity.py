@@ -44,7 +44,7 @@ class ForwardPass:
 
 def default_ts(t_max: int, fixed: bool = False) -> list[int]:
     """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max."""
-    return [t_max] if fixed else sorted({t for t in (1, 2, 3, 4, t_max - 1, t_max) if 1 <= t <= t_max})
+    return [t_max] if fixed else sorted({1, 2, 3, 4, t_max - 1, t_max} & {*range(1, t_max + 1)})
 
 
 @literal
@@ -236,9 +236,10 @@ def measure_fidelity(decoder: Decoder, golden: Golden, Ts: Iterable[int] | None 
     """
     from tqdm.auto import tqdm
 
-    Ts = list(Ts or default_ts(decoder.options.t_max, decoder.options.t == "fixed"))
-    if over := [t for t in Ts if not 1 <= t <= decoder.options.t_max]:
-        raise InputError("T", f"{over}", f"1 to t_max = {decoder.options.t_max}", "export with a larger --t-max")
+    t_max = decoder.options.t_max
+    Ts = list(Ts or default_ts(t_max, decoder.options.t == "fixed"))
+    if over := [t for t in Ts if not 1 <= t <= t_max]:
+        raise InputError("T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max")
     bar = tqdm([*Ts, Ts], desc="validate", unit="pass", disable=not progress)
     *isolated, chained = [run_golden(decoder, golden, T, "chained" if T is Ts else "isolated") for T in bar]
     traces = dict(zip(Ts, isolated, strict=True))

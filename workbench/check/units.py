@@ -50,19 +50,19 @@ def validate_units(
         cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
         and what both together say of the fault (`blame`, null where GREEN); then the first `reason`.
     """
-    units = [("portable", precision) for precision in PRECISIONS]
-    units += [("coreml", unit) for unit in COMPUTE_UNITS] if (coreml_available() if device is None else device) else []
+    units = {"portable": PRECISIONS}
+    if coreml_available() if device is None else device:
+        units["coreml"] = COMPUTE_UNITS
     with tempfile.TemporaryDirectory() as folder:
         path = golden.save(Path(folder) / "golden.safetensors")
-        rows = [unit_row(bundle, path, runtime, unit, Ts, start) for runtime, unit in units]
-    table = pd.DataFrame(rows)
-    verdicts = dict(zip(table["unit"], table["verdict"], strict=True))
-    declared = table["logits"][table["unit"] == "portable declared"].iloc[0]
-    table["kl_portable"] = [
-        None if x is None or declared is None else float(metrics.kl(declared, x).max()) for x in table["logits"]
-    ]
-    table["blame"] = [None if r["verdict"] == gates.GREEN else blame(r["runtime"], verdicts) for r in rows]
-    return table[COLUMNS]
+        rows = [unit_row(bundle, path, runtime, unit, Ts, start) for runtime in units for unit in units[runtime]]
+    verdicts, logits = ({row["unit"]: row[name] for row in rows} for name in ("verdict", "logits"))
+    declared = logits["portable declared"]
+    for row in rows:
+        comparable = declared is not None and row["logits"] is not None
+        row["kl_portable"] = float(metrics.kl(declared, row["logits"]).max()) if comparable else None
+        row["blame"] = None if row["verdict"] == gates.GREEN else blame(row["runtime"], verdicts)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def unit_row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch) -> dict:
@@ -73,9 +73,9 @@ def unit_row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence
         [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)]
     )
     if child.returncode:
-        last = last_message((child.stderr or "").splitlines())
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        return row | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": f"{how}: {last}"}
+        reason = f"{how}: {last_message((child.stderr or '').splitlines())}"
+        return row | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": reason}
     result = json.loads(child.stdout.splitlines()[-1])
     red = [f"{g['name']}: {g['reason']}" for g in result["gates"] if g["verdict"] == gates.RED]
     return row | {"verdict": result["verdict"], "min_cosine": result["min_cosine"], "kl_max": result["logits"]["kl_max"],

@@ -105,10 +105,11 @@ def trend(rows: pd.DataFrame) -> Gate:
               for t in caches]  # fmt: skip
     trends += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in caches]
     growth, correlation, limit, tensor = max(trends, key=lambda t: (t[0] >= t[2]) * abs(t[1]))
-    fault = growth >= limit and abs(correlation) > gates.TREND
-    return Gate("trend", gates.RED if fault else gates.GREEN, correlation, gates.TREND,
-                f"rank correlation of position and error, {tensor}; newest and oldest quarter differ by a factor of {growth:.2f}"
-                + (": a fault of the cache" if fault else ", flat"))  # fmt: skip
+    verdict, words = gates.GREEN, ", flat"
+    if growth >= limit and abs(correlation) > gates.TREND:
+        verdict, words = gates.RED, ": a fault of the cache"
+    return Gate("trend", verdict, correlation, gates.TREND, f"rank correlation of position and error, {tensor}; "
+                f"newest and oldest quarter differ by a factor of {growth:.2f}{words}")  # fmt: skip
 
 
 def _unexplained(error: pd.Series, hidden: pd.Series | None) -> pd.Series:
