@@ -65,7 +65,7 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
 def test_a_program_that_is_not_hugging_face_s_is_red(splits):
     split = splits["isolated"]
     worse = split.parts | {"reauthoring": split.parts["reauthoring"] + 1e-3 * split.reference}
-    found = {g.name: g.verdict for g in error.error_gates({"isolated": error.Split(split.reference, split.found, worse)})}
+    found = {g.name: g.verdict for g in error.error_gates({"isolated": error.Split(split.reference, split.bundle, worse)})}
     assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
 
 

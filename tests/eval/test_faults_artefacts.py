@@ -22,7 +22,7 @@ def interface(bundle, monkeypatch, change) -> dict[str, str]:
         change(program)
         return program
 
-    monkeypatch.setattr(checklist, "mil", type("Reader", (), {"read": staticmethod(read)}))
+    monkeypatch.setattr(checklist, "miltorch", type("Reader", (), {"read": staticmethod(read)}))
     return {g.name: g.verdict for g in checklist.interface_gates(bundle)}
 
 

@@ -49,7 +49,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
     assert judged.verdict == "GREEN"
     checked = {g.name: g for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)}
     assert {g.verdict for g in checked.values()} == {"GREEN"}
-    assert f"not asked of {bundle.shards('layers')[1].name}, whose own weights" in checked["state_is_used"].reason
+    assert f"skipped: {bundle.shards('layers')[1].name} has all-zero attention weights" in checked["state_is_used"].reason
 
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
@@ -89,7 +89,7 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
 
 def test_a_model_without_attention_leaves_the_use_of_its_state_open(exports, tmp_path):
     _, bundle = changed(exports, tmp_path / "checkpoint", lambda name, tensor: "o_proj" in name and tensor.zero_())
-    checked = {g.name: g.verdict for g in checklist.lifetime(Decoder(bundle, "portable"), np.random.default_rng(0))}
+    checked = {g.name: g.verdict for g in checklist.lifetime(Decoder(bundle, "portable"))}
     assert checked["state_is_used"] == "not_run"
 
 

@@ -67,7 +67,7 @@ def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, ex
 def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(tmp_path, exports, monkeypatch):
     source, made = Checkpoint(exports.checkpoint("llama")), []
     make = golden.make_golden
-    monkeypatch.setattr(golden, "make", lambda *given: made.append(given) or make(*given))
+    monkeypatch.setattr(golden, "make_golden", lambda *given: made.append(given) or make(*given))
     first = golden.stored_golden(source, IDS, tmp_path)
     again = golden.stored_golden(source, IDS, tmp_path)
     assert len(made) == 1 and np.array_equal(first.logits, again.logits) and first.meta == again.meta

@@ -8,7 +8,7 @@ from mil.one_op import program
 
 from miltorch import Type
 from miltorch.program import Op, Ref
-from workbench.ane import lint, placement, rule
+from workbench.ane import placement, rule, rules
 
 MIB = 1 << 20
 WEIGHT = np.ones((64, 64, 1, 1), np.float16)
@@ -113,7 +113,7 @@ BROKEN["D2"][0].program.description = SimpleNamespace(input=[SimpleNamespace(
 
 
 def found(g: rule.LintGraph) -> dict[str, tuple[str, ...]]:
-    return {f.rule.id: f.names for f in lint.lint(g)}
+    return {f.rule.id: f.names for f in rules.lint(g)}
 
 
 @pytest.mark.parametrize("id", rule.RULES)
@@ -200,7 +200,7 @@ def test_experiment_30_s_shard_keeps_its_four_convolutions(tmp_path):
         package = attention_shard(tmp_path)
     weights = sum(p.stat().st_size for p in package.rglob("*.bin"))
     placed = placement.place_operations("attention", rule.LintGraph(miltorch.read(package), weights))
-    assert placed.convolutions == (4, 4) and placement.known([placed]) == []
+    assert placed.convolutions == (4, 4) and placement.contradictions([placed]) == []
     disputed = {r["id"]: r["disputed"] for r in placed.rules if r["disputed"]}
     assert set(disputed) == {"D3", "Q4"} and all("experiment 30" in words for words in disputed.values())
 
@@ -208,6 +208,6 @@ def test_experiment_30_s_shard_keeps_its_four_convolutions(tmp_path):
 def test_a_prediction_against_experiment_30_says_so(exports, llama_bundle):
     placed = placement.predicted_placement(llama_bundle)
     assert all(p.convolutions[0] == 0 for p in placed) and {"G1", "D3"} <= {r["id"] for r in placed[0].rules}
-    (words,) = placement.known(placed)
+    (words,) = placement.contradictions(placed)
     assert "because of G1" in words and "experiment 30 counted 4 of 4" in words
     assert any("predicted placement" in line for line in placement.lines(placed))

@@ -11,29 +11,29 @@ from workbench.models.checkpoint import Checkpoint
 
 @pytest.mark.parametrize("by_model", [False, True])
 def test_published_figures_are_predicted_without_having_been_seen(by_model):
-    judged = roofline.judged(by_model)
+    judged = roofline.misfits(by_model)
     assert len(judged) >= 6 and judged["misfit"].abs().median() <= 0.30
     assert np.allclose(judged["predicted_ms"] / judged["published_ms"] - 1, judged["misfit"])
 
 
 def test_a_figure_is_predicted_by_the_others_alone(monkeypatch):
     """Planted: one published time ten times too long must not move its own prediction, and must show as a misfit."""
-    true, before = roofline.figures(), roofline.judged()
+    true, before = roofline.figures(), roofline.misfits()
     wrong = [(*f[:3], f[3] * 10) if i == 11 else f for i, f in enumerate(true)]
     monkeypatch.setattr(roofline, "figures", lambda: wrong)
-    after = roofline.judged()
+    after = roofline.misfits()
     assert after.loc[11, "predicted_ms"] == before.loc[11, "predicted_ms"]
     assert after.loc[11, "misfit"] < -0.9
 
 
 def test_figures_of_another_chip_do_not_move_the_calibration(monkeypatch):
     """Planted: every time that another chip published, ten times too long."""
-    true, before = roofline.figures(), roofline.judged()
+    true, before = roofline.figures(), roofline.misfits()
     elsewhere = [f[2].name != roofline.CALIBRATED_ON for f in true]
     assert any(elsewhere) and not all(elsewhere)
     wrong = [(*f[:3], f[3] * 10) if other else f for f, other in zip(true, elsewhere, strict=True)]
     monkeypatch.setattr(roofline, "figures", lambda: wrong)
-    assert roofline.judged()["predicted_ms"].tolist() == before["predicted_ms"].tolist()
+    assert roofline.misfits()["predicted_ms"].tolist() == before["predicted_ms"].tolist()
 
 
 def test_a_fit_finds_the_numbers_that_made_the_figures():

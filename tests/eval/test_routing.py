@@ -41,7 +41,7 @@ def test_what_wrong_choices_would_do_is_not_hidden(routed):
     found = validate(decoder, reference)
     assert found.logits["cosine_min"] > 0.999 > found.free_logits["cosine_min"]
     free = fidelity.run_golden(decoder, reference, 2, "chained", forced=False)
-    assert not np.allclose(free.logits, found.found, atol=1e-2)
+    assert not np.allclose(free.logits, found.chained_logits, atol=1e-2)
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(0.009, "GREEN"), (0.011, "RED")])

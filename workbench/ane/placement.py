@@ -1,7 +1,7 @@
-"""Where a bundle's operations run: Core ML's own plan on a Mac; elsewhere what the rules predict, and never called more.
+"""Where a bundle's operations run: Core ML's own plan on a Mac, elsewhere what the rules predict, labelled as predicted.
 
-Out comes one `Placement` per shard. A prediction tells `eligible` (what no rule keeps off the Neural Engine) from `ane`
-(what is expected there, given the shard's size and neighbours), and shows the rules behind it, disputed ones marked.
+Each shard has one `Placement`. A prediction separates `eligible` (what no rule keeps off the Neural Engine) from `ane`
+(what is expected there, given the shard's size and neighbours), and lists the rules behind it, disputed ones marked.
 """
 
 from collections import Counter
@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field
 
 import miltorch
 from miltorch.program import read_spec
-from workbench.ane.lint import lint
 from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
+from workbench.ane.rules import lint
 from workbench.bundle import Bundle, Shard
 from workbench.runtime.coreml import CoreMLModel, Placed
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Compute operations of a shard by where they run; None is not known. `convolutions` [on the ANE, of all] counts as
+    """Compute operations of a shard by where they run; None: there is no figure. `convolutions` [on the ANE, of all] counts as
     experiment 30 did, convolutions alone; `cost_ane` is the share of the plan's estimated cost that falls on the ANE."""
 
     shard: str
@@ -48,18 +48,15 @@ def predict_placement(bundle: Bundle, shard: Shard, generation: int = 4) -> Plac
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
-    """The placement that the rules a graph breaks lead to; a disputed rule moves nothing."""
-    found = lint(graph)
-    standing = [f for f in found if not f.rule.disputed]
-    barred = {n for f in standing if f.rule.effect == "cpu" for n in f.names}
-    away = barred | {n for f in standing if f.rule.effect == "stays" for n in f.names}
-    if any(f.rule.effect == "fails" for f in standing):
-        away |= {op.name for op in graph.ops}
-    kinds = {op.name: op.kind for op in graph.ops}
-    on_ane = [n for n in kinds if n not in away]
-    convolutions = sum(kinds[n] == "conv" for n in on_ane), sum(kind == "conv" for kind in kinds.values())
-    return Placement(name, "predicted", len(kinds), len(kinds.keys() - barred), len(on_ane), len(kinds) - len(on_ane), 0,
-                     convolutions, rules=[_rule(f) for f in found])  # fmt: skip
+    """The placement that follows from the rules a graph breaks; disputed rules are listed and change nothing."""
+    findings, kinds = lint(graph), {op.name: op.kind for op in graph.ops}
+    cpu, stays, fails = ({n for f in findings if f.rule.effect == effect and not f.rule.disputed for n in f.names}
+                         for effect in ("cpu", "stays", "fails"))  # fmt: skip
+    eligible = kinds.keys() - cpu
+    ane = set() if fails else eligible - stays
+    convolutions = {name for name, kind in kinds.items() if kind == "conv"}
+    return Placement(name, "predicted", len(kinds), len(eligible), len(ane), len(kinds) - len(ane), 0,
+                     (len(convolutions & ane), len(convolutions)), rules=[_rule(f) for f in findings])  # fmt: skip
 
 
 def _rule(finding: Finding) -> dict:
@@ -71,38 +68,34 @@ def _rule(finding: Finding) -> dict:
 
 
 def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
-    """What Core ML plans for shards that it has loaded. A plan is what it prefers; timing each T says what it does."""
+    """What Core ML plans for shards that it has loaded. A plan is a preference: only timing each T shows where it runs."""
     return [count_units(model.shard.name, model.plan()) for model in models]
 
 
 def count_units(name: str, plan: list[Placed]) -> Placement:
     """A plan's operations counted by where they prefer to run; those without an answer count as no unit's."""
-    where = Counter(p.preferred for p in plan)
-    convolutions = [p for p in plan if p.op == "conv"]
-    costs = [p.cost for p in plan if p.cost is not None]
+    units, convolutions = Counter(p.preferred for p in plan), Counter(p.preferred for p in plan if p.op == "conv")
+    cost, cost_ane = sum(p.cost or 0 for p in plan), sum(p.cost or 0 for p in plan if p.preferred == "ane")
     return Placement(
-        name, "measured", len(plan), sum("ane" in p.supported for p in plan), where["ane"], where["cpu"], where["gpu"],
-        (sum(p.preferred == "ane" for p in convolutions), len(convolutions)),
-        sum(p.cost for p in plan if p.cost is not None and p.preferred == "ane") / sum(costs) if sum(costs) else None,
+        name, "measured", len(plan), sum("ane" in p.supported for p in plan), units["ane"], units["cpu"], units["gpu"],
+        (convolutions["ane"], convolutions.total()), cost_ane / cost if cost else None,
     )  # fmt: skip
 
 
 def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row."""
-    by_shard = {p.shard: {"ops": p.ops, "ane": p.ane, "cpu": p.cpu, "gpu": p.gpu} for p in placements}
+    by_shard = {p.shard: {name: getattr(p, name) for name in ("ops", "ane", "cpu", "gpu")} for p in placements}
     return {"placement": by_shard, "placement_source": placements[0].source}
 
 
-def known(placements: list[Placement]) -> list[str]:
-    """What a prediction contradicts, in words: experiment 30 counted all four convolutions of stateful attention shards,
+def contradictions(placements: list[Placement]) -> list[str]:
+    """Where a prediction contradicts experiment 30, which counted all four convolutions of stateful attention shards,
     int8 and RangeDim, on the Neural Engine of an M4 Max."""
-    lost = [p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]]
-    if not lost:
-        return []
-    moving = (r for p in lost for r in p.rules if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"])
-    return [f"{len(lost)} shards are expected to keep convolutions off the Neural Engine, because of "
-            f"{', '.join(sorted({r['id'] for r in moving}))}; experiment 30 counted 4 of 4 on it (M4 Max). "
-            "Only a Mac can settle it: a prediction is no measurement."]  # fmt: skip
+    off = [p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]]
+    rules = {r["id"] for p in off for r in p.rules if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"]}
+    return [f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
+            f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
+            "Only a Mac can settle it: a prediction is no measurement."] if off else []  # fmt: skip
 
 
 def lines(placements: list[Placement]) -> list[str]:

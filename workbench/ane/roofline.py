@@ -4,7 +4,8 @@ t = dispatches · t_dispatch + max(FLOP / peak, weights / weight stream + 2 · s
 
 Weights are read once, states read and written once a call. Stream rates and peaks are published per chip; t_dispatch and
 the share of them that decoding reaches are fitted to the published times of one chip (`CALIBRATED_ON`, in
-`data/sources/ane_decode.csv`), and `judged` says how far off the fit is on figures it has not seen, other chips' too. A prediction, never a measurement; knows nothing of this machine.
+`data/sources/ane_decode.csv`); `misfits` compares the fit with figures left out of it, those of other chips included.
+The result is a prediction, never a measurement, and does not depend on this machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,6 +51,9 @@ class Chip:
     assumed: tuple[str, ...] = ()
 
 
+Figure = tuple[str, Work, Chip, float]  # model, work, chip, published ms
+
+
 @dataclass(frozen=True)
 class LinearFit:
     """The two fitted numbers."""
@@ -64,23 +68,22 @@ class LinearFit:
 
 @cache
 def chips() -> dict[str, Chip]:
-    """Chips whose weight stream is published, by name; what is not known of one is its nearest relative's."""
+    """Chips whose weight stream is published, by name; a rate that nobody published is its nearest relative's."""
     rows = _table("chips.csv")
     rows["mean"] = (rows["low"] + rows["high"]) / 2
     rows = rows.assign(chip=rows["chip"].str.split(" and ")).explode("chip")
     rows["chip"] = rows["chip"].replace("Ultra", "M1 Ultra")
-    known = {q: group.set_index("chip")["mean"].to_dict() for q, group in rows.groupby("quantity")}
-    activation, peak = known["activation stream"], known["fp16 convolution"]
+    rates = {q: group.set_index("chip")["mean"].to_dict() for q, group in rows.groupby("quantity")}
+    activation, peak = rates["activation stream"], rates["fp16 convolution"]
     return {name: Chip(name, rate, _nearest(activation, name), _nearest(peak, name),
                        ("states_gb_s",) * (name not in activation) + ("tflops",) * (name not in peak))
-            for name, rate in known["weight stream through Core ML"].items()}  # fmt: skip
+            for name, rate in rates["weight stream through Core ML"].items()}  # fmt: skip
 
 
-def _nearest(known: dict[str, float], chip: str) -> float:
-    """A chip's own figure, else its generation's, else the generation's before."""
-    generation = int(chip[1])
-    order = [chip, *(n for g in range(generation, 0, -1) for n in sorted(known) if n.startswith(f"M{g}"))]
-    return next(known[name] for name in order if name in known)
+def _nearest(rates: dict[str, float], chip: str) -> float:
+    """A chip's own rate, else its generation's, else the generation's before."""
+    older = [n for g in range(int(chip[1]), 0, -1) for n in sorted(rates) if n.startswith(f"M{g}")]
+    return rates[chip if chip in rates else older[0]]
 
 
 def chip(name: str) -> Chip:
@@ -96,56 +99,53 @@ def _table(name: str) -> pd.DataFrame:
     return pd.read_csv(path, keep_default_na=False)
 
 
-def figures() -> list[tuple[str, Work, Chip, float]]:
-    """(model, work, chip, published ms) of every figure, whichever chip's."""
+def figures() -> list[Figure]:
+    """Every published figure, whichever chip's."""
     return [(r.model, Work(f"{r.model}, {r.part}", r.weight_bytes, r.state_bytes, r.flops, r.dispatches), chip(r.chip), r.ms)
             for r in _table("ane_decode.csv").itertuples()]  # fmt: skip
 
 
-def fit(known: Sequence[tuple[str, Work, Chip, float]]) -> LinearFit:
-    """The model with the least mean |log(predicted / published)|, over a grid of both numbers."""
+def fit(figures: Iterable[Figure]) -> LinearFit:
+    """The model with the least mean |log(predicted / published)|, over a grid of both numbers.
+
+    It is calibrated on the figures of one chip alone: times of two chips are not mixed.
+    """
+    _, works, on, ms = zip(*(figure for figure in figures if figure[2].name == CALIBRATED_ON), strict=True)
     models = [LinearFit(float(d), float(s)) for d in DISPATCH_MS for s in SHARES]
-    fixed = np.array([LinearFit(0.0, 1.0).ms(work, chip) for _, work, chip, _ in known])
-    calls, ms = np.array([w.dispatches for _, w, _, _ in known]), np.array([ms for *_, ms in known])
+    fixed, calls = np.array(list(map(LinearFit(0.0, 1.0).ms, works, on))), np.array([w.dispatches for w in works])
     predicted = np.array([m.dispatch_ms * calls + fixed / m.share for m in models])
-    return models[int(np.abs(np.log(predicted / ms)).mean(1).argmin())]
-
-
-def of_one_chip(known: Iterable[tuple[str, Work, Chip, float]]) -> list[tuple[str, Work, Chip, float]]:
-    """The figures to calibrate on: those of one chip, since times of two are not mixed."""
-    return [figure for figure in known if figure[2].name == CALIBRATED_ON]
+    return models[int(np.abs(np.log(predicted / np.array(ms))).mean(1).argmin())]
 
 
 @cache
 def calibrated() -> LinearFit:
-    return fit(of_one_chip(figures()))
+    return fit(figures())
 
 
-def judged(by_model: bool = False) -> pd.DataFrame:
-    """Every figure predicted by a fit that has not seen it (`by_model`: nor any other of its model).
+def misfits(by_model: bool = False) -> pd.DataFrame:
+    """Every figure predicted by a fit from which it was left out (`by_model`: with all others of its model).
 
     Returns:
         figure, chip, published_ms, predicted_ms, misfit (predicted over published, less 1).
     """
-    every, rows = figures(), []
-    for one in every:
-        rest = [f for f in every if (f[0] != one[0] if by_model else f is not one)]
-        model, work, on, ms = one
-        predicted = fit(of_one_chip(rest)).ms(work, on)
-        rows.append({"figure": work.name, "chip": on.name, "published_ms": ms, "predicted_ms": predicted})
-    frame = pd.DataFrame(rows)
-    return frame.assign(misfit=frame["predicted_ms"] / frame["published_ms"] - 1)
+    rows, every = [], figures()
+    for figure in every:
+        model, work, on, ms = figure
+        predicted = fit(f for f in every if (f[0] != model if by_model else f is not figure)).ms(work, on)
+        rows.append({"figure": work.name, "chip": on.name, "published_ms": ms, "predicted_ms": predicted,
+                     "misfit": predicted / ms - 1})  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     """What one call of T tokens makes each shard do; of experts a token runs one a layer, of head slices all at once."""
-    every = [work_of(bundle, shard, T) for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
-    experts: dict[int, list[Shard]] = {}
+    layers = [shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
+    experts: dict[int, Shard] = {}  # the largest of each layer
     for shard in bundle.shards("expert"):
-        experts.setdefault(shard.layers[0], []).append(shard)
-    every += [work_of(bundle, max(group, key=lambda s: s.bytes), T) for group in experts.values()]
+        experts[shard.layers[0]] = max(experts.get(shard.layers[0], shard), shard, key=lambda s: s.bytes)
+    works = [work_of(bundle, shard, T) for shard in [*layers, *experts.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
-    return [*every, Work("head", sum(h.weight_bytes for h in heads), 0, sum(h.flops for h in heads))]
+    return [*works, Work("head", sum(h.weight_bytes for h in heads), 0, sum(h.flops for h in heads))]
 
 
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
@@ -160,35 +160,35 @@ def flops(program: miltorch.Program, T: int) -> float:
 
     A program does not say what its varying sizes are: they are T, and what a reshape makes of it where it folds heads in.
     """
-    types = program.inputs | program.states
-    varying = {name: T for name in types}  # value → its size on the axis that varies
-    total = 0.0
+    types, total = program.inputs | program.states, 0.0
+    varying = dict.fromkeys(types, T)  # value → its size on the axis that varies
 
     def sizes(value) -> list[int]:
         return [n or varying[value.name] for n in types[value.name].shape] if isinstance(value, Ref) else list(np.shape(value))
 
     for op in program.block.walk():
-        values = [v for v in op.inputs.values() if isinstance(v, Ref)]
-        size = next((varying[v.name] for v in values if None in types[v.name].shape), T)
+        names = (v.name for v in op.inputs.values() if isinstance(v, Ref))
+        size = next((varying[name] for name in names if None in types[name].shape), T)
         for name, declared in op.outputs:
             if op.kind == "reshape":
                 size = prod(sizes(op.inputs["x"])) // prod(n for n in declared.shape if n)
             types[name], varying[name] = declared, size
         if op.kind in ("conv", "linear", "matmul"):
-            made = sizes(Ref(op.outputs[0][0]))
-            terms = prod(sizes(op.inputs["x"])[-2:]) / made[-2] if op.kind == "matmul" else prod(sizes(op.inputs["weight"])[1:])
-            total += 2 * prod(made) * terms
+            output = sizes(Ref(op.outputs[0][0]))
+            terms = prod(sizes(op.inputs["x"])[-2:]) / output[-2] if op.kind == "matmul" else prod(sizes(op.inputs["weight"])[1:])
+            total += 2 * prod(output) * terms
     return total
 
 
 def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
     """shard, ms (predicted), of every piece of work on a chip."""
-    model, chosen = calibrated(), chip(on)
-    return pd.DataFrame([{"shard": w.name, "ms": model.ms(w, chosen)} for w in works])
+    return pd.DataFrame([{"shard": w.name, "ms": calibrated().ms(w, chip(on))} for w in works])
 
 
 def by_chip(works: Sequence[Work], T: int = 1) -> pd.DataFrame:
     """chip, ms of one call and tok/s of T tokens a call, predicted, host time left out; which rates were assumed."""
-    rows = [{"chip": name, "ms": predict_ms(works, name)["ms"].sum()} for name in sorted(chips())]
-    frame = pd.DataFrame(rows).assign(tokens_per_s=lambda f: T * 1e3 / f["ms"])
-    return frame.assign(assumed=[", ".join(chips()[name].assumed) for name in frame["chip"]])
+    rows = []
+    for name, on in sorted(chips().items()):
+        ms = predict_ms(works, name)["ms"].sum()
+        rows.append({"chip": name, "ms": ms, "tokens_per_s": T * 1e3 / ms, "assumed": ", ".join(on.assumed)})
+    return pd.DataFrame(rows)

@@ -1,7 +1,7 @@
 """Neural Engine rules: a program in, the rules it breaks out, each with its confidence, its source and what to do.
 
 Most rules are other people's measurements of an undocumented unit, so each says who found it, and `disputed` says who
-found otherwise: a disputed rule is reported and moves nothing. Effects:
+found otherwise: a disputed rule is reported and changes no placement. Effects:
 
     cpu    the operation cannot run on the Neural Engine
     stays  it could, and is expected not to
@@ -42,7 +42,7 @@ ON_ANE = frozenset(
 
 
 class LintGraph:
-    """What rules look at: compute operations with their types, who makes and who reads each value, constants.
+    """What rules read of a program: compute operations with their types, the operation that makes each value, constants.
 
     Args:
         program: a function of a package.
@@ -89,7 +89,7 @@ class LintGraph:
 
 @dataclass(frozen=True)
 class Rule:
-    """`find` gives the operations (or inputs, outputs, states by name) of a graph that break the rule."""
+    """`find` gives the names of the operations, inputs, outputs or states of a graph that break the rule."""
 
     id: str
     effect: str
@@ -98,7 +98,7 @@ class Rule:
     says: str
     advice: str
     disputed: str
-    find: Callable[[LintGraph], Iterable[Op | str]]
+    find: Callable[[LintGraph], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,33 @@ class Finding:
 RULES: dict[str, Rule] = {}
 
 
-def rule(id: str, effect: str, confidence: str, source: str, says: str, advice: str, disputed: str = ""):
-    """Registers a rule; a second one of the same id is an error of ours."""
+def rule(id: str, effect: str, confidence: str, source: str, says: str, advice: str, disputed: str = "", of: str | None = None):
+    """Registers a rule; a second one of the same id is an error of ours.
 
-    def register(find):
+    The decorated function takes a graph and returns names. With `of` it takes a graph and one `_subjects(graph, of)`, and
+    returns whether that one breaks the rule.
+    """
+
+    def register(test):
         assert id not in RULES, id
+        find = test if of is None else lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]
         RULES[id] = Rule(id, effect, confidence, source, says, advice, disputed, find)
-        return find
+        return test
 
     return register
+
+
+def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
+    """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every operation); else (name,
+    operation) of the kinds that `of` lists, of every compute operation where it is empty."""
+    if of == "results":
+        return [(op.name, t) for op in g.ops for t in results(op)]
+    if of == "interface":
+        return (g.program.inputs | {n: g.types[n] for n in g.program.outputs if n in g.types}).items()
+    if of in ("inputs", "states"):
+        return getattr(g.program, of).items()
+    ops = g.maker.values() if of.startswith("constexpr_") else g.ops
+    return [(op.name, op) for op in ops if not of or op.kind in of.split()]
 
 
 def results(op: Op) -> list[Type]:

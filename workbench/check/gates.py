@@ -1,7 +1,7 @@
-"""A gate: a figure, a threshold, a verdict, and the reason in words. Thresholds live here and nowhere else."""
+"""A gate: a figure, a threshold, a verdict, and the reason in words; the limits of each compression and shared thresholds."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 GREEN, RED, NOT_RUN = "GREEN", "RED", "not_run"
@@ -9,7 +9,7 @@ GREEN, RED, NOT_RUN = "GREEN", "RED", "not_run"
 
 @dataclass(frozen=True)
 class Gate:
-    """`value` is None when the gate could not run; `reason` says what was judged, or why not."""
+    """`value` is None when the gate could not run; `reason` says what was compared, or why nothing was."""
 
     name: str
     verdict: str
@@ -18,7 +18,7 @@ class Gate:
     reason: str
 
     def json(self) -> dict:
-        return {name: jsonable(value) for name, value in asdict(self).items()}
+        return jsonable(asdict(self))
 
 
 def jsonable(value):
@@ -32,7 +32,7 @@ def jsonable(value):
 
 def records(frame) -> list[dict]:
     """Rows of a DataFrame as JSON has them; what was not measured is null."""
-    return [{name: jsonable(value) for name, value in row.items()} for row in frame.to_dict("records")]
+    return jsonable(frame.to_dict("records"))
 
 
 def at_least(name: str, value: float, threshold: float, reason: str) -> Gate:
@@ -47,16 +47,19 @@ def holds(name: str, true: bool, reason: str) -> Gate:
     return Gate(name, GREEN if true else RED, float(true), 1.0, reason)
 
 
+def none(name: str, faults: Sequence[str], fine: str, heading: str = "", sep: str = ", ") -> Gate:
+    """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading` and all of them."""
+    return holds(name, not faults, heading + sep.join(faults) if faults else fine)
+
+
 def not_run(name: str, reason: str) -> Gate:
     return Gate(name, NOT_RUN, None, None, reason)
 
 
 def verdict(gates: Iterable[Gate]) -> str:
     """RED if any gate is, not_run if none ran, else GREEN."""
-    found = [g.verdict for g in gates]
-    if RED in found:
-        return RED
-    return GREEN if GREEN in found else NOT_RUN
+    verdicts = {g.verdict for g in gates}
+    return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Goldens: what Hugging Face's implementation computes, layer by layer, in fp32 with eager attention.
 
-transformers' own model runs its own forward; only its weights come and go: each decoder layer's tensors are read when
-the layer is entered and dropped when it is left, so that a model of any depth fits. Nothing is re-typed here.
+transformers' own model runs its own forward pass. Each decoder layer's tensors are read when the layer is entered and
+dropped when it is left, so that a model of any depth fits. No layer is reimplemented here.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.errors import InputError
+from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
 
 LOGIT_ROWS = 16_384
-FORMAT = 1  # of what is kept: raised when `make` changes
+FORMAT = 1  # of the stored file: raised when `make_golden` changes
 WeightReader = Callable[[str], torch.Tensor]
 
 
@@ -57,14 +57,8 @@ class Golden:
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {n: getattr(self, n) for n in ("ids", "x", "hidden", "k", "v", "logits", "router", "expert", "margin")}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            save_file({n: np.ascontiguousarray(a) for n, a in arrays.items() if a is not None}, temporary,
-                      {"workbench-golden": json.dumps(self.meta)})  # fmt: skip
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        arrays = {name: np.ascontiguousarray(a) for name, a in vars(self).items() if isinstance(a, np.ndarray)}
+        write_whole(path, lambda file: save_file(arrays, file.name, {"workbench-golden": json.dumps(self.meta)}))
         return path
 
     @classmethod
@@ -93,55 +87,50 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         raise InputError(f"checkpoint {checkpoint.path.name}", checkpoint.sha256[:12],
                          f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
                          "give that checkpoint, or export this one")  # fmt: skip
-    held: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for shard in bundle.manifest.shards:
+    slices: dict[str, list[torch.Tensor]] = {}
+    for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:
             executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
             for tensor, constant in shard.weights.items():
-                value = executable.constant(constant) - shard.offsets.get(tensor, 0.0)
-                held.setdefault(tensor, []).append((shard.rows[0], value))
+                slices.setdefault(tensor, []).append(executable.constant(constant) - shard.offsets.get(tensor, 0.0))
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)
-        if name not in held:
+        if name not in slices:
             return checkpoint.tensor(name).half().float()
-        parts = [value for _, value in sorted(held[name], key=lambda part: part[0])]
-        if parts[0].numel() == np.prod(shape):  # whole, perhaps in every slice (the final norm)
-            return parts[0].reshape(shape)
-        return torch.cat([p.reshape(-1, *shape[1:]) for p in parts])
+        first, *rest = (part.reshape(-1, *shape[1:]) for part in slices[name])
+        return first.reshape(shape) if first.numel() == np.prod(shape) else torch.cat([first, *rest])  # the final norm is whole
 
     return read
 
 
 def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
-    """`make` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the token
-    ids and the version of transformers. One that cannot be read is made again."""
+    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
+    token ids and the version of transformers. A file that cannot be read is written again."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
     path = folder / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
-    if path.is_file():
-        with suppress(InputError):
-            return Golden.load(path)
-    made = make_golden(checkpoint, ids)
-    made.save(path)
-    return made
+    with suppress(InputError):
+        return Golden.load(path)
+    golden = make_golden(checkpoint, ids)
+    golden.save(path)
+    return golden
 
 
 def make_golden(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: WeightReader | None = None,
          label: str = "source", fed: np.ndarray | None = None, fed_router: np.ndarray | None = None) -> Golden:  # fmt: skip
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
-    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces what each layer is given,
-    so that layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on.
+    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
+    layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on.
     """
     import transformers
 
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    read = weights or checkpoint.tensor
-    ids = check_ids(ids, checkpoint.config.vocab_size)
+    config, prefix, read = checkpoint.config, checkpoint.prefix, weights or checkpoint.tensor
+    ids = check_ids(ids, config.vocab_size)
     with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32, attn_implementation="eager")
-    model.eval()
-    base, prefix = model.model, checkpoint.prefix
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    base = model.eval().model
     rows, remapped = np.unique(ids, return_inverse=True)
     embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
     base.embed_tokens.weight = nn.Parameter(embedded if weights is None else embedded.half().float(), False)
@@ -149,14 +138,17 @@ def make_golden(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights
     for name, _ in base.named_parameters():
         if not name.startswith(("layers.", "embed_tokens.")):
             _assign(base, name, read(prefix + name))
-    seen = [_watch(layer, f"{prefix}layers.{i}.", read, _given(i, fed, fed_router)) for i, layer in enumerate(base.layers)]
-    cache = _recording_cache(checkpoint.config)
+    replaced = [[] for _ in base.layers]  # each layer's first arguments: its input and, from the second layer on, a router state
+    for i, arguments in enumerate(replaced if fed is not None else ()):
+        arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
+        arguments += [torch.from_numpy(array)[None] for array in arrays]
+    records = [_record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i]) for i, layer in enumerate(base.layers)]
     with torch.inference_mode():
+        cache = _recording_cache(config, records)
         last = base(input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True)[0][0]
         logits = _logits(checkpoint, last, weights, prefix)
-    k, v = (np.stack([cache.rows[i][side] for i in range(len(seen))]) for side in (0, 1))
-    layers = {name: np.stack([s[name] for s in seen]) for name in ("x", "hidden", "router", "expert", "margin") if name in seen[0]}
-    return Golden(ids=ids, k=k, v=v, logits=logits, **layers,
+    layers = {name: np.stack([record[name] for record in records]) for name in records[0]}
+    return Golden(ids=ids, logits=logits, **layers,
                   meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__})  # fmt: skip
 
 
@@ -195,8 +187,8 @@ def _parameters_on_meta():
 
 def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are copied into."""
-    *path, leaf = name.split(".")
-    owner = module.get_submodule(".".join(path))
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
     if leaf in owner._buffers:
         if value is not None:
             owner._buffers[leaf].copy_(value)
@@ -205,66 +197,58 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
-def _given(layer: int, fed: np.ndarray | None, router: np.ndarray | None) -> tuple[torch.Tensor, ...]:
-    """What replaces the first arguments of a layer: nothing, its input, or its input and its router state."""
-    if fed is None:
-        return ()
-    arrays = [fed[layer]] if router is None or not layer else [fed[layer], router[layer - 1]]
-    return tuple(torch.from_numpy(array)[None] for array in arrays)
+def _record_layer(layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor]) -> dict[str, np.ndarray]:
+    """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left.
 
-
-def _watch(layer: nn.Module, prefix: str, read: WeightReader, given: tuple[torch.Tensor, ...]) -> dict:
-    """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left."""
-    seen = {}
+    `replaced` takes the place of the layer's first arguments.
+    """
+    record = {}
 
     def enter(module, args, kwargs):
         args = args or (kwargs.pop("hidden_states"),)
-        args = (*given, *args[len(given) :])
-        seen["x"] = args[0][0].float().numpy().copy()
+        args = (*replaced, *args[len(replaced) :])
+        record["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
             _assign(module, name, read(prefix + name))
         return args, kwargs
 
-    def leave(module, args, kwargs, output):
-        hidden = output[0] if isinstance(output, tuple) else output
-        seen["hidden"] = hidden[0].float().numpy().copy()
-        if isinstance(output, tuple) and len(output) > 1 and output[1] is not None:
-            seen["router"] = output[1][0].float().numpy().copy()
+    def leave(module, args, output):
+        outputs = output if isinstance(output, tuple) else (output,)
+        for name, value in zip(("hidden", "router"), outputs, strict=False):
+            if value is not None:
+                record[name] = value[0].float().numpy().copy()
         for name in module.state_dict():
             _assign(module, name, None)
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
-        best = scores.topk(2, -1)
-        seen["expert"] = best.indices[:, 0].numpy().copy()
-        seen["margin"] = (best.values[:, 0] - best.values[:, 1]).numpy().copy()
+        best, second = scores.topk(2, -1).values.T
+        record.update(expert=scores.argmax(-1).numpy(), margin=(best - second).numpy())
 
     for module in layer.modules():
         if hasattr(module, "balancing_biases"):
             module.register_forward_hook(route)
     layer.register_forward_pre_hook(enter, with_kwargs=True)
-    layer.register_forward_hook(leave, with_kwargs=True)
-    return seen
+    layer.register_forward_hook(leave)
+    return record
 
 
-def _recording_cache(config):
-    """transformers' DynamicCache, keeping every K and V row it is given (sliding layers forget theirs)."""
+def _recording_cache(config, records: list[dict[str, np.ndarray]]):
+    """transformers' DynamicCache, copying every K and V row to the records of its layers (sliding layers forget theirs)."""
     from transformers import DynamicCache
 
     class Recording(DynamicCache):
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            self.rows[layer_idx] = (key_states[0].numpy().copy(), value_states[0].numpy().copy())
+            records[layer_idx].update(k=key_states[0].numpy().copy(), v=value_states[0].numpy().copy())
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    cache = Recording(config=config)
-    cache.rows = {}
-    return cache
+    return Recording(config=config)
 
 
 def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None, prefix: str) -> np.ndarray:
     """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
     name = f"{prefix}embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
-    if weights is not None:
+    if weights:
         return (last @ weights(name).T).numpy()
     V = checkpoint.config.vocab_size
     slices = (checkpoint.tensor(name, slice(i, min(i + LOGIT_ROWS, V))) for i in range(0, V, LOGIT_ROWS))

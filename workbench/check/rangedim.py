@@ -1,7 +1,7 @@
 """Chapter 5's hazard, measured and placed: right at T = 1, silently wrong at T > 1.
 
-One program on the same inputs must compute the same for every T, so no golden is needed to see that it does not. Where
-a device shows a difference, the portable runtime runs the same program and tells whose fault it is.
+One program on the same inputs must compute the same for every T, so no golden is needed to find a difference. Where
+a device shows one, the portable runtime runs the same program, which separates a wrong program from a wrong runtime.
 """
 
 import math
@@ -25,28 +25,27 @@ class Drift:
 
 def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> Drift | None:
     """The worst drift of isolated updates, keys and values by T; None without T = 1 and some T > 1."""
-    base, near_ties = traces.get(1), fidelity.near_ties(decoder, golden)
-    found = []
+    near_ties, drifts = fidelity.near_ties(decoder, golden), []
     for T, trace in traces.items():
-        if base is not None and T > 1:
+        if (base := traces.get(1)) and T > 1:
             for layer, hidden in trace.hidden.items():
-                x, sure = base.x[layer], slice(None) if trace.chosen else ~near_ties[layer]
-                pairs = (("update", (base.hidden[layer] - x)[sure], (hidden - x)[sure]), ("k", base.k[layer], trace.k[layer]),
-                         ("v", base.v[layer], trace.v[layer]))  # fmt: skip
-                found += [Drift(metrics.relative_rms(one, many), T, f"layer {layer}, {name}, T = {T}") for name, one, many in pairs]
-    return max(found, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None)
+                x, clear = base.x[layer], slice(None) if trace.experts else ~near_ties[layer]
+                pairs = {"update": ((base.hidden[layer] - x)[clear], (hidden - x)[clear]), "k": (base.k[layer], trace.k[layer]),
+                         "v": (base.v[layer], trace.v[layer])}  # fmt: skip
+                drifts += [Drift(metrics.relative_rms(*pair), T, f"layer {layer}, {name}, T = {T}") for name, pair in pairs.items()]
+    return max(drifts, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None)
 
 
 def drift_gate(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> Gate:
     """GREEN when every T agrees with T = 1; RED names the worst place, whose fault it is, and the way round."""
-    found = drift(decoder, traces, golden)
-    if found is None:
+    worst = drift(decoder, traces, golden)
+    if worst is None:
         return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
     tolerance = gates.T_TOLERANCE["coreml" if decoder.runtime == "coreml" else decoder.precision]
-    reason = f"T > 1 against T = 1, relative RMS: {found.where if found.value else 'equal'}"
-    if not found.value <= tolerance:
-        reason += f"; {at_fault(decoder, golden, found.T)}; export fixed-T shards (--t fixed) for prefill and decode"
-    return gates.at_most("same_for_every_T", found.value, tolerance, reason)
+    reason = f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
+    if not worst.value <= tolerance:
+        reason += f"; {at_fault(decoder, golden, worst.T)}; export fixed-T shards (--t fixed) for prefill and decode"
+    return gates.at_most("same_for_every_T", worst.value, tolerance, reason)
 
 
 def at_fault(decoder: Decoder, golden: Golden, T: int) -> str:

@@ -1,4 +1,4 @@
-"""Known-answer prompts: a damaged cache shows as a wrong answer, in the bundle and not in the golden."""
+"""Known-answer prompts: with a damaged cache the bundle answers wrongly where the golden answers right."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -39,13 +39,13 @@ def checkpoint_tokenizer(folder: str | Path):
 
 def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Callable[[list[int]], str],
            generate: Generate) -> list[bool]:  # fmt: skip
-    """Whether each task's answer is what greedy decoding says after its prompt."""
-    right = []
-    for task in tasks:
-        length = len(encode(task["prompt"] + " " + task["answer"])) - len(encode(task["prompt"]))
-        said = decode(generate(encode(task["prompt"]), length))
-        right.append(said.split() == task["answer"].split())
-    return right
+    """Whether greedy decoding continues each task's prompt with its answer."""
+
+    def right(task: dict) -> bool:
+        prompt, whole = encode(task["prompt"]), encode(task["prompt"] + " " + task["answer"])
+        return decode(generate(prompt, len(whole) - len(prompt))).split() == task["answer"].split()
+
+    return [right(task) for task in tasks]
 
 
 @literal
@@ -61,15 +61,10 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
 
     def generate(ids: list[int], n: int) -> list[int]:
         with torch.inference_mode():
-            made = model.generate(torch.tensor([ids]), min_new_tokens=n, max_new_tokens=n, do_sample=False)
-        return made[0, len(ids) :].tolist()
+            tokens = model.generate(torch.tensor([ids]), min_new_tokens=n, max_new_tokens=n, do_sample=False)
+        return tokens[0, len(ids) :].tolist()
 
     return answer(tasks, coder.encode, coder.decode, generate)
-
-
-def fitting(tasks: Sequence[dict], encode: Callable[[str], list[int]], S: int) -> list[dict]:
-    """Tasks whose prompt and answer fit max_seq_len."""
-    return [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
 
 
 def answer_gates(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[gates.Gate]:
@@ -78,13 +73,13 @@ def answer_gates(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
     The second gate is the only one that a fault shared by golden and bundle (a wrong rope in config.json) cannot pass:
     against each other they agree. Prompts that do not fit max_seq_len are left out.
     """
-    chosen = fitting(tasks, checkpoint_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len)
-    if not chosen:
-        return [gates.not_run("answers", f"no prompt fits max_seq_len = {decoder.options.max_seq_len}")]
-    golden, found = golden_answers(checkpoint, chosen), bundle_answers(decoder, chosen)
-    return [gates.at_least("answers", sum(found) / len(chosen), sum(golden) / len(chosen),
-                           f"{sum(found)} of {len(chosen)} known answers, the golden {sum(golden)}"),
-            _as_evaluated(checkpoint, sum(golden), len(chosen))]  # fmt: skip
+    encode, S = checkpoint_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len
+    tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
+    if not tasks:
+        return [gates.not_run("answers", f"no prompt fits max_seq_len = {S}")]
+    golden, right, count = sum(golden_answers(checkpoint, tasks)), sum(bundle_answers(decoder, tasks)), len(tasks)
+    reason = f"{right} of {count} known answers, the golden {golden}"
+    return [gates.at_least("answers", right / count, golden / count, reason), _as_evaluated(checkpoint, golden, count)]
 
 
 def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:

@@ -1,4 +1,4 @@
-"""One bundle on every compute unit, each in a process of its own that may die, and who is to blame where it fails.
+"""One bundle on every compute unit, each in a process of its own that may crash, and the cause where it fails.
 
 A golden goes in, one row per unit comes out. Off a Mac the portable runtime's arithmetics stand in and are labelled so.
 """
@@ -28,7 +28,7 @@ COLUMNS = ["unit", "runtime", "verdict", "min_cosine", "kl_max", "kl_portable", 
 
 
 def launch(command: list[str]) -> subprocess.CompletedProcess:
-    """Runs a child process to its end, whatever that is; one that hangs is killed."""
+    """Runs a child process to its end and returns how it ended; one that hangs is killed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -50,41 +50,39 @@ def validate_units(
         cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
         and what both together say of the fault (`blame`, null where GREEN); then the first `reason`.
     """
-    units = [("portable", precision) for precision in PRECISIONS]
-    units += [("coreml", unit) for unit in COMPUTE_UNITS] if (coreml_available() if device is None else device) else []
+    units = {"portable": PRECISIONS}
+    if coreml_available() if device is None else device:
+        units["coreml"] = COMPUTE_UNITS
     with tempfile.TemporaryDirectory() as folder:
         path = golden.save(Path(folder) / "golden.safetensors")
-        rows = [unit_row(bundle, path, runtime, unit, Ts, start) for runtime, unit in units]
-    table = pd.DataFrame(rows)
-    verdicts = dict(zip(table["unit"], table["verdict"], strict=True))
-    declared = table["logits"][table["unit"] == "portable declared"].iloc[0]
-    table["kl_portable"] = [
-        None if x is None or declared is None else float(metrics.kl(declared, x).max()) for x in table["logits"]
-    ]
-    table["blame"] = [None if v == gates.GREEN else blame(r, u, verdicts)
-                      for r, u, v in zip(table["runtime"], table["unit"], table["verdict"], strict=True)]  # fmt: skip
-    return table[COLUMNS]
+        rows = [unit_row(bundle, path, runtime, unit, Ts, start) for runtime in units for unit in units[runtime]]
+    verdicts, logits = ({row["unit"]: row[name] for row in rows} for name in ("verdict", "logits"))
+    declared = logits["portable declared"]
+    for row in rows:
+        comparable = declared is not None and row["logits"] is not None
+        row["kl_portable"] = float(metrics.kl(declared, row["logits"]).max()) if comparable else None
+        row["blame"] = None if row["verdict"] == gates.GREEN else blame(row["runtime"], verdicts)
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def unit_row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch) -> dict:
-    """One unit's row, all but the comparisons with others, out of what a child process left, or of how it died."""
-    found = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
+    """One unit's row without the comparisons with others: the output of a child process, or how it died."""
+    row = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
     out = golden.with_name(f"{runtime}-{unit}.npy")
     child = start(
         [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)]
     )
     if child.returncode:
-        last = last_message((child.stderr or "").splitlines())
         how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-        return found | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": f"{how}: {last}"}
-    said = json.loads(child.stdout.splitlines()[-1])
-    red = [f"{g['name']}: {g['reason']}" for g in said["gates"] if g["verdict"] == gates.RED]
-    return found | {"verdict": said["verdict"], "min_cosine": said["min_cosine"], "kl_max": said["logits"]["kl_max"],
-                    "logits": np.load(out) if out.exists() else None,
-                    "reason": red[0] if red else "every gate passes"}  # fmt: skip
+        reason = f"{how}: {last_message((child.stderr or '').splitlines())}"
+        return row | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": reason}
+    result = json.loads(child.stdout.splitlines()[-1])
+    red = [f"{g['name']}: {g['reason']}" for g in result["gates"] if g["verdict"] == gates.RED]
+    return row | {"verdict": result["verdict"], "min_cosine": result["min_cosine"], "kl_max": result["logits"]["kl_max"],
+                  "logits": np.load(out) if out.exists() else None, "reason": [*red, "every gate passes"][0]}  # fmt: skip
 
 
-def blame(runtime: str, unit: str, verdicts: dict[str, str]) -> str:
+def blame(runtime: str, verdicts: dict[str, str]) -> str:
     """Whose fault a failure is: the program's or the weights' when exact arithmetic fails, the precision's when only
     rounding does, the unit's when its program passes on the portable runtime."""
     if verdicts["portable exact"] != gates.GREEN:
@@ -95,16 +93,16 @@ def blame(runtime: str, unit: str, verdicts: dict[str, str]) -> str:
 
 
 def units_verdict(table: pd.DataFrame) -> str:
-    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only says whom to blame."""
+    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only serves `blame`."""
     return gates.GREEN if (table.loc[table["unit"] != "portable narrow", "verdict"] == gates.GREEN).all() else gates.RED
 
 
 def units_main(root: str, golden: str, runtime: str, unit: str, out: str, *Ts: str) -> None:
     """The child: validates on one unit, keeps the logits in `out` and prints one line of JSON."""
-    how = {"precision": unit} if runtime == "portable" else {"compute_units": unit}
-    found = validate(Decoder(root, runtime, **how), Golden.load(golden), [int(T) for T in Ts] or None)
-    np.save(out, found.found)
-    print(json.dumps(found.json(), default=str))
+    decoder = Decoder(root, runtime, **{"precision" if runtime == "portable" else "compute_units": unit})
+    result = validate(decoder, Golden.load(golden), [int(T) for T in Ts] or None)
+    np.save(out, result.chained_logits)
+    print(json.dumps(result.json(), default=str))
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ from workbench.decode import Decoder, literal
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, the gates judged on them, and the comparison of chained logits; `found` are these [n, V].
-    Where experts are routed and choices are seen, layers go on with the golden's expert, and `free_logits` compares the
+    """Rows of the `fidelity` table, the gates on them, and the comparison of `chained_logits` [n, V] with the golden's.
+    Where experts are routed and choices are recorded, layers go on with the golden's expert, and `free_logits` compares the
     logits of a chained run that goes on with the program's own (else None).
     """
 
     rows: pd.DataFrame
     gates: list[Gate]
     logits: dict[str, float]
-    found: np.ndarray
+    chained_logits: np.ndarray
     free_logits: dict[str, float] | None = None
 
     @property
@@ -37,7 +37,7 @@ class Validation:
         return {n: row[n].item() if hasattr(row[n], "item") else row[n] for n in names}
 
     def json(self) -> dict:
-        updates = _judged(self.rows, "update")["cosine"].fillna(-1.0)
+        updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
         return {
             "verdict": self.verdict, "gates": [g.json() for g in self.gates], "worst": self.worst,
             "min_cosine": float(updates.min()), "mean_cosine": float(updates.mean()), "rows": len(self.rows),
@@ -47,7 +47,7 @@ class Validation:
 
 @literal
 def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
-    """Judges every layer × position × T of a bundle against `golden`."""
+    """Compares every layer × position × T of a bundle with `golden`, and applies the gates."""
     rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)
     result = Validation(rows, [], metrics.compare_logits(golden.logits, chained.logits), chained.logits)
     choices = fidelity.choices({f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden)
@@ -60,13 +60,13 @@ def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, 
 
 
 def routing(choices: pd.DataFrame, limit: float, free: dict[str, float]) -> Gate:
-    """Only near-tied experts are picked differently. Another expert's update is judged nowhere else: every other gate
-    looks at layers that went on with the golden's choice."""
+    """Only near-tied experts are picked differently. No other gate covers another expert's update: they all read layers
+    that went on with the golden's choice."""
     differ = choices[choices["differs"]]
     reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
     if len(differ):
         worst = differ.loc[differ["margin"].idxmax()]
-        reason += f", the surest at layer {worst['layer']}, position {worst['position']}, {worst['run']}"
+        reason += f", largest golden margin: layer {worst['layer']}, position {worst['position']}, {worst['run']}"
     reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
     return gates.at_most("routing", float(differ["margin"].max()) if len(differ) else 0.0, limit, reason)
 
@@ -75,7 +75,7 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
     limits, rows, logits = gates.LIMITS[decoder.options.compress], result.rows, result.logits
     weights = "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
     update, cached = _worst(rows, "update"), _worst(rows, "k", "v")
-    found = [
+    result_gates = [
         fidelity.of_this_checkpoint(decoder, golden),
         gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows)),
         gates.at_least("update", update["cosine"], limits.update_cosine,
@@ -86,8 +86,8 @@ def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -
     ]  # fmt: skip
     if decoder.options.compress == "fp16":
         reason = "share of positions with the golden's top token, near-ties apart"
-        found.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0, reason))
-    return [*found, trend(rows), rangedim.drift_gate(decoder, traces, golden)]
+        result_gates.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0, reason))
+    return [*result_gates, trend(rows), rangedim.drift_gate(decoder, traces, golden)]
 
 
 def trend(rows: pd.DataFrame) -> Gate:
@@ -95,25 +95,25 @@ def trend(rows: pd.DataFrame) -> Gate:
     often); compression errs alike in all. Rank correlation of position and error of chained K and V rows, position 0
     apart: attention sinks there are unlike any other row. Some tokens are harder than others wherever they stand, so a small
     trend counts only in what the hidden state's error at the same position does not explain."""
-    judged = rows[(rows["mode"] == "chained") & (rows["position"] > 0)].dropna(subset="cosine")
-    error = np.log((1 - judged["cosine"]).clip(lower=1e-14)) / 2
-    errors = judged.assign(error=error).groupby(["tensor", "position"])["error"].mean()
-    held = [tensor for tensor in ("k", "v") if tensor in errors]
-    if not held or min(len(errors[tensor]) for tensor in held) < gates.TREND_POSITIONS:
+    chained = rows[(rows["mode"] == "chained") & (rows["position"] > 0)].dropna(subset="cosine")
+    error = np.log((1 - chained["cosine"]).clip(lower=1e-14)) / 2
+    errors = error.groupby([chained["tensor"], chained["position"]]).mean()
+    caches = [tensor for tensor in ("k", "v") if tensor in errors]
+    if min((len(errors[tensor]) for tensor in caches), default=0) < gates.TREND_POSITIONS:
         return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
-    found = [
-        (*_trend(_unexplained(errors[t], errors.get("hidden"))), gates.TREND_GROWTH, f"{t}, the hidden state's apart") for t in held
-    ]
-    found += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in held]
-    growth, correlation, limit, where = max(found, key=lambda f: (f[0] >= f[2]) * abs(f[1]))
-    grown = growth >= limit and abs(correlation) > gates.TREND
-    return Gate("trend", gates.RED if grown else gates.GREEN, correlation, gates.TREND,
-                f"rank correlation of position and error, {where}; newest and oldest quarter differ by a factor of {growth:.2f}"
-                + (": a fault of the cache" if grown else ", flat"))  # fmt: skip
+    trends = [(*_trend(_unexplained(errors[t], errors.get("hidden"))), gates.TREND_GROWTH, f"{t}, the hidden state's apart")
+              for t in caches]  # fmt: skip
+    trends += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in caches]
+    growth, correlation, limit, tensor = max(trends, key=lambda t: (t[0] >= t[2]) * abs(t[1]))
+    verdict, words = gates.GREEN, ", flat"
+    if growth >= limit and abs(correlation) > gates.TREND:
+        verdict, words = gates.RED, ": a fault of the cache"
+    return Gate("trend", verdict, correlation, gates.TREND, f"rank correlation of position and error, {tensor}; "
+                f"newest and oldest quarter differ by a factor of {growth:.2f}{words}")  # fmt: skip
 
 
 def _unexplained(error: pd.Series, hidden: pd.Series | None) -> pd.Series:
-    """What a hidden state that errs as much more leaves of log errors by position."""
+    """Log errors by position, less what the error of the hidden state at the same position explains."""
     if hidden is None:
         return error
     hard = hidden.reindex(error.index)
@@ -123,29 +123,30 @@ def _unexplained(error: pd.Series, hidden: pd.Series | None) -> pd.Series:
 def _trend(error: pd.Series) -> tuple[float, float]:
     """Factor between the newest and the oldest quarter of log errors by position, and their rank correlation with it."""
     quarter = -(-len(error) // 4)
-    correlation = error.rank().corr(pd.Series(error.index, error.index).rank())
+    correlation = error.rank().corr(error.index.to_series().rank())
     growth = np.exp(abs(error.iloc[-quarter:].mean() - error.iloc[:quarter].mean()))
     return float(growth), float(np.nan_to_num(correlation))
 
 
-def _judged(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
-    """Isolated rows that gates look at: updates where the router had a clear choice, and all cache rows."""
-    judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
-    return judged[~judged["routing_tie"] | (judged["tensor"] != "update")] if "routing_tie" in rows else judged
+def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
+    """Isolated rows that gates read: updates where the router had a clear choice, and all cache rows."""
+    isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
+    return isolated[~_tied(isolated)]
+
+
+def _tied(rows: pd.DataFrame) -> pd.Series:
+    """Updates that may be another expert's, where the runtime does not show the choice."""
+    return rows.get("routing_tie", False) & (rows["tensor"] == "update")
 
 
 def _ties(rows: pd.DataFrame) -> str:
     """How many updates the gate leaves out, in words."""
-    if "routing_tie" not in rows:
-        return ""
-    count = (rows["routing_tie"] & (rows["mode"] == "isolated") & (rows["tensor"] == "update")).sum()
-    return f"; {count} with a near-tied choice of expert apart"
+    count = (_tied(rows) & (rows["mode"] == "isolated")).sum()
+    return f"; {count} with a near-tied choice of expert apart" if "routing_tie" in rows else ""
 
 
 def _worst(rows: pd.DataFrame, *tensors: str) -> pd.Series:
-    """The judged row with the smallest cosine; one that is no number is worse than any."""
-    judged = _judged(rows, *tensors)
-    return judged.loc[judged["cosine"].fillna(-2).idxmin()]
+    return fidelity.worst_row(_isolated(rows, *tensors))
 
 
 def _row_place(row: pd.Series) -> str:

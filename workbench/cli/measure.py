@@ -45,7 +45,7 @@ def memory_command(
         options = workbench.export.options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
         budget, works = budgets.budget_of_checkpoint(checkpoint, options, size), budgets.decode_work(checkpoint, options)
     sizes, speeds = budget.json(), roofline.by_chip(works)
-    misfit = float(roofline.judged()["misfit"].abs().median())
+    misfit = float(roofline.misfits()["misfit"].abs().median())
     lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
     lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
               speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
@@ -72,7 +72,7 @@ def residency_command(
         placements = placement.measured_placement(models)
     else:
         placements = placement.predicted_placement(opened, generation=int(roofline.chip(chip).name[1]))
-    facts = placement.known(placements)
+    facts = placement.contradictions(placements)
     result = {"source": placements[0].source, "chip": None if measured else chip, "known": facts,
               "shards": [p.json() for p in placements]}
     if log:

@@ -30,14 +30,18 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `found` ones at the end, each part's difference.
+    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, the difference that each part makes.
 
     A part that was not measured is absent from `parts`.
     """
 
     reference: np.ndarray
-    found: np.ndarray
+    bundle: np.ndarray
     parts: dict[str, np.ndarray]
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.bundle - self.reference
 
     def layers(self) -> pd.DataFrame:
         """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss` of the parts, and
@@ -46,7 +50,7 @@ class Split:
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
             frame[part] = _over(_rms(self.parts[part]), scale) if part in self.parts else None
-        frame["total"] = _over(_rms(self.found - self.reference), scale)
+        frame["total"] = _over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
         frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(0.0)
@@ -54,29 +58,26 @@ class Split:
 
     def positions(self) -> pd.DataFrame:
         """Relative RMS of each measured part and of the total per layer and position."""
-        scale = np.sqrt((self.reference**2).mean(-1))  # [L, n]
+        scale = _rms(self.reference, -1)  # [L, n]
         layer, position = np.indices(scale.shape)
-        frame = pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()})
-        for name, difference in (self.parts | {"total": self.found - self.reference}).items():
-            frame[name] = _over(np.sqrt((difference**2).mean(-1)), scale).ravel()
-        return frame
+        errors = {name: _over(_rms(part, -1), scale).ravel() for name, part in (self.parts | {"total": self.total}).items()}
+        return pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()} | errors)
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part table whose cells sum to 1."""
         flat = np.stack([difference.ravel() for difference in self.parts.values()])
-        total = ((self.found - self.reference) ** 2).sum()
-        return pd.DataFrame(flat @ flat.T / (total or 1.0), index=list(self.parts), columns=list(self.parts))
+        return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), list(self.parts), list(self.parts))
 
     @property
     def residual(self) -> float:
         """What the parts' sum and the total differ by, as relative RMS of the worst layer."""
-        rest = sum(self.parts.values()) - (self.found - self.reference)
+        rest = sum(self.parts.values()) - self.total
         return float(_over(_rms(rest), _rms(self.reference)).max())
 
 
-def _rms(vectors: np.ndarray) -> np.ndarray:
-    """[L, n, C] → [L]."""
-    return np.sqrt((vectors**2).mean((1, 2)))
+def _rms(vectors: np.ndarray, axes=(1, 2)) -> np.ndarray:
+    """Root mean square over `axes`: [L, n, C] → [L]."""
+    return np.sqrt((vectors**2).mean(axes))
 
 
 def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -99,21 +100,19 @@ def split_error(checkpoint: Checkpoint, bundle: Bundle, plain: Bundle, ids: Sequ
     _check_pair(bundle, plain)
     source = golden.make_golden(checkpoint, ids)
     stages = _stages(checkpoint, bundle, plain, source, T, device)
-    made = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
+    names, stages = zip(*tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True)
     splits = {}
-    for i, mode in enumerate(MODES):
-        steps = {"source": source.update.astype(np.float64)} | {part: both[i] for part, both in made.items()}
-        names, updates = list(steps), list(steps.values())
-        parts = {name: after - before for name, before, after in zip(names[1:], updates, updates[1:], strict=False)}
-        splits[mode] = Split(updates[0], updates[-1], parts)
+    for mode, *updates in zip(MODES, *stages, strict=True):
+        updates = np.stack([source.update.astype(np.float64), *updates])
+        splits[mode] = Split(updates[0], updates[-1], dict(zip(names, np.diff(updates, axis=0), strict=True)))
     return splits
 
 
 def _check_pair(bundle: Bundle, plain: Bundle) -> None:
-    theirs, ours = (b.manifest.options.model_dump(exclude={"compress"}) for b in (plain, bundle))
-    same = theirs == ours and plain.manifest.checkpoint == bundle.manifest.checkpoint
-    if not same or plain.manifest.options.compress != "fp16":
-        raise InputError(f"bundle {plain.root.name}", f"{plain.manifest.options.compress}, {plain.manifest.checkpoint['name']}",
+    manifest = plain.manifest
+    uncompressed = bundle.manifest.options.model_copy(update={"compress": "fp16"})
+    if manifest.options != uncompressed or manifest.checkpoint != bundle.manifest.checkpoint:
+        raise InputError(f"bundle {plain.root.name}", f"{manifest.options.compress}, {manifest.checkpoint['name']}",
                          f"an fp16 export of the checkpoint and options of {bundle.root.name}",
                          "export it with --compress fp16 and nothing else changed")  # fmt: skip
 
@@ -121,15 +120,13 @@ def _check_pair(bundle: Bundle, plain: Bundle) -> None:
 def _stages(checkpoint, bundle, plain, source, T, device) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     weights = golden.stored_weights(checkpoint, plain)
-    isolated = golden.make_golden(checkpoint, source.ids, weights, "stored", source.x, source.router)
-    chained = golden.make_golden(checkpoint, source.ids, weights, "stored")
-    yield "storage", [isolated.update.astype(np.float64), chained.update.astype(np.float64)]
-    runs = [("reauthoring", plain, "portable", "exact"), ("quantization", bundle, "portable", "exact"),
-            ("precision", bundle, "portable", "declared")]  # fmt: skip
-    if device:
-        runs.append(("runtime", bundle, "coreml", "declared"))
-    for part, which, runtime, precision in runs:
-        decoder = Decoder(which, runtime, precision)
+    goldens = [golden.make_golden(checkpoint, source.ids, weights, "stored", *fed) for fed in ((source.x, source.router), ())]
+    yield "storage", [stored.update.astype(np.float64) for stored in goldens]
+    for part, exported, *how in (
+        ("reauthoring", plain, "portable", "exact"), ("quantization", bundle, "portable", "exact"),
+        ("precision", bundle, "portable", "declared"), ("runtime", bundle, "coreml", "declared"),
+    )[: 4 if device else 3]:  # fmt: skip
+        decoder = Decoder(exported, *how)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
 
@@ -141,24 +138,23 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
         InputError: a runtime that does not show every layer's output (Core ML inside a shard of several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
-    hidden = trace.hidden
-    if len(hidden) < len(source.x):
+    if len(trace.hidden) < len(source.x):
         raise InputError(f"bundle {decoder.bundle.root.name}", "layers inside a shard that Core ML does not show",
                          "one layer a shard", "export with --layers-per-shard 1")  # fmt: skip
-    after = np.stack([hidden[layer] for layer in range(len(hidden))]).astype(np.float64)
+    after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(np.float64)
     if mode == "isolated":
         return after - trace.x
-    first = decoder.bundle.embed(source.ids[None])[0] * 2.0**decoder.manifest.residual_exponent
-    return after - np.concatenate([first[None], after[:-1]])
+    embedded = decoder.bundle.embed(source.ids[None]) * 2.0**decoder.manifest.residual_exponent
+    return after - np.concatenate([embedded, after[:-1]])
 
 
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     """The parts add up, and the exported program computes what Hugging Face's does on the weights it holds."""
     residual = max(split.residual for split in splits.values())
-    isolated = splits["isolated"].layers()
-    worst = int(isolated["reauthoring"].fillna(np.inf).idxmax())
+    errors = splits["isolated"].layers()["reauthoring"]
+    worst = int(errors.fillna(np.inf).idxmax())
     return [
-        gates.at_most("reauthoring", float(isolated["reauthoring"][worst]), gates.REAUTHORING,
+        gates.at_most("reauthoring", float(errors[worst]), gates.REAUTHORING,
                       f"exact arithmetic on the stored weights against Hugging Face, relative RMS: layer {worst}"),
         gates.at_most("parts_telescope", residual, gates.TELESCOPE, "sum of the parts against the total, relative RMS"),
     ]  # fmt: skip

@@ -1,12 +1,12 @@
 """How near every operation comes to fp16's limits: programs and inputs in, one row per operation out.
 
-The interpreter's hook sees every result. Arithmetic differs by compute unit, so a program is run three ways: `exact`
-says how large values really are, `declared` where one rounding per result makes inf or NaN, `narrow` whether sums
-rounded on the way would. Works on bundles, fed a prompt, and on any package, fed given or random inputs.
+The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a program is run three ways: `exact`
+shows the true size of values, `declared` where one rounding per result makes inf or NaN, `narrow` whether sums
+rounded on the way would. Works on bundles, fed a prompt, and on any package, fed named or random inputs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
+ORDER = ("exact", "declared", "narrow")  # a departure is the difference of `declared` from the same call in `exact`
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
 
@@ -46,10 +47,10 @@ class Range:
         magnitude = x.abs()
         peak = float(magnitude.max()) if x.numel() else 0.0  # nan if any element is
         if not math.isfinite(peak):
-            nans, infs = int(magnitude.isnan().sum()), int(magnitude.isinf().sum())
-            self.nan_at = now if nans and self.nan_at is None else self.nan_at
-            self.inf_at = now if infs and self.inf_at is None else self.inf_at
-            self.nans, self.infs = self.nans + nans, self.infs + infs
+            self.nans += int(magnitude.isnan().sum())
+            self.infs += int(magnitude.isinf().sum())
+            self.nan_at = now if self.nans and self.nan_at is None else self.nan_at
+            self.inf_at = now if self.infs and self.inf_at is None else self.inf_at
             peak = float(magnitude.nan_to_num(0.0, 0.0).max())
         self.max_abs = max(self.max_abs, peak)
         self.subnormals += int(((magnitude < MIN_NORMAL) & (magnitude > 0)).sum())
@@ -58,34 +59,32 @@ class Range:
 
 @dataclass
 class Ranges:
-    """Collects the ranges of every operation that its hooks see."""
+    """Ranges of results by (shard, value), filled by hooks; `count` results so far."""
 
-    seen: dict[tuple[str, str], Range] = field(default_factory=dict)
+    results: dict[tuple[str, str], Range] = field(default_factory=dict)
     count: int = 0
 
     def hook(self, shard: str, modules: dict[str, str]):
         """A hook for one program, whose values are filed under the name `shard`."""
 
-        def look(op, outputs):
-            for (value, _), x in zip(op.outputs, outputs, strict=True):
-                if isinstance(x, torch.Tensor) and x.is_floating_point():
-                    if (shard, value) not in self.seen:
-                        self.seen[shard, value] = Range(shard, op.name, op.kind, modules.get(value, ""), value)
-                    self.seen[shard, value].see(x, self.count)
-                    self.count += 1
+        def record(op, outputs):
+            for value, x in _floats(op, outputs):
+                row = self.results.setdefault((shard, value), Range(**_source(shard, op, value, modules), value=value))
+                row.see(x, self.count)
+                self.count += 1
 
-        return look
+        return record
 
     def first(self, what: str) -> dict | None:
-        """Where `inf` or `nan` was first seen, in time."""
-        when = f"{what}_at"
-        found = min((r for r in self.seen.values() if getattr(r, when) is not None), key=lambda r: getattr(r, when), default=None)
-        return None if found is None else {"shard": found.shard, "op": found.op, "kind": found.kind, "module": found.module}
+        """Where the first `inf` or `nan` occurred, in time."""
+        times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
+        times.pop(None, None)
+        return {name: getattr(times[min(times)], name) for name in ("shard", "op", "kind", "module")} if times else None
 
     def frame(self) -> pd.DataFrame:
         """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs), inf for zeros, -inf
         where an inf was seen."""
-        frame = pd.DataFrame([vars(r) for r in self.seen.values()])
+        frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
             frame["headroom_bits"] = np.where(frame["infs"] > 0, -np.inf, np.log2(MAX_FP16 / frame["max_abs"]))
         return frame
@@ -101,31 +100,31 @@ class Trace:
     def frame(self) -> pd.DataFrame:
         """One row per result: its range in exact arithmetic, and whether it stays finite in `declared` and `narrow`."""
         frame = self.ranges["exact"].frame()
-        keys = ["shard", "value"]
         for precision in ("declared", "narrow"):
             other = self.ranges[precision].frame()
             other[f"finite_{precision}"] = (other["infs"] + other["nans"]) == 0
-            frame = frame.merge(other[[*keys, f"finite_{precision}"]], on=keys, how="left")
+            frame = frame.merge(other[["shard", "value", f"finite_{precision}"]], how="left")
         return frame.drop(columns=["inf_at", "nan_at"])
 
-    def _finite(self, precision: str, how: str) -> gates.Gate:
-        places = [f"first {what} at {place(at)}" for what in ("inf", "nan") if (at := self.ranges[precision].first(what))]
-        return gates.holds(f"{precision}_is_finite", not places, f"{how}: {', '.join(places) or 'every value is finite'}")
+    def _first(self, precision: str) -> dict[str, dict | None]:
+        return {f"first_{what}": self.ranges[precision].first(what) for what in ("inf", "nan")}
 
     def gates(self) -> list[gates.Gate]:
         """Finite with one rounding per result, and finite with sums rounded on the way."""
-        return [self._finite("declared", "one rounding per result"), self._finite("narrow", "sums rounded to fp16 every 32 terms")]
+        results = []
+        for precision, how in (("declared", "one rounding per result"), ("narrow", "sums rounded to fp16 every 32 terms")):
+            places = [f"{what.replace('_', ' ')} at {place(at)}" for what, at in self._first(precision).items() if at]
+            results.append(gates.none(f"{precision}_is_finite", places, f"{how}: every value is finite", f"{how}: "))
+        return results
 
     def json(self) -> dict:
-        frame, found = self.frame(), self.gates()
+        frame, results = self.frame(), self.gates()
         worst = frame.sort_values("max_abs", ascending=False, kind="stable").head(10)
         columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
         return {
-            "verdict": gates.verdict(found), "gates": [g.json() for g in found], "ops": len(frame),
-            "first_inf": self.ranges["declared"].first("inf"), "first_nan": self.ranges["declared"].first("nan"),
-            "narrow": {f"first_{w}": self.ranges["narrow"].first(w) for w in ("inf", "nan")},
-            "first_departure": self.departure, "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
-            "worst": gates.records(worst[columns]),
+            "verdict": gates.verdict(results), "gates": [g.json() for g in results], "ops": len(frame),
+            **self._first("declared"), "narrow": self._first("narrow"), "first_departure": self.departure,
+            "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())), "worst": gates.records(worst[columns]),
         }  # fmt: skip
 
 
@@ -134,42 +133,48 @@ def place(at: dict) -> str:
     return f"{at['op']} ({at['kind']}{', ' + at['module'] if at['module'] else ''}) of {at['shard']}"
 
 
+def _source(shard: str, op, value: str, modules: dict[str, str]) -> dict[str, str]:
+    """Where a result comes from: shard, MIL operation and its kind, source module."""
+    return {"shard": shard, "op": op.name, "kind": op.kind, "module": modules.get(value, "")}
+
+
+def _floats(op, outputs) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, value) of an operation's floating-point results."""
+    for (name, _), x in zip(op.outputs, outputs, strict=True):
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            yield name, x
+
+
 class Departure:
-    """Watches `exact`, then `declared`, call by call, until their results are further apart than one rounding."""
+    """Compares results of `exact` and then `declared`, call by call, until they differ by more than one rounding."""
 
     def __init__(self):
         self.exact: dict[tuple[str, str], torch.Tensor] = {}
         self.first: dict | None = None
 
     def hook(self, precision: str, ranges: Ranges, shard: str, modules: dict[str, str]):
-        """What a program run in `precision` calls: the ranges, and this comparison as long as it has not ended."""
-        look = ranges.hook(shard, modules)
-        beside = {"exact": self._keep, "declared": self._compare}.get(precision)
+        """The hook of a program run in `precision`: records ranges, and compares results until the first departure."""
+        record = ranges.hook(shard, modules)
 
-        def both(op, outputs):
-            look(op, outputs)
-            if beside and self.first is None:
-                beside(op, outputs, shard, modules)
+        def record_and_compare(op, outputs):
+            record(op, outputs)
+            for value, x in _floats(op, outputs) if self.first is None else ():
+                if precision == "exact":
+                    self.exact[shard, value] = x
+                elif precision == "declared" and (reference := self.exact.pop((shard, value), None)) is not None:
+                    self._compare(_source(shard, op, value, modules), reference, x)
 
-        return both
+        return record_and_compare
 
-    def _keep(self, op, outputs, shard, modules) -> None:
-        self.exact.update({(shard, value): x for (value, _), x in zip(op.outputs, outputs, strict=True)})
-
-    def _compare(self, op, outputs, shard, modules) -> None:
-        for (value, _), x in zip(op.outputs, outputs, strict=True):
-            reference = self.exact.pop((shard, value), None)
-            if reference is None or not isinstance(x, torch.Tensor) or not x.is_floating_point():
-                continue
-            own, away = ROUNDING * float(reference.abs().max()), float((x - reference).abs().max())
-            if not away <= own and self.first is None:
-                self.first = {"shard": shard, "op": op.name, "kind": op.kind, "module": modules.get(value, ""),
-                              "roundings": gates.jsonable(away / own if own else math.inf)}  # fmt: skip
+    def _compare(self, source: dict[str, str], reference: torch.Tensor, x: torch.Tensor) -> None:
+        rounding, error = ROUNDING * float(reference.abs().max()), float((x - reference).abs().max())
+        if not error <= rounding and self.first is None:
+            self.first = source | {"roundings": gates.jsonable(error / rounding if rounding else math.inf)}
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
     """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
+    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ORDER}
     for decoder in decoders.values():
         decoder.begin()
     return trace_ranges(decoders, ids, tile)
@@ -184,26 +189,23 @@ def trace_decoder(decoder: Decoder, ids: Sequence[int], tile: int | None = None)
 
 
 def trace_ranges(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None) -> Trace:
-    """Continues every decoder's sequences by `ids`, call by call side by side, in the order given.
+    """Continues every decoder's sequences by `ids`, call by call side by side, in the order of `decoders`.
 
     Args:
         decoders: portable ones by precision; `exact`, where there is one, before `declared`.
     """
-    found, ranges = Departure(), {p: Ranges() for p in decoders}
+    departure, ranges = Departure(), {p: Ranges() for p in decoders}
     size = tile or next(iter(decoders.values())).options.t_max
     with ExitStack() as hooks:
         for precision, decoder in decoders.items():
-            hooks.enter_context(
-                decoder.hooked(
-                    lambda shard, p=precision: found.hook(p, ranges[p], shard.name, shard.modules)
-                )
-            )
+            hooks.enter_context(decoder.hooked(
+                lambda shard, p=precision: departure.hook(p, ranges[p], shard.name, shard.modules)))  # fmt: skip
         for start in range(0, len(ids), size):
             for decoder in decoders.values():
-                chunk = [list(ids[start : start + size])] * decoder.options.batch
-                hidden = decoder.advance(chunk, len(chunk[0]))
-                decoder.logits(hidden[:, :, : len(chunk[0])])
-    return Trace(ranges, found.first)
+                chunk = list(ids[start : start + size])
+                hidden = decoder.advance([chunk] * decoder.options.batch, len(chunk))
+                decoder.logits(hidden[:, :, : len(chunk)])
+    return Trace(ranges, departure.first)
 
 
 def trace_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None, seed: int = 0) -> Trace:
@@ -214,12 +216,12 @@ def trace_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None,
     """
     program, name = miltorch.read(path), Path(path).stem
     rng = np.random.default_rng(seed)
-    given = {n: torch.from_numpy(np.array(v)) for n, v in (_random_inputs(program, rng) | (inputs or {})).items()}
-    ranges, found = {p: Ranges() for p in ("exact", "declared", "narrow")}, Departure()
-    for precision, seen in ranges.items():
+    tensors = {n: torch.from_numpy(np.array(v)) for n, v in (_random_inputs(program, rng) | (inputs or {})).items()}
+    departure, ranges = Departure(), {p: Ranges() for p in ORDER}
+    for precision in ranges:
         executable = miltorch.Executable(program, precision)
-        executable.run(given, executable.make_state(), found.hook(precision, seen, name, {}))
-    return Trace(ranges, found.first)
+        executable.run(tensors, executable.make_state(), departure.hook(precision, ranges[precision], name, {}))
+    return Trace(ranges, departure.first)
 
 
 def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ one pass tries the same tensor in all of them.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pandas as pd
@@ -38,8 +38,8 @@ class WeightTrial:
 
     def errors(self) -> np.ndarray:
         """Relative RMS [L] of each layer's update against the uncompressed bundle's, as things are now."""
-        found = error.updates(self.decoder, self.golden, self.T, "isolated")
-        return np.sqrt(((found - self.reference) ** 2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
+        difference = error.updates(self.decoder, self.golden, self.T, "isolated") - self.reference
+        return np.sqrt((difference**2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
 
     @property
     def kinds(self) -> list[str]:
@@ -50,26 +50,22 @@ class WeightTrial:
         """(name below its layer, layer, executable, constant, fp16 values) of every compressed tensor of a layer."""
         twins = {m.shard.name: m for m in _models(self.plain)}
         for model in _models(self.decoder):
+            twin = twins[model.shard.name]
             for tensor, constant in model.shard.weights.items():
-                twin = twins[model.shard.name]
-                stored = twin.executable.constant(twin.shard.weights[tensor])
-                if not torch.equal(stored, model.executable.constant(constant)):
+                fp16 = twin.executable.constant(twin.shard.weights[tensor])
+                if not torch.equal(fp16, model.executable.constant(constant)):
                     layer, _, kind = tensor.partition("layers.")[2].partition(".")
-                    yield kind, int(layer), model.executable, constant, stored
+                    yield kind, int(layer), model.executable, constant, fp16
 
     @contextmanager
-    def swapped(self, chosen: set[tuple[int, str]], swap: Swap):
-        """Runs with the tensors `chosen` (layer, kind) as `swap` makes them from their fp16 values."""
-        undo = []
-        for kind, layer, executable, constant, stored in list(self._tensors()):
-            if (layer, kind) in chosen:
-                undo.append((executable, constant, executable.body.constants[constant]))
-                replace(executable, constant, swap(stored))
-        try:
+    def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
+        """Runs with `tensors` (layer, kind) as `swap` computes them from their fp16 values."""
+        with ExitStack() as undo:
+            for kind, layer, executable, constant, fp16 in list(self._tensors()):
+                if (layer, kind) in tensors:
+                    undo.callback(replace, executable, constant, executable.body.constants[constant])
+                    replace(executable, constant, swap(fp16))
             yield
-        finally:
-            for executable, constant, value in undo:
-                replace(executable, constant, value)
 
 
 def _models(decoder: Decoder) -> list:
@@ -79,9 +75,9 @@ def _models(decoder: Decoder) -> list:
 def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
     old = executable.body.constants[constant]
-    executable.body.constants[constant] = value = value.to(old.dtype)  # held as fp16 by steps that compute with it so
+    executable.body.constants[constant] = value = value.to(old.dtype)  # fp16 where the steps compute with it so
     for step in executable.body.steps:
-        step.constants.update({name: value for name, held in step.constants.items() if held is old})
+        step.constants.update({name: value for name, constant in step.constants.items() if constant is old})
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -90,12 +86,10 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     `error`: relative RMS of the layer's update as it is; `without`: with this tensor alone at fp16; `share`: the share
     of error² that this tensor accounts for.
     """
-    whole, rows = weights.errors(), []
-    layers = range(len(whole))
+    errors, rows = weights.errors(), []
     for kind in weights.kinds:
-        with weights.swapped({(layer, kind) for layer in layers}, lambda stored: stored):
-            without = weights.errors()
-        rows += [{"layer": i, "tensor": kind, "error": whole[i], "without": without[i]} for i in layers]
+        with weights.swapped({(layer, kind) for layer in range(len(errors))}):
+            rows += [(layer, kind, *pair) for layer, pair in enumerate(zip(errors, weights.errors(), strict=True))]
     frame = pd.DataFrame(rows, columns=["layer", "tensor", "error", "without"])
     frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(frame["error"] > 0, 0.0)
     return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(drop=True)
@@ -105,9 +99,8 @@ def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.D
     """One row per layer: its `tensors` that cost most, its `error`, and what it would be with those few stored as
     `int8-channel` or as `fp16`."""
     few = ranked.groupby("layer").head(worst)
-    chosen = set(zip(few["layer"], few["tensor"], strict=True))
     frame = few.groupby("layer", as_index=False).agg(tensors=("tensor", ", ".join), error=("error", "first"))
-    for name, swap in (("int8-channel", int8_channel), ("fp16", lambda stored: stored)):
-        with weights.swapped(chosen, swap):
+    for name, *swap in (("int8-channel", int8_channel), ("fp16",)):
+        with weights.swapped(set(zip(few["layer"], few["tensor"], strict=True)), *swap):
             frame[name] = weights.errors()[frame["layer"]]
     return frame

@@ -28,7 +28,7 @@ class Planner(Panel):
     def __init__(self, checkpoint: str | Path, bundles: Path | None = None):
         self.checkpoint, self.placements = Checkpoint(checkpoint), {}
         self.bundles = bundles or log.project() / "data" / "bundles"
-        self.misfit = roofline.judged()["misfit"].abs().median()
+        self.misfit = roofline.misfits()["misfit"].abs().median()
         self.rules = ui.HTML()
         super().__init__([slider("max_seq_len", [2**n for n in range(6, 16)], 512), slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
                           choice("compress", list(memory.STORED_BITS)), choice("chip", sorted(roofline.chips()), "M4"),
