@@ -201,7 +201,7 @@ def scales_of_another_head(patch, decoder, together):
     def dequantize(codes, scale, low):
         return original(codes, scale[::-1], low)
 
-    patch.setattr(formats, "dequantize", dequantize)
+    patch.setattr(formats, "dequantize_groups", dequantize)
 
 
 @zaya

@@ -17,7 +17,7 @@ from workbench.models.checkpoint import Checkpoint
 def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> list[dict]:
     """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one arithmetic, and, per
     token of a call of T, all that `workbench trace` does (exact, declared, narrow, and where declared leaves exact)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
+    decoders = {p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")}
     ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, depth + T).tolist()
     calls = {"plain": lambda: decoders["declared"].decode_one_token(ids[0]),
              "declared": lambda: trace.trace_ranges({"declared": decoders["declared"]}, ids[:1]),
@@ -38,7 +38,7 @@ def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, T
     """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
     same tokens."""
     ids = np.random.default_rng(0).integers(0, bundle.manifest.dims.V, positions).tolist()
-    reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable", fast=False)
+    reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable")
     model = golden.whole_prompt(checkpoint)
 
     def forward():

@@ -49,10 +49,10 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     S = next(iter(bundles.values())).manifest.options.max_seq_len
     contestants, loading = {}, {}
-    Decoder(next(iter(bundles.values())), "portable")  # imports apart
+    Decoder(next(iter(bundles.values())), "portable", fast=True)  # imports apart
     for name, bundle in bundles.items():
         start = time.perf_counter()
-        contestants[name] = _ours(Decoder(bundle, "portable"))
+        contestants[name] = _ours(Decoder(bundle, "portable", fast=True))
         loading[name] = time.perf_counter() - start
     for name, dtype in (("HF fp16", torch.float16), ("HF fp32", torch.float32)):
         contestants[name] = _peer(checkpoint, dtype, S)
@@ -80,7 +80,7 @@ def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096),
         make: gives the bundle of one max_seq_len, t_max 64.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
-    decoders = {S: Decoder(make(S), "portable") for S in sizes}
+    decoders = {S: Decoder(make(S), "portable", fast=True) for S in sizes}
     calls = {(S, 1): S - 2 for S in sizes} | {(sizes[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
     samples: dict[tuple, list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
@@ -155,7 +155,7 @@ def apart(function: Callable, *arguments):
 
 def _peak(path: Path) -> int | None:
     """Peak resident bytes of this process once it has opened a bundle and decoded."""
-    Decoder(path, "portable").generate([7] * 8, 8, stop=())
+    Decoder(path, "portable", fast=True).generate([7] * 8, 8, stop=())
     return peak_rss()
 
 
@@ -165,7 +165,7 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
     Args:
         make: gives the bundle of one checkpoint for `moe` = dense or routed.
     """
-    decoders = {kind: Decoder(make(kind), "portable", fast=False) for kind in ("dense", "routed")}
+    decoders = {kind: Decoder(make(kind), "portable") for kind in ("dense", "routed")}
     times: dict[str, list[float]] = {kind: [] for kind in decoders}
     for round_ in range(rounds):
         for kind, decoder in decoders.items():

@@ -8,7 +8,8 @@ import torch
 
 from workbench.check import gates
 from workbench.check.golden import whole_prompt
-from workbench.decode import Decoder, literal
+from workbench.decode import Decoder
+from workbench.decode.transcript import load_tokenizer as checkpoint_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -27,16 +28,6 @@ def load_tasks(path: str | Path) -> list[dict]:
     return tasks
 
 
-def checkpoint_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (Path(folder) / "tokenizer.json").is_file():
-        raise InputError(f"tokenizer {folder}", "no tokenizer.json", "the checkpoint's tokenizer",
-                         "give --prompt-ids instead of text, or add the tokenizer and export again")  # fmt: skip
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
 def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Callable[[list[int]], str],
            generate: Generate) -> list[bool]:  # fmt: skip
     """Whether each task's answer is what greedy decoding says after its prompt."""
@@ -48,11 +39,11 @@ def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Ca
     return right
 
 
-@literal
 def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
     """Answers of a bundle, with the tokenizer it carries."""
     coder = checkpoint_tokenizer(decoder.bundle.root / "tokenizer")
-    return answer(tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=()))
+    with decoder.set_aside():
+        return answer(tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=()))
 
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:

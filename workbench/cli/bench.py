@@ -102,4 +102,4 @@ def reuse(
     opened = source(folder, "qwen2", "qwen2", layers, **QWEN_05B)
     bundle = bundle_of(opened, folder, json, max_seq_len=context, t_max=64)
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
-    show_rows(benches.bench_reuse(Decoder(bundle), contexts=contexts, rounds=rounds, progress=not json), json)
+    show_rows(benches.bench_reuse(Decoder(bundle, fast=True), contexts=contexts, rounds=rounds, progress=not json), json)

@@ -39,11 +39,11 @@ def decode(
 
 
 def _prompt(decoder, prompt_ids: str | None, prompt: str | None) -> list[int]:
-    from workbench.decode.transcript import bundle_tokenizer
+    from workbench.decode.transcript import load_tokenizer
 
     if (prompt_ids is None) == (prompt is None):
         raise InputError("prompt", "both or neither of --prompt-ids and --prompt", "one of them", "give one of them")
-    return parse_ids(prompt_ids) if prompt_ids is not None else bundle_tokenizer(decoder.bundle).encode(prompt)
+    return parse_ids(prompt_ids) if prompt_ids is not None else load_tokenizer(decoder.bundle.root / "tokenizer").encode(prompt)
 
 
 @app.command()
@@ -63,7 +63,7 @@ def reuse(
     from workbench.decode import Decoder
     from workbench.studies import cache_reuse as matrix
 
-    decoders = [Decoder(each, runtime, precision, fast=False) for each in bundles]
+    decoders = [Decoder(each, runtime, precision) for each in bundles]
     found = matrix.check_reuse(*decoders, max_new=max_new, progress=not json)
     order = {"RED": 0, "not_run": 2}
     lines = [f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"

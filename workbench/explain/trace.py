@@ -169,7 +169,7 @@ class Departure:
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
     """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
+    decoders = {p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")}
     for decoder in decoders.values():
         decoder.begin()
     return trace_ranges(decoders, ids, tile)

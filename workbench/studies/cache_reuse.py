@@ -216,7 +216,7 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
     seen: list[list[Record]] = [[] for _ in rests]
     if streaming:
         for i, record in enumerate(decoder.stream(ids, limit, after=held, stop=())):
-            seen[record.slot].append(record)
+            seen[record.seq].append(record)
             if i == 0:
                 _offer_foreign(decoder)
         return seen
@@ -224,7 +224,7 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
 
     def watched(*arguments, **options):
         for record in stream(*arguments, **options):
-            seen[record.slot].append(record)
+            seen[record.seq].append(record)
             yield record
 
     with patch.object(decoder, "stream", watched):

@@ -71,7 +71,7 @@ class NaiveShape(AttentionGeometry):
 
 def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None) -> Decoder:
     """A portable decoder of `bundle`, its layer shards replaced by `packages` where given."""
-    made = Decoder(bundle, "portable", precision, fast=False)
+    made = Decoder(bundle, "portable", precision)
     for model in made.layers if packages else ():
         package, found = packages[model.shard.name]
         model.executable = miltorch.Executable(miltorch.read(package), precision)
