@@ -202,11 +202,10 @@ class Decoder:
             raise foreign(subject, snapshot.identity, self.identity)
         if snapshot.offset > S:
             raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
-        shapes = layout(self.manifest, snapshot.offset)  # a ring of another size may hold other rows
-        names = shapes.keys() | snapshot.states.keys()
-        wrong = [name for name in names if not _like(snapshot.states.get(name), shapes.get(name))]
+        shapes = {name: value.shape for name, value in snapshot.states.items()}
+        wrong = _without_rows(layout(self.manifest, snapshot.offset)) ^ _without_rows(shapes)
         if wrong:
-            raise InputError(subject, f"state {min(wrong)} missing, unknown or of another shape", "this bundle's states",
+            raise InputError(subject, f"state {min(wrong)[0]} missing, unknown or of another shape", "this bundle's states",
                              "restore a snapshot as it was taken")  # fmt: skip
         return snapshot
 
@@ -391,12 +390,9 @@ class Decoder:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
 
 
-def _like(value: np.ndarray | None, shape: tuple[int, ...] | None) -> bool:
-    """Whether a state has the shape it should, the rows [H_kv, rows, D] of a cache apart."""
-    if value is None or shape is None or value.ndim != len(shape):
-        return False
-    step = 2 if len(shape) == 3 else 1
-    return value.shape[::step] == shape[::step]
+def _without_rows(shapes: dict[str, tuple[int, ...]]) -> set[tuple]:
+    """Names and shapes of states; of a cache [H_kv, rows, D] without its rows, which a ring of another size may lack."""
+    return {(name, len(shape), *(shape[::2] if len(shape) == 3 else shape)) for name, shape in shapes.items()}
 
 
 def _each(value, B: int) -> list:

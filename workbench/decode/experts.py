@@ -40,8 +40,8 @@ class RoutedExperts:
             own = choice == expert
             columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
             io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None], ACC: hidden}
-            planes = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
-            output = self.model(layer, expert).predict(planes)[HIDDEN]
+            io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
+            output = self.model(layer, expert).predict(io)[HIDDEN]
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
 

@@ -33,14 +33,13 @@ Stamp = tuple[int, int, int]  # inode, size, mtime in ns: another one means anot
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: its file and size, the size of the arrays as they were, the largest relative error of what was
-    quantized (0 when exact), and the names of the cache tensors that q4 left as they were."""
+    """What a save wrote: its file and size, the size of the arrays as they were, and the largest relative error of what
+    was quantized (0 when exact)."""
 
     path: Path
     bytes: int
     full_bytes: int
     error: float
-    unquantized: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,8 @@ class Store:
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write_snapshot(path, encoded)
         self._heat(name, stamp, encoded)
-        unquantized = tuple(n for n in encoded.errors if n in encoded.tensors)
-        error = max((e for n, e in encoded.errors.items() if n not in unquantized), default=0.0)
-        return Saved(path, stamp[1], snapshot.nbytes, error, unquantized)
+        error = max((e for name, e in encoded.errors.items() if name not in encoded.tensors), default=0.0)
+        return Saved(path, stamp[1], snapshot.nbytes, error)
 
     def load(self, name: str) -> Snapshot:
         """The snapshot of a name, detached, from memory or disk.
