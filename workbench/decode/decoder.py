@@ -22,7 +22,7 @@ from workbench.decode import checks
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
-from workbench.decode.snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable
+from workbench.decode.snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable, without_rows
 from workbench.errors import InputError
 from workbench.runtime import Model
 
@@ -144,8 +144,7 @@ class Decoder:
         return identity(self.manifest, self.precision if self.runtime == "portable" else self.runtime)
 
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
-        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: one, or None, for each
-        sequence).
+        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a list with one or None each).
 
         Raises:
             InputError: a snapshot that does not fit; what ran before is untouched then.
@@ -203,7 +202,7 @@ class Decoder:
         if snapshot.offset > S:
             raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
         shapes = {name: value.shape for name, value in snapshot.states.items()}
-        wrong = _without_rows(layout(self.manifest, snapshot.offset)) ^ _without_rows(shapes)
+        wrong = without_rows(layout(self.manifest, snapshot.offset)) ^ without_rows(shapes)
         if wrong:
             raise InputError(subject, f"state {min(wrong)[0]} missing, unknown or of another shape", "this bundle's states",
                              "restore a snapshot as it was taken")  # fmt: skip
@@ -238,17 +237,17 @@ class Decoder:
             Logits after the last token: [V], or [B, V] when batch > 1.
         """
         prompts, start = self._prompts(ids), 0
-        lengths = np.array([len(prompt) for prompt in prompts])
+        lengths = [len(prompt) for prompt in prompts]
         self.host.check(self.offsets, lengths)
         last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)  # hidden state of each last valid token
         for size in cycle(np.ravel(tile or self.options.t_max).tolist()):
             chunk = [prompt[start : start + size] for prompt in prompts]
-            hidden = self.advance(chunk, min(size, lengths.max() - start))
+            hidden = self.advance(chunk, min(size, max(lengths) - start))
             for seq, tokens in enumerate(chunk):
                 if tokens:
                     last[seq, :, 0] = hidden[seq, :, len(tokens) - 1]
             start += size
-            if start >= lengths.max():
+            if start >= max(lengths):
                 return self._shape(self.logits(last))
 
     def decode_one_token(self, token) -> np.ndarray:
@@ -283,7 +282,7 @@ class Decoder:
         """
         prompts, B = self._prompts(ids), self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
-        stops = _each(stop, B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
+        stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         snapshots = [None] * B if after == "running" else _each(after, B)
         plans = [Plan(*values) for values in zip(range(B), prompts, limits, _each(sampling, B), stops, snapshots)]
@@ -388,11 +387,6 @@ class Decoder:
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
-
-
-def _without_rows(shapes: dict[str, tuple[int, ...]]) -> set[tuple]:
-    """Names and shapes of states; of a cache [H_kv, rows, D] without its rows, which a ring of another size may lack."""
-    return {(name, len(shape), *(shape[::2] if len(shape) == 3 else shape)) for name, shape in shapes.items()}
 
 
 def _each(value, B: int) -> list:

@@ -1,5 +1,7 @@
 """The inputs that the host computes for every call: rope tables, masks, write addresses. No model is needed."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from workbench.bundle import Manifest
@@ -21,7 +23,7 @@ class Host:
         ropes = {f"_{rope.name}" if rope.name else "": rope for rope in manifest.rope}
         self.tables = [(suffix, ropes[suffix], layer.window) for suffix, layer in layers.items()]
 
-    def check(self, offsets: np.ndarray, counts: np.ndarray) -> None:
+    def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
         """Refuses, before anything is written, a call with a token at a position past max_seq_len."""
         S = self.options.max_seq_len
         for seq, (offset, count) in enumerate(zip(offsets, counts, strict=True)):

@@ -80,6 +80,11 @@ def layout(manifest: Manifest, offset: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def without_rows(shapes: dict[str, tuple[int, ...]]) -> set[tuple]:
+    """Names and shapes of states; of a cache [H_kv, rows, D] without its rows, which a ring of another size may lack."""
+    return {(name, len(shape), *(shape[::2] if len(shape) == 3 else shape)) for name, shape in shapes.items()}
+
+
 def identity(manifest: Manifest, precision: str) -> str:
     """SHA-256 over all that decides what a cache row holds and where it goes: family, every export option but the
     batch, weights, embedding, tokenizer, and the arithmetic. Bundles that differ in their batch alone share snapshots."""
