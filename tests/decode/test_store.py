@@ -91,7 +91,7 @@ def test_memory_has_a_budget_and_the_least_used_leaves_first(llama, tmp_path):
 CHILD = """
 import sys
 from workbench import Decoder
-from workbench.decode import Store
+from workbench.prompt_cache import Store
 decoder = Decoder(sys.argv[1], "portable", "exact")
 hit = Store(sys.argv[2], decoder).find(eval(sys.argv[3]))
 print([int(t) for t in decoder.generate(hit.rest, 6, after=hit.snapshot, stop=())], hit.temperature, len(hit.rest))
