@@ -323,7 +323,8 @@ import os, signal, sys, time
 from types import SimpleNamespace
 import numpy as np
 from workbench import Bundle
-from workbench.decode import Snapshot, Store
+from workbench.decode import Snapshot
+from workbench.prompt_cache import Store
 from workbench.decode.snapshot import layout
 
 decoder = SimpleNamespace(identity="a" * 64, manifest=Bundle.open(sys.argv[1]).manifest, runtime="portable", precision="exact")
