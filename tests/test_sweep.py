@@ -163,7 +163,7 @@ def test_a_file_that_is_no_text_is_no_grid(tmp_path):
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_path):
-    with pytest.raises(InputError, match=r"validate_ids \[256\]; needs ids from 0 to 255"):
+    with pytest.raises(InputError, match=r"validate_ids of the grid: found 256; needs ids from 0 to 255"):
         sweep.sweep(sweep.make_grid(grid | {"validate_ids": [1, 256]}), root=tmp_path / "log", progress=False)
     assert not list(tmp_path.iterdir())
 

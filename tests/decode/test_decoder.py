@@ -41,7 +41,7 @@ def test_each_layer_alone_updates_and_remembers_as_hugging_face_does(family, siz
 
 def test_fp16_arithmetic_stays_close(family):
     decoder, _, g = family
-    declared = Decoder(decoder.bundle, "portable", "declared")
+    declared = Decoder(decoder.bundle, "portable", "declared", fast=True)
     for layer in range(decoder.manifest.dims.L):
         for sizes in ([1], [4, 3]):
             assert tiny.cosine(tiny.isolated(declared, layer, g, sizes, tolerance=5e-3), g.updates[layer]) > 0.999
@@ -127,11 +127,11 @@ def state_of(decoder):
         (lambda d: d.generate([1, 2], 1.5), "new tokens: found 1.5"),
         (lambda d: d.trim(-1), "tokens to trim: found -1"),
         (lambda d: d.snapshot().trim(-1), "tokens to trim: found -1"),
-        (lambda d: d.trim(1, slot=1), "slot: found 1"),
-        (lambda d: d.snapshot(1), "slot: found 1"),
-        (lambda d: d.snapshot(-1), "slot: found -1"),
-        (lambda d: d.remove(-1), "slot: found -1"),
-        (lambda d: d.add(1, d.snapshot()), "slot: found 1"),
+        (lambda d: d.trim(1, seq=1), "sequence: found 1"),
+        (lambda d: d.snapshot(1), "sequence: found 1"),
+        (lambda d: d.snapshot(-1), "sequence: found -1"),
+        (lambda d: d.remove(-1), "sequence: found -1"),
+        (lambda d: d.add(1, d.snapshot()), "sequence: found 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_changes_nothing(exports, call, found):
@@ -189,6 +189,32 @@ def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(exports, 
         for state, single in zip(together.states, alone.states, strict=True):
             for name in state.shard.states:
                 np.testing.assert_allclose(state.read(name)[slot], single.read(name)[0], atol=1e-5)
+
+
+def test_the_literal_graph_runs_unless_fast_is_asked_for(exports):
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
+    assert not decoder.fast and not any(model.fast for model in decoder.layers + decoder.heads)
+
+
+def test_a_stream_continues_the_running_sequences(exports):
+    decoder, one_by_one = (exports.decoder(exports.checkpoint("llama"), batch=2, max_seq_len=S) for _ in range(2))
+    prompts = [[3, 14, 15], [9, 2]]
+    for each in (decoder, one_by_one):
+        each.begin()
+        each.prefill(prompts)
+    records = list(decoder.stream([[5], [6]], [3, 1], after="running", stop=()))
+    assert [r.seq for r in records] == [0, 1, 0, 0]
+    tokens, logits = [5, 6], []
+    for _ in range(3):
+        rows = one_by_one.decode_one_token(tokens)
+        logits.append(rows[0])
+        tokens = [int(rows[0].argmax()), None]
+    assert all(np.array_equal(r.logits, row) for r, row in zip([r for r in records if not r.seq], logits, strict=True))
+    assert decoder.ids[0][:4] == [3, 14, 15, 5] and decoder.ids[1] == [9, 2, 6]
+    before = state_of(decoder)
+    with pytest.raises(InputError, match=f"at most max_seq_len = {S}"):
+        next(decoder.stream([[5], []], S - 5, after="running"))
+    assert state_of(decoder)[:2] == before[:2]
 
 
 @pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("zaya", {"moe": "routed"})])

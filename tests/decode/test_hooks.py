@@ -28,6 +28,7 @@ LOOKS = {
     "validation": lambda decoder, reference: validate.validate(decoder, reference),
     "pass": lambda decoder, reference: fidelity.run_golden(decoder, reference, 2),
     "checklist": lambda decoder, reference: checklist.check_bundle(decoder, golden=reference),
+    "probe": lambda decoder, _: checklist.write_probe(decoder, points=[(1, 0), (2, 1), (3, 2)]),
     "trace": lambda decoder, _: trace.trace_decoder(decoder, IDS),
     "profile": lambda decoder, _: timing.profile(decoder, depth=2, calls=2),
 }
@@ -44,7 +45,7 @@ def attributes(decoder) -> list:
 def test_a_look_leaves_the_decoder_as_it_was(looked_into, monkeypatch, name, calls):
     """Ended by Jupyter's stop button after some calls of a shard, or by itself."""
     bundle, reference = looked_into
-    decoder, other = (Decoder(bundle, "portable") for _ in range(2))
+    decoder, other = (Decoder(bundle, "portable", fast=True) for _ in range(2))
     tokens = decoder.generate(IDS, 6, stop=())
     for each in (decoder, other):
         each.begin()
@@ -72,7 +73,7 @@ def test_a_look_leaves_the_decoder_as_it_was(looked_into, monkeypatch, name, cal
 
 
 def test_a_hook_is_set_in_a_with_statement_alone(looked_into):
-    decoder, seen = Decoder(looked_into[0], "portable"), []
+    decoder, seen = Decoder(looked_into[0], "portable", fast=True), []
     model = decoder.layers[0]
     with pytest.raises(AttributeError):
         model.hook = print
@@ -107,7 +108,7 @@ def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(export
     bundle = exports.bundle(
         exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed", t_max=2
     )
-    decoder, seen = Decoder(bundle, "portable"), set()
+    decoder, seen = Decoder(bundle, "portable", fast=True), set()
     load, (late, later) = decoder.experts.load, list(decoder.experts.shards)[:2]
 
     def call(key):
@@ -119,7 +120,7 @@ def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(export
         assert EXPERT_IN in shapes
         model.predict({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
 
-    with decoder.literal():
+    with decoder.set_aside():
         with decoder.hooked(lambda shard: lambda op, outputs: seen.add(shard.name)):
             call(late)
         call(later)
@@ -129,7 +130,7 @@ def test_experts_that_load_within_are_hooked_and_literal_too_and_both_end(export
 
 
 def test_a_stopped_cell_of_the_reuse_matrix_leaves_no_method_replaced(looked_into, monkeypatch):
-    decoder = Decoder(looked_into[0], "portable")
+    decoder = Decoder(looked_into[0], "portable", fast=True)
     methods = [dict(vars(owner)).keys() for owner in (decoder, decoder.layers[0])]
 
     def stop(*_, **__):

@@ -91,7 +91,7 @@ def test_memory_has_a_budget_and_the_least_used_leaves_first(llama, tmp_path):
 CHILD = """
 import sys
 from workbench import Decoder
-from workbench.decode import Store
+from workbench.prompt_cache import Store
 decoder = Decoder(sys.argv[1], "portable", "exact")
 hit = Store(sys.argv[2], decoder).find(eval(sys.argv[3]))
 print([int(t) for t in decoder.generate(hit.rest, 6, after=hit.snapshot, stop=())], hit.temperature, len(hit.rest))
@@ -323,7 +323,8 @@ import os, signal, sys, time
 from types import SimpleNamespace
 import numpy as np
 from workbench import Bundle
-from workbench.decode import Snapshot, Store
+from workbench.decode import Snapshot
+from workbench.prompt_cache import Store
 from workbench.decode.snapshot import layout
 
 decoder = SimpleNamespace(identity="a" * 64, manifest=Bundle.open(sys.argv[1]).manifest, runtime="portable", precision="exact")

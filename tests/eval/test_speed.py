@@ -12,7 +12,7 @@ from workbench.sweep import timing
 
 @pytest.fixture(scope="module")
 def decoder(llama_bundle):
-    return Decoder(llama_bundle, "portable")
+    return Decoder(llama_bundle, "portable", fast=True)
 
 
 def test_samples_hold_every_call_and_their_parts_add_up(decoder):
@@ -27,7 +27,7 @@ def test_samples_hold_every_call_and_their_parts_add_up(decoder):
 
 
 def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
-    decoder = Decoder(exports.bundle(tiny_llama.path, layers_per_shard=2), "portable")
+    decoder = Decoder(exports.bundle(tiny_llama.path, layers_per_shard=2), "portable", fast=True)
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
     table = timing.layer_table(samples, decoder)
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]].groupby("shard")["value"].median()

@@ -147,7 +147,7 @@ TAPED = [("llama", {}), ("qwen2", {"compress": "int8-tensor"}), ("qwen3", {"comp
 def test_a_token_on_tape_is_the_token_call_by_call(exports, family, options):
     """States bit for bit, logits within two units in the last place of the largest (silu's exponential is another)."""
     bundle = exports.bundle(exports.checkpoint(family), **options)
-    taped, plain = (Decoder(bundle, "portable") for _ in range(2))
+    taped, plain = (Decoder(bundle, "portable", fast=True) for _ in range(2))
     for model in plain.layers + plain.heads:
         model.fast.tapes = Untaped()
     for token in (1, 5, 3, 2, 8):
@@ -171,20 +171,20 @@ class Untaped(dict):
 
 def test_only_a_single_token_of_one_sequence_is_taped(exports):
     bundle = exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor")
-    decoder = Decoder(bundle, "portable")
+    decoder = Decoder(bundle, "portable", fast=True)
     decoder.prefill([1, 2, 3], tile=3)
     decoder.decode_one_token(4)
     assert [bool(tape) for tape in decoder.layers[0].fast.tapes.values()] == [False, True]
 
 
 def test_a_program_with_an_operation_that_has_no_instruction_runs_call_by_call(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("zaya")), "portable")
+    decoder = Decoder(exports.bundle(exports.checkpoint("zaya")), "portable", fast=True)
     decoder.prefill([1])
     assert list(decoder.layers[0].fast.tapes.values()) == [None]
 
 
 def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable", fast=True)
     decoder.prefill([1, 2], tile=1)
     model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
     io["x"] = np.random.default_rng(0).normal(size=(1, decoder.manifest.dims.C, 1, 1)).astype(np.float32)
@@ -194,7 +194,7 @@ def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
 
 
 def test_a_tape_leaves_a_write_mask_that_is_not_one_hot_to_the_formula(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable", fast=True)
     decoder.prefill([1, 2], tile=1)
     model, io = decoder.layers[0], decoder.host.inputs(np.array([2]), np.array([1]), 1)
     io["x"] = np.random.default_rng(0).normal(size=(1, decoder.manifest.dims.C, 1, 1)).astype(np.float32)
@@ -244,7 +244,7 @@ def test_narrow_products_round_after_every_32_terms(rows, size):
 
 def test_without_fp16_conversions_in_hardware_the_literal_graph_runs(exports, monkeypatch):
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert not any(model.fast for model in Decoder(exports.bundle(exports.checkpoint("qwen2")), "portable").layers)
+    assert not any(model.fast for model in Decoder(exports.bundle(exports.checkpoint("qwen2")), "portable", fast=True).layers)
 
 
 @pytest.mark.parametrize("mask", [[[1.0, 1.0], [0, 0], [0, 0]], [[0.5, 0], [0, 0], [0, 1.0]], [[1.0, 0], [1.0, 0], [0, 0]]])
@@ -266,9 +266,9 @@ def test_columns_blocked_for_some_queries_only_are_kept():
 
 
 def test_hooks_and_gates_see_the_literal_graph(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable")
+    decoder = Decoder(exports.bundle(exports.checkpoint("llama")), "portable", fast=True)
     path = [model.fast for model in decoder.layers]
-    with decoder.literal():
+    with decoder.set_aside():
         assert not any(model.fast for model in decoder.layers + decoder.heads) and not decoder.fast
     assert [model.fast for model in decoder.layers] == path and decoder.fast
     seen = []
@@ -343,7 +343,7 @@ def test_a_write_past_the_cache_or_of_other_rows_is_refused(slots, rows):
 
 @pytest.mark.parametrize("family, options", BUNDLES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
 def test_no_sound_bundle_falls_back_to_the_literal_graph(exports, family, options):
-    decoder = Decoder(exports.bundle(exports.checkpoint(family), **options), "portable")
+    decoder = Decoder(exports.bundle(exports.checkpoint(family), **options), "portable", fast=True)
     batch = decoder.manifest.options.batch
     decoder.prefill([[1, 2, 3]] * batch if batch > 1 else [1, 2, 3])
     models = decoder.layers + decoder.heads

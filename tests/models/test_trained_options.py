@@ -33,7 +33,7 @@ def greedy(decoder, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("name, options", [(name, chosen) for name, both in OPTIONS.items() for chosen in both])
 def test_options_change_no_token_of_a_trained_checkpoint(exports, name, options):
     folder = DATA / f"tiny-{name}"
-    coder = answers.checkpoint_tokenizer(folder)
+    coder = answers.load_tokenizer(folder)
     tasks = answers.load_tasks(DATA / "tasks" / "heldout.jsonl")
     prompts = [coder.encode(task["prompt"])[: 40 - 8 * i] for i, task in enumerate(tasks[: options.get("batch", 1)])]
     model = exports.hf(folder)

@@ -19,7 +19,7 @@ from workbench.models.checkpoint import Checkpoint
 def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> list[dict]:
     """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one arithmetic, and, per
     token of a call of T, all that `workbench trace` does (exact, declared, narrow, and where declared leaves exact)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ("exact", "declared", "narrow")}
+    decoders = {p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")}
     declared, ids = decoders["declared"], _ids(bundle, depth + T)
 
     def sample(call) -> float:
@@ -40,7 +40,7 @@ def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, T
     """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
     same tokens."""
     ids = _ids(bundle, positions)
-    reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable", fast=False)
+    reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable")
     model = golden.whole_prompt(checkpoint)
 
     @torch.inference_mode()

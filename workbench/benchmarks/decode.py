@@ -41,11 +41,11 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     first = next(iter(bundles.values()))
-    Decoder(first, "portable")  # import first, so that load time excludes it
+    Decoder(first, "portable", fast=True)  # import first, so that load time excludes it
     contestants, loading = {}, {}
     for name, bundle in bundles.items():
         start = time.perf_counter()
-        contestants[name] = partial(_our_step, Decoder(bundle, "portable"))
+        contestants[name] = partial(_our_step, Decoder(bundle, "portable", fast=True))
         loading[name] = time.perf_counter() - start
     peers = {"HF fp16": torch.float16, "HF fp32": torch.float32}
     contestants |= {name: _peer(checkpoint, dtype, first.manifest.options.max_seq_len) for name, dtype in peers.items()}
@@ -73,7 +73,7 @@ def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096),
         make: gives the bundle of one max_seq_len, t_max 64.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
-    decoders = {S: Decoder(make(S), "portable") for S in sizes}
+    decoders = {S: Decoder(make(S), "portable", fast=True) for S in sizes}
     depths = {(S, 1): S - 2 for S in sizes} | {(sizes[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
 
     def sample(S: int, T: int) -> float:
@@ -132,7 +132,7 @@ def read_bandwidth(size: int = 1 << 30) -> float:
 
 def _peak(path: Path) -> int | None:
     """Peak resident bytes of this process once it has opened a bundle and decoded."""
-    Decoder(path, "portable").generate([7] * 8, 8, stop=())
+    Decoder(path, "portable", fast=True).generate([7] * 8, 8, stop=())
     return peak_rss()
 
 
@@ -142,7 +142,7 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
     Args:
         make: gives the bundle of one checkpoint for `moe` = dense or routed.
     """
-    decoders = {kind: Decoder(make(kind), "portable", fast=False) for kind in ("dense", "routed")}
+    decoders = {kind: Decoder(make(kind), "portable") for kind in ("dense", "routed")}
     times = {kind: [] for kind in decoders}
     for round_ in range(rounds):
         for kind, decoder in decoders.items():

@@ -14,14 +14,13 @@ from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache
 from workbench.check import fidelity, gates
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
-from workbench.decode import Decoder, literal
+from workbench.decode import Decoder
 from workbench.errors import InputError
 
 SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
 
 
-@literal
 def check_bundle(decoder: Decoder, *, golden: Golden | None = None, machine: int | None = None, progress: bool = False) -> list[Gate]:
     """Runs every gate; each one's reason says what was compared.
 
@@ -29,10 +28,11 @@ def check_bundle(decoder: Decoder, *, golden: Golden | None = None, machine: int
         golden: also compares the written rows with it.
         machine: bytes of memory of the target machine (default: this one's).
     """
-    addresses = _addresses(write_probe(decoder, progress=progress))
     contents = [fidelity.of_this_checkpoint(decoder, golden)] if golden else []
-    return [*interface_gates(decoder.bundle), *lifetime(decoder), addresses, *contents, cache_contents(decoder, golden),
-            stale_rows(decoder), nan_is_noticed(decoder), overflow_raises(decoder), fits(decoder.bundle, machine)]  # fmt: skip
+    with decoder.set_aside():
+        addresses = _addresses(write_probe(decoder, progress=progress))
+        return [*interface_gates(decoder.bundle), *lifetime(decoder), addresses, *contents, cache_contents(decoder, golden),
+                stale_rows(decoder), nan_is_noticed(decoder), overflow_raises(decoder), fits(decoder.bundle, machine)]  # fmt: skip
 
 
 def interface_gates(bundle: Bundle) -> list[Gate]:
@@ -108,7 +108,6 @@ def probe_points(S: int, t_max: int, whole: bool = False) -> list[tuple[int, int
     return [(T, pos) for T in Ts for pos in sorted({*near, S - T, S - T - 1}) if 0 <= pos <= S - T]
 
 
-@literal
 def write_probe(decoder: Decoder, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
     """Which cache rows each call of T valid tokens at `pos` changed, on caches full of random rows.
 
@@ -119,15 +118,16 @@ def write_probe(decoder: Decoder, points: Iterable[tuple[int, int]] | None = Non
 
     o, records, rng = decoder.options, [], np.random.default_rng(0)
     points = list(points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed" and o.kv_write == "slice"))
-    for model in tqdm(decoder.layers, desc="write addresses", unit="shard", disable=not progress):
-        full = {n: rng.standard_normal(s.shape).astype(np.float16) for n, s in model.shard.states.items()}
-        state = model.make_state()
-        for T, pos in points:
-            for name, value in full.items():
-                state.write(name, value)
-            _call(decoder, model, state, pos, T)
-            records += [_changed(name, model.shard.states[name], value, state.read(name), T, pos)
-                        for name, value in full.items() if is_cache(name)]  # fmt: skip
+    with decoder.set_aside():
+        for model in tqdm(decoder.layers, desc="write addresses", unit="shard", disable=not progress):
+            full = {n: rng.standard_normal(s.shape).astype(np.float16) for n, s in model.shard.states.items()}
+            state = model.make_state()
+            for T, pos in points:
+                for name, value in full.items():
+                    state.write(name, value)
+                _call(decoder, model, state, pos, T)
+                records += [_changed(name, model.shard.states[name], value, state.read(name), T, pos)
+                            for name, value in full.items() if is_cache(name)]  # fmt: skip
     return records
 
 

@@ -20,7 +20,7 @@ import torch
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check import gates, metrics
 from workbench.check.golden import Golden
-from workbench.decode import Decoder, literal
+from workbench.decode import Decoder
 from workbench.errors import InputError
 
 
@@ -47,7 +47,6 @@ def default_ts(t_max: int, fixed: bool = False) -> list[int]:
     return [t_max] if fixed else sorted({1, 2, 3, 4, t_max - 1, t_max} & {*range(1, t_max + 1)})
 
 
-@literal
 def run_golden(decoder: Decoder, golden: Golden, T: int | Sequence[int], mode: str = "isolated", *, forced: bool = True) -> ForwardPass:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an empty cache.
 
@@ -64,7 +63,8 @@ def run_golden(decoder: Decoder, golden: Golden, T: int | Sequence[int], mode: s
         raise InputError("golden", f"{L} layers of width {C}, vocabulary {V}",
                          f"the bundle's {dims.L} layers of width {dims.C}, vocabulary {dims.V}",
                          f"make the golden of {decoder.manifest.checkpoint['name']}")  # fmt: skip
-    return _Pass(decoder, golden, mode == "isolated", forced).run(T)
+    with decoder.set_aside():
+        return _Pass(decoder, golden, mode == "isolated", forced).run(T)
 
 
 class _Pass:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from workbench.bundle import Bundle
+from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
@@ -162,10 +163,9 @@ def whole_prompt(checkpoint: Checkpoint):
 
 def check_ids(ids: Sequence[int], V: int) -> np.ndarray:
     """Token ids [n] of a prompt, at least one, all of them in the vocabulary."""
-    ids = np.asarray(ids, np.int64)
-    if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= V:
-        raise InputError("prompt ids", f"{ids.tolist()}", f"at least one id from 0 to {V - 1}", "check --prompt-ids")
-    return ids
+    if not len(ids):
+        raise InputError("prompt ids", "[]", f"at least one id from 0 to {V - 1}", "check --prompt-ids")
+    return np.array(token_ids(ids, V, "prompt ids"), np.int64)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def at_fault(decoder: Decoder, golden: Golden, T: int) -> str:
     """Whose fault a drift is: the program's when the portable runtime shows it too, else the runtime's."""
     if decoder.runtime == "portable":
         return "the program is wrong (portable runtime; no device was run)"
-    portable = Decoder(decoder.bundle, "portable", fast=False)
+    portable = Decoder(decoder.bundle, "portable")
     again = drift(portable, {t: fidelity.run_golden(portable, golden, t) for t in (1, T)}, golden)
     if again.value > gates.T_TOLERANCE["declared"]:
         return f"the program is wrong: the portable runtime drifts too ({again.value:.3g})"

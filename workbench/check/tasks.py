@@ -8,7 +8,8 @@ import torch
 
 from workbench.check import gates
 from workbench.check.golden import whole_prompt
-from workbench.decode import Decoder, literal
+from workbench.decode import Decoder
+from workbench.decode.transcript import load_tokenizer
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -27,16 +28,6 @@ def load_tasks(path: str | Path) -> list[dict]:
     return tasks
 
 
-def checkpoint_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (Path(folder) / "tokenizer.json").is_file():
-        raise InputError(f"tokenizer {folder}", "no tokenizer.json", "the checkpoint's tokenizer",
-                         "give --prompt-ids instead of text, or add the tokenizer and export again")  # fmt: skip
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
 def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Callable[[list[int]], str],
            generate: Generate) -> list[bool]:  # fmt: skip
     """Whether greedy decoding continues each task's prompt with its answer."""
@@ -48,16 +39,16 @@ def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Ca
     return [right(task) for task in tasks]
 
 
-@literal
 def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
     """Answers of a bundle, with the tokenizer it carries."""
-    coder = checkpoint_tokenizer(decoder.bundle.root / "tokenizer")
-    return answer(tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=()))
+    coder = load_tokenizer(decoder.bundle.root / "tokenizer")
+    with decoder.set_aside():
+        return answer(tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=()))
 
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
     """Answers of Hugging Face's model in fp32; the whole model is loaded."""
-    coder, model = checkpoint_tokenizer(checkpoint.path), whole_prompt(checkpoint)
+    coder, model = load_tokenizer(checkpoint.path), whole_prompt(checkpoint)
 
     def generate(ids: list[int], n: int) -> list[int]:
         with torch.inference_mode():
@@ -73,7 +64,7 @@ def answer_gates(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
     The second gate is the only one that a fault shared by golden and bundle (a wrong rope in config.json) cannot pass:
     against each other they agree. Prompts that do not fit max_seq_len are left out.
     """
-    encode, S = checkpoint_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len
+    encode, S = load_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:
         return [gates.not_run("answers", f"no prompt fits max_seq_len = {S}")]

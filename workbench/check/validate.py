@@ -9,7 +9,7 @@ import pandas as pd
 from workbench.check import fidelity, gates, metrics, rangedim
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
-from workbench.decode import Decoder, literal
+from workbench.decode import Decoder
 
 
 @dataclass
@@ -45,7 +45,6 @@ class Validation:
         }  # fmt: skip
 
 
-@literal
 def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
     """Compares every layer × position × T of a bundle with `golden`, and applies the gates."""
     rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)

@@ -30,9 +30,9 @@ def decode_command(
     if (prompt_ids is None) == (prompt is None):
         raise InputError("prompt", "both or neither of --prompt-ids and --prompt", "one of them", "give one of them")
     from workbench.decode import Sampling
-    from workbench.decode.transcript import bundle_tokenizer, transcript
+    from workbench.decode.transcript import load_tokenizer, transcript
 
-    ids = bundle_tokenizer(opened).encode(prompt) if prompt_ids is None else parse_ids(prompt_ids)
+    ids = load_tokenizer(opened.root / "tokenizer").encode(prompt) if prompt_ids is None else parse_ids(prompt_ids)
     sampling = Sampling(temperature, top_k, top_p, seed)
     decoder = workbench.Decoder(opened, runtime, precision, fast=not literal)
     result = transcript(decoder, ids, max_new, logits, sampling)
@@ -55,7 +55,7 @@ def reuse_command(
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 
-    decoders = [workbench.Decoder(opened, runtime, precision, fast=False) for opened in bundles]
+    decoders = [workbench.Decoder(opened, runtime, precision) for opened in bundles]
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
     lines = [f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"
              f"context {c.context:<6}{c.reason}" for c in red_first(matrix.cells)]  # fmt: skip

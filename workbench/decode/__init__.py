@@ -1,10 +1,9 @@
 """Decoding a bundle: token by token, chunk by chunk, from the start or from a snapshot. Knows no golden."""
 
-from workbench.decode.contexts import literal
 from workbench.decode.decoder import Decoder, Record
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
 from workbench.decode.snapshot import Snapshot
 from workbench.decode.transfer import copy_state
 
-__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "copy_state", "literal"]
+__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "copy_state"]

@@ -1,5 +1,6 @@
-"""What callers hand in, judged before anything changes: token ids, slots, counts."""
+"""Validation of what callers pass, before anything changes: token ids, sequence indices, counts."""
 
+from collections.abc import Iterable
 from operator import index
 
 from workbench.errors import InputError
@@ -8,20 +9,24 @@ from workbench.errors import InputError
 def whole_number(value, subject: str, needed: str, next_step: str, stop: float = float("inf")) -> int:
     """`value` as a plain int from 0 to below `stop`. A float would lose its fraction, a negative index count from the end."""
     try:
-        found = index(value)
+        number = index(value)
     except TypeError:
-        found = -1
-    if not 0 <= found < stop:
+        number = -1
+    if not 0 <= number < stop:
         raise InputError(subject, repr(value), needed, next_step)
-    return found
+    return number
 
 
-def token(value, V: int) -> int:
-    return whole_number(value, "token id", f"ids from 0 to {V - 1}", "encode the prompt with this bundle's tokenizer", V)
+def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
+    """Token ids as plain ints, each in a vocabulary of V tokens."""
+    needed, next_step = f"ids from 0 to {V - 1}", "encode the prompt with this bundle's tokenizer"
+    return [whole_number(value, subject, needed, next_step, V) for value in ids]
 
 
-def slot(value, batch: int) -> int:
-    return whole_number(value, "slot", f"a slot from 0 to {batch - 1}", "choose one, or export with a larger --batch", batch)
+def sequence(value, batch: int) -> int:
+    """An index into the batch."""
+    next_step = "choose one, or export with a larger --batch"
+    return whole_number(value, "sequence", f"a sequence from 0 to {batch - 1}", next_step, batch)
 
 
 def count(value, subject: str) -> int:

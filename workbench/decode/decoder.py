@@ -1,13 +1,16 @@
 """Token ids in, logits and tokens out: one state per shard and sequence batch, advanced chunk by chunk.
 
-Sequences come and go slot by slot as snapshots; every slot keeps its own position, so no slot knows of the others.
+Each sequence of the batch has an index `seq`, a position of its own, and can be replaced by a snapshot; no sequence
+affects another.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import cycle
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,13 @@ import numpy as np
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
-from workbench.decode import checks, contexts
+from workbench.decode import checks
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
-from workbench.decode.snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable
+from workbench.decode.snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable, without_rows
 from workbench.errors import InputError
+from workbench.runtime import Model
 
 GREEDY = Sampling()
 
@@ -36,12 +40,25 @@ class Times:
 
 @dataclass
 class Record:
-    """One generated token: its id, the logits [V] it was picked from, what the call that made them took, its slot."""
+    """One generated token: its id, the logits [V] it was picked from, the times of the call that gave them, the index of
+    its sequence in the batch."""
 
     token: int
     logits: np.ndarray
     times: Times
-    slot: int = 0
+    seq: int = 0
+
+
+@dataclass
+class Plan:
+    """What `stream` runs for one sequence of the batch: its prompt, and when and how its new tokens are picked."""
+
+    seq: int
+    prompt: list[int]
+    limit: int
+    sampling: Sampling
+    stop: Sequence[int]
+    snapshot: Snapshot | None
 
 
 class Decoder:
@@ -51,13 +68,13 @@ class Decoder:
         bundle: an opened bundle or its path.
         runtime: `auto`, `portable` or `coreml`.
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`).
-        fast: whether `declared` may take the portable decode path; gates run the literal graph, `fast=False`.
+        fast: whether `declared` takes the portable decode path, for timing; by default the literal graph runs.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
 
     def __init__(self, bundle: Bundle | str | Path, runtime: str = "auto", precision: str = "declared",
-                 fast: bool = True, compute_units: str = "CPU_AND_NE", hints: dict | None = None):  # fmt: skip
+                 fast: bool = False, compute_units: str = "CPU_AND_NE", hints: dict | None = None):  # fmt: skip
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.runtime, self.precision, self.fast = runtimes.resolve(runtime), precision, fast
         self.compute_units, self.hints = compute_units, hints or {}
@@ -73,22 +90,21 @@ class Decoder:
         self.begin()
 
     @contextmanager
-    def literal(self) -> Iterator["Decoder"]:
-        """Within, the portable runtime executes the literal graph, as with `fast=False`; sequences go on as they are."""
-        before = self.fast
+    def set_aside(self) -> Iterator[None]:
+        """Within, `begin` may start other sequences, which run the literal graph (as with `fast=False`);
+        afterwards the sequences from before continue unchanged."""
+        names = ("run", "states", "ids", "offsets", "times", "fast")
+        before = {name: getattr(self, name) for name in names}
+        literal = methodcaller("literal") if self.runtime == "portable" else nullcontext
         try:
             self.fast = False
-            with (
-                contexts.of_models(self, lambda model: model.literal())
-                if self.runtime == "portable"
-                else nullcontext()
-            ):
-                yield self
+            with self._of_models(literal):
+                yield
         finally:
-            self.fast = before
+            vars(self).update(before)
 
     @contextmanager
-    def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator["Decoder"]:
+    def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator[None]:
         """Within, every model of the portable runtime has the hook that `hook_of` gives for its
         shard (None: no hook).
 
@@ -102,20 +118,25 @@ class Decoder:
                 "the portable runtime, which shows each operation",
                 "open the bundle with runtime='portable'",
             )
-        with contexts.of_models(self, lambda model: model.hooked(hook_of(model.shard))):
-            yield self
+        with self._of_models(lambda model: model.hooked(hook_of(model.shard))):
+            yield
 
     @contextmanager
-    def set_aside(self) -> Iterator["Decoder"]:
-        """Within, `begin` may start other sequences; afterwards those that ran before go on as if
-        nothing had happened."""
-        before = {
-            name: getattr(self, name) for name in ("run", "states", "ids", "offsets", "times")
-        }
-        try:
-            yield self
-        finally:
-            vars(self).update(before)
+    def _of_models(self, context_of: Callable[[Model], AbstractContextManager]) -> Iterator[None]:
+        """Enters `context_of(model)` for every model, those of experts that load within included."""
+        load = self.experts.load
+        with ExitStack() as contexts:
+
+            def load_within(shard: Shard) -> Model:
+                model = load(shard)
+                contexts.enter_context(context_of(model))
+                return model
+
+            for model in (*self.layers, *self.heads, *self.experts.models.values()):
+                contexts.enter_context(context_of(model))
+            contexts.callback(setattr, self.experts, "load", load)
+            self.experts.load = load_within
+            yield
 
     @cached_property
     def identity(self) -> str:
@@ -123,53 +144,56 @@ class Decoder:
         return identity(self.manifest, self.precision if self.runtime == "portable" else self.runtime)
 
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
-        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: one, or None, per slot).
+        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a list with one or None each).
 
         Raises:
             InputError: a snapshot that does not fit; what ran before is untouched then.
         """
-        held = {slot: self._fitting(s) for slot, s in enumerate(_each(snapshot, self.options.batch)) if s is not None}
-        self.run = object()  # whose turn it is: a stream that finds another one here must not go on
+        B = self.options.batch
+        snapshots = {seq: self._fitting(s) for seq, s in enumerate(_each(snapshot, B)) if s is not None}
+        self.run = object()  # a stream whose `run` this no longer is must not continue
         self.states = [model.make_state() for model in self.layers]
-        self.ids: list[list[int]] = [[] for _ in range(self.options.batch)]
-        self.offsets = np.zeros(self.options.batch, int)
+        self.ids: list[list[int]] = [[] for _ in range(B)]
+        self.offsets = np.zeros(B, int)
         self.times = Times()
-        self._write(held, fresh=True)
+        self._write(snapshots, fresh=True)
 
-    def snapshot(self, slot: int = 0) -> Snapshot:
+    def snapshot(self, seq: int = 0) -> Snapshot:
         """A detached copy of one sequence."""
-        offset = int(self.offsets[checks.slot(slot, self.options.batch)])
-        assert offset == len(self.ids[slot]), "positions that no token was run for"
-        names = [(state, name) for state in self.states for name in state.shard.states]
-        states = {name: take(state.read(name)[slot], name, offset) for state, name in names}
-        return Snapshot(tuple(self.ids[slot]), self.identity, states)
+        offset = self._offset(seq)
+        assert offset == len(self.ids[seq]), "positions that no token was run for"
+        states = {name: take(state.read(name)[seq], name, offset) for state in self.states for name in state.shard.states}
+        return Snapshot(tuple(self.ids[seq]), self.identity, states)
 
-    def add(self, slot: int, snapshot: Snapshot) -> None:
-        """Puts a snapshot in place of the sequence in `slot`; the others go on as if nothing had happened.
+    def add(self, seq: int, snapshot: Snapshot) -> None:
+        """Puts a snapshot in place of sequence `seq`; the others are unchanged.
 
         Raises:
             InputError: a snapshot of another bundle, or one with no room; nothing is changed then.
         """
-        self._write({checks.slot(slot, self.options.batch): self._fitting(snapshot)})
+        self._write({checks.sequence(seq, self.options.batch): self._fitting(snapshot)})
 
-    def remove(self, slot: int) -> None:
-        """Ends the sequence in `slot` and leaves nothing of it behind."""
+    def remove(self, seq: int) -> None:
+        """Ends sequence `seq` and clears its states."""
         empty = {name: np.zeros(shape, np.float32) for name, shape in layout(self.manifest, 0).items()}
-        self._write({checks.slot(slot, self.options.batch): Snapshot((), self.identity, empty)})
+        self._write({checks.sequence(seq, self.options.batch): Snapshot((), self.identity, empty)})
 
-    def trim(self, count: int, slot: int = 0) -> int:
-        """Takes the last `count` tokens of a sequence back; says how many it had to take back.
+    def trim(self, count: int, seq: int = 0) -> int:
+        """Removes the last `count` tokens of a sequence; returns how many it had to remove.
 
         Raises:
             InputError: a sequence with side states, or a ring that has wrapped, cannot go back; a negative count.
         """
-        offset = int(self.offsets[checks.slot(slot, self.options.batch)])
+        offset = self._offset(seq)
         count = min(checks.count(count, "tokens to trim"), offset)
         if count and not trimmable(self.manifest, offset):
             raise untrimmable(offset)
-        self.offsets[slot] -= count
-        del self.ids[slot][offset - count :]
+        self.offsets[seq] -= count
+        del self.ids[seq][offset - count :]
         return count
+
+    def _offset(self, seq: int) -> int:
+        return int(self.offsets[checks.sequence(seq, self.options.batch)])
 
     def _fitting(self, snapshot: Snapshot) -> Snapshot:
         S, subject = self.options.max_seq_len, f"snapshot of {snapshot.offset} tokens"
@@ -177,32 +201,31 @@ class Decoder:
             raise foreign(subject, snapshot.identity, self.identity)
         if snapshot.offset > S:
             raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
-        shapes = layout(self.manifest, snapshot.offset)  # a ring of another size may hold other rows
-        names = shapes.keys() | snapshot.states.keys()
-        wrong = [name for name in names if not _like(snapshot.states.get(name), shapes.get(name))]
+        shapes = {name: value.shape for name, value in snapshot.states.items()}
+        wrong = without_rows(layout(self.manifest, snapshot.offset)) ^ without_rows(shapes)
         if wrong:
-            raise InputError(subject, f"state {min(wrong)} missing, unknown or of another shape", "this bundle's states",
+            raise InputError(subject, f"state {min(wrong)[0]} missing, unknown or of another shape", "this bundle's states",
                              "restore a snapshot as it was taken")  # fmt: skip
         return snapshot
 
-    def _write(self, held: dict[int, Snapshot], fresh: bool = False) -> None:
-        """Writes snapshots into their slots; what other slots hold is read and written back, `fresh` states apart."""
-        spare: dict[tuple, np.ndarray] = {}  # one array of each shape: a runtime copies what it is given
-        for state in self.states if held else ():
+    def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
+        """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
+        the states are `fresh`."""
+        zeros: dict[tuple, np.ndarray] = {}  # one array of each shape: a runtime copies what is written
+        for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
-                values = {slot: snapshot.states[name] for slot, snapshot in held.items()}
-                dtype = next(iter(values.values())).dtype
-                if fresh or len(held) == self.options.batch:
-                    key = (is_cache(name), *entry.shape)
-                    whole = spare[key] = spare[key] if key in spare else np.zeros(entry.shape, dtype)
+                values = {seq: snapshot.states[name] for seq, snapshot in snapshots.items()}
+                if fresh or len(values) == self.options.batch:
+                    dtype = next(iter(values.values())).dtype
+                    batch = zeros.setdefault((is_cache(name), *entry.shape), np.zeros(entry.shape, dtype))
                 else:
-                    whole = state.read(name)
-                    whole[list(held)] = 0
-                for slot, value in values.items():
-                    put(whole[slot], name, value, held[slot].offset)
-                state.write(name, whole)
-        for slot, snapshot in held.items():
-            self.offsets[slot], self.ids[slot] = snapshot.offset, list(snapshot.ids)
+                    batch = state.read(name)
+                    batch[list(values)] = 0
+                for seq, value in values.items():
+                    put(batch[seq], name, value, snapshots[seq].offset)
+                state.write(name, batch)
+        for seq, snapshot in snapshots.items():
+            self.offsets[seq], self.ids[seq] = snapshot.offset, list(snapshot.ids)
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
         """Continues each sequence by its prompt, `tile` tokens a call (default t_max; a list: one size after another).
@@ -213,18 +236,23 @@ class Decoder:
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
         """
-        rows = self._rows(ids)
-        self.host.check(self.offsets, np.array([len(r) for r in rows]))
-        hidden, done = None, 0
-        for size in _tiles(max(map(len, rows)), tile or self.options.t_max):
-            chunk = [r[done : done + size] for r in rows]
-            hidden = self._keep_last(hidden, self.advance(chunk, size), chunk)
-            done += size
-        return self._shape(self.logits(hidden))
+        prompts, start = self._prompts(ids), 0
+        lengths = [len(prompt) for prompt in prompts]
+        self.host.check(self.offsets, lengths)
+        last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)  # hidden state of each last valid token
+        for size in cycle(np.ravel(tile or self.options.t_max).tolist()):
+            chunk = [prompt[start : start + size] for prompt in prompts]
+            hidden = self.advance(chunk, min(size, max(lengths) - start))
+            for seq, tokens in enumerate(chunk):
+                if tokens:
+                    last[seq, :, 0] = hidden[seq, :, len(tokens) - 1]
+            start += size
+            if start >= max(lengths):
+                return self._shape(self.logits(last))
 
     def decode_one_token(self, token) -> np.ndarray:
-        """Continues each sequence by one token (a list of them when batch > 1, None for a sequence that waits); returns
-        logits [V] (or [B, V]).
+        """Continues each sequence by one token (batch > 1: a list, None for a sequence that waits). Returns logits [V],
+        or [B, V] when batch > 1.
 
         Raises:
             InputError: no token of the vocabulary, another number of them than sequences; nothing is changed then.
@@ -233,8 +261,7 @@ class Decoder:
         tokens = [token] if np.ndim(token) == 0 else list(token)
         if len(tokens) != self.options.batch:
             raise InputError("tokens", f"{len(tokens)} of them", f"{self.options.batch}, one for each sequence", "give that many")
-        V = self.manifest.dims.V
-        chunk = [[] if t is None else [checks.token(t, V)] for t in tokens]
+        chunk = [checks.token_ids([] if t is None else [t], self.manifest.dims.V) for t in tokens]
         self.times = Times()
         logits = self.logits(self.advance(chunk, 1)[:, :, :1])
         self.times.total = (time.perf_counter() - start) * 1e3
@@ -245,45 +272,49 @@ class Decoder:
 
         Args:
             ids: the tokens to run first: all of them, or those behind `after`; a list per sequence when batch > 1, an
-                empty one for a slot that stays empty.
+                empty one for a sequence that stays as it is.
             max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
-            after: see `begin`.
+            after: what to continue: None, nothing; snapshots (see `begin`); "running", the decoder's own sequences.
             stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
 
         Raises:
-            InputError: what cannot be run, before anything is; a stream that goes on after another `begin`.
+            InputError: what cannot be run, before anything is; a stream that goes on after another one began.
         """
-        rows, B = self._rows(ids), self.options.batch
+        prompts, B = self._prompts(ids), self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
-        limits = [checks.count(new, "new tokens") for new in _each(max_new, B)]
-        picks, held = _each(sampling, B), _each(after, B)
-        stops = stop if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
-        self._fits(rows, limits, held)
-        self.begin(held)
-        run = self.run
-        logits, times = self.prefill(rows).reshape(B, -1), self.times
-        last: list[int | None] = [None] * B
-        live = [slot for slot in range(B) if rows[slot] and limits[slot]]
+        stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
+        limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
+        snapshots = [None] * B if after == "running" else _each(after, B)
+        plans = [Plan(*values) for values in zip(range(B), prompts, limits, _each(sampling, B), stops, snapshots)]
+        for plan in plans:
+            self._check_room(plan, self.offsets[plan.seq] if after == "running" else 0)
+        if after != "running":
+            self.begin(snapshots)
+        self.run = run = object()
+        logits, times = self.prefill(prompts).reshape(B, -1), self.times
+        tokens: list[int | None] = [None] * B
+        live = [plan for plan in plans if plan.prompt and plan.limit]
         for step in range(1, max(limits) + 1):
-            for slot in live:
-                last[slot] = picks[slot].pick(logits[slot], int(self.offsets[slot]))
-            for slot in live:
-                yield Record(last[slot], logits[slot], times, slot)
-            live = [s for s in live if step < limits[s] and last[s] not in stops[s]]
+            for plan in live:
+                tokens[plan.seq] = plan.sampling.pick(logits[plan.seq], int(self.offsets[plan.seq]))
+            for plan in live:
+                yield Record(tokens[plan.seq], logits[plan.seq], times, plan.seq)
+            live = [plan for plan in live if step < plan.limit and tokens[plan.seq] not in plan.stop]
             if not live:
                 return
             if self.run is not run:
                 raise InputError("stream", "another sequence begun on its decoder", "a decoder of its own until it ends",
                                  "drain one stream before the next, or open a second Decoder")  # fmt: skip
-            keep = range(B) if self.options.kv_write == "slice" else live  # a slice moves every sequence on, ended or not
-            logits = self.decode_one_token([last[s] if s in keep else None for s in range(B)]).reshape(B, -1)
+            if self.options.kv_write == "mask":  # a slice moves every sequence on, ended or not
+                tokens = [tokens[plan.seq] if plan in live else None for plan in plans]
+            logits = self.decode_one_token(tokens).reshape(B, -1)
             times = self.times
 
     def generate(self, ids, max_new, **options) -> list:
         """The tokens of `stream`, drained: a list, or one list per sequence when batch > 1."""
         tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
         for record in self.stream(ids, max_new, **options):
-            tokens[record.slot].append(record.token)
+            tokens[record.seq].append(record.token)
         return tokens[0] if self.options.batch == 1 else tokens
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
@@ -295,8 +326,8 @@ class Decoder:
         T = self.options.t_max if self.options.t == "fixed" else T
         counts = np.array([len(c) for c in chunk])
         ids = np.zeros((len(chunk), T), int)
-        for slot, tokens in enumerate(chunk):
-            ids[slot, : len(tokens)] = tokens
+        for seq, tokens in enumerate(chunk):
+            ids[seq, : len(tokens)] = tokens
         io = self.host.inputs(self.offsets, counts, T)
         io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         for index in range(len(self.layers)):
@@ -304,8 +335,8 @@ class Decoder:
             io = self.run_layers(index, io, counts)
             self.times.layers.append((time.perf_counter() - start) * 1e3)
         self.offsets = self.offsets + counts
-        for held, tokens in zip(self.ids, chunk, strict=True):
-            held.extend(map(int, tokens))
+        for history, tokens in zip(self.ids, chunk, strict=True):
+            history.extend(map(int, tokens))
         return io[X].reshape(len(chunk), -1, T)
 
     def run_layers(self, index: int, io: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -319,63 +350,47 @@ class Decoder:
             `io` for the next shard: `x` is this one's hidden output, `router_state` the state it hands on.
         """
         model, shard = self.layers[index], self.layers[index].shard
-        made = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
-        hidden = made[HIDDEN] if HIDDEN in made else self.experts.run(shard.layers[0], made, counts)
-        return io | {X: hidden} | ({ROUTER_STATE: made[ROUTER_STATE_OUT]} if ROUTER_STATE_OUT in made else {})
+        outputs = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
+        hidden = outputs[HIDDEN] if HIDDEN in outputs else self.experts.run(shard.layers[0], outputs, counts)
+        return io | {X: hidden} | ({ROUTER_STATE: outputs[ROUTER_STATE_OUT]} if ROUTER_STATE_OUT in outputs else {})
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
-        start, parts = time.perf_counter(), []
-        for first in range(0, hidden.shape[2], self.options.t_max):
-            x = self.plane(hidden[:, :, first : first + self.options.t_max])
-            used = x.shape[2] * x.shape[3]
-            if self.options.t == "fixed" and used < self.options.t_max:
-                x = self.plane(np.pad(hidden[:, :, first:], ((0, 0), (0, 0), (0, self.options.t_max - used))))
+        start, parts, t_max, T = time.perf_counter(), [], self.options.t_max, hidden.shape[2]
+        if self.options.t == "fixed":
+            hidden = np.pad(hidden, ((0, 0), (0, 0), (0, -T % t_max)))
+        for first in range(0, T, t_max):
+            x = self.plane(hidden[:, :, first : first + t_max])
             slices = [model.predict({X: x})[LOGITS] for model in self.heads]
-            parts.append(np.concatenate([s.reshape(*s.shape[:2], -1)[:, :, :used] for s in slices], axis=1))
+            parts.append(np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1))
         self.times.head = (time.perf_counter() - start) * 1e3
-        return np.concatenate(parts, axis=2).transpose(0, 2, 1)
+        return np.concatenate(parts, axis=2)[:, :, :T].transpose(0, 2, 1)
 
-    def _rows(self, ids) -> list[list[int]]:
-        batch, V = self.options.batch, self.manifest.dims.V
-        rows = [list(ids)] if len(ids) and np.ndim(ids[0]) == 0 else [list(r) for r in ids]
-        if len(rows) != batch or not any(rows):
-            raise InputError("prompt", f"{len(rows)} sequences of {[len(r) for r in rows]} tokens",
+    def _prompts(self, ids) -> list[list[int]]:
+        batch = self.options.batch
+        prompts = [ids] if len(ids) and np.ndim(ids[0]) == 0 else ids
+        if len(prompts) != batch or not any(map(len, prompts)):
+            raise InputError("prompt", f"{len(prompts)} sequences of {[len(p) for p in prompts]} tokens",
                              f"{batch}, one of them of at least one token", "give one prompt per sequence")  # fmt: skip
-        return [[checks.token(t, V) for t in r] for r in rows]
+        return [checks.token_ids(prompt, self.manifest.dims.V) for prompt in prompts]
 
-    def _fits(self, rows: list[list[int]], limits: list[int], after: Sequence[Snapshot | None]) -> None:
-        S = self.options.max_seq_len
-        for row, new, held in zip(rows, limits, after, strict=True):
-            before = held.offset if held else 0
-            if held and not row:
+    def _check_room(self, plan: Plan, offset: int) -> None:
+        S, end = self.options.max_seq_len, len(plan.prompt) + offset
+        if plan.snapshot:
+            end += plan.snapshot.offset
+            if not plan.prompt:
                 raise InputError("prompt after a snapshot", "no token", "at least one, to have logits to go on from",
                                  "trim the snapshot by a token and give that one")  # fmt: skip
-            if row and before + len(row) + max(new - 1, 0) > S:
-                raise InputError("prompt and new tokens", f"{before + len(row)} + {new}", f"at most max_seq_len = {S} positions",
-                                 "shorten them, or export with a larger --max-seq-len")  # fmt: skip
-
-    def _keep_last(self, before, hidden: np.ndarray, chunk) -> np.ndarray:
-        """Hidden state of each sequence's last valid token so far, [B, C, 1]."""
-        last = np.zeros((*hidden.shape[:2], 1), np.float32) if before is None else before
-        for slot, tokens in enumerate(chunk):
-            if tokens:
-                last[slot, :, 0] = hidden[slot, :, len(tokens) - 1]
-        return last
+        if plan.prompt and end + max(plan.limit - 1, 0) > S:
+            raise InputError("prompt and new tokens", f"{end} + {plan.limit}", f"at most max_seq_len = {S} positions",
+                             "shorten them, or export with a larger --max-seq-len")  # fmt: skip
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
 
 
-def _like(value: np.ndarray | None, shape: tuple[int, ...] | None) -> bool:
-    """Whether a state has the shape it should, the rows [H_kv, rows, D] of a cache apart."""
-    if value is None or shape is None or value.ndim != len(shape):
-        return False
-    return value.shape == shape or (len(shape) == 3 and value.shape[::2] == shape[::2])
-
-
 def _each(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each; one snapshot goes into slot 0."""
+    """One value for every sequence, or the list that already has one for each; one snapshot goes to the first."""
     if isinstance(value, Snapshot):
         return [value] + [None] * (B - 1)
     each = list(value) if isinstance(value, (list, tuple)) else [value] * B
@@ -383,12 +398,3 @@ def _each(value, B: int) -> list:
         raise InputError("a list with a value for each sequence", f"{len(each)} values", f"{B}, or one value for all",
                          "give a list as long as the batch")  # fmt: skip
     return each
-
-
-def _tiles(total: int, tile: int | Sequence[int]) -> Iterator[int]:
-    """Sizes that cover `total` tokens, the last one partial; a sequence of sizes is cycled."""
-    sizes, i = [tile] if np.ndim(tile) == 0 else list(tile), 0
-    while total > 0:
-        size = min(sizes[i % len(sizes)], total)
-        yield size
-        total, i = total - size, i + 1

@@ -1,4 +1,4 @@
-"""Routed experts: the host picks one expert per token and runs each distinct one once. Knows shards, no model."""
+"""Routed experts: the host picks one expert per token and runs each distinct one once."""
 
 from collections.abc import Callable
 
@@ -26,23 +26,23 @@ class RoutedExperts:
     def run(self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
         """Finishes a layer from its router shard's outputs; `counts` [B] valid columns. Returns hidden as a plane.
 
-        The best score picks, the probability weighs. The class after the last expert runs none. Columns are grouped by
-        expert; a model of fixed T takes them all, weighted zero where they are not its own.
+        The expert with the best score runs, weighted by its probability; the class after the last expert runs none.
+        Columns are grouped by expert; a model of fixed T takes all of them, with weight zero for other experts' columns.
         """
         flat = {name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()}
         hidden, T = flat[BASE].copy(), flat[BASE].shape[2]
-        chosen = flat[ROUTER_SCORES].argmax(1)  # [B, T]
-        weights = np.take_along_axis(flat[ROUTER_PROBS], chosen[:, None], 1)  # [B, 1, T]
-        chosen[np.arange(T) >= counts[:, None]] = -1
-        for expert in np.unique(chosen):
+        choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
+        weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)  # [B, 1, T]
+        choice[np.arange(T) >= counts[:, None]] = -1
+        for expert in np.unique(choice):
             if (layer, expert) not in self.shards:
                 continue
-            own = chosen == expert
+            own = choice == expert
             columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
             io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None], ACC: hidden}
-            planes = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
-            made = self.model(layer, expert).predict(planes)[HIDDEN]
-            hidden[:, :, columns] = made.reshape(*made.shape[:2], -1)
+            io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
+            output = self.model(layer, expert).predict(io)[HIDDEN]
+            hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
 
     def model(self, layer: int, expert: int) -> Model:

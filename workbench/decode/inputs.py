@@ -1,4 +1,6 @@
-"""What the host makes for every call: rope tables, masks, write addresses. Knows positions, no model."""
+"""The inputs that the host computes for every call: rope tables, masks, write addresses. No model is needed."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,8 +12,8 @@ from workbench.errors import InputError
 class Host:
     """Call inputs of a bundle, for B sequences each at its own position.
 
-    Every cache is addressed as a ring: the row of position p lives in slot p mod slots. A cache of max_seq_len slots
-    never wraps.
+    Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A cache of max_seq_len rows never
+    wraps.
     """
 
     def __init__(self, manifest: Manifest):
@@ -21,12 +23,12 @@ class Host:
         ropes = {f"_{rope.name}" if rope.name else "": rope for rope in manifest.rope}
         self.tables = [(suffix, ropes[suffix], layer.window) for suffix, layer in layers.items()]
 
-    def check(self, offsets: np.ndarray, counts: np.ndarray) -> None:
-        """Raises before anything is written when a token would land past max_seq_len."""
+    def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
+        """Refuses, before anything is written, a call with a token at a position past max_seq_len."""
         S = self.options.max_seq_len
-        for slot, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
+        for seq, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             if count and offset + count > S:
-                raise InputError(f"sequence {slot}", f"position {offset + count - 1}", f"positions below max_seq_len = {S}",
+                raise InputError(f"sequence {seq}", f"position {offset + count - 1}", f"positions below max_seq_len = {S}",
                                  "shorten the prompt, or export with a larger --max-seq-len")  # fmt: skip
 
     def plane(self, hidden: np.ndarray) -> np.ndarray:
@@ -44,25 +46,29 @@ class Host:
             T: columns of the call.
 
         Returns:
-            tail_select [B, 2, T]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, slots, T]; and for each rope table, under its suffix,
-            rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, slots], kv_write_mask where its caches are rings.
+            tail_select [B, 2, T]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, rows, T];
+            and for each rope table, under its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
+            kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
         tail = np.arange(T) == (counts[:, None] - [2, 1])[:, :, None]
+        mask_write = self.options.kv_write == "mask"
         inputs = {TAIL_SELECT: tail.astype(np.float32)}
+        if not mask_write:
+            inputs[POS] = self._position(offsets, counts, T)
         if self.router_state:
             inputs[ROUTER_STATE] = np.zeros([T if n == "T" else n for n in self.router_state], np.float32)
         for suffix, rope, window in self.tables:
             angles = positions[:, None, :, None].astype(np.float32) * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
             inputs[ROPE_SIN + suffix] = np.sin(angles) * np.float32(rope.scale)
-            slots = self.options.slots(window)
-            inputs[ATTN_MASK + suffix] = _attention_mask(positions, offsets + counts, slots, window)
-            if self.options.kv_write == "mask":
+            rows = self.options.slots(window)
+            inputs[ATTN_MASK + suffix] = _attention_mask(positions, offsets + counts, rows, window)
+            if mask_write:
                 ring = window is not None and self.options.sliding == "ring"
-                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write_mask(positions, counts, slots)
-        return inputs if self.options.kv_write == "mask" else inputs | {POS: self._position(offsets, counts, T)}
+                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write_mask(positions, counts, rows)
+        return inputs
 
     def _position(self, offsets, counts, T) -> np.ndarray:
         if len(set(offsets.tolist())) > 1 or (counts != T).any():
@@ -71,20 +77,20 @@ class Host:
         return offsets[:1].astype(np.int32)
 
 
-def _attention_mask(positions: np.ndarray, ends: np.ndarray, slots: int, window: int | None) -> np.ndarray:
-    """Additive mask [B, 1, T, slots] once this call's rows are written, `ends` [B] tokens in all.
+def _attention_mask(positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None) -> np.ndarray:
+    """Additive mask [B, 1, T, rows] once this call's tokens are written, `ends` [B] tokens in all.
 
-    Slot s then holds the last position up to `ends` − 1 that is s modulo slots, or, where that is negative, nothing.
+    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or, where that is negative, nothing.
     """
     last = ends[:, None] - 1
-    held = last - (last - np.arange(slots)) % slots  # [B, slots]
-    behind = positions[:, :, None] - held[:, None]  # [B, T, slots]: how far each row lies behind each query
-    seen = (held[:, None] >= 0) & (behind >= 0) & (behind < (window or np.inf))
-    return np.where(seen, np.float32(0), np.float32(MASKED))[:, None]
+    stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
+    distance = positions[:, :, None] - stored[:, None]  # [B, T, rows]: from each query back to each row
+    visible = (stored[:, None] >= 0) & (distance >= 0) & (distance < (window or np.inf))
+    return np.where(visible, np.float32(0), np.float32(MASKED))[:, None]
 
 
-def _write_mask(positions: np.ndarray, counts: np.ndarray, slots: int) -> np.ndarray:
-    """One-hot columns [B, 1, slots, T]: the slot of each valid token; dummies have none."""
+def _write_mask(positions: np.ndarray, counts: np.ndarray, rows: int) -> np.ndarray:
+    """One-hot columns [B, 1, rows, T]: the row of each valid token; dummies have none."""
     valid = np.arange(positions.shape[1]) < counts[:, None]
-    write = (np.arange(slots)[:, None] == positions[:, None] % slots) & valid[:, None]  # [B, slots, T]
+    write = (np.arange(rows)[:, None] == positions[:, None] % rows) & valid[:, None]  # [B, rows, T]
     return write[:, None].astype(np.float32)

@@ -29,7 +29,7 @@ class Sampling:
                              "correct the value")  # fmt: skip
 
     def pick(self, logits: np.ndarray, position: int) -> int:
-        """The token [V] logits choose for `position`; refused where they choose none."""
+        """The token picked from logits [V] for `position`. Logits that are not finite are refused."""
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
             raise InputError(f"logits for position {position}", str(logits[best]), "finite values",
@@ -39,6 +39,6 @@ class Sampling:
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]
         weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / self.temperature)
         chances = weights / weights.sum()
-        kept = np.cumsum(chances) - chances < self.top_p
-        chances = chances[kept] / chances[kept].sum()
-        return int(np.random.default_rng([self.seed, position]).choice(order[kept], p=chances))
+        nucleus = np.cumsum(chances) - chances < self.top_p
+        chances = chances[nucleus] / chances[nucleus].sum()
+        return int(np.random.default_rng([self.seed, position]).choice(order[nucleus], p=chances))

@@ -1,7 +1,7 @@
-"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its side states, whose they are.
+"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its side states, and the identity of
+the decoder they belong to.
 
-Knows the names and shapes of logical states; no runtime, no disk. All over `state.read` and `state.write`, so the same
-on every runtime.
+Uses only the names and shapes of logical states, so it is the same on every runtime.
 """
 
 import hashlib
@@ -49,8 +49,9 @@ class Snapshot:
         count = min(checks.count(count, "tokens to trim"), self.offset)
         if count and not all(is_cache(n) and v.shape[1] == self.offset for n, v in self.states.items()):
             raise untrimmable(self.offset)
-        kept = {n: v[:, : self.offset - count] if count else v for n, v in self.states.items()}
-        return replace(self, ids=self.ids[: self.offset - count], states=kept)
+        length = self.offset - count
+        states = {n: v[:, :length] for n, v in self.states.items()} if count else self.states
+        return replace(self, ids=self.ids[:length], states=states)
 
 
 def untrimmable(offset: int) -> InputError:
@@ -58,8 +59,8 @@ def untrimmable(offset: int) -> InputError:
                       "caches that hold every row, to go back in", "restore an earlier snapshot")  # fmt: skip
 
 
-def foreign(subject: str, found: str, own: str) -> InputError:
-    return InputError(subject, f"identity {found[:12]}", f"this bundle's, {own[:12]} (checkpoint, weights, options, tokenizer, "
+def foreign(subject: str, other: str, own: str) -> InputError:
+    return InputError(subject, f"identity {other[:12]}", f"this bundle's, {own[:12]} (checkpoint, weights, options, tokenizer, "
                       "precision)", "prefill the tokens again")  # fmt: skip
 
 
@@ -74,9 +75,14 @@ def layout(manifest: Manifest, offset: int) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for shard in manifest.shards:
         for name, state in shard.states.items():
-            _, heads, slots, D = state.shape if is_cache(name) else (0, 0, 0, 0)
-            shapes[name] = (heads, min(offset, slots), D) if is_cache(name) else tuple(state.shape[1:])
+            shape = tuple(state.shape[1:])
+            shapes[name] = (shape[0], min(offset, shape[1]), shape[2]) if is_cache(name) else shape
     return shapes
+
+
+def without_rows(shapes: dict[str, tuple[int, ...]]) -> set[tuple]:
+    """Names and shapes of states; of a cache [H_kv, rows, D] without its rows, which a ring of another size may lack."""
+    return {(name, len(shape), *(shape[::2] if len(shape) == 3 else shape)) for name, shape in shapes.items()}
 
 
 def identity(manifest: Manifest, precision: str) -> str:
@@ -91,11 +97,11 @@ def identity(manifest: Manifest, precision: str) -> str:
 
 
 def take(value: np.ndarray, name: str, offset: int) -> np.ndarray:
-    """One sequence's state, as `state.read(name)[slot]` gives it, cut to its logical prefix, in token order; a copy."""
+    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its logical prefix, in token order; a copy."""
     if not is_cache(name):
         return value.copy()
-    slots = value.shape[1]
-    return value[:, :offset].copy() if offset <= slots else value[:, np.arange(offset - slots, offset) % slots]
+    rows = value.shape[1]
+    return value[:, :offset].copy() if offset <= rows else value[:, np.arange(offset - rows, offset) % rows]
 
 
 def put(target: np.ndarray, name: str, value: np.ndarray, offset: int) -> None:
@@ -103,9 +109,6 @@ def put(target: np.ndarray, name: str, value: np.ndarray, offset: int) -> None:
     if not is_cache(name):
         target[:] = value
         return
-    rows = min(value.shape[1], target.shape[1])
-    first = offset - rows
-    if first == 0:
-        target[:, :rows] = value[:, value.shape[1] - rows :]
-    else:
-        target[:, np.arange(first, offset) % target.shape[1]] = value[:, value.shape[1] - rows :]
+    count = min(value.shape[1], target.shape[1])
+    rows = np.arange(offset - count, offset) % target.shape[1] if count < offset else slice(count)
+    target[:, rows] = value[:, value.shape[1] - count :]

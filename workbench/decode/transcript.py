@@ -5,21 +5,20 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.bundle import Bundle
 from workbench.decode import checks
 from workbench.decode.decoder import GREEDY, Decoder
 from workbench.decode.sampling import Sampling
 from workbench.errors import InputError
 
 
-def bundle_tokenizer(bundle: Bundle):
-    """The tokenizer a bundle carries; refuses bundles of checkpoints that had none."""
+def load_tokenizer(folder: str | Path):
+    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a folder that has none."""
     from transformers import PreTrainedTokenizerFast
 
-    if not any(f.path == "tokenizer/tokenizer.json" for f in bundle.manifest.tokens.files):
-        raise InputError(f"tokenizer of {bundle.root}", "no tokenizer.json", "the checkpoint's tokenizer",
+    if not (Path(folder) / "tokenizer.json").is_file():
+        raise InputError(f"tokenizer {folder}", "no tokenizer.json", "the checkpoint's tokenizer",
                          "give --prompt-ids instead of text, or add the tokenizer and export again")  # fmt: skip
-    return PreTrainedTokenizerFast.from_pretrained(bundle.root / "tokenizer")
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None, sampling: Sampling = GREEDY) -> dict:
@@ -35,22 +34,22 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
         InputError: what cannot be decoded, or kept, before any token is.
     """
     if logits:
-        _keepable(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
+        _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
     start, records, prefill_ms = time.perf_counter(), [], None
     for record in decoder.stream(ids, max_new, sampling=sampling):
         prefill_ms = prefill_ms if records else (time.perf_counter() - start) * 1e3
         records.append(record)
-    tokens, times, rows = [r.token for r in records], [r.times for r in records[1:]], [r.logits for r in records]
+    tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
         if not tokens:
             decoder.begin()
-        rows.append(decoder.decode_one_token(tokens[-1]) if tokens else decoder.prefill(ids))
+        last = decoder.decode_one_token(tokens[-1]) if tokens else decoder.prefill(ids)
         with logits.open("wb") as file:  # a file, because np.save appends .npy to a name
-            np.save(file, np.stack(rows).astype(np.float32))
-    has_text = any(f.path == "tokenizer/tokenizer.json" for f in decoder.manifest.tokens.files)
+            np.save(file, np.stack([*(r.logits for r in records), last]).astype(np.float32))
+    folder = decoder.bundle.root / "tokenizer"
     samples = [t.total for t in times]
     return {
-        "tokens": tokens, "text": bundle_tokenizer(decoder.bundle).decode(tokens) if has_text else None,
+        "tokens": tokens, "text": load_tokenizer(folder).decode(tokens) if (folder / "tokenizer.json").exists() else None,
         "prefill": {"tokens": len(ids), "calls": -(-len(ids) // decoder.options.t_max), "ms": prefill_ms},
         "decode": {
             "tokens": len(tokens), "tokens_per_s": 1e3 / float(np.median(samples)) if samples else None,
@@ -61,8 +60,8 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
     }  # fmt: skip
 
 
-def _keepable(decoder: Decoder, positions: int, logits: Path) -> None:
-    """Refuses logits that could not be made or written: the last token too is run for its row."""
+def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
+    """Refuses logits that could not be computed or written: the last token too is run for its row."""
     S = decoder.options.max_seq_len
     if positions > S:
         raise InputError("prompt and new tokens, with a row of logits for each", f"{positions} tokens",

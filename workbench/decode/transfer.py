@@ -1,4 +1,4 @@
-"""Moving sequences between bundles of one checkpoint: a state belongs to the model that made it. Knows no runtime."""
+"""Moving sequences between bundles of one checkpoint: a runtime's state works only with the model that made it."""
 
 from dataclasses import replace
 
@@ -22,5 +22,4 @@ def copy_state(source: Decoder, target: Decoder) -> None:
     if source.offsets.max() > b.options.max_seq_len:
         raise InputError("bundle to continue in", f"max_seq_len = {b.options.max_seq_len}",
                          f"room for {source.offsets.max()} tokens", "export it with a larger --max-seq-len")  # fmt: skip
-    held = [source.snapshot(slot) for slot in range(a.options.batch)]
-    target.begin([replace(snapshot, identity=target.identity) for snapshot in held])
+    target.begin([replace(source.snapshot(seq), identity=target.identity) for seq in range(a.options.batch)])

@@ -20,7 +20,7 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, golden
-from workbench.decode import Decoder, literal
+from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -130,7 +130,6 @@ def _stages(checkpoint, bundle, plain, source, T, device) -> Iterator[tuple[str,
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
 
-@literal
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
     """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls of T.
 

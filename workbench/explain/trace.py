@@ -174,7 +174,7 @@ class Departure:
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
     """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p, fast=False) for p in ORDER}
+    decoders = {p: Decoder(bundle, "portable", p) for p in ORDER}
     for decoder in decoders.values():
         decoder.begin()
     return trace_ranges(decoders, ids, tile)

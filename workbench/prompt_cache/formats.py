@@ -1,10 +1,10 @@
-"""Snapshots as flat tensors and a header, ready for a file or for memory, and back. Knows no disk.
+"""Snapshots as flat tensors and a header, ready for a file or for memory, and back.
 
 `fp16` keeps every array as it is. `q4` keeps 4 bits a value of K and V: groups run along head_dim alone (its largest
-divisor up to 64), so that no token shares a group with another and any slice of tokens is exact; value ≈ low + code ·
+divisor up to 64), so that no two tokens share a group and any slice of tokens is exact; value ≈ low + code ·
 scale with `low` and `scale` in fp16, hence an error of at most scale / 2 (and one rounding to the state's dtype).
 Side states stay as they are, and so does a cache tensor whose error is more than a quarter of what differs from token
-to token in it: there, few large channels would cost all the others their bits.
+to token in it: there, a few large channels would use up the range of all the others.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ FORMATS = ("fp16", "q4")
 FORMAT_VERSION = "1"
 GROUP = 64  # values along head_dim that share one scale
 OUTLIER = 0.25  # RMS of a tensor's q4 error over the RMS of its deviation from its mean token: above, it stays fp16
-CODES, SCALE, LOW, IDS = ".codes", ".scale", ".low", "ids"
+IDS = "ids"
+CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
             quantized = quantize_groups(value)
             errors[name] = _error(value, dequantize_groups(*quantized))
             if errors[name] <= OUTLIER:
-                parts = dict(zip((name + CODES, name + SCALE, name + LOW), quantized, strict=True))
+                parts = {name + part: tensor for part, tensor in zip(PARTS, quantized, strict=True)}
         tensors |= {part: np.ascontiguousarray(tensor) for part, tensor in parts.items()}
     dtype = next(iter(snapshot.states.values())).dtype
     header = {"format": "workbench-snapshot", "version": FORMAT_VERSION, "identity": snapshot.identity, "values": format,
@@ -60,23 +61,23 @@ def decode_rows(encoded: Encoded) -> Snapshot:
     for name, value in encoded.tensors.items():
         if name.endswith(CODES):
             name = name.removesuffix(CODES)
-            states[name] = dequantize_groups(*(encoded.tensors[name + part] for part in (CODES, SCALE, LOW))).astype(dtype)
+            states[name] = dequantize_groups(*(encoded.tensors[name + part] for part in PARTS)).astype(dtype)
         elif name != IDS and not name.endswith((SCALE, LOW)):
             states[name] = value.copy()
     return Snapshot(tuple(encoded.tensors[IDS].tolist()), encoded.header["identity"], states)
 
 
-def shapes(layout: dict[str, tuple[int, ...]], dtype: str) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """For every state, the two ways it may be stored: {"fp16" | "q4": {tensor: (dtype, shape)}}."""
-    found = {}
+def shapes(layout: dict[str, tuple[int, ...]], dtype: str, names: set[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of every tensor of a snapshot's states; `names`, those of a file, say which caches are quantized."""
+    tensors = {}
     for name, shape in layout.items():
-        found[name] = {"fp16": {name: (dtype, shape)}}
-        if is_cache(name):
-            groups = (*shape[:-1], shape[-1] // group(shape[-1]))
-            codes = (*shape[:-1], shape[-1] // 2)
-            parts = {CODES: ("uint8", codes), SCALE: ("float16", groups), LOW: ("float16", groups)}
-            found[name]["q4"] = {name + part: claim for part, claim in parts.items()}
-    return found
+        if is_cache(name) and name not in names and name + CODES in names:
+            *rows, D = shape
+            tensors[name + CODES] = "uint8", (*rows, D // 2)
+            tensors[name + SCALE] = tensors[name + LOW] = "float16", (*rows, D // group(D))
+        else:
+            tensors[name] = dtype, shape
+    return tensors
 
 
 def group(D: int) -> int:
@@ -112,9 +113,14 @@ def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
         return np.where(beyond, np.nextafter(near, np.float16(towards)), near)
 
 
-def _error(value: np.ndarray, found: np.ndarray) -> float:
+def _error(value: np.ndarray, approximation: np.ndarray) -> float:
     """RMS of the error over the RMS of what differs from token to token: deviations from the mean of each channel."""
+    if not value.shape[1]:
+        return 0.0
     value = value.astype(np.float32)
-    varies = np.sqrt(((value - value.mean(1, keepdims=True)) ** 2).mean()) if value.shape[1] else 0.0
-    error = np.sqrt(((value - found) ** 2).mean()) if value.shape[1] else 0.0
-    return float(error / varies) if varies else float(error > 0)
+    error, deviation = _rms(value - approximation), _rms(value - value.mean(1, keepdims=True))
+    return float(error / deviation if deviation else error > 0)
+
+
+def _rms(value: np.ndarray) -> np.floating:
+    return np.sqrt((value**2).mean())

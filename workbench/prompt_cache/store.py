@@ -1,7 +1,7 @@
-"""Snapshots kept for later: warm on disk, hot in memory, by name and by the tokens they begin with.
+"""Snapshots saved for later: warm on disk, hot in memory, by name and by the tokens they begin with.
 
-A file is one snapshot, whole or not there: written beside its place, synced, renamed. Nothing is locked, so several
-processes may share a folder; the last one to save a name wins. Knows a decoder's identity and shapes, runs nothing.
+A file is one snapshot. It is written under a temporary name, synced and renamed, so that it is whole or absent. Nothing
+is locked: several processes may share a folder, and the last one to save a name replaces the others' files.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +33,13 @@ Stamp = tuple[int, int, int]  # inode, size, mtime in ns: another one means anot
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: its file and size, the size of the arrays as they were, the largest relative error of what was
-    quantized (0 when exact), and the names of the cache tensors that q4 left as they were."""
+    """What a save wrote: its file and size, the size of the arrays as they were, and the largest relative error of what
+    was quantized (0 when exact)."""
 
     path: Path
     bytes: int
     full_bytes: int
     error: float
-    kept: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Store:
     """The snapshots of one decoder's bundle in a folder.
 
     Args:
-        folder: made if missing; snapshots of other bundles may lie there too, they are never found.
+        folder: made if missing; snapshots of other bundles may lie there too, `find` passes them by.
         decoder: whose snapshots these are; decoders of bundles that differ only in their batch may share them.
         block: tokens per hashed block (default: 256, fewer when max_seq_len is below 1024).
         hot_bytes: memory for hot snapshots; the least recently used leave first.
@@ -80,7 +80,7 @@ class Store:
                     left.unlink()
 
     def save(self, name: str, snapshot: Snapshot, format: str = "fp16") -> Saved:
-        """Keeps a snapshot under a name, hot and warm, in place of what had the name before.
+        """Saves a snapshot under a name, hot and warm, in place of what had the name before.
 
         Raises:
             InputError: an unusable name or snapshot, no room on the disk; what was there before stays.
@@ -88,14 +88,13 @@ class Store:
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
             raise InputError(f"snapshot {name!r}", f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
-                             f"at least one token, identity {self.identity[:12]}", "save it where it was made")  # fmt: skip
+                             f"at least one token, identity {self.identity[:12]}", "save it with the store of its own decoder")  # fmt: skip
         encoded = formats.encode_rows(snapshot, format)
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write_snapshot(path, encoded)
         self._heat(name, stamp, encoded)
-        kept = tuple(n for n in encoded.errors if n in encoded.tensors)
-        error = max((e for n, e in encoded.errors.items() if n not in kept), default=0.0)
-        return Saved(path, stamp[1], snapshot.nbytes, error, kept)
+        error = max((e for name, e in encoded.errors.items() if name not in encoded.tensors), default=0.0)
+        return Saved(path, stamp[1], snapshot.nbytes, error)
 
     def load(self, name: str) -> Snapshot:
         """The snapshot of a name, detached, from memory or disk.
@@ -108,22 +107,23 @@ class Store:
     def find(self, ids: Sequence[int]) -> Hit | None:
         """The snapshot that shares the longest beginning with a prompt: all of its tokens, or whole blocks of them.
 
-        At least one token is left to run, so that there are logits to go on from: a prompt that is stored whole runs
-        its last token again, in its own place. What cannot be trimmed (side states, wrapped rings) is used whole or not.
+        At least one token remains to run, for its logits: of a prompt that is stored whole the last token is run
+        again, at its own position. What cannot be trimmed (side states, wrapped rings) is used whole or not.
         """
-        wanted, chain = np.array(ids, np.int32), self._chain(np.array(ids, np.int32))
-        lengths = {name: self._usable(held, keys, wanted, chain) for name, (_, held, keys) in self._scan().items()}
-        for name in sorted(lengths, key=lambda n: (-lengths[n], n)):
-            if not lengths[name]:
+        prompt = np.array(ids, np.int32)
+        chain = self._chain(prompt)
+        lengths = {name: self._usable(stored, keys, prompt, chain) for name, (_, stored, keys) in self._scan().items()}
+        for name, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0])):
+            if not length:
                 break
             try:
                 snapshot, temperature = self._fetch(name)
             except InputError as problem:
                 self.refused[name] = str(problem)
                 continue
-            snapshot = snapshot.trim(snapshot.offset - lengths[name])
-            if snapshot.ids == tuple(ids[: lengths[name]]):  # else another process has saved the name meanwhile
-                return Hit(snapshot, list(ids[lengths[name] :]), name, temperature)
+            snapshot = snapshot.trim(snapshot.offset - length)
+            if snapshot.ids == tuple(ids[:length]):  # else another process has saved the name meanwhile
+                return Hit(snapshot, list(ids[length:]), name, temperature)
         return None
 
     def names(self) -> list[str]:
@@ -143,13 +143,15 @@ class Store:
     def _fetch(self, name: str) -> tuple[Snapshot, str]:
         path = self._path(name)
         stamp = _stamp(path)
-        held = self.hot.get(name)
-        if held and held[0] == stamp:
-            self.hot.move_to_end(name)
-            return formats.decode_rows(held[1]), "hot"
-        encoded = self._read(path)
+        encoded, temperature = self._in_memory(name, stamp), "hot"
+        if encoded is None:
+            encoded, temperature = self._read(path), "warm"
         self._heat(name, stamp, encoded)
-        return formats.decode_rows(encoded), "warm"
+        return formats.decode_rows(encoded), temperature
+
+    def _in_memory(self, name: str, stamp: Stamp) -> Encoded | None:
+        hot_stamp, encoded = self.hot.get(name, (None, None))
+        return encoded if hot_stamp == stamp else None
 
     def _heat(self, name: str, stamp: Stamp, encoded: Encoded) -> None:
         self.hot[name] = (stamp, encoded)
@@ -165,38 +167,35 @@ class Store:
 
     def _chain(self, ids: np.ndarray) -> list[bytes]:
         """Hash of each whole block and all before it, the bundle's identity first."""
-        keys, last = [], hashlib.sha256(f"{self.identity}:{self.block}".encode()).digest()
-        for start in range(0, len(ids) - self.block + 1, self.block):
-            last = hashlib.sha256(last + ids[start : start + self.block].tobytes()).digest()
-            keys.append(last)
-        return keys
+        first = hashlib.sha256(f"{self.identity}:{self.block}".encode()).digest()
+        blocks = (ids[start : start + self.block] for start in range(0, len(ids) - self.block + 1, self.block))
+        return list(accumulate(blocks, lambda last, block: hashlib.sha256(last + block.tobytes()).digest(), initial=first))[1:]
 
     def _scan(self) -> dict[str, tuple[Stamp, np.ndarray, list[bytes]]]:
         """Ids and hashes of every snapshot on the disk that is this bundle's; reads only the headers of new files."""
-        now = {}
+        index = {}
         for name in self.names():
             try:
-                stamp = _stamp(self._path(name))
-                known = self.seen.get(name)
-                now[name] = known if known and known[0] == stamp else self._index(name, stamp)
+                path, entry = self._path(name), self.seen.get(name)
+                stamp = _stamp(path)
+                if not entry or entry[0] != stamp:
+                    ids = (self._in_memory(name, stamp) or self._read(path, only_ids=True)).tensors[IDS]
+                    entry = stamp, ids, self._chain(ids)
+                index[name] = entry
                 self.refused.pop(name, None)
             except InputError as problem:
                 self.refused[name] = str(problem)
-        self.seen = now
-        return now
+        self.seen = index
+        return index
 
-    def _index(self, name: str, stamp: Stamp) -> tuple[Stamp, np.ndarray, list[bytes]]:
-        held = self.hot.get(name)
-        encoded = held[1] if held and held[0] == stamp else self._read(self._path(name), only_ids=True)
-        return stamp, encoded.tensors[IDS], self._chain(encoded.tensors[IDS])
-
-    def _usable(self, held: np.ndarray, keys: list[bytes], wanted: np.ndarray, chain: list[bytes]) -> int:
-        """How many of `held` tokens a prompt can use."""
+    def _usable(self, stored: np.ndarray, keys: list[bytes], prompt: np.ndarray, chain: list[bytes]) -> int:
+        """How many of the tokens `stored` a prompt can use."""
         blocks = next((i for i, (a, b) in enumerate(zip(keys, chain)) if a != b), min(len(keys), len(chain)))
-        tail = slice(blocks * self.block, len(held))
-        whole = len(held) <= len(wanted) and np.array_equal(held[tail], wanted[tail])
-        length = min(len(held) if whole else blocks * self.block, len(wanted) - 1)
-        return length if length == len(held) or trimmable(self.manifest, len(held)) else 0
+        start, end = blocks * self.block, len(stored)
+        if end <= len(prompt) and np.array_equal(stored[start:], prompt[start:end]):
+            start = end
+        length = min(start, len(prompt) - 1)
+        return length if length == end or trimmable(self.manifest, end) else 0
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
         """A file's contents, every claim in it checked against this bundle before anything of its size is allocated."""
@@ -212,12 +211,12 @@ class Store:
         try:
             with safe_open(path, framework="np") as file:
                 header = file.metadata() or {}
-                wanted = self._claims(path, header, set(file.keys()))
-                for name, (dtype, shape) in wanted.items():
+                expected = self._tensors(path, header, set(file.keys()))
+                for name, (dtype, shape) in expected.items():
                     view = file.get_slice(name)
                     if tuple(view.get_shape()) != shape or _DTYPES.get(view.get_dtype()) != dtype:
                         raise _damaged_snapshot(path, f"{name} as {view.get_dtype()} {view.get_shape()}")
-                tensors = {name: file.get_tensor(name) for name in ([IDS] if only_ids else wanted)}
+                tensors = {name: file.get_tensor(name) for name in ([IDS] if only_ids else expected)}
         except InputError:
             raise
         except (SafetensorError, OSError, ValueError, KeyError) as problem:
@@ -227,21 +226,20 @@ class Store:
             raise _damaged_snapshot(path, "bytes that differ from its digest")
         return encoded
 
-    def _claims(self, path: Path, header: dict[str, str], names: set[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The tensors a file must hold, after its header was found to be one of this bundle's."""
+    def _tensors(self, path: Path, header: dict[str, str], names: set[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of every tensor that a file with this header must hold; refuses a header of another bundle."""
         if header.get("format") != "workbench-snapshot" or header.get("version") != formats.FORMAT_VERSION:
             raise _damaged_snapshot(path, f"format {header.get('format')!r}, version {header.get('version')!r}")
         if header.get("identity") != self.identity:
             raise foreign(f"snapshot {path}", str(header.get("identity")), self.identity)
-        S, text = self.manifest.options.max_seq_len, header.get("offset", "")
-        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= S and header.get("dtype") == self.dtype):
-            raise _damaged_snapshot(path, f"offset {text[:20]!r}, dtype {header.get('dtype')!r}")
-        wanted = {IDS: ("int32", (int(text),))}
-        for ways in formats.shapes(layout(self.manifest, int(text)), self.dtype).values():
-            wanted |= next((way for way in ways.values() if way.keys() <= names), ways["fp16"])
-        if names != wanted.keys():
-            raise _damaged_snapshot(path, f"tensors {', '.join(sorted(names ^ wanted.keys())[:3])} missing or unknown")
-        return wanted
+        S, offset = self.manifest.options.max_seq_len, header.get("offset", "")
+        if not (re.fullmatch("[0-9]+", offset) and 1 <= int(offset[:9]) <= S and header.get("dtype") == self.dtype):
+            raise _damaged_snapshot(path, f"offset {offset[:20]!r}, dtype {header.get('dtype')!r}")
+        states = formats.shapes(layout(self.manifest, int(offset)), self.dtype, names)
+        expected = {IDS: ("int32", (int(offset),))} | states
+        if names != expected.keys():
+            raise _damaged_snapshot(path, f"tensors {', '.join(sorted(names ^ expected.keys())[:3])} missing or unknown")
+        return expected
 
 
 _DTYPES = {"F16": "float16", "F32": "float32", "U8": "uint8", "I32": "int32"}
@@ -269,21 +267,21 @@ def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
 
 def _digest(encoded: Encoded) -> str:
     """SHA-256 over the header (the digest apart) and every tensor: names, dtypes, shapes, bytes."""
-    found = hashlib.sha256(repr(sorted((k, v) for k, v in encoded.header.items() if k != "digest")).encode())
+    digest = hashlib.sha256(repr(sorted((k, v) for k, v in encoded.header.items() if k != "digest")).encode())
     for name, value in sorted(encoded.tensors.items()):
-        found.update(f"{name}{value.dtype.name}{value.shape}".encode())
-        found.update(np.ascontiguousarray(value).data)
-    return found.hexdigest()
+        digest.update(f"{name}{value.dtype.name}{value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).data)
+    return digest.hexdigest()
 
 
 def _stamp(path: Path) -> Stamp:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         raise InputError(f"snapshot {path}", "no such file", "a snapshot that was saved", "save it first") from None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _damaged_snapshot(path: Path, found: str) -> InputError:
-    return InputError(f"snapshot {path}", found, f"a whole snapshot of version {formats.FORMAT_VERSION}, as `save` wrote it",
+def _damaged_snapshot(path: Path, problem: str) -> InputError:
+    return InputError(f"snapshot {path}", problem, f"a whole snapshot of version {formats.FORMAT_VERSION}, as `save` wrote it",
                       "delete the file and prefill again")  # fmt: skip

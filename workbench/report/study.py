@@ -47,7 +47,7 @@ class ExportedModel:
 def token_texts(checkpoint: Checkpoint, ids: list[int]) -> list[str]:
     """The text of each token id, or the id itself without a tokenizer."""
     try:
-        return tasks.checkpoint_tokenizer(checkpoint.path).convert_ids_to_tokens(ids)
+        return tasks.load_tokenizer(checkpoint.path).convert_ids_to_tokens(ids)
     except InputError:
         return [str(i) for i in ids]
 
@@ -102,7 +102,7 @@ class Study:
     def prompt(self, checkpoint: Checkpoint, count: int) -> tuple[list[int], list[str]]:
         """At most `count` token ids and their text: the first held-out task, or seeded ids without a tokenizer."""
         try:
-            tokenizer = tasks.checkpoint_tokenizer(checkpoint.path)
+            tokenizer = tasks.load_tokenizer(checkpoint.path)
             ids = tokenizer.encode(tasks.load_tasks(self.tasks)[0]["prompt"])[:count]
         except InputError:
             ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()

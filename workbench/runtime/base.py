@@ -71,14 +71,12 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
     if inputs.keys() != shard.inputs.keys():
         raise InputError(f"inputs of shard {shard.name}", ", ".join(sorted(inputs)), ", ".join(sorted(shard.inputs)),
                          "give exactly these")  # fmt: skip
-    seen = None
+    T = None
     for name, shape in shard.inputs.items():
-        found = inputs[name].shape
-        if len(found) != len(shape) or any(n not in ("T", m) for n, m in zip(shape, found, strict=True)):
-            raise InputError(f"input {name!r} of shard {shard.name}", f"shape {list(found)}", f"{shape}", "reshape it")
-        for n, m in zip(shape, found, strict=True):
-            if n == "T":
-                seen = m if seen is None else seen
-                if m != seen or not 1 <= m <= t_max:
-                    raise InputError(f"input {name!r} of shard {shard.name}", f"T = {m}",
-                                     f"one T for all inputs, 1 to {t_max}", "split the call")  # fmt: skip
+        subject, actual = f"input {name!r} of shard {shard.name}", inputs[name].shape
+        if len(actual) != len(shape) or any(n not in ("T", m) for n, m in zip(shape, actual)):
+            raise InputError(subject, f"shape {list(actual)}", f"{shape}", "reshape it")
+        for m in (m for n, m in zip(shape, actual) if n == "T"):
+            T = T or m
+            if m != T or m > t_max or not m:
+                raise InputError(subject, f"T = {m}", f"one T for all inputs, 1 to {t_max}", "split the call")

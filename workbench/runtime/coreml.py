@@ -1,6 +1,6 @@
-"""Runs a shard through coremltools and Core ML (macOS 15 or later). Nothing of this is measured off a Mac.
+"""Runs a shard through coremltools and Core ML (macOS 15 or later). None of it has been run on a device off a Mac.
 
-Shards are compiled once and kept beside the bundle, under a hash of what they were compiled from and by; every later
+Shards are compiled once and stored beside the bundle, under a hash of their files, coremltools and macOS; every later
 process loads the compiled model.
 """
 
@@ -97,11 +97,11 @@ class CoreMLModel:
         self.shard, self.t_max = shard, bundle.manifest.options.t_max
         self.function, self.units = function, ct.ComputeUnit[compute_units]
         self.loading_ms: dict[str, float | None] = {"compile": None, "load": None, "first_predict": None}
-        chosen = _hints(ct, hints or {})
+        hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled = self._compile(bundle)
             start = time.perf_counter()
-            self.model = ct.models.CompiledMLModel(str(self.compiled), self.units, function, chosen or None)
+            self.model = ct.models.CompiledMLModel(str(self.compiled), self.units, function, hints or None)
         self.loading_ms["load"] = (time.perf_counter() - start) * 1e3
 
     def _one_message(self):
@@ -158,10 +158,10 @@ class CoreMLModel:
 
 
 def compiled_path(bundle: Bundle, shard: Shard) -> Path:
-    """Where a shard's compiled model is kept: beside the bundle, by what it is made from, coremltools and macOS."""
-    made_from = [sorted((f.path, f.sha256) for f in shard.files), coremltools().__version__, platform.mac_ver()[0],
-                 platform.version()]  # fmt: skip
-    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    """Path of a shard's compiled model, beside the bundle; its name is a hash of the shard's files, coremltools, macOS."""
+    versions = coremltools().__version__, platform.mac_ver()[0], platform.version()
+    sources = [sorted((f.path, f.sha256) for f in shard.files), *versions]
+    key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]
     return bundle.root.parent / f".{bundle.root.name}.compiled" / f"{shard.name}-{key}.mlmodelc"
 
 
@@ -170,13 +170,13 @@ def _hints(ct, hints: dict) -> dict:
     unknown = sorted(hints.keys() - HINTS.keys())
     if unknown:
         raise InputError("optimization hints", ", ".join(unknown), f"some of {', '.join(HINTS)}", "correct the name")
-    found = {}
+    values = {}
     for name, value in hints.items():
-        kinds = getattr(ct, HINTS[name]).__members__ if HINTS[name] else {"True": True, "False": False}
-        if str(value) not in kinds:
-            raise InputError(f"optimization hint {name}", repr(value), f"one of {', '.join(kinds)}", "choose one")
-        found[name] = kinds[str(value)]
-    return found
+        members = getattr(ct, HINTS[name]).__members__ if HINTS[name] else {"True": True, "False": False}
+        if str(value) not in members:
+            raise InputError(f"optimization hint {name}", repr(value), f"one of {', '.join(members)}", "choose one")
+        values[name] = members[str(value)]
+    return values
 
 
 def _placed(plan, block):

@@ -4,8 +4,8 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class PortableModel:
     """One shard, executed operation by operation.
 
     States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook (see
-    `miltorch.interpret`); none costs nothing. With `fast`, `declared` calls take the decode path
+    `miltorch.interpret`); without one nothing is called. With `fast`, `declared` calls take the decode path
     (`miltorch.fast.program`) unless a hook is set; the literal graph is made ready when first
     needed, and runs what the decode path does not take.
     """
@@ -48,7 +48,7 @@ class PortableModel:
     def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
         self.shard, self.precision, self._hook = shard, precision, None
         self.t_max = bundle.manifest.options.t_max
-        coremltools()  # its import is nobody's loading time
+        coremltools()  # import first, so that the load time excludes it
         start = time.perf_counter()
         self.package = bundle.package(shard)
         _read_ahead(self.package)
@@ -57,7 +57,7 @@ class PortableModel:
         self.fast = self._fast(program) if fast and precision == "declared" else None
         self.program = self.fast.program if self.fast else program
         if self.fast is None:
-            self.executable  # noqa: B018  (refuses now what it cannot run, not at the first call)
+            self.executable  # noqa: B018  (a program that cannot run is refused now, not at the first call)
         self.loading_ms = {"compile": None, "load": (time.perf_counter() - start) * 1e3, "first_predict": None}
 
     @property
@@ -65,25 +65,22 @@ class PortableModel:
         """The hook that is set, if one is."""
         return self._hook
 
-    @contextmanager
-    def hooked(self, hook: Hook | None) -> Iterator[None]:
+    def hooked(self, hook: Hook | None) -> AbstractContextManager:
         """Within, `hook` is called after each operation of the literal graph; None: nothing is."""
-        before = self._hook
-        try:
-            self._hook = hook
-            yield
-        finally:
-            self._hook = before
+        return self._with("_hook", hook)
+
+    def literal(self) -> AbstractContextManager:
+        """Within, calls execute the literal graph, as with `fast=False`."""
+        return self._with("fast", None)
 
     @contextmanager
-    def literal(self) -> Iterator[None]:
-        """Within, calls execute the literal graph, as with `fast=False`."""
-        before = self.fast
+    def _with(self, attribute: str, value: object) -> Iterator[None]:
+        before = getattr(self, attribute)
         try:
-            self.fast = None
+            setattr(self, attribute, value)
             yield
         finally:
-            self.fast = before
+            setattr(self, attribute, before)
 
     def _fast(self, program: miltorch.Program):
         from miltorch.fast import kernels  # numba takes a moment to import
@@ -115,7 +112,7 @@ class PortableModel:
 
 
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
-    """Refuses a manifest and a package that disagree about what a shard takes, keeps and gives.
+    """Refuses a manifest and a package that disagree about the inputs, states or outputs of a shard.
 
     Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
     for all else), and whether the axis T takes 1 to t_max tokens, or t_max alone where the package fixes it.
@@ -126,40 +123,42 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
     types = {name: kind for op in program.block.ops for name, kind in op.outputs}
     outputs = {name: types.get(name, program.inputs.get(name)) for name in program.outputs}
     tensors = {entry.tensor for entry in shard.states.values()}
-    for what, declared, found in (("inputs", shard.inputs.keys(), program.inputs), ("outputs", shard.outputs.keys(), outputs),
-                                  ("states", tensors, program.states)):  # fmt: skip
-        if set(declared) != set(found):
-            raise _disagreement(f"{what} of shard {shard.name}", ", ".join(sorted(found)), ", ".join(sorted(declared)))
+
+    def check(agrees: bool, subject: str, packaged: object, declared: object) -> None:
+        if not agrees:
+            raise InputError(f"{subject} of shard {shard.name}", f"{packaged} in the package",
+                             f"{declared}, as bundle.json says", "export or copy the bundle again")  # fmt: skip
+
+    for what, declared, packaged in (("inputs", shard.inputs.keys(), program.inputs), ("outputs", shard.outputs.keys(), outputs),
+                                     ("states", tensors, program.states)):  # fmt: skip
+        check(declared == packaged.keys(), what, ", ".join(sorted(packaged)), ", ".join(sorted(declared)))
     for name, declared in shard.inputs.items():
-        kind = program.inputs[name]
-        needed = "INT32" if name == POS else "FLOAT16 or FLOAT32"
-        if kind.dtype not in needed.split(" or "):
-            raise _disagreement(f"input {name!r} of shard {shard.name}", kind.dtype, needed)
-        ranges = _ranges(program, name)
-        if len(kind.shape) != len(declared) or not all(
-            size == (t_max if n == "T" else n) or size is None and n == "T" and _covers(ranges, axis, t_max)
-            for axis, (size, n) in enumerate(zip(kind.shape, declared, strict=True))
-        ):
-            shape = [n if n is not None else ranges[axis] if ranges else "?" for axis, n in enumerate(kind.shape)]
-            raise _disagreement(f"input {name!r} of shard {shard.name}", f"shape {shape}", f"{declared}, T from 1 to {t_max}")
+        subject, kind, ranges = f"input {name!r}", program.inputs[name], _ranges(program, name)
+        dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
+        check(kind.dtype in dtypes, subject, kind.dtype, " or ".join(dtypes))
+        axes = enumerate(zip(declared, ranges))
+        flexible = [axis for axis, (n, (low, high)) in axes if n == "T" and low <= 1 and high >= t_max]
+        shape = [n if n is not None else ranges[axis] if ranges else "?" for axis, n in enumerate(kind.shape)]
+        check(_agree(kind.shape, declared, t_max, flexible), subject, f"shape {shape}", f"{declared}, T from 1 to {t_max}")
     for name, declared in shard.outputs.items():
         shape = outputs[name].shape if outputs[name] else ()
-        if len(shape) != len(declared) or not all(
-            size is None or size == (t_max if n == "T" else n) for size, n in zip(shape, declared, strict=True)
-        ):
-            raise _disagreement(f"output {name!r} of shard {shard.name}", f"shape {list(shape)}", f"{declared}")
+        check(_agree(shape, declared, t_max, range(len(shape))), f"output {name!r}", f"shape {list(shape)}", declared)
     for name, entry in shard.states.items():
-        shape = program.states[entry.tensor].shape
-        part = entry.part if entry.part is not None else [(0, n) for n in entry.shape]
-        inside = len(part) == len(shape) and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape, strict=True))
-        whole = entry.part is not None or tuple(entry.shape) == shape
-        if not inside or not whole or math.prod(b - a for a, b in part) != math.prod(entry.shape):
-            raise _disagreement(f"state {name!r} of shard {shard.name}", f"shape {list(shape)} of {entry.tensor}",
-                                f"{entry.shape}" + (f" in {entry.part}" if entry.part else ""))  # fmt: skip
+        shape, part = program.states[entry.tensor].shape, entry.part
+        agrees = tuple(entry.shape) == shape if part is None else (
+            len(part) == len(shape)
+            and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
+            and math.prod(b - a for a, b in part) == math.prod(entry.shape)
+        )  # fmt: skip
+        check(agrees, f"state {name!r}", f"shape {list(shape)} of {entry.tensor}", f"{entry.shape}" + (f" in {part}" if part else ""))
 
 
-def _disagreement(subject: str, found: str, needed: str) -> InputError:
-    return InputError(subject, f"{found} in the package", f"{needed}, as bundle.json says", "export or copy the bundle again")
+def _agree(shape: Sequence[int | None], declared: list, t_max: int, flexible: Collection[int]) -> bool:
+    """Whether every size is the declared one, t_max for T, or is left open at one of the axes `flexible`."""
+    return len(shape) == len(declared) and all(
+        size == (t_max if n == "T" else n) or size is None and axis in flexible
+        for axis, (size, n) in enumerate(zip(shape, declared))
+    )
 
 
 def _ranges(program: miltorch.Program, name: str) -> list[tuple[int, float]]:
@@ -169,12 +168,8 @@ def _ranges(program: miltorch.Program, name: str) -> list[tuple[int, float]]:
     return [(r.lowerBound, r.upperBound if r.upperBound >= 0 else math.inf) for r in ranges]
 
 
-def _covers(ranges: list[tuple[int, float]], axis: int, t_max: int) -> bool:
-    return axis < len(ranges) and ranges[axis][0] <= 1 and ranges[axis][1] >= t_max
-
-
 def _read_ahead(package: Path) -> None:
-    """Tells the system, where it listens, that all weights will be read: page by page a disk takes twice as long."""
+    """Advises the system, where it takes such advice, to read all weights: page by page a disk takes twice as long."""
     for path in package.rglob("*.bin") if hasattr(os, "posix_fadvise") else ():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

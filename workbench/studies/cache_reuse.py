@@ -228,7 +228,7 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
 
     def recording(*arguments, **options):
         for record in stream(*arguments, **options):
-            records[record.slot].append(record)
+            records[record.seq].append(record)
             yield record
 
     if streaming:

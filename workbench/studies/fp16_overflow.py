@@ -67,7 +67,7 @@ class NaiveShape(AttentionGeometry):
 
 def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None) -> Decoder:
     """A portable decoder of `bundle`; the programs of its layer shards come from `packages` if there are any."""
-    decoder = Decoder(bundle, "portable", precision, fast=False)
+    decoder = Decoder(bundle, "portable", precision)
     for model in decoder.layers if packages else ():
         package, names = packages[model.shard.name]
         model.executable = miltorch.Executable(miltorch.read(package), precision)

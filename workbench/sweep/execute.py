@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from workbench import log
+from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.log.machine import machine_name, software_name, with_machines
 from workbench.models.checkpoint import Checkpoint
@@ -38,7 +39,7 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
     if scheduler is None:
         bundles = bundles or log.project(root) / "data" / "bundles"
     checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
-    _check_ids(grid.validate_ids, checkpoint.config.vocab_size)
+    token_ids(grid.validate_ids, checkpoint.config.vocab_size, "validate_ids of the grid")
     everything = list(cells(grid))
     random.Random(0).shuffle(everything)
     with _workers(scheduler, measure) as (hosts, results):
@@ -54,11 +55,6 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
                 counts["done" if status == "ok" else "failed"] += last
                 bar.update(last)
     return counts
-
-
-def _check_ids(ids: list[int], V: int) -> None:
-    if wrong := [i for i in ids if not 0 <= i < V]:
-        raise InputError("grid", f"validate_ids {wrong}", f"ids from 0 to {V - 1}", "take them from the checkpoint's vocabulary")
 
 
 def _check_root(root: Path) -> None:
