@@ -1,7 +1,7 @@
 """coremltools' native layer, played by the portable runtime: `MLModel(...).predict()` where there is no Core ML.
 
 ```
-from workbench.runtime import shim
+from miltorch import shim
 shim.install()                 # the one added line
 model = coremltools.models.MLModel("model.mlpackage")
 state = model.make_state()
@@ -28,6 +28,7 @@ import torch
 
 import miltorch
 from miltorch.errors import InputError
+from miltorch.interpret import check_precision
 from miltorch.quiet import coremltools
 
 MACOS = (15, 5)  # what coremltools is told to run on: the system whose features (iOS 18) the portable runtime has
@@ -43,8 +44,7 @@ def install(precision: str = "declared") -> None:
     """
     if sys.platform == "darwin":
         raise InputError("shim", "macOS, which has Core ML itself", "a machine without Core ML", "leave shim.install() out here")
-    if precision not in miltorch.PRECISIONS:
-        raise InputError("precision", repr(precision), f"one of {', '.join(miltorch.PRECISIONS)}", "choose one of these")
+    check_precision(precision)
     Proxy.precision = precision
     if _replaced:
         return
