@@ -37,32 +37,31 @@ class Bytecode:
 
     def __init__(self, program, values: list):
         self.constants, self.values, self.arrays, self.addresses, self.code = program.values, values, [], {}, []
-        self.names = [[name for name, *_ in each] for each in (program.inputs, program.states, program.outputs)]
-        self.outer = [register for _, register, *_ in (*program.inputs, *program.states, *program.outputs)]
-        self.masks, self.shapes = [], [tuple(values[register].shape) for _, register in program.outputs]
-        for i, (_, register, dtype) in enumerate(program.inputs):
+        self.inputs, self.states, self.masks = list(program.inputs), list(program.states), []
+        self.outputs = {name: tuple(values[register].shape) for name, register in program.outputs.items()}
+        self.outer = [*(register for register, _ in program.inputs.values()), *program.states.values()]
+        for register, dtype in program.inputs.values():
             if dtype == torch.float16:
-                self._emit(ROUND, register, -1 - i, self._size(register))
+                self._emit(ROUND, register, self._outer(register), self._size(register))
         for node in program.nodes:
             self._record(node)
-        first = len(program.inputs) + len(program.states)
-        for i, (_, register) in enumerate(program.outputs):
+        for i, register in enumerate(program.outputs.values(), len(self.outer)):
             _need(values[register].dtype == torch.float16)
-            self._add(ROUND, -1 - first - i, self._address(register), self._size(register))
+            self._add(ROUND, -1 - i, self._address(register), self._size(register))
         self.code = np.array(self.code, np.int64)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 2)
         del self.constants, self.values
 
     def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
         """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a state is laid out otherwise."""
-        input_names, state_names, output_names = self.names
-        operands, cells = [inputs[name].float().contiguous() for name in input_names], [state[name].value for name in state_names]
+        cells = [state[name].value for name in self.states]
         if not all(cell.is_contiguous() for cell in cells):
             return None
-        outputs = [torch.empty(shape) for shape in self.shapes]
-        outer = np.array([t.data_ptr() for t in (*operands, *cells, *outputs)], np.int64)
+        operands = [inputs[name].float().contiguous() for name in self.inputs]
+        outputs = {name: torch.empty(shape) for name, shape in self.outputs.items()}
+        outer = np.array([t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64)
         complete = kernels.on_threads(_run_bytecode, self.code, outer, self.masks, torch.get_num_threads() > 1)
-        return dict(zip(output_names, outputs, strict=True)) if complete else None
+        return outputs if complete else None
 
     def _record(self, node) -> None:
         function, pattern = node.function, getattr(node.function, "func", None)
@@ -142,7 +141,7 @@ class Bytecode:
         return self.addresses[register]
 
     def _outer(self, register: int) -> int:
-        """How an instruction names what every call brings along: an input, a state, an output."""
+        """How an instruction names an input or a state of the call."""
         return -1 - self.outer.index(register)
 
     def _emit(self, kind: int, out: int, *operands: int) -> None:

@@ -1,7 +1,6 @@
 """Finds patterns of operations in a program: `PatternGraph` keeps what stands for those that a pattern recognises."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
@@ -10,7 +9,6 @@ from miltorch.interpret import _INTEGER, _python_value, _to_tensor
 from miltorch.ops import OPERATIONS
 from miltorch.program import Op, Program
 
-Result = TypeVar("Result")
 STATE_WRITES = ("write_state", "coreml_update_state")
 
 
@@ -25,7 +23,7 @@ def need(value):
     return value
 
 
-def tried(attempt: Callable[..., Result], *arguments) -> Result | None:
+def tried(attempt: Callable, *arguments):
     """What `attempt` returns, or None when it raises anything at all.
 
     Everything that the decode path does beyond the literal graph is tried here: a pattern, a bytecode, a program's first

@@ -76,9 +76,8 @@ class FastProgram:
         self.values: list[object] = []  # what each register holds before a call: its constant, or None
         self.graph = PatternGraph(program, PATTERNS)
         self.nodes = _joined([node for op in self.graph.live() for node in self._nodes(op)])
-        self.inputs = [(name, self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()]
-        self.states = [(name, self._register(name)) for name in program.states]
-        self.outputs = [(name, self._register(name)) for name in program.outputs]
+        self.inputs = {name: (self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()}
+        self.states, self.outputs = ({n: self._register(n) for n in names} for names in (program.states, program.outputs))
         self.outline = Executable(program, builder=partial(Outline, self.graph))
         reads, body = set(_reads(self.outline.body)), self.outline.body
         body.constants = {name: value for name, value in body.constants.items() if name in reads}
@@ -91,7 +90,7 @@ class FastProgram:
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]) -> dict[str, torch.Tensor]:
         """As `Executable.run` in `declared`, without a hook."""
         try:
-            shapes = tuple([inputs[name].shape for name, *_ in self.inputs])
+            shapes = tuple([inputs[name].shape for name in self.inputs])
             for name, declared in self.program.states.items():
                 cell = state[name].value
                 if cell.shape != declared.shape or cell.dtype is not torch.float32:
@@ -107,7 +106,7 @@ class FastProgram:
     def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         """The first call of some shapes, which decides how the others run."""
         self.outline.operands(inputs, state)  # refuses other shapes than the program declares
-        first = tried(self._alike, inputs, {name: state[name].value for name, _ in self.states})
+        first = tried(self._alike, inputs, {name: state[name].value for name in self.states})
         if first is None:
             self.bytecodes[shapes] = self.literal()
             return self.bytecodes[shapes].run(inputs, state)
@@ -131,9 +130,9 @@ class FastProgram:
     def _run(self, inputs: dict, state: dict) -> tuple[dict, list]:
         """Outputs of a call, and what every register held after it."""
         values = list(self.values)
-        for name, register, dtype in self.inputs:
+        for name, (register, dtype) in self.inputs.items():
             values[register] = inputs[name].to(dtype)
-        for name, register in self.states:
+        for name, register in self.states.items():
             values[register] = state[name]
         node = None
         try:
@@ -146,8 +145,8 @@ class FastProgram:
             raise
         except Exception as problem:
             raise _failure(self.program, node.op, problem) from problem
-        outputs = ((name, values[register]) for name, register in self.outputs)
-        return {name: value.float() if value.dtype == torch.float16 else value for name, value in outputs}, values
+        outputs = {name: values[register] for name, register in self.outputs.items()}
+        return {name: value.float() if value.dtype == torch.float16 else value for name, value in outputs.items()}, values
 
     def _register(self, name: str, value=None) -> int:
         if name not in self.registers:
