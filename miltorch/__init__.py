@@ -1,4 +1,4 @@
-"""MIL programs as PyTorch computations: `.mlpackage` → `Program` → results. Knows no bundle, no model family.
+"""Runs MIL programs on PyTorch: `.mlpackage` → `Program` → `Executable` → outputs. See README.md.
 
 The names below are imported when they are first used, so that `miltorch.errors` loads no torch.
 """
@@ -8,6 +8,7 @@ from importlib import import_module
 _NAMES = {
     "PRECISIONS": "interpret",
     "Executable": "interpret",
+    "InputError": "errors",
     "Program": "program",
     "Type": "program",
     "make_state": "interpret",

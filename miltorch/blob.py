@@ -40,8 +40,8 @@ class BlobFile:
         if bytes(self.data[:23]) == b"version https://git-lfs":
             raise self._bad("a Git LFS pointer", "run: git lfs pull")
 
-    def _bad(self, found: str, next_step: str = "export or copy the package again") -> InputError:
-        return InputError(str(self.path), found, "a whole MIL weight file of storage version 2", next_step)
+    def _bad(self, actual: str, next_step: str = "export or copy the package again") -> InputError:
+        return InputError(str(self.path), actual, "a whole MIL weight file of storage version 2", next_step)
 
     def array(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
         """The blob whose record starts at `offset`, as an array of `shape`; sub-byte types one value per element."""

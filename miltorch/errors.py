@@ -1,13 +1,13 @@
-"""The one exception a user of the workbench should ever have to read.
+"""`InputError`, the exception for every input that cannot be used, and the last message of a failed process.
 
-A leaf: every part may raise it, none catches it but the command line (exit code 2) and the widgets.
+This module imports nothing of the package, so every other module may import it.
 """
 
 import re
 
 
 class InputError(ValueError):
-    """Input that cannot be used: what it is, what was found, what is needed, and what to do next.
+    """Input that cannot be used: the subject, its actual value, the value it needs, and the next step for the user.
 
     ```
     raise InputError("prompt", "300 tokens", "at most max_seq_len = 256", "export with --max-seq-len 512")
@@ -15,9 +15,9 @@ class InputError(ValueError):
     prints as ``prompt: found 300 tokens; needs at most max_seq_len = 256. Next: export with --max-seq-len 512.``
     """
 
-    def __init__(self, subject: str, found: str, needed: str, next_step: str):
-        self.subject, self.found, self.needed, self.next_step = subject, found, needed, next_step
-        super().__init__(f"{subject}: found {found}; needs {needed}. Next: {next_step.rstrip('.')}.")
+    def __init__(self, subject: str, actual: str, needed: str, next_step: str):
+        self.subject, self.actual, self.needed, self.next_step = subject, actual, needed, next_step
+        super().__init__(f"{subject}: found {actual}; needs {needed}. Next: {next_step.rstrip('.')}.")
 
     @classmethod
     def from_message(cls, message: str) -> "InputError | None":
@@ -30,7 +30,7 @@ class InputError(ValueError):
         next_step = self.next_step.rstrip(".")
         return [
             f"InputError: {self.subject}\n"
-            f"  found      {self.found}\n"
+            f"  found      {self.actual}\n"
             f"  needs      {self.needed}\n"
             f"  next step  {next_step}"
         ]
@@ -51,16 +51,11 @@ def last_message(written: list[str]) -> str:
     """What a failed process wrote last on stderr, in one line: the message of its last exception,
     however many lines it has; without one the last line, or the dictionary that ends there."""
     lines = [line for line in written if line.strip()] or ["no message"]
-    backwards = range(len(lines) - 1, -1, -1)
-    trace = next(
-        (i for i in backwards if lines[i].startswith("Traceback (most recent call last)")), None
-    )
-    if trace is not None:  # the frames behind it are indented, the message begins where they end
-        start = next(
-            (i for i in range(trace + 1, len(lines)) if not lines[i].startswith(" ")), trace
-        )
+    start = len(lines) - 1
+    traces = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if traces:  # the frames behind the last one are indented, the message begins where they end
+        behind = range(traces[-1] + 1, len(lines))
+        start = next((i for i in behind if not lines[i].startswith(" ")), traces[-1])
     elif lines[-1] == "}":
-        start = next((i for i in backwards if lines[i].endswith("{")), len(lines) - 1)
-    else:
-        start = len(lines) - 1
+        start = max((i for i, line in enumerate(lines) if line.endswith("{")), default=start)
     return one_line("\n".join(lines[start:]))

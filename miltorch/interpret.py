@@ -20,15 +20,15 @@ import torch
 from miltorch.errors import InputError
 from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
-from miltorch.program import Block, Op, Program, Ref, Type
+from miltorch.program import NUMPY, Block, Op, Program, Ref, Type, refs
 
 PRECISIONS = ("declared", "exact", "narrow")
 MOVES = {"reshape", "transpose", "slice_by_index", "concat", "split", "squeeze", "expand_dims", "identity"}  # change no value
 Hook = Callable[[Op, list], list | None]
-# declared dtype → how torch holds it: unsigned types that torch lacks one size up, sub-byte integers in a byte
-_INTEGER = {"BOOL": torch.bool, "INT4": torch.int8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
-            "INT64": torch.int64, "UINT16": torch.int32, "UINT32": torch.int64, "UINT64": torch.int64,
-            **{f"UINT{bits}": torch.uint8 for bits in (1, 2, 3, 4, 6, 8)}}  # fmt: skip
+_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}  # for unsigned types, which torch hardly supports
+# declared dtype → dtype of the torch tensor, for booleans and integers
+_INTEGER = {name: getattr(torch, _WIDER.get(np.dtype(dtype).name, np.dtype(dtype).name))
+            for name, dtype in NUMPY.items() if np.dtype(dtype).kind in "biu"}  # fmt: skip
 
 
 def _to_tensor(literal) -> object:
@@ -53,21 +53,20 @@ def _python_value(value):
 
 @dataclass
 class Step:
-    """An operation made ready: its function, its constant arguments, where the others come from, what its results are."""
+    """An operation bound to its rule: its constant arguments, the names of the others, and how to store its results."""
 
     op: Op
     function: Callable
-    constants: dict[str, object]
-    arrays: list[tuple[str, str | list[str]]]  # parameter, name(s) of the values
-    attributes: list[tuple[str, str | list[str]]]  # as arrays; the values become plain Python
     outputs: list[tuple[str, Callable]]  # name, what brings a result to its declared type
-    bodies: list["Body"]
-    dead: list[str]  # values that nothing after this step reads
+    constants: dict[str, object] = field(default_factory=dict)
+    operands: list[tuple[str, str | list[str], bool]] = field(default_factory=list)  # parameter, value name(s), is attribute
+    bodies: list["Body"] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)  # values that nothing after this step reads
 
 
 @dataclass
 class Body:
-    """A block made ready. `constants` are its own; it also sees the values of the blocks around it."""
+    """The steps of a block. `constants` are its own; it also sees the values of the blocks around it."""
 
     inputs: list[str]
     steps: list[Step] = field(default_factory=list)
@@ -81,19 +80,18 @@ class Executable:
     Args:
         program: what to run.
         precision: `declared`, `exact` or `narrow`.
-        builder: what makes the blocks ready, with the executable as its one argument (default: `Builder`).
+        builder: turns blocks into bodies, with the executable as its one argument (default: `Builder`).
 
     Raises:
         InputError: naming every unsupported operation at once, before anything runs.
     """
 
     def __init__(self, program: Program, precision: str = "declared", builder: Callable | None = None):
-        if precision not in PRECISIONS:
-            raise InputError("precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these")
+        check_precision(precision)
         refuse_unknown(program)
         self.program, self.precision = program, precision
         self.fits = {name: self._fit(t) for name, t in program.inputs.items()}
-        self.body = (builder or Builder)(self).body(program.block, {**program.inputs, **program.states}, {})
+        self.body = (builder or Builder)(self).body(program.block, dict.fromkeys([*program.inputs, *program.states]))
 
     def constant(self, name: str) -> torch.Tensor:
         """A constant of the program, decompressed, float32."""
@@ -132,25 +130,21 @@ class Executable:
             shape = state[name].value.shape
             if shape != declared.shape:
                 raise InputError(f"state {name!r}", f"shape {list(shape)}", f"{list(declared.shape)}",
-                                 "take a state that this program made")  # fmt: skip
+                                 "pass a state from make_state of this program")  # fmt: skip
         return values
 
     def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
         for step in body.steps:
             try:
                 arguments = step.constants.copy()
-                for parameter, source in step.arrays:
-                    arguments[parameter] = values[source] if source.__class__ is str else [values[n] for n in source]
-                for parameter, source in step.attributes:
-                    value = values[source] if isinstance(source, str) else [values[n] for n in source]
-                    arguments[parameter] = _python_value(value)
+                for parameter, source, attribute in step.operands:
+                    value = values[source] if source.__class__ is str else [values[n] for n in source]
+                    arguments[parameter] = _python_value(value) if attribute else value
                 if step.bodies:
                     arguments["blocks"] = [partial(self._call, b, values, hook) for b in step.bodies]
                 result = step.function(**arguments)
-                if result.__class__ is tuple:
-                    results = [fit(value) for (_, fit), value in zip(step.outputs, result, strict=False)]
-                else:
-                    results = [step.outputs[0][1](result)] if step.outputs else []
+                result = result if result.__class__ is tuple else (result,)
+                results = [fit(value) for (_, fit), value in zip(step.outputs, result)]  # an operation may have no result
             except InputError:
                 raise
             except Exception as problem:  # whatever torch makes of operands that do not fit: named, with its place
@@ -191,6 +185,12 @@ def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
     return len(shape) == len(declared) and all(size in (None, n) for n, size in zip(shape, declared, strict=True))
 
 
+def check_precision(precision: str) -> None:
+    """Raises an InputError unless `precision` is one of `PRECISIONS`."""
+    if precision not in PRECISIONS:
+        raise InputError("precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these")
+
+
 def make_state(program: Program) -> dict[str, StateCell]:
     """A fresh state: one cell of zeros per state tensor."""
     cells = {}
@@ -207,97 +207,95 @@ def refuse_unknown(program: Program) -> None:
     missing = sorted({op.kind for op in program.block.walk() if op.kind not in OPERATIONS and op.kind != "const"})
     if missing:
         raise InputError(str(program.package), f"operations without a rule: {', '.join(missing)}",
-                         "operations the portable runtime knows", "run it on a Mac, or add rules in mil/ops")  # fmt: skip
+                         "operations the portable runtime knows", "run it on a Mac, or add rules in miltorch/ops")  # fmt: skip
 
 
 class Builder:
-    """Makes blocks ready for one executable: constants found and decompressed, names checked, lifetimes known."""
+    """Turns the blocks of one executable into bodies: decompresses constants, checks names, notes the last read of values."""
 
     def __init__(self, executable: Executable):
         self.executable = executable
         self.half = _matrices(executable.program.block)
 
-    def body(self, block: Block, outside: dict, known: dict) -> Body:
-        """`outside`: names of values seen from around the block; `known`: those of them that are constant."""
+    def body(self, block: Block, scope: dict) -> Body:
+        """`scope`: the values that the block sees from around it, constants with their value, others as None."""
         body = Body([name for name, _ in block.inputs], outputs=block.outputs)
-        names = set(outside) | {name for name, _ in block.inputs}
-        constants = dict(known)
+        scope = scope | dict.fromkeys(body.inputs)
         for op in block.ops:
             try:
-                self._add(op, names, constants, body)
+                self._add(op, scope, body)
             except InputError:
                 raise
             except Exception as problem:  # whatever a damaged operation leads to
                 raise _failure(self.executable.program, op, problem) from problem
-            names.update(name for name, _ in op.outputs)
-        self._check((names | set(constants)) - self.executable.program.states.keys(), block.outputs)
+            for name, _ in op.outputs:
+                scope.setdefault(name)
+        self._check(scope.keys() - self.executable.program.states.keys(), block.outputs)
         _mark_dead(body)
         return body
 
-    def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
+    def _add(self, op: Op, scope: dict, body: Body) -> None:
         if op.kind == "const":
             (name, _), value = op.outputs[0], op.inputs["val"]
             value = torch.from_numpy(np.array(value)) if name in self.half and value.dtype == np.float16 else _to_tensor(value)
-            constants[name] = body.constants[name] = value
+            scope[name] = body.constants[name] = value
             return
-        step = self._step(op, names, constants, body)
-        if op.kind.startswith("constexpr_"):
-            self._fold(step, constants, body)
+        step = self._step(op, scope, body)
+        if op.constant:
+            self._fold(step, scope, body)
         else:
             body.steps.append(step)
 
-    def _check(self, names, wanted) -> None:
-        unknown = [name for name in wanted if name not in names]
+    def _check(self, names, reads) -> None:
+        unknown = [name for name in reads if name not in names]
         if unknown:
             raise InputError(str(self.executable.program.package), f"values {unknown} that nothing before them computes",
                              "a whole program", "export the model again")  # fmt: skip
 
-    def _step(self, op: Op, names: set, constants: dict, body: Body) -> Step:
+    def _step(self, op: Op, scope: dict, body: Body) -> Step:
         rule = OPERATIONS[op.kind]
         narrow = self.executable.precision == "narrow" and rule.narrow and op.outputs[0][1].dtype == "FLOAT16"
-        step = Step(op, rule.narrow if narrow else rule.function, {}, [], [], [], [], [])
+        outputs = [(name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs]
+        step = Step(op, rule.narrow if narrow else rule.function, outputs)
         for parameter, source in op.inputs.items():
             source = [source] if parameter in TUPLES and not isinstance(source, list) else source
-            value = _literal(source, constants)
+            value, attribute = _literal(source, scope), parameter in rule.attributes
             if value is None:
-                bound = self._names(source, names, constants, body, f"{op.name}.{parameter}")
-                (step.attributes if parameter in rule.attributes else step.arrays).append((parameter, bound))
+                step.operands.append((parameter, self._names(source, scope, body, f"{op.name}.{parameter}"), attribute))
             else:
-                step.constants[parameter] = _python_value(value) if parameter in rule.attributes else value
-        step.bodies = [self.body(b, dict.fromkeys(names), constants) for b in op.blocks]
-        step.outputs = [(name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs]
+                step.constants[parameter] = _python_value(value) if attribute else value
+        step.bodies = [self.body(b, scope) for b in op.blocks]
         return step
 
-    def _names(self, source, names: set, constants: dict, body: Body, where: str) -> str | list[str]:
+    def _names(self, source, scope: dict, body: Body, where: str) -> str | list[str]:
         """What a value is called at run time; a literal among names becomes a constant of the block."""
         if isinstance(source, list):
-            return [self._names(s, names, constants, body, f"{where}.{i}") for i, s in enumerate(source)]
+            return [self._names(s, scope, body, f"{where}.{i}") for i, s in enumerate(source)]
         if isinstance(source, Ref):
-            self._check(names | constants.keys(), [source.name])
+            self._check(scope, [source.name])
             return source.name
         body.constants[where] = _to_tensor(source)
         return where
 
-    def _fold(self, step: Step, constants: dict, body: Body) -> None:
+    def _fold(self, step: Step, scope: dict, body: Body) -> None:
         """Decompresses a weight once, at load, and rounds it to its declared dtype in every mode."""
         result = step.function(**step.constants)
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
             value = value.half() if declared.dtype == "FLOAT16" else value
-            constants[name] = body.constants[name] = value if name in self.half else self.executable._fit(declared)(value.float())
+            scope[name] = body.constants[name] = value if name in self.half else self.executable._fit(declared)(value.float())
 
 
 def _matrices(block: Block) -> set[str]:
     """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever computes with them."""
-    made = {name: kind for op in block.walk() for name, kind in op.outputs}
-    shapes = {name: kind.shape[2:] for name, kind in made.items() if kind.dtype == "FLOAT16" and kind.shape}
-    found, others = set(), set(block.outputs)
+    shapes = {name: kind.shape[2:] for op in block.walk() for name, kind in op.outputs if kind.dtype == "FLOAT16"}
+    weights, others = set(), set(block.outputs)
     for op in block.walk():
         for parameter, source in op.inputs.items():
-            names = {s.name for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref)}
-            (found if (op.kind, parameter) == ("conv", "weight") else others).update(names)
+            names = weights if (op.kind, parameter) == ("conv", "weight") else others
+            names.update(ref.name for ref in refs(source))
         others.update(name for inner in op.blocks for name in inner.outputs)
-    return {name for name in found - others if set(shapes.get(name, ())) == {1}}
+    return {name for name in weights - others if set(shapes.get(name, ())) == {1}}
 
 
 def _failure(program: Program, op: Op, problem: Exception) -> InputError:
@@ -305,13 +303,13 @@ def _failure(program: Program, op: Op, problem: Exception) -> InputError:
                       "operands this operation accepts", f"check the inputs, then export {program.package.name} again")  # fmt: skip
 
 
-def _literal(source, constants: dict):
-    """The value of an argument when it is already known, else None."""
+def _literal(source, scope: dict):
+    """The value of a constant argument, else None."""
     if isinstance(source, Ref):
-        return constants.get(source.name)
-    if isinstance(source, list) and any(isinstance(s, Ref) for s in source):
-        known = [_literal(s, constants) for s in source]
-        return None if any(k is None for k in known) else known
+        return scope.get(source.name)
+    if refs(source):
+        values = [_literal(s, scope) for s in source]
+        return None if any(value is None for value in values) else values
     return _to_tensor(source)
 
 
@@ -319,7 +317,7 @@ def _reads(body: Body):
     """Every name that running `body` looks up."""
     yield from body.outputs
     for step in body.steps:
-        for _, source in step.arrays + step.attributes:
+        for _, source, _ in step.operands:
             yield from [source] if isinstance(source, str) else source
         for inner in step.bodies:
             yield from _reads(inner)
@@ -327,9 +325,9 @@ def _reads(body: Body):
 
 def _mark_dead(body: Body) -> None:
     """Notes at each step which results of this block's steps are read for the last time there, or never."""
-    made = {name for step in body.steps for name, _ in step.outputs}
+    results = {name for step in body.steps for name, _ in step.outputs}
     later = set(body.outputs)
     for step in reversed(body.steps):
         read = set(_reads(Body([], [step]))) | {name for name, _ in step.outputs}
-        step.dead = sorted((read & made) - later)
+        step.dead = sorted((read & results) - later)
         later |= read

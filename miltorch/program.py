@@ -43,6 +43,20 @@ class Op:
     outputs: list[tuple[str, Type]]
     blocks: list["Block"] = field(default_factory=list)
 
+    @property
+    def key(self) -> str | int:
+        """What identifies the operation in its program: the name of its first result, if it has one."""
+        return self.outputs[0][0] if self.outputs else id(self)
+
+    @property
+    def constant(self) -> bool:
+        """Whether its results are known before the program runs: a plain constant or a compressed weight."""
+        return self.kind == "const" or self.kind.startswith("constexpr_")
+
+    def reads(self) -> list[str]:
+        """Names of the values and states that the operation itself reads, without those of its blocks."""
+        return [ref.name for source in self.inputs.values() for ref in refs(source)]
+
 
 @dataclass
 class Block:
@@ -65,6 +79,11 @@ class Ref:
     name: str
 
 
+def refs(source) -> list[Ref]:
+    """The values that an argument names."""
+    return [s for s in (source if isinstance(source, list) else [source]) if isinstance(s, Ref)]
+
+
 @dataclass
 class Program:
     """One function of a package, with the interface its description states."""
@@ -78,8 +97,8 @@ class Program:
     description: object  # the FunctionDescription-like protobuf message: dtypes at the package's boundary
 
 
-def _refuse(path: Path, found: str, needed="a Core ML ML Program (.mlpackage)", next_step="export the model again"):
-    raise InputError(str(path), found, needed, next_step)
+def _refuse(path: Path, actual: str, needed="a Core ML ML Program (.mlpackage)", next_step="export the model again"):
+    raise InputError(str(path), actual, needed, next_step)
 
 
 def inside(package: Path, folder: Path, name: str) -> Path:

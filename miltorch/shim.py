@@ -1,7 +1,7 @@
-"""coremltools' native layer, played by the portable runtime: `MLModel(...).predict()` where there is no Core ML.
+"""coremltools' native layer on PyTorch: `MLModel(...).predict()` where there is no Core ML.
 
 ```
-from workbench.runtime import shim
+from miltorch import shim
 shim.install()                 # the one added line
 model = coremltools.models.MLModel("model.mlpackage")
 state = model.make_state()
@@ -21,61 +21,52 @@ import tempfile
 import time
 import types
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 
 import miltorch
 from miltorch.errors import InputError
+from miltorch.interpret import check_precision
 from miltorch.quiet import coremltools
 
-MACOS = (15, 5)  # what coremltools is told to run on: the system whose features (iOS 18) the portable runtime has
+MACOS = (15, 5)  # the version that coremltools reads: the system whose features (iOS 18) miltorch has
 TAKEN = tuple(np.dtype(kind) for kind in (np.float32, np.float64, np.int32))  # int8 too, once built for macOS 26
-_replaced: list[tuple[object, str, object]] = []  # module, name, what was there before install()
+_patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
 def install(precision: str = "declared") -> None:
-    """Puts the portable runtime under coremltools; a second call only changes the precision of models loaded later.
+    """Replaces coremltools' native layer; a second call only changes the precision of models loaded later.
 
     Raises:
         InputError: on a Mac, where the native layer is better; an unknown precision.
     """
     if sys.platform == "darwin":
         raise InputError("shim", "macOS, which has Core ML itself", "a machine without Core ML", "leave shim.install() out here")
-    if precision not in miltorch.PRECISIONS:
-        raise InputError("precision", repr(precision), f"one of {', '.join(miltorch.PRECISIONS)}", "choose one of these")
+    check_precision(precision)
     Proxy.precision = precision
-    if _replaced:
-        return
     ct = coremltools()
     from coremltools.models import _compiled_model, model, utils
 
+    if model._MLModelProxy is Proxy:
+        return
     native = types.ModuleType("coremltools.libcoremlpython")
     native._MLModelProxy = Proxy
-    for module in (model, _compiled_model):
-        _replace(module, "_MLModelProxy", Proxy)
-    for module in (model, _compiled_model, utils):
-        _replace(module, "_macos_version", lambda: MACOS)
-    _replace(model, "_is_macos", lambda: True)
-    _replace(ct, "libcoremlpython", native)
+    replacements = [(module, "_MLModelProxy", Proxy) for module in (model, _compiled_model)]
+    replacements += [(module, "_macos_version", lambda: MACOS) for module in (model, _compiled_model, utils)]
+    replacements += [(model, "_is_macos", lambda: True), (ct, "libcoremlpython", native)]
+    for module, name, value in replacements:
+        _patches.enter_context(mock.patch.object(module, name, value, create=True))
     sys.modules[native.__name__] = native
+    _patches.callback(sys.modules.pop, native.__name__)
 
 
 def uninstall() -> None:
-    """Puts back what `install` replaced; models loaded meanwhile still predict."""
-    while _replaced:
-        module, name, before = _replaced.pop()
-        if before is None and name == "libcoremlpython":
-            delattr(module, name)
-            del sys.modules["coremltools.libcoremlpython"]
-        else:
-            setattr(module, name, before)
-
-
-def _replace(module, name: str, value) -> None:
-    _replaced.append((module, name, getattr(module, name, None)))
-    setattr(module, name, value)
+    """Restores what `install` replaced; models loaded meanwhile still predict."""
+    _patches.close()
 
 
 class StateProxy:

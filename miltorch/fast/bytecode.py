@@ -7,11 +7,12 @@ are float32 arrays that hold values already rounded to fp16, so an instruction m
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from miltorch.fast import kernels, patterns
 from miltorch.fast.kernels import _attend_kernel, _exp, _one, _one_hot_rows, _rms_norm_kernel, _rotate, _round16, _visible, _write
+from miltorch.fast.products import Linear
 
 ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
 POINTWISE = {"add": ADD, "sub": SUB, "mul": MUL, "silu": SILU}
@@ -31,126 +32,124 @@ class Bytecode:
         values: its registers after a call of these shapes.
 
     Raises:
-        Untaped: something in it is more than one token, or has no instruction.
+        NotCompiled: something in it is more than one token, or has no instruction.
     """
 
     def __init__(self, program, values: list):
-        self.known, self.values, self.kept, self.places, self.code = program.values, values, [], {}, []
-        self.names = [[name for name, *_ in each] for each in (program.inputs, program.states, program.outputs)]
-        self.outer = [register for _, register, *_ in (*program.inputs, *program.states, *program.outputs)]
-        self.masks, self.shapes = [], [tuple(values[register].shape) for _, register in program.outputs]
-        for i, (_, register, dtype) in enumerate(program.inputs):
+        self.constants, self.values, self.arrays, self.addresses, self.code = program.values, values, [], {}, []
+        self.inputs, self.states, self.masks = list(program.inputs), list(program.states), []
+        self.outputs = {name: tuple(values[register].shape) for name, register in program.outputs.items()}
+        self.outer = [*(register for register, _ in program.inputs.values()), *program.states.values()]
+        for register, dtype in program.inputs.values():
             if dtype == torch.float16:
-                self._emit(ROUND, register, -1 - i, self._size(register))
+                self._emit(ROUND, register, self._outer(register), self._size(register))
         for node in program.nodes:
             self._record(node)
-        _need(all(values[register].dtype == torch.float16 for _, register in program.outputs))
-        first = len(program.inputs) + len(program.states)
-        for i, (_, register) in enumerate(program.outputs):
-            self._add(ROUND, -1 - first - i, self._place(register), self._size(register))
+        for i, register in enumerate(program.outputs.values(), len(self.outer)):
+            _need(values[register].dtype == torch.float16)
+            self._add(ROUND, -1 - i, self._address(register), self._size(register))
         self.code = np.array(self.code, np.int64)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 2)
-        del self.known, self.values
+        del self.constants, self.values
 
     def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
         """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a state is laid out otherwise."""
-        made = [torch.empty(shape) for shape in self.shapes]
-        wanted, held, promised = self.names
-        given, cells = [inputs[name].float().contiguous() for name in wanted], [state[name].value for name in held]
+        cells = [state[name].value for name in self.states]
         if not all(cell.is_contiguous() for cell in cells):
             return None
-        tensors = [*given, *cells, *made]
-        outer = np.array([t.data_ptr() for t in tensors], np.int64)
-        done = kernels.on_threads(_run_bytecode, self.code, outer, self.masks, torch.get_num_threads() > 1)
-        return dict(zip(promised, made, strict=True)) if done else None
+        operands = [inputs[name].float().contiguous() for name in self.inputs]
+        outputs = {name: torch.empty(shape) for name, shape in self.outputs.items()}
+        outer = np.array([t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64)
+        complete = kernels.on_threads(_run_bytecode, self.code, outer, self.masks, torch.get_num_threads() > 1)
+        return outputs if complete else None
 
     def _record(self, node) -> None:
-        function, part = node.function, getattr(node.function, "func", None)
+        function, pattern = node.function, getattr(node.function, "func", None)
         inputs, outputs, kind = node.inputs, node.outputs, node.op.kind
-        if isinstance(function, patterns.Linear):
+        values = [self.values[register] for register in inputs]
+        if isinstance(function, Linear):
             self._linear(function, inputs[0], outputs)
-        elif part is patterns._rms_norm:
+        elif pattern is patterns._rms_norm:
             self._norm(*function.args, inputs[0], outputs[0])
         elif function is kernels.rotate:
-            x, cos, sin = inputs
-            _, H, T, D = self.values[x].shape
-            _need(T == 1 and self.values[x].shape[0] == 1 and self._size(cos) == self._size(sin) <= D // 2)
-            self._emit(ROTATE, outputs[0], self._place(x), H, D, self._place(cos), self._place(sin), self._size(cos))
+            x, cos, sin = map(self._address, inputs)
+            (B, H, T, D), half = values[0].shape, values[1].numel()
+            _need(B == T == 1 and half == values[2].numel() <= D // 2)
+            self._emit(ROTATE, outputs[0], x, H, D, cos, sin, half)
         elif function in (patterns._write_positions, patterns._span):
-            _need(self.values[inputs[0]].shape[0] == self.values[inputs[0]].shape[1] == 1)
+            _need(values[0].shape[0] == values[0].shape[1] == 1)
             if function is patterns._write_positions:
-                _need(self.values[inputs[0]].shape[3] == 1)
-                self.masks.append((self._outer(inputs[0]), self._size(inputs[0])))
-        elif part is patterns._write_rows:
+                _need(values[0].shape[3] == 1)
+                self.masks.append((self._outer(inputs[0]), values[0].numel()))
+        elif pattern is patterns._write_rows:
             cell, mask, _, rows = inputs
-            B, H, S, D = self.values[cell].value.shape
-            _need(B == 1 and self._size(rows) == H * D and self._size(mask) == S)
-            self._add(WRITE, self._outer(cell), self._place(rows), H, S, D, self._place(mask))
+            B, H, S, D = values[0].value.shape
+            _need(B == 1 and values[3].numel() == H * D and values[1].numel() == S)
+            self._add(WRITE, self._outer(cell), self._address(rows), H, S, D, self._address(mask))
         elif function is patterns._attend_visible:
             q, key, value, mask, _ = inputs
-            (B, H_kv, S, D), H = self.values[key].value.shape, self._size(q) // self.values[q].shape[-1]
-            _need(B == 1 and self.values[mask].shape[2] == 1 and self._size(mask) == S and H % H_kv == 0)
-            _need(self.values[value].value.shape == (B, H_kv, S, D) and self.values[q].shape[-1] == D)
-            self._emit(ATTEND, outputs[0], self._place(q), H, D, self._outer(key), self._outer(value), self._place(mask), H_kv, S)
+            (B, groups, S, D), H = values[1].value.shape, values[0].numel() // values[0].shape[-1]
+            _need(B == 1 and values[3].shape[2] == 1 and values[3].numel() == S and H % groups == 0)
+            _need(values[2].value.shape == values[1].value.shape and values[0].shape[-1] == D)
+            states = self._outer(key), self._outer(value)
+            self._emit(ATTEND, outputs[0], self._address(q), H, D, *states, self._address(mask), groups, S)
         elif kind in POINTWISE:
-            sizes = [self._size(register) for register in inputs]
-            first, last = inputs[0], inputs[-1]
-            _need(sizes[0] == self._size(outputs[0]) and sizes[-1] in (1, sizes[0]) and len(inputs) <= 2)
-            _need(self.values[outputs[0]].dtype == torch.float16 and all(self.values[i].is_floating_point() for i in inputs))
-            _need(sizes[-1] == 1 or _axes(self.values[first]) == _axes(self.values[last]))
-            self._emit(POINTWISE[kind], outputs[0], self._place(first), sizes[0], 0, self._place(last), sizes[-1])
+            first, last, result = values[0], values[-1], self.values[outputs[0]]
+            _need(len(inputs) <= 2 and result.dtype == torch.float16 and all(x.is_floating_point() for x in values))
+            _need(first.numel() == result.numel() and (last.numel() == 1 or _axes(first) == _axes(last)))
+            x, y = self._address(inputs[0]), self._address(inputs[-1])
+            self._emit(POINTWISE[kind], outputs[0], x, first.numel(), y, last.numel())
         else:
-            _need(kind in VIEW_OPS and len(outputs) == 1 and self._size(inputs[0]) == self._size(outputs[0]))
-            _need(self.values[inputs[0]].dtype == self.values[outputs[0]].dtype)
-            _need(kind != "transpose" or _axes(self.values[inputs[0]]) == _axes(self.values[outputs[0]]))
-            self.places[outputs[0]] = self._place(inputs[0])
+            _need(kind in VIEW_OPS and len(outputs) == 1)
+            (x,), result = values, self.values[outputs[0]]
+            _need(x.numel() == result.numel() and x.dtype == result.dtype)
+            _need(kind != "transpose" or _axes(x) == _axes(result))
+            self.addresses[outputs[0]] = self._address(inputs[0])
 
-    def _linear(self, linear: patterns.Linear, x: int, outputs: list[int]) -> None:
-        R, K = linear.weight.shape
-        _need(self._size(x) == K and sum(linear.widths or [R]) == R == len(linear.scale))
+    def _linear(self, linear: Linear, x: int, outputs: list[int]) -> None:
+        weight, scale = linear.weight, linear.scale
+        (R, K), widths = weight.shape, linear.widths or [len(weight)]
+        _need(self._size(x) == K and sum(widths) == R == len(scale))
         _need(linear.bias is None or linear.bias.numel() == R)
         bias = 0 if linear.bias is None else self._keep(linear.bias.float().numpy())
-        place = self._keep(np.empty(R, np.float32))
-        for register, width in zip(outputs, linear.widths or [R], strict=True):
-            self.places[register] = place
-            place += 4 * width
-        self._add(LINEAR, self.places[outputs[0]], self._place(x), R, K, linear.weight.ctypes.data, linear.weight.itemsize,
-                  linear.scale.ctypes.data, bias)  # fmt: skip
+        out = self._keep(np.empty(R, np.float32))
+        self._add(LINEAR, out, self._address(x), R, K, weight.ctypes.data, weight.itemsize, scale.ctypes.data, bias)
+        for register, width in zip(outputs, widths, strict=True):
+            self.addresses[register] = out
+            out += 4 * width
 
-    def _norm(self, axis: int, constants: tuple, x: int, out: int) -> None:
+    def _norm(self, axis: int, constants: list, x: int, out: int) -> None:
         shape = self.values[x].shape
-        _need(shape[axis + 1 :].numel() == 1 or axis == -1)
         weight, bounds, *lists = constants
-        _need(shape[axis] == len(weight))
-        sizes = np.array([len(one) for one in lists], np.float32)
-        packed = np.concatenate([weight, bounds, sizes, *lists])
-        self._emit(NORM, out, self._place(x), self._size(x) // len(weight), len(weight), self._keep(packed))
+        _need(shape[axis] == len(weight) and (axis == -1 or shape[axis + 1 :].numel() == 1))
+        packed = np.concatenate([weight, bounds, [len(each) for each in lists], *lists])
+        self._emit(NORM, out, self._address(x), self._size(x) // len(weight), len(weight), self._keep(packed))
 
     def _size(self, register: int) -> int:
         return self.values[register].numel()
 
     def _keep(self, array: np.ndarray) -> int:
-        """The address of a float32 array that lives as long as the tape."""
-        self.kept.append(np.ascontiguousarray(array, np.float32))
-        return self.kept[-1].ctypes.data
+        """The address of a float32 array that lives as long as the bytecode."""
+        self.arrays.append(np.ascontiguousarray(array, np.float32))
+        return self.arrays[-1].ctypes.data
 
-    def _place(self, register: int) -> int:
-        """The address of a register; one that nothing made is a constant."""
-        if register not in self.places:
-            _need(isinstance(self.known[register], torch.Tensor))
-            self.places[register] = self._keep(self.values[register].float().numpy())
-        return self.places[register]
+    def _address(self, register: int) -> int:
+        """The address of a register; one that no instruction writes is a constant."""
+        if register not in self.addresses:
+            _need(isinstance(self.constants[register], torch.Tensor))
+            self.addresses[register] = self._keep(self.values[register].float().numpy())
+        return self.addresses[register]
 
     def _outer(self, register: int) -> int:
-        """How an instruction names what every call brings along: an input, a state, an output."""
+        """How an instruction names an input or a state of the call."""
         return -1 - self.outer.index(register)
 
-    def _emit(self, op: int, out: int, *fields: int) -> None:
-        self.places[out] = self._keep(np.empty(self._size(out), np.float32))
-        self._add(op, self.places[out], *fields)
+    def _emit(self, kind: int, out: int, *operands: int) -> None:
+        self.addresses[out] = self._keep(np.empty(self._size(out), np.float32))
+        self._add(kind, self.addresses[out], *operands)
 
     def _add(self, *fields: int) -> None:
-        self.code.append([*fields, *[0] * (FIELDS - len(fields))])
+        self.code.append(fields + (0,) * (FIELDS - len(fields)))
 
 
 def _need(holds: bool) -> None:
@@ -163,48 +162,53 @@ def _axes(value: torch.Tensor) -> list[int]:
     return [n for n in value.shape if n > 1]
 
 
-def _pointer(kind):
-    @intrinsic
-    def convert(typing, address):
-        def build(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), build
-
-    return convert
+def _pointer(target, element):
+    return kernels.instruction(types.int64, types.CPointer(target))(lambda builder, address: builder.inttoptr(address, element.as_pointer()))
 
 
-_floats, _bytes, _halves = (_pointer(kind) for kind in (types.float32, types.int8, types.uint16))
+_floats = _pointer(types.float32, ir.FloatType())
+_bytes = _pointer(types.int8, ir.IntType(8))
+_halves = _pointer(types.uint16, ir.IntType(16))
 
 
 @njit(cache=True)
 def _run_bytecode(code, outer, masks, threads):
     """Executes instructions [n, FIELDS]: kind, address of the result, then operands and sizes; a negative address names
-    an element of `outer`. False, with nothing done, unless every one of `masks` (place, size) holds one 1 or nothing."""
+    an element of `outer`. False, with nothing done, unless every one of `masks` (address, size) holds one 1 or nothing."""
     for i in range(len(masks)):
         if not _one_hot_rows(_vector(outer, masks[i, 0], masks[i, 1]).reshape(1, masks[i, 1], 1))[0]:
             return False
     for i in range(len(code)):
-        kind, out, a, n, m, b, c, d, e, f = code[i]
+        kind, out = code[i, 0], code[i, 1]
         if kind == LINEAR:
-            _record_product(_vector(outer, a, m), n, m, b, c, d, e, _vector(outer, out, n), threads)
+            x, rows, width, weight, itemsize, scale, bias = code[i, 2:9]
+            product = _vector(outer, out, rows)
+            _record_product(_vector(outer, x, width), rows, width, weight, itemsize, scale, bias, product, threads)
         elif kind == NORM:
-            _norm(_vector(outer, a, n * m).reshape(n, m), b, _vector(outer, out, n * m).reshape(n, m))
+            x, rows, width, packed = code[i, 2:6]
+            shape, size = (rows, width), rows * width
+            _norm(_vector(outer, x, size).reshape(shape), packed, _vector(outer, out, size).reshape(shape))
         elif kind == ROTATE:
-            shape = (1, n, 1, m)
-            cos, sin = _vector(outer, b, d).reshape(1, 1, 1, d), _vector(outer, c, d).reshape(1, 1, 1, d)
-            _rotate(_vector(outer, a, n * m).reshape(shape), cos, sin, _vector(outer, out, n * m).reshape(shape))
+            x, heads, width, cos, sin, half = code[i, 2:8]
+            shape, table, size = (1, heads, 1, width), (1, 1, 1, half), heads * width
+            cosines, sines = _vector(outer, cos, half).reshape(table), _vector(outer, sin, half).reshape(table)
+            _rotate(_vector(outer, x, size).reshape(shape), cosines, sines, _vector(outer, out, size).reshape(shape))
         elif kind == WRITE:
-            _, slots = _one_hot_rows(_vector(outer, c, m).reshape(1, m, 1))
-            _write(_vector(outer, out, n * m * b).reshape(1, n, m, b), slots, _vector(outer, a, n * b).reshape(1, n, 1, b))
+            x, heads, length, width, mask = code[i, 2:7]
+            _, places = _one_hot_rows(_vector(outer, mask, length).reshape(1, length, 1))
+            state = _vector(outer, out, heads * length * width).reshape(1, heads, length, width)
+            _write(state, places, _vector(outer, x, heads * width).reshape(1, heads, 1, width))
         elif kind == ATTEND:
-            key, value = _vector(outer, b, e * f * m).reshape(e, f, m), _vector(outer, c, e * f * m).reshape(e, f, m)
-            mask, made = _vector(outer, d, f), _vector(outer, out, n * m)
-            first, last = _visible(mask.reshape(1, f), np.float32(patterns.BLOCKED))
-            _attend_kernel(_vector(outer, a, n * m).reshape(n, m), key, value, mask, first, last, made.reshape(n, m))
-            _pointwise(ROUND, made, made, made)
+            q, heads, width, key, value, mask, groups, length = code[i, 2:10]
+            shape, size, columns = (groups, length, width), groups * length * width, _vector(outer, mask, length)
+            keys, values = _vector(outer, key, size).reshape(shape), _vector(outer, value, size).reshape(shape)
+            queries, result = _vector(outer, q, heads * width).reshape(heads, width), _vector(outer, out, heads * width)
+            first, last = _visible(columns.reshape(1, length), np.float32(patterns.BLOCKED))
+            _attend_kernel(queries, keys, values, columns, first, last, result.reshape(heads, width))
+            _pointwise(ROUND, result, result, result)
         else:
-            _pointwise(kind, _vector(outer, a, n), _vector(outer, b, c), _vector(outer, out, n))
+            x, size, y, others = code[i, 2:6]
+            _pointwise(kind, _vector(outer, x, size), _vector(outer, y, others), _vector(outer, out, size))
     return True
 
 

@@ -30,24 +30,36 @@ def available() -> bool:
     return platform.machine() in ("arm64", "aarch64") or bool(binding.get_host_cpu_features().get("f16c"))
 
 
-@intrinsic
-def _round16(typing, x):
+def instruction(operand, result):
+    """Makes a function for compiled code of one that emits LLVM instructions for a value of numba type `operand`."""
+
+    def register(emit):
+        @intrinsic
+        def compiled(typing, x):
+            return result(operand), lambda context, builder, signature, arguments: emit(builder, arguments[0])
+
+        return compiled
+
+    return register
+
+
+@instruction(types.float32, types.float32)
+def _round16(builder, x):
     """float32 rounded to fp16, to nearest even."""
-
-    def build(context, builder, signature, arguments):
-        return builder.fpext(builder.fptrunc(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.float32), build
+    return builder.fpext(builder.fptrunc(x, ir.HalfType()), ir.FloatType())
 
 
-@intrinsic
-def _wide(typing, bits):
+@instruction(types.uint16, types.float32)
+def _wide(builder, bits):
     """The float32 value of the bits of an fp16 one."""
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 
-    def build(context, builder, signature, arguments):
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
-    return types.float32(types.uint16), build
+@instruction(types.int32, types.float32)
+def _power_of_two(builder, exponent):
+    """2^exponent as float32, for exponents of normal numbers."""
+    biased = builder.add(exponent, ir.Constant(ir.IntType(32), 127))
+    return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
 
 
 def _value(weight, scale):
@@ -148,10 +160,10 @@ def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out[:, :N].T)
 
 
-def _same(found, needed) -> None:
+def _same(shape, needed) -> None:
     """Raises ValueError unless two shapes are equal: compiled loops check no index."""
-    if tuple(found) != tuple(needed):
-        raise ValueError(f"shape {list(found)} where {list(needed)} is needed")
+    if tuple(shape) != tuple(needed):
+        raise ValueError(f"shape {list(shape)} where {list(needed)} is needed")
 
 
 def on_threads(kernel, *arguments):
@@ -171,26 +183,16 @@ def _exp(x):
     x = min(max(x, np.float32(-87)), np.float32(88))
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
-    made = np.float32(1.9875691500e-4)
+    series = np.float32(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        made = made * rest + np.float32(factor)
-    return (made * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
-
-
-@intrinsic
-def _power_of_two(typing, exponent):
-    """2^exponent as float32, for exponents of normal numbers."""
-
-    def build(context, builder, signature, arguments):
-        biased = builder.add(arguments[0], ir.Constant(ir.IntType(32), 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
-
-    return types.float32(types.int32), build
+        series = series * rest + np.float32(factor)
+    return (series * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
 
 
 @njit(fastmath=FLAGS, cache=True)
 def _scores(query, key, mask, first, last):
-    """query [D] · key [S, D] + mask [S] of the slots from `first` to `last`, rounded to fp16; the largest before it."""
+    """query [D] · key [S, D] + mask [S] of the places from `first` to `last`, each step rounded to fp16; and the largest
+    magnitude before the mask."""
     scores, extreme = np.empty(last - first, np.float32), np.float32(0)
     for s in range(first, last):
         row, score = key[s], np.float32(0)
@@ -203,7 +205,7 @@ def _scores(query, key, mask, first, last):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _attend_kernel(q, key, value, mask, first, last, out):
-    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the slots from `first`
+    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the places from `first`
     to `last`, or over all where a score of these is `EXTREME`.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
@@ -211,7 +213,7 @@ def _attend_kernel(q, key, value, mask, first, last, out):
     H, D, S = q.shape[0], q.shape[1], mask.shape[0]
     for h in prange(H):
         group = h // (H // key.shape[0])
-        start, total, made = first, np.float32(0), np.zeros(D, np.float32)
+        start, total, mean = first, np.float32(0), np.zeros(D, np.float32)
         weights, extreme = _scores(q[h], key[group], mask, first, last)
         if extreme > EXTREME and last - first < S:
             start, weights = 0, _scores(q[h], key[group], mask, 0, S)[0]
@@ -222,12 +224,12 @@ def _attend_kernel(q, key, value, mask, first, last, out):
         for s in range(n):
             row, weight = value[group, start + s], _round16(weights[s] / total)
             for d in range(D):
-                made[d] += weight * row[d]
-        out[h] = made
+                mean[d] += weight * row[d]
+        out[h] = mean
 
 
 def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose slots from `first` to `last` are
+    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose places from `first` to `last` are
     visible → float32 [H, D]."""
     (H, D), (H_kv, S, _) = q.shape, key.shape
     _same(value.shape, key.shape)
@@ -290,13 +292,13 @@ def _rotate(x, cos, sin, out):
     for b in range(B):
         for h in range(H):
             for t in range(T):
-                row, made = x[b, h, t], out[b, h, t]
+                row, turned = x[b, h, t], out[b, h, t]
                 for i in range(half):
                     c, s, a, z = cos[b, 0, t, i], sin[b, 0, t, i], row[i], row[half + i]
-                    made[i] = _round16(_round16(a * c) - _round16(z * s))
-                    made[half + i] = _round16(_round16(z * c) + _round16(a * s))
+                    turned[i] = _round16(_round16(a * c) - _round16(z * s))
+                    turned[half + i] = _round16(_round16(z * c) + _round16(a * s))
                 for i in range(2 * half, D):
-                    made[i] = row[i]
+                    turned[i] = row[i]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -313,52 +315,52 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 @njit(cache=True)
 def _one_hot_rows(mask):
     B, S, T = mask.shape
-    slots = np.full((B, T), -1)
+    places = np.full((B, T), -1)
     for b in range(B):
         for s in range(S):
             for t in range(T):
                 if mask[b, s, t] != 0:
-                    if mask[b, s, t] != 1 or slots[b, t] >= 0 or (slots[b] == s).any():
-                        return False, slots
-                    slots[b, t] = s
-    return True, slots
+                    if mask[b, s, t] != 1 or places[b, t] >= 0 or (places[b] == s).any():
+                        return False, places
+                    places[b, t] = s
+    return True, places
 
 
 def one_hot_rows(mask: torch.Tensor) -> np.ndarray | None:
-    """Slots [B, T] that the columns of a write mask [B, S, T] name, -1 for an empty one.
+    """Places [B, T] in the state that the columns of a write mask [B, S, T] name, -1 for an empty one.
 
     None unless each column and each row holds one 1 or nothing.
     """
-    sane, slots = _one_hot_rows(mask.float().numpy())
-    return slots if sane else None
+    sane, places = _one_hot_rows(mask.float().numpy())
+    return places if sane else None
 
 
-def write_rows(state: np.ndarray, slots: np.ndarray, rows: np.ndarray) -> None:
-    """state [B, H, S, D] at `slots` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
+def write_rows(state: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
+    """state [B, H, S, D] at `places` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
 
     What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the mask's zeros is NaN.
 
-    Raises ValueError for rows of another shape and for a slot past the state.
+    Raises ValueError for rows of another shape and for a place past the state.
     """
     B, H, S, D = state.shape
-    _same(rows.shape, (B, H, slots.shape[1], D))
-    _same(slots.shape[:1], (B,))
-    _same(slots[slots >= S], ())
-    _write(state, slots, rows)
+    _same(rows.shape, (B, H, places.shape[1], D))
+    _same(places.shape[:1], (B,))
+    _same(places[places >= S], ())
+    _write(state, places, rows)
 
 
 @njit(cache=True)
-def _write(state, slots, rows):
-    for b in range(slots.shape[0]):
+def _write(state, places, rows):
+    for b in range(places.shape[0]):
         plain = _finite(rows[b])
-        for t in range(slots.shape[1]):
-            plain = plain and (slots[b, t] < 0 or _finite(state[b, :, slots[b, t] : slots[b, t] + 1]))
+        for t in range(places.shape[1]):
+            plain = plain and (places[b, t] < 0 or _finite(state[b, :, places[b, t] : places[b, t] + 1]))
         if not plain:
-            _formula(state[b], slots[b], rows[b])
+            _formula(state[b], places[b], rows[b])
             continue
-        for t in range(slots.shape[1]):
-            if slots[b, t] >= 0:
-                state[b, :, slots[b, t]] = rows[b, :, t]
+        for t in range(places.shape[1]):
+            if places[b, t] >= 0:
+                state[b, :, places[b, t]] = rows[b, :, t]
 
 
 @njit(cache=True)
@@ -367,19 +369,19 @@ def _finite(x):
 
 
 @njit(cache=True)
-def _formula(state, slots, rows):
+def _formula(state, places, rows):
     H, S, D = state.shape
     for h in range(H):
         for s in range(S):
             for d in range(D):
-                kept, total = state[h, s, d], np.float32(0)
-                for t in range(len(slots)):
-                    if slots[t] == s:
-                        kept *= np.float32(0)
+                old, total = state[h, s, d], np.float32(0)
+                for t in range(len(places)):
+                    if places[t] == s:
+                        old *= np.float32(0)
                         total += rows[h, t, d]
                     else:
                         total += np.float32(0) * rows[h, t, d]
-                state[h, s, d] = kept + total
+                state[h, s, d] = old + total
 
 
 @njit(cache=True)

@@ -2,7 +2,7 @@
 
 Means the same as the literal graph in `declared`, and differs from it only in the order of float32 sums: an operation
 that torch's fp16 kernels compute in float32 and round once runs on fp16 directly, any other by its rule in float32.
-What makes it fast is recognised by form; whatever does not fit a form takes its literal meaning:
+What makes it fast replaces patterns of operations; an operation outside of every pattern runs literally:
 
     linear     1×1 convolutions of one input read their fp16 or int8 weights once, as one matrix-vector product
     cache row  k·(1 − Σ mask) + mask @ rows, when the mask's columns are one-hot or empty, writes those rows in place
@@ -13,7 +13,6 @@ Gates run the literal graph: it sees NaN and leaks in rows that attention here d
 """
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,9 +22,10 @@ import torch
 
 from miltorch.errors import InputError
 from miltorch.fast.bytecode import Bytecode
-from miltorch.fast.patterns import FORMS, Linear, together
-from miltorch.graph import Graph, need, tried
-from miltorch.interpret import _INTEGER, Body, Builder, Executable, Step, _failure, _python_value, _reads, _to_tensor
+from miltorch.fast.matching import PatternGraph, need, tried
+from miltorch.fast.patterns import PATTERNS
+from miltorch.fast.products import Linear, together
+from miltorch.interpret import _INTEGER, Body, Builder, Executable, Step, _failure, _python_value, _reads
 from miltorch.ops import OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Program, Ref, read
@@ -51,12 +51,12 @@ class Node:
 
 
 def ready(program: Program, literal: Callable[[], Executable] | None = None) -> "FastProgram | None":
-    """`program` made ready for decoding; None where only the literal graph can tell what it means, or refuse it."""
+    """`program` compiled for decoding; None where only the literal graph can run or refuse it."""
     return tried(FastProgram, program, literal)
 
 
 class FastProgram:
-    """A flat program made ready for decoding. Stateless, as `Executable`; state cells are advanced in place.
+    """A flat program compiled for decoding. Stateless, as `Executable`; state cells are advanced in place.
 
     The literal reader validates every program first, and every combination of shapes at its first call: an `Outline` walks
     the literal graph, and the call itself is tried on copies of the states. Where either raises, or where outputs and
@@ -70,52 +70,50 @@ class FastProgram:
     """
 
     def __init__(self, program: Program, literal: Callable[[], Executable] | None = None):
-        self.program = replace(program, block=None)  # what it was made of may go
+        self.program = replace(program, block=None)  # the operations and their weights may be freed
         self.literal = literal or (lambda: Executable(read(program.package, program.function)))
         self.registers: dict[str, int] = {}
         self.values: list[object] = []  # what each register holds before a call: its constant, or None
-        self.graph = Graph(program, FORMS)
+        self.graph = PatternGraph(program, PATTERNS)
         self.nodes = _joined([node for op in self.graph.live() for node in self._nodes(op)])
-        self.inputs = [(name, self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()]
-        self.states = [(name, self._register(name)) for name in program.states]
-        self.outputs = [(name, self._register(name)) for name in program.outputs]
+        self.inputs = {name: (self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()}
+        self.states, self.outputs = ({n: self._register(n) for n in names} for names in (program.states, program.outputs))
         self.outline = Executable(program, builder=partial(Outline, self.graph))
-        self.outline.body.constants = {n: self.outline.body.constants[n] for n in set(_reads(self.outline.body))
-                                       if n in self.outline.body.constants}  # fmt: skip
+        reads, body = set(_reads(self.outline.body)), self.outline.body
+        body.constants = {name: value for name, value in body.constants.items() if name in reads}
         self.outline.program = self.program
-        self.cells = [(name, torch.Size(t.shape)) for name, t in program.states.items()]
-        # by the shapes of inputs, decided by their first call: a tape, None for call by call, or the literal graph
-        self.tapes: dict[tuple, Bytecode | Executable | None] = {}
+        # by the shapes of inputs, decided by their first call: a bytecode, None for call by call, or the literal graph
+        self.bytecodes: dict[tuple, Bytecode | Executable | None] = {}
         del self.graph
 
     @torch.inference_mode()
     def run(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]) -> dict[str, torch.Tensor]:
         """As `Executable.run` in `declared`, without a hook."""
         try:
-            shapes = tuple([inputs[name].shape for name, *_ in self.inputs])
-            for name, shape in self.cells:
+            shapes = tuple([inputs[name].shape for name in self.inputs])
+            for name, declared in self.program.states.items():
                 cell = state[name].value
-                if cell.shape != shape or cell.dtype is not torch.float32:
+                if cell.shape != declared.shape or cell.dtype is not torch.float32:
                     return self.literal().run(inputs, state)
         except KeyError:  # something is missing: refused
             self.outline.operands(inputs, state)
-        if shapes not in self.tapes:
+        if shapes not in self.bytecodes:
             return self._first(inputs, state, shapes)
-        tape = self.tapes.get(shapes)
-        outputs = tape.run(inputs, state) if tape else None
+        bytecode = self.bytecodes.get(shapes)
+        outputs = bytecode.run(inputs, state) if bytecode else None
         return self._run(inputs, state)[0] if outputs is None else outputs
 
     def _first(self, inputs: dict, state: dict, shapes: tuple) -> dict:
         """The first call of some shapes, which decides how the others run."""
         self.outline.operands(inputs, state)  # refuses other shapes than the program declares
-        first = tried(self._alike, inputs, {name: state[name].value for name, _ in self.states})
+        first = tried(self._alike, inputs, {name: state[name].value for name in self.states})
         if first is None:
-            self.tapes[shapes] = self.literal()
-            return self.tapes[shapes].run(inputs, state)
+            self.bytecodes[shapes] = self.literal()
+            return self.bytecodes[shapes].run(inputs, state)
         outputs, values, cells = first
         for name, cell in cells.items():
             state[name].value = cell.value
-        self.tapes[shapes] = tried(Bytecode, self, values)
+        self.bytecodes[shapes] = tried(Bytecode, self, values)
         return outputs
 
     def _alike(self, inputs: dict, before: dict) -> tuple[dict, list, dict]:
@@ -132,25 +130,23 @@ class FastProgram:
     def _run(self, inputs: dict, state: dict) -> tuple[dict, list]:
         """Outputs of a call, and what every register held after it."""
         values = list(self.values)
-        for name, register, dtype in self.inputs:
+        for name, (register, dtype) in self.inputs.items():
             values[register] = inputs[name].to(dtype)
-        for name, register in self.states:
+        for name, register in self.states.items():
             values[register] = state[name]
         node = None
         try:
             for node in self.nodes:
-                made = node.function(*[values[i] for i in node.inputs])
-                if len(node.outputs) == 1:
-                    values[node.outputs[0]] = made
-                else:
-                    for register, value in zip(node.outputs, made, strict=False):
-                        values[register] = value
+                result = node.function(*[values[i] for i in node.inputs])
+                results = (result,) if len(node.outputs) == 1 else result
+                for register, value in zip(node.outputs, results, strict=False):
+                    values[register] = value
         except InputError:
             raise
         except Exception as problem:
             raise _failure(self.program, node.op, problem) from problem
-        made = ((name, values[register]) for name, register in self.outputs)
-        return {name: value.float() if value.dtype == torch.float16 else value for name, value in made}, values
+        outputs = {name: values[register] for name, register in self.outputs.items()}
+        return {name: value.float() if value.dtype == torch.float16 else value for name, value in outputs.items()}, values
 
     def _register(self, name: str, value=None) -> int:
         if name not in self.registers:
@@ -159,80 +155,68 @@ class FastProgram:
         return self.registers[name]
 
     def _nodes(self, op: Op) -> list[Node]:
-        special = self.graph.special.get(op.outputs[0][0] if op.outputs else id(op))
-        if special is None:
+        if op.key not in self.graph.special:
             return [self._literal(op)]
         outputs = [self._register(name) for name, _ in op.outputs]
-        return [Node(op, function, [self._register(n) for n in names], outputs if made is None else [self._register(made)])
-                for function, names, made in special if made not in self.registers or made is None]  # fmt: skip
+        return [Node(op, function, [self._register(n) for n in names], [self._register(result)] if result else outputs)
+                for function, names, result in self.graph.special[op.key] if result not in self.registers]  # fmt: skip
 
     def _literal(self, op: Op) -> Node:
         """The operation by its rule: constant attributes bound, arrays in registers, results in their declared dtype."""
         rule, graph = OPERATIONS[op.kind], self.graph
-        attributes, names, lists = {}, [], {}
+        attributes, parameters, registers, lists = {}, [], [], {}
         positional = [p for p in inspect.signature(rule.function).parameters if p not in rule.attributes]
         for parameter in sorted(op.inputs, key=lambda p: (positional + [p]).index(p)):
             source = op.inputs[parameter]
-            known = graph.constant(source)
-            if parameter in rule.attributes and known is not None:
-                attributes[parameter] = _python_value(known)
+            if parameter in rule.attributes and graph.constant(source) is not None:
+                attributes[parameter] = _python_value(graph.constant(source))
                 continue
             sources = source if isinstance(source, list) else [source]
             if isinstance(source, list) or parameter in TUPLES:
                 lists[parameter] = len(sources)
-            names.append((parameter, [self._source(s, f"{op.name}.{parameter}.{i}") for i, s in enumerate(sources)]))
+            parameters.append(parameter)
+            registers += [self._source(s, f"{op.name}.{parameter}.{i}") for i, s in enumerate(sources)]
         function = partial(rule.function, **attributes) if attributes else rule.function
-        parameters = [parameter for parameter, _ in names]
         if lists or parameters != positional[: len(parameters)]:
             function = _call_by_name(function, parameters, lists, rule.attributes)
         plain = op.kind in DIRECT - RETYPING and len(op.outputs) == 1
         if not plain or any(graph.dtype(n) != "FLOAT16" for n in _names(op)):
             function = _typed(function, op, wide=op.kind not in DIRECT)
-        return Node(op, function, [r for _, registers in names for r in registers],
-                    [self._register(name) for name, _ in op.outputs] or [self._register(f"{op.name}.")])  # fmt: skip
+        return Node(op, function, registers, [self._register(n) for n, _ in op.outputs] or [self._register(f"{op.name}.")])
 
     def _source(self, source, where: str) -> int:
-        if isinstance(source, Ref):
-            known = self.graph.constant(source)
-            return self._register(source.name, _to_half(known) if known is not None else None)
-        return self._register(where, _to_half(_to_tensor(source)))
+        return self._register(source.name if isinstance(source, Ref) else where, _to_half(self.graph.constant(source)))
 
 
 class Outline(Builder):
-    """Makes a literal program ready that shows what every operation takes and gives, but not the values.
+    """Builds a literal program that computes the shapes of every operation's results, but not their values.
 
     Products that a `Linear` stands for give zeros, and constants that are large or compressed are zeros that take no memory,
     where the decode path has read them itself: an outline costs neither the weights' memory nor their products' time.
     """
 
-    def __init__(self, graph: Graph, executable: Executable):
+    def __init__(self, graph: PatternGraph, executable: Executable):
         super().__init__(executable)
         self.graph = graph
 
-    def _add(self, op: Op, names: set, constants: dict, body: Body) -> None:
-        stand_in = self._stand_in(op)
-        if stand_in is None:
-            super()._add(op, names, constants, body)
+    def _add(self, op: Op, scope: dict, body: Body) -> None:
+        zeros = self._zeros(op)
+        if zeros is None:
+            super()._add(op, scope, body)
         else:
-            constants[op.outputs[0][0]] = body.constants[op.outputs[0][0]] = stand_in
+            scope[op.key] = body.constants[op.key] = zeros
 
-    def _stand_in(self, op: Op) -> torch.Tensor | None:
+    def _zeros(self, op: Op) -> torch.Tensor | None:
         """Zeros in place of a float constant, or None."""
-        (name, declared), *more = op.outputs or [("", None)]
-        value = op.inputs.get("val") if op.kind == "const" else None
-        if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size > LARGE:
-            shape = value.shape
-        elif name in self.graph.dense and not more and self.graph.dense[name] == declared.shape and math.prod(declared.shape) > 1:
-            shape = declared.shape
-        else:
-            return None
-        return torch.zeros(()).expand(shape)
+        value, shape = op.inputs.get("val") if op.kind == "const" else None, self.graph.dense.get(op.key)
+        large = isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size > LARGE
+        dense = shape is not None and len(op.outputs) == 1 and shape == op.outputs[0][1].shape and shape.numel() > 1
+        return torch.zeros(()).expand(value.shape if large else shape) if large or dense else None
 
-    def _step(self, op: Op, names: set, constants: dict, body: Body) -> Step:
-        step = super()._step(op, names, constants, body)
-        for function, *_ in self.graph.special.get(op.outputs[0][0] if op.outputs else id(op), ()):
-            if isinstance(function, Linear):
-                step.function = partial(_outline, step.function)
+    def _step(self, op: Op, scope: dict, body: Body) -> Step:
+        step = super()._step(op, scope, body)
+        if any(isinstance(function, Linear) for function, *_ in self.graph.special.get(op.key, ())):
+            step.function = partial(_outline, step.function)
         return step
 
 
@@ -248,20 +232,20 @@ def _joined(nodes: list[Node]) -> list[Node]:
     groups: dict[tuple, list[Node]] = {}
     for node in nodes:
         if isinstance(node.function, Linear):
-            alike = node.function.weight.dtype, node.function.bias is None
-            groups.setdefault((node.inputs[0], *alike), []).append(node)
-    for first, *more in groups.values():
-        first.function = together([node.function for node in (first, *more)])
-        first.outputs = [register for node in (first, *more) for register in node.outputs]
-    gone = {id(node) for _, *more in groups.values() for node in more}
-    return [node for node in nodes if id(node) not in gone]
+            group = node.inputs[0], node.function.weight.dtype, node.function.bias is None
+            groups.setdefault(group, []).append(node)
+    for group in groups.values():
+        group[0].function = together([node.function for node in group])
+        group[0].outputs = [register for node in group for register in node.outputs]
+    others = {id(node) for group in groups.values() for node in group[1:]}
+    return [node for node in nodes if id(node) not in others]
 
 
 def _names(op: Op) -> list[str]:
     """Every value that an operation reads as an array or makes."""
-    reads = [s for p, source in op.inputs.items() if p not in OPERATIONS[op.kind].attributes
-             for s in (source if isinstance(source, list) else [source])]  # fmt: skip
-    return [s.name if isinstance(s, Ref) else "" for s in reads] + [name for name, _ in op.outputs]
+    arrays = [s for p, source in op.inputs.items() if p not in OPERATIONS[op.kind].attributes
+              for s in (source if isinstance(source, list) else [source])]  # fmt: skip
+    return [s.name if isinstance(s, Ref) else "" for s in arrays] + [name for name, _ in op.outputs]
 
 
 def _torch_dtype(declared) -> torch.dtype:
@@ -269,7 +253,7 @@ def _torch_dtype(declared) -> torch.dtype:
 
 
 def _to_half(value):
-    """A float32 literal that fp16 holds exactly as fp16; anything else as it is."""
+    """A float32 literal as fp16 where fp16 can represent it; anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
         half = value.half()
         return half if torch.equal(half.float(), value) else value
@@ -277,7 +261,7 @@ def _to_half(value):
 
 
 def _call_by_name(function, parameters, lists, attributes):
-    """Calls by name: for lists of values, attributes known only at run time, and parameters left out."""
+    """Calls by name: for lists of values, attributes that are computed, and absent parameters."""
     if list(lists) == parameters and len(parameters) == 1:
         return lambda *values: function(values)
 
@@ -300,10 +284,9 @@ def _typed(function, op: Op, wide: bool):
     def call(*values):
         if wide:
             values = [v.float() if isinstance(v, torch.Tensor) and v.dtype == torch.float16 else v for v in values]
-        made = function(*values)
+        result = function(*values)
         if many:
-            return [v if v.dtype == d else v.to(d) for v, d in zip(made or (), dtypes, strict=False)]
-        made = made[0] if isinstance(made, (tuple, list)) else made
-        return made if made.dtype == dtypes[0] else made.to(dtypes[0])
+            return [v.to(d) for v, d in zip(result or (), dtypes, strict=False)]
+        return (result[0] if isinstance(result, (tuple, list)) else result).to(dtypes[0])
 
     return call

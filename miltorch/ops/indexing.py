@@ -87,11 +87,11 @@ def _take_nd(x, indices, validate: bool):
 
 @operation
 def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
+    axis = axis % x.dim()
     if batch_dims:
-        axis = axis % x.dim() - 1
-        rest = dict(axis=axis, batch_dims=batch_dims - 1, validate_indices=validate_indices)
-        return torch.stack([gather(a, i, **rest) for a, i in zip(x, indices, strict=True)])
-    return _take(x, indices, axis % x.dim(), validate_indices)
+        pairs = zip(x, indices, strict=True)
+        return torch.stack([gather(*pair, axis=axis - 1, batch_dims=batch_dims - 1, validate_indices=validate_indices) for pair in pairs])
+    return _take(x, indices, axis, validate_indices)
 
 
 @operation
@@ -102,8 +102,8 @@ def gather_along_axis(x, indices, *, axis=0, validate_indices=False):
 @operation
 def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
     if batch_dims:
-        rest = dict(batch_dims=batch_dims - 1, validate_indices=validate_indices)
-        return torch.stack([gather_nd(a, i, **rest) for a, i in zip(x, indices, strict=True)])
+        pairs = zip(x, indices, strict=True)
+        return torch.stack([gather_nd(*pair, batch_dims=batch_dims - 1, validate_indices=validate_indices) for pair in pairs])
     return _take_nd(x, indices, validate_indices)
 
 

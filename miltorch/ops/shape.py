@@ -104,34 +104,37 @@ def band_part(x, *, lower=-1, upper=-1):
     return torch.where(keep, x, torch.zeros((), dtype=x.dtype))
 
 
+def _blocks(x, a: int, b: int):
+    """Positions within a×b blocks as the first axes: [N, C, H, W] → [a, b, N, C, H/a, W/b]."""
+    n, c, h, w = x.shape
+    return x.reshape(n, c, h // a, a, w // b, b).permute(3, 5, 0, 1, 2, 4)
+
+
+def _unblocked(blocks):
+    """The inverse of `_blocks`."""
+    return blocks.permute(2, 3, 4, 0, 5, 1).flatten(4).flatten(2, 3)
+
+
 @operation
 def depth_to_space(x, *, block_size):
-    n, c, h, w = x.shape
-    x = x.reshape(n, block_size, block_size, c // block_size**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    return x.reshape(n, c // block_size**2, h * block_size, w * block_size)
+    return _unblocked(x.unflatten(1, (block_size, block_size, -1)).movedim(0, 2))
 
 
 @operation
 def space_to_depth(x, *, block_size):
-    n, c, h, w = x.shape
-    x = x.reshape(n, c, h // block_size, block_size, w // block_size, block_size).permute(0, 3, 5, 1, 2, 4)
-    return x.reshape(n, c * block_size**2, h // block_size, w // block_size)
+    return _blocks(x, block_size, block_size).movedim(2, 0).flatten(1, 3)
 
 
 @operation
 def space_to_batch(x, *, block_shape, paddings):
     """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N, C, H/a, W/b]."""
-    x, (a, b) = padded(x, paddings), block_shape
-    n, c, h, w = x.shape
-    return x.reshape(n, c, h // a, a, w // b, b).permute(3, 5, 0, 1, 2, 4).reshape(n * a * b, c, h // a, w // b)
+    return _blocks(padded(x, paddings), *block_shape).flatten(0, 2)
 
 
 @operation
 def batch_to_space(x, *, block_shape, crops):
-    a, b = block_shape
-    n, c, h, w = x.shape
-    x = x.reshape(a, b, n // (a * b), c, h, w).permute(2, 3, 4, 0, 5, 1).reshape(n // (a * b), c, h * a, w * b)
-    return padded(x, [(-before, -after) for before, after in crops])
+    y = _unblocked(x.unflatten(0, (*block_shape, -1)))
+    return padded(y, [(-before, -after) for before, after in crops])
 
 
 @operation

@@ -10,10 +10,10 @@ from one_op import Op, Ref, Type, given, program, tensor
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import kernels, patterns
+from miltorch.fast import kernels, patterns, products
 from miltorch.fast import program as fast
+from miltorch.fast.matching import PatternGraph
 from miltorch.fast.program import FastProgram
-from miltorch.graph import Graph
 from workbench import Decoder
 from workbench.errors import InputError
 
@@ -123,13 +123,13 @@ def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, 
         lambda op, results: seen.update(zip((name for name, _ in op.outputs), results, strict=True))
     ):
         decoder.run_layers(0, io, np.array([T]))
-    graph = Graph(model.program, (("mul", patterns.rms_norm_pattern), ("concat", patterns.rotation)))
+    graph = PatternGraph(model.program, (("mul", patterns.rms_norm_pattern), ("concat", patterns.rotation)))
     seen |= {name: torch.from_numpy(np.float32(value)) for name, value in io.items()}
-    kinds = [graph.made[name].kind for name in graph.special]
+    kinds = [graph.producers[name].kind for name in graph.special]
     assert kinds.count("mul") >= 2 and kinds.count("concat") == 2
     for name, [(function, operands, _)] in graph.special.items():
         found, wanted = function(*[seen[o].half() for o in operands]).float(), seen[name]
-        assert torch.equal(found, wanted) or graph.made[name].kind == "mul" and tiny.relative(found, wanted) < 2**-10
+        assert torch.equal(found, wanted) or graph.producers[name].kind == "mul" and tiny.relative(found, wanted) < 2**-10
 
 
 def test_a_norm_of_something_not_finite_is_nowhere_mistaken_for_a_number():
@@ -149,11 +149,11 @@ def test_a_token_on_tape_is_the_token_call_by_call(exports, family, options):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     taped, plain = (Decoder(bundle, "portable", fast=True) for _ in range(2))
     for model in plain.layers + plain.heads:
-        model.fast.tapes = Untaped()
+        model.fast.bytecodes = Untaped()
     for token in (1, 5, 3, 2, 8):
         found, wanted = taped.prefill([token]), plain.prefill([token])
         assert tiny.relative(found, wanted) < 2 * 2**-10
-    assert all(all(model.fast.tapes.values()) for model in taped.layers + taped.heads)
+    assert all(all(model.fast.bytecodes.values()) for model in taped.layers + taped.heads)
     for one_state, other in zip(taped.states, plain.states, strict=True):
         for name in one_state.shard.states:
             assert tiny.relative(one_state.read(name).astype(float), other.read(name).astype(float)) < 2**-10
@@ -174,13 +174,13 @@ def test_only_a_single_token_of_one_sequence_is_taped(exports):
     decoder = Decoder(bundle, "portable", fast=True)
     decoder.prefill([1, 2, 3], tile=3)
     decoder.decode_one_token(4)
-    assert [bool(tape) for tape in decoder.layers[0].fast.tapes.values()] == [False, True]
+    assert [bool(tape) for tape in decoder.layers[0].fast.bytecodes.values()] == [False, True]
 
 
 def test_a_program_with_an_operation_that_has_no_instruction_runs_call_by_call(exports):
     decoder = Decoder(exports.bundle(exports.checkpoint("zaya")), "portable", fast=True)
     decoder.prefill([1])
-    assert list(decoder.layers[0].fast.tapes.values()) == [None]
+    assert list(decoder.layers[0].fast.bytecodes.values()) == [None]
 
 
 def test_a_tape_reads_inputs_however_they_are_laid_out(exports):
@@ -216,7 +216,7 @@ def test_the_exponential_is_that_of_numpy(seed, scale):
 
 def test_int8_weights_stay_int8(exports):
     _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor"))
-    held = [n.function.weight.dtype for n in made.nodes if isinstance(n.function, patterns.Linear)]
+    held = [n.function.weight.dtype for n in made.nodes if isinstance(n.function, products.Linear)]
     assert len(held) == 4 and set(held) == {np.dtype(np.int8)}
     assert sum(v.nbytes for v in made.values if isinstance(v, torch.Tensor)) < 96 * 64  # norms: less than one projection
 
@@ -308,7 +308,7 @@ def test_a_form_may_raise_anything_and_means_no_match(exports):
     def broken(graph, op):
         raise RuntimeError("a surprise")
 
-    both, one = (Graph(program, pairs).special for pairs in ((("mul", broken), ("conv", patterns.linear_pattern)), (("conv", patterns.linear_pattern),)))
+    both, one = (PatternGraph(program, pairs).special for pairs in ((("mul", broken), ("conv", patterns.linear_pattern)), (("conv", patterns.linear_pattern),)))
     assert both.keys() == one.keys() and len(one) > 3
 
 
@@ -318,7 +318,7 @@ def test_an_interleaved_concat_is_no_rotation(exports):
             op.inputs["interleave"] = np.array(True)
 
     program = mutated(exports.bundle(exports.checkpoint("llama")), interleave)
-    assert Graph(program, (("concat", patterns.rotation),)).special == {}
+    assert PatternGraph(program, (("concat", patterns.rotation),)).special == {}
 
 
 @pytest.mark.parametrize("T", [1, 2])
@@ -348,7 +348,7 @@ def test_no_sound_bundle_falls_back_to_the_literal_graph(exports, family, option
     decoder.prefill([[1, 2, 3]] * batch if batch > 1 else [1, 2, 3])
     models = decoder.layers + decoder.heads
     assert all(model.fast and "executable" not in vars(model) for model in models)
-    assert not any(isinstance(tape, Executable) for model in models for tape in model.fast.tapes.values())
+    assert not any(isinstance(tape, Executable) for model in models for tape in model.fast.bytecodes.values())
 
 
 @pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])

@@ -231,7 +231,7 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypat
         use()
     assert shard.name in str(refused.value) and "\n" not in str(refused.value)
     assert (
-        refused.value.found == 'NSLocalizedDescription = "\\"x\\" × 5 failed with error code: -14"'
+        refused.value.actual == 'NSLocalizedDescription = "\\"x\\" × 5 failed with error code: -14"'
     )
 
 

@@ -13,10 +13,9 @@ found otherwise: a disputed rule is reported and changes no placement. Effects:
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from miltorch import Program, Type
-from miltorch.program import Op, Ref
+from miltorch.graph import Graph
+from miltorch.program import Op
 
 RULE_SOURCES = {
     "NER": "Apple coreai-models, Neural Engine rules", "AP": "Apple, Deploying Transformers on the Neural Engine",
@@ -41,8 +40,8 @@ ON_ANE = frozenset(
 )  # AF, one minimal program each; state and slice ops by K1 and K5
 
 
-class LintGraph:
-    """What rules read of a program: compute operations with their types, the operation that makes each value, constants.
+class LintGraph(Graph):
+    """The def-use index that rules search, with what they need to know about the package and the chip.
 
     Args:
         program: a function of a package.
@@ -52,39 +51,34 @@ class LintGraph:
     """
 
     def __init__(self, program: Program, weight_bytes: int, functions: int = 1, generation: int = 4):
-        self.program, self.weight_bytes, self.functions, self.generation = program, weight_bytes, functions, generation
-        every = list(program.block.walk())
-        self.ops = [op for op in every if op.kind != "const" and not op.kind.startswith("constexpr_")]
-        self.maker = {name: op for op in every for name, _ in op.outputs}
-        self.types = {name: t for op in every for name, t in op.outputs} | program.inputs | program.states
+        super().__init__(program)
+        self.weight_bytes, self.functions, self.generation = weight_bytes, functions, generation
+        self.maker = self.producers
 
     def of(self, *kinds: str) -> list[Op]:
         return [op for op in self.ops if op.kind in kinds]
 
     def source(self, op: Op, parameter: str) -> Op | None:
         """The operation that makes an argument; None for inputs, literals and what is left out."""
-        value = op.inputs.get(parameter)
-        return self.maker.get(value.name) if isinstance(value, Ref) else None
+        return self.producer(op.inputs.get(parameter))
 
     def constant(self, op: Op, parameter: str):
         """An argument that is a literal or a plain constant."""
-        value, maker = op.inputs.get(parameter), self.source(op, parameter)
-        return maker.inputs["val"] if maker is not None and maker.kind == "const" else None if isinstance(value, Ref) else value
+        return self.literal(op.inputs.get(parameter))
 
     def fixed(self, op: Op, parameter: str) -> bool:
         """Whether an argument is known before the program runs: plain, or a compressed weight."""
-        maker = self.source(op, parameter)
-        return maker is not None and maker.kind.startswith("constexpr_") or self.constant(op, parameter) is not None
+        producer = self.source(op, parameter)
+        return producer.constant if producer is not None else self.constant(op, parameter) is not None
 
     def shape(self, op: Op, parameter: str) -> tuple:
         """Shape of an argument, None for sizes known only at run time; () where there is none."""
-        value = op.inputs.get(parameter)
-        return self.types[value.name].shape if isinstance(value, Ref) else np.shape(value)
+        return self.shape_of(op.inputs.get(parameter))
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
         """(compressed weight, operation that reads it)."""
-        reads = ((reader, self.maker.get(v.name)) for reader in self.ops for v in reader.inputs.values() if isinstance(v, Ref))
-        return [(maker, reader) for reader, maker in reads if maker is not None and maker.kind in kinds]
+        reads = ((self.producer(value), reader) for reader in self.ops for value in reader.inputs.values())
+        return [(weight, reader) for weight, reader in reads if weight is not None and weight.kind in kinds]
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class Study:
         try:
             return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::stride])
         except InputError as problem:
-            return [gates.not_run("answers", f"{problem.subject}: {problem.found}")]
+            return [gates.not_run("answers", f"{problem.subject}: {problem.actual}")]
 
     def figure(self, name: str, draw: Callable, data: pd.DataFrame, *, alt: str, run_ids: Iterable[str] = (), **options) -> None:
         """Draws `data` with a function of `plots` here and keeps both.
