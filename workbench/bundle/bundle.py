@@ -14,7 +14,7 @@ from workbench.bundle.manifest import MANIFEST_VERSION, FileEntry, Manifest, Sha
 from workbench.errors import InputError
 from workbench.files import is_lfs_pointer, sha256, write_whole
 
-MANIFEST = paths.BUNDLE
+MANIFEST_NAME = paths.BUNDLE
 MAX_MANIFEST_BYTES = 64 << 20
 FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
@@ -45,7 +45,7 @@ class Bundle:
         """
         root = paths.bundle(path).resolve()  # `.` has no name to call the files beside it after
         try:
-            bundle = cls(root, read_manifest(root / MANIFEST))
+            bundle = cls(root, read_manifest(root / MANIFEST_NAME))
             bundle.verify()
         except OSError as problem:
             reason = f"{problem.strerror or problem} ({problem.filename})"
@@ -105,7 +105,7 @@ class Bundle:
                     if path.is_symlink():
                         raise _damaged(path, "a symlink")
                     if path not in listed and path.name != FINDER and not path.is_dir():
-                        raise InputError(str(path), f"a file that {MANIFEST} does not list",
+                        raise InputError(str(path), f"a file that {MANIFEST_NAME} does not list",
                                          "the files that the export wrote and no others",
                                          "remove it, or export again")
 

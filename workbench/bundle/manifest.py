@@ -138,7 +138,7 @@ class Rope(ManifestModel):
 class Layer(ManifestModel):
     """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
 
-    Layers of one rope table share one window, so `suffix` tells their inputs apart (`rope_cos_local`, `attn_mask_local`).
+    Layers of one rope table share one window, so `suffix` names the inputs of each (`rope_cos_local`, `attn_mask_local`).
     """
 
     window: Count | None = None

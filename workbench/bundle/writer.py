@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from workbench import paths
-from workbench.bundle.bundle import MANIFEST, Bundle
+from workbench.bundle.bundle import MANIFEST_NAME, Bundle
 from workbench.bundle.manifest import Manifest, Shard
 from workbench.errors import InputError
 from workbench.files import locked, sha256, write_whole
@@ -87,7 +87,7 @@ class Writer:
         """Writes the manifest, removes notes and whatever an interrupted run left, renames the folder into place."""
         bundle = Bundle(self.target, manifest)
         self._remove_all_but({Path(entry.path).parts[0] for entry in bundle.files})
-        write_whole(self.root / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        write_whole(self.root / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
         os.rename(self.root, self.target)
         bundle.remember_hashes()
         return Bundle.open(self.target)

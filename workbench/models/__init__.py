@@ -1,7 +1,7 @@
 """Model families as ANE-shaped modules, one file per Hugging Face `model_type`. Knows nothing of Core ML.
 
 A family is a module with `plan(config)`, `layer(plan, index, options)` and `head(plan, rows)`; with experts, also
-`expert(plan, options)`. `settle(plan, source)`, where there is one, completes a plan by what only the weights tell.
+`expert(plan, options)`. `settle(plan, source)`, where there is one, completes a plan from the weights.
 Parameters are named as in the checkpoint, so that loading them needs no table. To add a family: copy `llama.py`, name it
 below.
 """
