@@ -20,7 +20,7 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
     """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one arithmetic, and, per
     token of a call of T, all that `workbench trace` does (exact, declared, narrow, and where declared leaves exact)."""
     decoders = {p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")}
-    declared, ids = decoders["declared"], _ids(bundle, depth + T)
+    declared, ids = decoders["declared"], _random_ids(bundle, depth + T)
 
     def sample(call) -> float:
         for decoder in decoders.values():
@@ -39,7 +39,7 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
 def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3) -> list[dict]:
     """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
     same tokens."""
-    ids = _ids(bundle, positions)
+    ids = _random_ids(bundle, positions)
     reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable")
     model = golden.whole_prompt(checkpoint)
 
@@ -54,5 +54,5 @@ def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, T
     return [bench_row("validate_ms", [value], "ms", f"one Hugging Face forward over {positions} tokens", peers)]
 
 
-def _ids(bundle: Bundle, count: int) -> list[int]:
+def _random_ids(bundle: Bundle, count: int) -> list[int]:
     return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()

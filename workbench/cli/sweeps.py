@@ -11,7 +11,8 @@ from workbench.cli.common import Json, LogFolder, show
 
 
 def sweep_command(
-    grid: Annotated[Path, Argument(metavar="GRID.yaml")], log_dir: LogFolder = None,
+    grid: Annotated[Path, Argument(metavar="GRID.yaml")],
+    log_dir: Annotated[Path | None, Option("--log-dir", "--log", help="Folder of the experiment log.")] = None,
     scheduler: Annotated[str | None, Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip

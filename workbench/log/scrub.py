@@ -31,10 +31,10 @@ def scrubbed(value, *projects: Path):
         return type(value)(scrubbed(item, *projects) for item in value)
     if isinstance(value, Path):
         value = str(value)
-    return _text(value, (*projects, SOURCE)) if isinstance(value, str) else value
+    return _scrubbed_text(value, (*projects, SOURCE)) if isinstance(value, str) else value
 
 
-def _text(text: str, projects: tuple[Path, ...]) -> str:
+def _scrubbed_text(text: str, projects: tuple[Path, ...]) -> str:
     if len(host := socket.gethostname()) > 3 and host != "localhost":
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "…", text)
     if "/" not in text:

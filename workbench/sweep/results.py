@@ -27,7 +27,7 @@ def stored_tables(grid: Grid, root: str | Path | None = None, machine: str | Non
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    of_checkpoint, timed = _of_checkpoint(grid, root), _timed(grid, root)
+    of_checkpoint, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
     timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
     on_coreml = (of_checkpoint if timed.empty else timed)["runtime"].eq("coreml").any()
     settings = [cell.columns("coreml" if on_coreml else "portable") for cell in cells(grid)]
@@ -53,10 +53,10 @@ def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.Dat
 
 def offered_machines(grid: Grid, root: str | Path | None = None) -> list[str]:
     """The machines on which the log holds times of a grid, the one of the newest run first."""
-    return machine_names(_timed(grid, root))
+    return machine_names(_timed_runs(grid, root))
 
 
-def _timed(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+def _timed_runs(grid: Grid, root: str | Path | None) -> pd.DataFrame:
     """The sweeps' runs of a grid's cells, on any machine and whichever runtime auto means there."""
     rows = _of_checkpoint(grid, root)
     settings = (cell.columns(runtime) for cell in cells(grid) for runtime in runs.RUNTIMES)
