@@ -285,7 +285,7 @@ def _verdicts(runs: pd.DataFrame) -> str:
 def _speed(runs: pd.DataFrame, root) -> str:
     """The speeds of each machine under its name: they are never put into one table."""
     named = machines.with_names(runs[runs["command"] == "sweep"])
-    parts = [part for name in machines.names(named) if (part := _speed_of(named[named["machine"] == name], name, root))]
+    parts = [_speed_of(named[named["machine"] == name], name, root) for name in machines.names(named)]
     return "\n\n".join(["## Speed", *parts]) if parts else ""
 
 
