@@ -237,7 +237,7 @@ def test_a_sweep_on_a_machine_that_the_log_does_not_know_measures_anew(tmp_path,
         )
         return log.files(tmp_path / "new")
 
-    monkeypatch.setattr(sweep.cell_, "run", measure)
+    monkeypatch.setattr(grids.cell_, "run_cell", measure)
     for machine, count in ((SLOW, 0), (SLOW | {"memory_bytes": 16 << 30}, 1)):
         monkeypatch.setattr(log, "environment", lambda machine=machine: dict(machine))
         assert (
