@@ -63,3 +63,20 @@ def test_a_checkpoint_without_a_tokenizer_gets_ids_and_no_questions(study, expor
 def test_a_checkpoint_with_a_tokenizer_gets_a_question(study):
     ids, tokens = study.prompt(Checkpoint(ROOT / "data" / "tiny-llama"), 6)
     assert len(ids) == len(tokens) == 6 and tokens[:2] == ["<bos>", "set"]
+
+
+@pytest.mark.parametrize("prompt", [5, [1, 4, 69]])
+def test_open_exports_and_gives_decoder_prompt_and_golden(study, tmp_path, prompt):
+    study.bundles, study.goldens = tmp_path / "bundles", tmp_path / "golden"
+    model = study.open("data/tiny-llama", prompt, precision="exact", max_seq_len=16)
+    again = study.open("data/tiny-llama", prompt, max_seq_len=16)
+    assert again.bundle.root == model.bundle.root and model.bundle.manifest.options.max_seq_len == 16
+    assert (model.decoder.precision, model.decoder.fast, again.decoder.precision) == ("exact", False, "declared")
+    assert len(model.ids) == len(model.tokens) == (prompt if isinstance(prompt, int) else 3)
+    assert not list(tmp_path.glob("golden/*")) and model.golden.ids.tolist() == model.ids
+
+
+def test_the_front_door_offers_the_module_and_the_class():
+    import workbench
+
+    assert workbench.study.Study is workbench.Study is Study and workbench.gates is gates

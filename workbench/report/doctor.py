@@ -31,6 +31,6 @@ def _notes(available: bool) -> list[str]:
     return [
         f"No Core ML here ({f'macOS {mac}' if mac else platform.system()}; it needs macOS 15), so the portable runtime runs the packages.",
         "Works here: export, check, validate, error, trace, decode, sweep, report, all notebooks and tests.",
-        "Its values judge the exported program itself; its times are this machine's, never the Neural Engine's.",
+        "Its values validate the exported program itself; its times are this machine's, never the Neural Engine's.",
         "A Mac adds, from the same bundles and goldens: device values, placement on the Neural Engine, its tok/s.",
     ]

@@ -56,23 +56,22 @@ def run_notebook(number: str, parameters: dict | None = None, progress: bool = T
             client.execute()
         except (nbclient.exceptions.CellControlSignal, nbclient.exceptions.DeadKernelError) as problem:
             refusal, words = _failure(problem)
-            shown = executed.relative_to(log.project(root))
-            raise refusal or CellError(f"{name}, cell [{len(started)}]: {words} (executed copy: {shown})") from None
+            copy = executed.relative_to(log.project(root))
+            raise refusal or CellError(f"{name}, cell [{len(started)}]: {words} (executed copy: {copy})") from None
         finally:
             bar.close()
             nbformat.write(notebook, executed)
     runs = log.load("runs", root=root, where={"experiment": number})
-    new = runs[~runs["run_id"].isin(before)]
-    concluded = max(new[new["command"] == f"notebook {number}"]["run_id"], default=None)
-    stood_on, exhibits = report.behind(number, root, concluded)
-    runs = runs[runs["run_id"].isin({*new["run_id"], *stood_on["run_id"]})]
+    new = ~runs["run_id"].isin(before)
+    concluded = max(runs[new & runs["command"].eq(f"notebook {number}")]["run_id"], default=None)
+    sources, exhibits = report.behind(number, root, concluded)
+    runs = runs[new | runs["run_id"].isin(sources["run_id"])]
     path = (report.publish if publish else report.write_report)(number, root, concluded)
-    figures = [path.parent / "figures" / f"{row['name']}.png" for row in exhibits if row["plot"]]
     return {
         "experiment": name,
         "verdict": _verdict(runs),
         "executed": str(executed),
-        "figures": sorted(map(str, figures)),
+        "figures": sorted(str(path.parent / "figures" / f"{row['name']}.png") for row in exhibits if row["plot"]),
         "runs": sorted(runs["run_id"]),
         "report": str(path),
     }
@@ -87,20 +86,18 @@ def _failure(problem: Exception) -> tuple[InputError | None, str]:
 
 
 def _verdict(runs) -> str:
-    """Verdict of the newest judged run of each bundle: RED if any is."""
-    judged = (
-        runs[runs["verdict"].notna()].sort_values("run_id").groupby(["bundle_hash", "command"], dropna=False).tail(1)["verdict"]
-    )
-    return "RED" if (judged == "RED").any() else "GREEN" if len(judged) else "not_run"
+    """RED if the newest verdict of any bundle is; GREEN if there is a verdict."""
+    rows = runs.dropna(subset="verdict").sort_values("run_id")
+    verdicts = rows.groupby(["bundle_hash", "command"], dropna=False)["verdict"].last()
+    return "RED" if "RED" in set(verdicts) else "GREEN" if len(verdicts) else "not_run"
 
 
 def set_parameters(notebook, parameters: dict) -> None:
     """Sets names of the notebook's cell tagged `parameters`; unknown names are refused."""
     cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
-    known = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
-    unknown = sorted(parameters.keys() - known)
-    if unknown:
-        raise InputError("notebook parameters", ", ".join(unknown), f"names the notebook sets: {', '.join(sorted(known))}",
+    names = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
+    if unknown := sorted(parameters.keys() - names):
+        raise InputError("notebook parameters", ", ".join(unknown), f"names the notebook sets: {', '.join(sorted(names))}",
                          "correct the name")  # fmt: skip
     if cell and parameters:
         cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
