@@ -164,7 +164,7 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
     )
 
 
-ON_SHIM = "import sys\nfrom workbench.runtime import shim\nfrom workbench.eval import matrix\nshim.install()\n"
+ON_SHIM = "import sys\nfrom workbench.runtime import shim\nfrom workbench.check import units as matrix\nshim.install()\n"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ ON_SHIM = "import sys\nfrom workbench.runtime import shim\nfrom workbench.eval i
 def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle, tmp_path, fault):
     from workbench.models.checkpoint import Checkpoint
 
-    (tmp_path / "child.py").write_text(ON_SHIM + fault + "matrix.main(*sys.argv[1:])\n")
+    (tmp_path / "child.py").write_text(ON_SHIM + fault + "matrix.units_main(*sys.argv[1:])\n")
     path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(tmp_path / "golden.safetensors")
     found = matrix.unit_row(
         bundle,
