@@ -14,7 +14,6 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.report import writeup
 from workbench.studies import conclusions
 from workbench.sweep import cell, runs
-from workbench.sweep import grid as grids
 from workbench.widgets import Compare, Explorer
 
 CHECKPOINT = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -389,7 +388,7 @@ def test_a_log_that_holds_nothing_of_a_grid_gives_empty_tables(tmp_path):
     )
     assert (
         sweep.configurations(grid(), tmp_path).empty
-        and grids.offered_machines(grid(), tmp_path) == []
+        and sweep.offered_machines(grid(), tmp_path) == []
     )
 
 

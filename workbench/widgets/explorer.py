@@ -18,7 +18,6 @@ from workbench.errors import InputError
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
 from workbench.report.study import token_texts
-from workbench.sweep import grid as grids
 from workbench.sweep import runs
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
 
@@ -55,8 +54,8 @@ class Explorer(Panel):
         self.worst.observe(lambda change: self.choose(change["new"]), names="value")
         self.split = ui.HTML()
         lists = ui.HBox([ui.VBox([ui.Label("worst cells"), self.worst]), self.split])
-        run = [choice(axis, _values(getattr(self.grid.run, axis))) for axis in grids.varied_axes(self.grid)
-               if axis in grids.RUN_AXES and axis not in ("T", "precision")]  # fmt: skip
+        run = [choice(axis, _values(getattr(self.grid.run, axis))) for axis in sweep.varied_axes(self.grid)
+               if axis in sweep.RUN_AXES and axis not in ("T", "precision")]  # fmt: skip
         super().__init__([choice("bundle", list(self.options)), slider("max_seq_len", lengths, lengths[-1]),
                           slider("T", sorted(self.grid.run.T)), choice("precision", self.grid.run.precision), *run,
                           choice("machine", [runs.here()]), choice("tensor", ["update", "k", "v", "hidden", "logits"]),
@@ -76,7 +75,7 @@ class Explorer(Panel):
 
     def _offer(self, machine: str | None) -> None:
         """Lists the machines of which the log has times, or this one without any, and selects one."""
-        control, names = self.controls["machine"], grids.offered_machines(self.grid, self.root) or [runs.here()]
+        control, names = self.controls["machine"], sweep.offered_machines(self.grid, self.root) or [runs.here()]
         preferred = (machine, control.value, runs.here(), names[0])
         control.options = names
         control.value = next(name for name in preferred if name in names)
@@ -85,7 +84,7 @@ class Explorer(Panel):
         """Reads what the log holds of the selected machine, unless it is read already."""
         machine = self.value("machine")
         if self.machine != machine:
-            offered = grids.offered_machines(self.grid, self.root)
+            offered = sweep.offered_machines(self.grid, self.root)
             self.tables = sweep.stored_tables(self.grid, self.root, machine if machine in offered else None)
             self.machine = machine
 
@@ -186,7 +185,7 @@ class Explorer(Panel):
 
     def _stored(self, table: str) -> pd.DataFrame:
         """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
-        run = {axis: self._run_value(axis) for axis in grids.RUN_AXES if axis != "T"}
+        run = {axis: self._run_value(axis) for axis in sweep.RUN_AXES if axis != "T"}
         settings = [cell.columns(runtime) for cell in self.cells for runtime in runs.RUNTIMES
                     if self._bundle_label(cell.options) == self.value("bundle") and run.items() <= cell.run.items()]  # fmt: skip
         columns = [c for c in (runs.VALUES if table == "fidelity" else runs.TIMES) if c not in ("max_seq_len", "T")]
