@@ -37,17 +37,39 @@ VALUES = tuple(
     pepper ginger garlic onion carrot celery radish spinach turnip""".split()
 )
 VERB_OF = {  # plural forms; the singular noun drops the s, the singular verb takes it
-    "dogs": "bark", "cats": "purr", "birds": "sing", "horses": "trot", "frogs": "croak", "lions": "roar",
-    "ducks": "quack", "owls": "hoot", "snakes": "slither", "bears": "growl", "cows": "moo", "pigs": "grunt",
-    "hens": "cluck", "goats": "bleat", "crows": "caw", "crickets": "chirp",
-}  # fmt: skip
+    "dogs": "bark",
+    "cats": "purr",
+    "birds": "sing",
+    "horses": "trot",
+    "frogs": "croak",
+    "lions": "roar",
+    "ducks": "quack",
+    "owls": "hoot",
+    "snakes": "slither",
+    "bears": "growl",
+    "cows": "moo",
+    "pigs": "grunt",
+    "hens": "cluck",
+    "goats": "bleat",
+    "crows": "caw",
+    "crickets": "chirp",
+}
 NOUNS = tuple(noun for plural in VERB_OF for noun in (plural[:-1], plural))
 VERBS = tuple(verb for plural in VERB_OF.values() for verb in (plural + "s", plural))
 ADJECTIVES = tuple("old young big small quick lazy happy quiet".split())
 PREPOSITIONS = tuple("near behind above beside beyond under".split())
 KEYWORDS = ("set", "get", "say", "echo", "the", "+", "=", "bye", HUM, END)
 VOCABULARY = (
-    SPECIALS + KEYWORDS + DIGITS + LETTERS + KEYS + VALUES + NOUNS + VERBS + ADJECTIVES + PREPOSITIONS
+    SPECIALS
+    + KEYWORDS
+    + DIGITS
+    + LETTERS
+    + KEYS
+    + VALUES
+    + NOUNS
+    + VERBS
+    + ADJECTIVES
+    + PREPOSITIONS
 )  # a word's index is its token id
 
 DISTANCES = {
@@ -96,7 +118,12 @@ def sentence(rng: random.Random, distance: int) -> Statement:
     rng.shuffle(sizes)
     words = ["the", subject]
     for size in sizes:
-        words += [rng.choice(PREPOSITIONS), "the", *rng.sample(ADJECTIVES, size - 3), rng.choice(NOUNS)]
+        words += [
+            rng.choice(PREPOSITIONS),
+            "the",
+            *rng.sample(ADJECTIVES, size - 3),
+            rng.choice(NOUNS),
+        ]
     return Statement(tuple(words), (VERBS[NOUNS.index(subject)],))
 
 
@@ -151,7 +178,11 @@ class Speaker:
         kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 2, 2))[0]
         if kind == "recall" and self.keys:
             return pair(self.rng, self.keys.pop())
-        if kind == "copy" and self.strings and all(question.ask != ECHO for _, question in self.waiting):
+        if (
+            kind == "copy"
+            and self.strings
+            and all(question.ask != ECHO for _, question in self.waiting)
+        ):
             return string(self.rng)
         if kind == "grammar":
             return sentence(self.rng, 7 + int(125 * self.rng.random() ** 4)), None
@@ -188,13 +219,20 @@ def question(rng: random.Random, task: str, distance: int) -> Question:
         told, asked = pair(rng, speaker.keys.pop()) if task == "recall" else string(rng)
         speaker.write(told)
         speaker.write_until(len(speaker.words) + distance - len(told.ask) - 1)
-    return Question(task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer))
+    return Question(
+        task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer)
+    )
 
 
 def questions(seed: int, per_cell: int) -> list[Question]:
     """``per_cell`` questions for every task and distance; the same seed always gives the same list."""
     rng = random.Random(f"questions {seed}")
-    return [question(rng, task, d) for task, ds in DISTANCES.items() for d in ds for _ in range(per_cell)]
+    return [
+        question(rng, task, d)
+        for task, ds in DISTANCES.items()
+        for d in ds
+        for _ in range(per_cell)
+    ]
 
 
 def held_out() -> list[Question]:

@@ -22,31 +22,59 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 HERE = Path(__file__).parent
 TOKEN_ID = {word: i for i, word in enumerate(corpus.VOCABULARY)}
 COMMON = dict(
-    vocab_size=len(TOKEN_ID), hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, max_position_embeddings=1024, initializer_range=0.06,
-    tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=len(TOKEN_ID),
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=1024,
+    initializer_range=0.06,
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 FAMILIES = {  # what transformers' configuration class of the family gets beside COMMON
     "llama": dict(
-        model_type="llama", intermediate_size=256,
+        model_type="llama",
+        intermediate_size=256,
         rope_parameters=dict(
-            rope_type="llama3", rope_theta=5e5, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            rope_type="llama3",
+            rope_theta=5e5,
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
             original_max_position_embeddings=256,
         ),
     ),
-    "qwen2": dict(model_type="qwen2", intermediate_size=256, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "qwen2": dict(
+        model_type="qwen2",
+        intermediate_size=256,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6),
+    ),
     "gemma3": dict(
-        model_type="gemma3_text", intermediate_size=256, query_pre_attn_scalar=32, sliding_window=64,
+        model_type="gemma3_text",
+        intermediate_size=256,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
         rope_parameters=dict(
             sliding_attention=dict(rope_type="default", rope_theta=1e4),
             full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
         ),
     ),
-    "zaya": dict(model_type="zaya", moe_intermediate_size=128, num_experts=4, router_hidden_size=32),
-}  # fmt: skip
+    "zaya": dict(
+        model_type="zaya", moe_intermediate_size=128, num_experts=4, router_hidden_size=32
+    ),
+}
 STEPS, TOKENS_PER_STEP, WARM_UP = 1500, 4096, 500
-CURRICULUM = ((0.35, 64), (0.5, 128), (0.7, 256), (1.0, 512))  # up to this share of the steps, texts this long
+CURRICULUM = (
+    (0.35, 64),
+    (0.5, 128),
+    (0.7, 256),
+    (1.0, 512),
+)  # up to this share of the steps, texts this long
 SKIP_SHARE = 0.1  # of the tokens that ZAYA's routers should send to no expert
 
 
@@ -57,7 +85,9 @@ def new_model(family: str) -> PreTrainedModel:
     them, an offset that all embeddings share where it does not.  Without either, recall is not learned in this budget.
     """
     config = AutoConfig.for_model(**COMMON, **FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    )
     with torch.no_grad():
         model.get_input_embeddings().weight += 0.06 * torch.randn(config.hidden_size)
         for name, tensor in model.named_parameters():
@@ -68,7 +98,9 @@ def new_model(family: str) -> PreTrainedModel:
             if "conv_qk" in name:  # transformers starts so small that the residual path drowns them
                 tensor.normal_(std=0.3)
         for name, tensor in model.named_buffers():
-            if name.endswith("balancing_biases"):  # transformers starts with the skip class shut out
+            if name.endswith(
+                "balancing_biases"
+            ):  # transformers starts with the skip class shut out
                 tensor.zero_()
     return model
 
@@ -132,7 +164,9 @@ def train(family: str) -> PreTrainedModel:
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
     for router, hook in zip(routers, hooks, strict=True):
         hook.remove()
-        router.balancing_biases -= router.balancing_biases[-1] + 1  # chooses alike; from_pretrained resets the last to −1
+        router.balancing_biases -= (
+            router.balancing_biases[-1] + 1
+        )  # chooses alike; from_pretrained resets the last to −1
     return model.half().float().eval()
 
 
@@ -143,12 +177,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words.post_processor = processors.TemplateProcessing(
         single=f"{corpus.BOS} $A", special_tokens=[(corpus.BOS, TOKEN_ID[corpus.BOS])]
     )
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), corpus.SPECIALS, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=COMMON["max_position_embeddings"], **names)
+    names = dict(
+        zip(("pad_token", "bos_token", "eos_token", "unk_token"), corpus.SPECIALS, strict=True)
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, model_max_length=COMMON["max_position_embeddings"], **names
+    )
 
 
 @torch.inference_mode()
-def answer_losses(model: PreTrainedModel, asked: list[corpus.Question], rows: int = 32) -> list[tuple[float, bool]]:
+def answer_losses(
+    model: PreTrainedModel, asked: list[corpus.Question], rows: int = 32
+) -> list[tuple[float, bool]]:
     """Each question's mean loss per answer token (nats) and whether greedy decoding answers it.
 
     Greedy decoding gives the answer exactly if every answer token is the likeliest one after the true tokens before
@@ -156,14 +196,21 @@ def answer_losses(model: PreTrainedModel, asked: list[corpus.Question], rows: in
     """
     results = []
     for start in range(0, len(asked), rows):
-        prompts = [[TOKEN_ID[corpus.BOS], *(TOKEN_ID[w] for w in q.prompt.split())] for q in asked[start : start + rows]]
+        prompts = [
+            [TOKEN_ID[corpus.BOS], *(TOKEN_ID[w] for w in q.prompt.split())]
+            for q in asked[start : start + rows]
+        ]
         wanted = [[TOKEN_ID[w] for w in q.answer.split()] for q in asked[start : start + rows]]
         ids = [torch.tensor(p + w) for p, w in zip(prompts, wanted, strict=True)]
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=TOKEN_ID[corpus.PAD])
+        padded = torch.nn.utils.rnn.pad_sequence(
+            ids, batch_first=True, padding_value=TOKEN_ID[corpus.PAD]
+        )
         all_logits = model(input_ids=padded, use_cache=False).logits.float()
         for logits, p, w in zip(all_logits, prompts, wanted, strict=True):
             logits, w = logits[len(p) - 1 : len(p) - 1 + len(w)], torch.tensor(w)
-            results.append((functional.cross_entropy(logits, w).item(), bool((logits.argmax(-1) == w).all())))
+            results.append(
+                (functional.cross_entropy(logits, w).item(), bool((logits.argmax(-1) == w).all()))
+            )
     return results
 
 
@@ -180,7 +227,10 @@ def evaluate(model: PreTrainedModel) -> dict:
         "answer_loss": round(sum(loss for loss, _ in results) / len(results), 4),
         "accuracy": round(sum(right for _, right in results) / len(results), 4),
         "accuracy_by_distance": {
-            task: {distance: round(sum(rights) / len(rights), 4) for distance, rights in by_distance.items()}
+            task: {
+                distance: round(sum(rights) / len(rights), 4)
+                for distance, rights in by_distance.items()
+            }
             for task, by_distance in cells.items()
         },
         "heldout_questions": len(held_out),

@@ -13,9 +13,23 @@ from miltorch.errors import InputError
 
 SENTINEL = 0xDEADBEEF
 # dtype code in the record → (storage dtype, bits per element)
-DTYPES = {1: (np.float16, 16), 2: (np.float32, 32), 3: (np.uint8, 8), 4: (np.int8, 8), 5: (None, 16), 6: (np.int16, 16),
-          7: (np.uint16, 16), 8: (np.int8, 4), 9: (np.uint8, 1), 10: (np.uint8, 2), 11: (np.uint8, 4), 12: (np.uint8, 3),
-          13: (np.uint8, 6), 14: (np.int32, 32), 15: (np.uint32, 32)}  # fmt: skip
+DTYPES = {
+    1: (np.float16, 16),
+    2: (np.float32, 32),
+    3: (np.uint8, 8),
+    4: (np.int8, 8),
+    5: (None, 16),
+    6: (np.int16, 16),
+    7: (np.uint16, 16),
+    8: (np.int8, 4),
+    9: (np.uint8, 1),
+    10: (np.uint8, 2),
+    11: (np.uint8, 4),
+    12: (np.uint8, 3),
+    13: (np.uint8, 6),
+    14: (np.int32, 32),
+    15: (np.uint32, 32),
+}
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.ndarray:
@@ -26,7 +40,11 @@ def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.n
         stream = np.unpackbits(packed, bitorder="little")[: count * bits].reshape(count, bits)
         values = stream @ (1 << np.arange(bits, dtype=np.uint8))
     values = values.astype(np.uint8)
-    return ((values ^ (1 << (bits - 1))).astype(np.int8) - (1 << (bits - 1))).astype(np.int8) if signed else values
+    return (
+        ((values ^ (1 << (bits - 1))).astype(np.int8) - (1 << (bits - 1))).astype(np.int8)
+        if signed
+        else values
+    )
 
 
 class BlobFile:
@@ -41,7 +59,9 @@ class BlobFile:
             raise self._bad("a Git LFS pointer", "run: git lfs pull")
 
     def _bad(self, actual: str, next_step: str = "export or copy the package again") -> InputError:
-        return InputError(str(self.path), actual, "a whole MIL weight file of storage version 2", next_step)
+        return InputError(
+            str(self.path), actual, "a whole MIL weight file of storage version 2", next_step
+        )
 
     def array(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
         """The blob whose record starts at `offset`, as an array of `shape`; sub-byte types one value per element."""
@@ -53,11 +73,15 @@ class BlobFile:
         if sentinel != SENTINEL or code not in DTYPES or DTYPES[code][0] is None:
             raise self._bad(f"no blob record at offset {offset}")
         if start + size > len(self.data):
-            raise self._bad(f"a blob of {size} bytes at {start}, past the end of {len(self.data)} bytes (truncated)")
+            raise self._bad(
+                f"a blob of {size} bytes at {start}, past the end of {len(self.data)} bytes (truncated)"
+            )
         dtype, bits = DTYPES[code]
         count = int(np.prod(shape, dtype=object))
         if (count * bits + 7) // 8 > size:
-            raise self._bad(f"a blob of {size} bytes where shape {list(shape)} needs {(count * bits + 7) // 8}")
+            raise self._bad(
+                f"a blob of {size} bytes where shape {list(shape)} needs {(count * bits + 7) // 8}"
+            )
         payload = self.data[start : start + (count * bits + 7) // 8]
         if bits < 8:
             return unpack_bits(payload, bits, count, signed=dtype is np.int8).reshape(shape)

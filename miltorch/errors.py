@@ -17,7 +17,9 @@ class InputError(ValueError):
 
     def __init__(self, subject: str, actual: str, needed: str, next_step: str):
         self.subject, self.actual, self.needed, self.next_step = subject, actual, needed, next_step
-        super().__init__(f"{subject}: found {actual}; needs {needed}. Next: {next_step.rstrip('.')}.")
+        super().__init__(
+            f"{subject}: found {actual}; needs {needed}. Next: {next_step.rstrip('.')}."
+        )
 
     @classmethod
     def from_message(cls, message: str) -> "InputError | None":
@@ -52,7 +54,9 @@ def last_message(written: list[str]) -> str:
     however many lines it has; without one the last line, or the dictionary that ends there."""
     lines = [line for line in written if line.strip()] or ["no message"]
     start = len(lines) - 1
-    traces = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    traces = [
+        i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")
+    ]
     if traces:  # the frames behind the last one are indented, the message begins where they end
         behind = range(traces[-1] + 1, len(lines))
         start = next((i for i in behind if not lines[i].startswith(" ")), traces[-1])

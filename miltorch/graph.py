@@ -18,7 +18,9 @@ class Graph:
         every = list(program.block.walk())
         self.program, self.ops = program, [op for op in every if not op.constant]
         self.producers = {name: op for op in every for name, _ in op.outputs}
-        self.types = program.inputs | program.states | dict(output for op in every for output in op.outputs)
+        self.types = (
+            program.inputs | program.states | dict(output for op in every for output in op.outputs)
+        )
 
     def producer(self, source) -> Op | None:
         """The operation that computes an argument; None for inputs, states, literals and absent arguments."""

@@ -23,12 +23,28 @@ from miltorch.ops.state import StateCell
 from miltorch.program import NUMPY, Block, Op, Program, Ref, Type, refs
 
 PRECISIONS = ("declared", "exact", "narrow")
-MOVES = {"reshape", "transpose", "slice_by_index", "concat", "split", "squeeze", "expand_dims", "identity"}  # change no value
+MOVES = {
+    "reshape",
+    "transpose",
+    "slice_by_index",
+    "concat",
+    "split",
+    "squeeze",
+    "expand_dims",
+    "identity",
+}  # change no value
 Hook = Callable[[Op, list], list | None]
-_WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}  # for unsigned types, which torch hardly supports
+_WIDER = {
+    "uint16": "int32",
+    "uint32": "int64",
+    "uint64": "int64",
+}  # for unsigned types, which torch hardly supports
 # declared dtype → dtype of the torch tensor, for booleans and integers
-_INTEGER = {name: getattr(torch, _WIDER.get(np.dtype(dtype).name, np.dtype(dtype).name))
-            for name, dtype in NUMPY.items() if np.dtype(dtype).kind in "biu"}  # fmt: skip
+_INTEGER = {
+    name: getattr(torch, _WIDER.get(np.dtype(dtype).name, np.dtype(dtype).name))
+    for name, dtype in NUMPY.items()
+    if np.dtype(dtype).kind in "biu"
+}
 
 
 def _to_tensor(literal) -> object:
@@ -59,7 +75,9 @@ class Step:
     function: Callable
     outputs: list[tuple[str, Callable]]  # name, what brings a result to its declared type
     constants: dict[str, object] = field(default_factory=dict)
-    operands: list[tuple[str, str | list[str], bool]] = field(default_factory=list)  # parameter, value name(s), is attribute
+    operands: list[tuple[str, str | list[str], bool]] = field(
+        default_factory=list
+    )  # parameter, value name(s), is attribute
     bodies: list["Body"] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)  # values that nothing after this step reads
 
@@ -86,12 +104,16 @@ class Executable:
         InputError: naming every unsupported operation at once, before anything runs.
     """
 
-    def __init__(self, program: Program, precision: str = "declared", builder: Callable | None = None):
+    def __init__(
+        self, program: Program, precision: str = "declared", builder: Callable | None = None
+    ):
         check_precision(precision)
         refuse_unknown(program)
         self.program, self.precision = program, precision
         self.fits = {name: self._fit(t) for name, t in program.inputs.items()}
-        self.body = (builder or Builder)(self).body(program.block, dict.fromkeys([*program.inputs, *program.states]))
+        self.body = (builder or Builder)(self).body(
+            program.block, dict.fromkeys([*program.inputs, *program.states])
+        )
 
     def constant(self, name: str) -> torch.Tensor:
         """A constant of the program, decompressed, float32."""
@@ -101,7 +123,9 @@ class Executable:
         return make_state(self.program)
 
     @torch.inference_mode()
-    def run(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell], hook: Hook | None = None) -> dict:
+    def run(
+        self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell], hook: Hook | None = None
+    ) -> dict:
         """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype first.
 
         Raises:
@@ -111,26 +135,41 @@ class Executable:
         values = self.body.constants | state | self.operands(inputs, state)
         return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
 
-    def operands(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]) -> dict[str, torch.Tensor]:
+    def operands(
+        self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]
+    ) -> dict[str, torch.Tensor]:
         """The inputs in their declared types.
 
         Raises:
             InputError: an input or a state is missing, or has another shape than the program declares.
         """
-        missing = [n for n in self.fits if n not in inputs] + [n for n in self.program.states if n not in state]
+        missing = [n for n in self.fits if n not in inputs] + [
+            n for n in self.program.states if n not in state
+        ]
         if missing:
-            raise InputError(str(self.program.package), f"no {', '.join(missing)}", "every input and state", "give all of them")
+            raise InputError(
+                str(self.program.package),
+                f"no {', '.join(missing)}",
+                "every input and state",
+                "give all of them",
+            )
         values = {}
         for name, fit in self.fits.items():
             try:
                 values[name] = fit(inputs[name])
             except ValueError as problem:
-                raise InputError(f"input {name!r}", str(problem), "the declared shape", "reshape it") from problem
+                raise InputError(
+                    f"input {name!r}", str(problem), "the declared shape", "reshape it"
+                ) from problem
         for name, declared in self.program.states.items():
             shape = state[name].value.shape
             if shape != declared.shape:
-                raise InputError(f"state {name!r}", f"shape {list(shape)}", f"{list(declared.shape)}",
-                                 "pass a state from make_state of this program")  # fmt: skip
+                raise InputError(
+                    f"state {name!r}",
+                    f"shape {list(shape)}",
+                    f"{list(declared.shape)}",
+                    "pass a state from make_state of this program",
+                )
         return values
 
     def _run(self, body: Body, values: dict, hook: Hook | None) -> list:
@@ -138,16 +177,24 @@ class Executable:
             try:
                 arguments = step.constants.copy()
                 for parameter, source, attribute in step.operands:
-                    value = values[source] if source.__class__ is str else [values[n] for n in source]
+                    value = (
+                        values[source] if source.__class__ is str else [values[n] for n in source]
+                    )
                     arguments[parameter] = _python_value(value) if attribute else value
                 if step.bodies:
-                    arguments["blocks"] = [partial(self._call, b, values, hook) for b in step.bodies]
+                    arguments["blocks"] = [
+                        partial(self._call, b, values, hook) for b in step.bodies
+                    ]
                 result = step.function(**arguments)
                 result = result if result.__class__ is tuple else (result,)
-                results = [fit(value) for (_, fit), value in zip(step.outputs, result)]  # an operation may have no result
+                results = [
+                    fit(value) for (_, fit), value in zip(step.outputs, result)
+                ]  # an operation may have no result
             except InputError:
                 raise
-            except Exception as problem:  # whatever torch makes of operands that do not fit: named, with its place
+            except (
+                Exception
+            ) as problem:  # whatever torch makes of operands that do not fit: named, with its place
                 raise _failure(self.program, step.op, problem) from problem
             if hook is not None:
                 results = hook(step.op, results) or results
@@ -159,7 +206,9 @@ class Executable:
 
     def _call(self, body: Body, values: dict, hook, *arguments) -> list:
         """Runs a nested block: it sees the enclosing values, and its own stay inside."""
-        return self._run(body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook)
+        return self._run(
+            body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook
+        )
 
     def _fit(self, declared: Type, rounded: bool = False) -> Callable:
         """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to it already; a wrong
@@ -182,13 +231,17 @@ class Executable:
 
 def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
     """Whether a shape has the declared rank, and the declared sizes where they are known."""
-    return len(shape) == len(declared) and all(size in (None, n) for n, size in zip(shape, declared, strict=True))
+    return len(shape) == len(declared) and all(
+        size in (None, n) for n, size in zip(shape, declared, strict=True)
+    )
 
 
 def check_precision(precision: str) -> None:
     """Raises an InputError unless `precision` is one of `PRECISIONS`."""
     if precision not in PRECISIONS:
-        raise InputError("precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these")
+        raise InputError(
+            "precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these"
+        )
 
 
 def make_state(program: Program) -> dict[str, StateCell]:
@@ -196,18 +249,28 @@ def make_state(program: Program) -> dict[str, StateCell]:
     cells = {}
     for name, declared in program.states.items():
         if None in declared.shape or math.prod(declared.shape) > MAX_ELEMENTS:
-            raise InputError(f"state {name!r}", f"shape {list(declared.shape)}",
-                             f"known sizes and at most {MAX_ELEMENTS} elements", "export the model again")  # fmt: skip
+            raise InputError(
+                f"state {name!r}",
+                f"shape {list(declared.shape)}",
+                f"known sizes and at most {MAX_ELEMENTS} elements",
+                "export the model again",
+            )
         cells[name] = StateCell(torch.zeros(declared.shape))
     return cells
 
 
 def refuse_unknown(program: Program) -> None:
     """Raises an InputError that names every operation of `program` without a rule."""
-    missing = sorted({op.kind for op in program.block.walk() if op.kind not in OPERATIONS and op.kind != "const"})
+    missing = sorted(
+        {op.kind for op in program.block.walk() if op.kind not in OPERATIONS and op.kind != "const"}
+    )
     if missing:
-        raise InputError(str(program.package), f"operations without a rule: {', '.join(missing)}",
-                         "operations the portable runtime knows", "run it on a Mac, or add rules in miltorch/ops")  # fmt: skip
+        raise InputError(
+            str(program.package),
+            f"operations without a rule: {', '.join(missing)}",
+            "operations the portable runtime knows",
+            "run it on a Mac, or add rules in miltorch/ops",
+        )
 
 
 class Builder:
@@ -237,7 +300,11 @@ class Builder:
     def _add(self, op: Op, scope: dict, body: Body) -> None:
         if op.kind == "const":
             (name, _), value = op.outputs[0], op.inputs["val"]
-            value = torch.from_numpy(np.array(value)) if name in self.half and value.dtype == np.float16 else _to_tensor(value)
+            value = (
+                torch.from_numpy(np.array(value))
+                if name in self.half and value.dtype == np.float16
+                else _to_tensor(value)
+            )
             scope[name] = body.constants[name] = value
             return
         step = self._step(op, scope, body)
@@ -249,19 +316,35 @@ class Builder:
     def _check(self, names, reads) -> None:
         unknown = [name for name in reads if name not in names]
         if unknown:
-            raise InputError(str(self.executable.program.package), f"values {unknown} that nothing before them computes",
-                             "a whole program", "export the model again")  # fmt: skip
+            raise InputError(
+                str(self.executable.program.package),
+                f"values {unknown} that nothing before them computes",
+                "a whole program",
+                "export the model again",
+            )
 
     def _step(self, op: Op, scope: dict, body: Body) -> Step:
         rule = OPERATIONS[op.kind]
-        narrow = self.executable.precision == "narrow" and rule.narrow and op.outputs[0][1].dtype == "FLOAT16"
-        outputs = [(name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs]
+        narrow = (
+            self.executable.precision == "narrow"
+            and rule.narrow
+            and op.outputs[0][1].dtype == "FLOAT16"
+        )
+        outputs = [
+            (name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs
+        ]
         step = Step(op, rule.narrow if narrow else rule.function, outputs)
         for parameter, source in op.inputs.items():
             source = [source] if parameter in TUPLES and not isinstance(source, list) else source
             value, attribute = _literal(source, scope), parameter in rule.attributes
             if value is None:
-                step.operands.append((parameter, self._names(source, scope, body, f"{op.name}.{parameter}"), attribute))
+                step.operands.append(
+                    (
+                        parameter,
+                        self._names(source, scope, body, f"{op.name}.{parameter}"),
+                        attribute,
+                    )
+                )
             else:
                 step.constants[parameter] = _python_value(value) if attribute else value
         step.bodies = [self.body(b, scope) for b in op.blocks]
@@ -283,12 +366,19 @@ class Builder:
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
             value = value.half() if declared.dtype == "FLOAT16" else value
-            scope[name] = body.constants[name] = value if name in self.half else self.executable._fit(declared)(value.float())
+            scope[name] = body.constants[name] = (
+                value if name in self.half else self.executable._fit(declared)(value.float())
+            )
 
 
 def _matrices(block: Block) -> set[str]:
     """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever computes with them."""
-    shapes = {name: kind.shape[2:] for op in block.walk() for name, kind in op.outputs if kind.dtype == "FLOAT16"}
+    shapes = {
+        name: kind.shape[2:]
+        for op in block.walk()
+        for name, kind in op.outputs
+        if kind.dtype == "FLOAT16"
+    }
     weights, others = set(), set(block.outputs)
     for op in block.walk():
         for parameter, source in op.inputs.items():
@@ -299,8 +389,12 @@ def _matrices(block: Block) -> set[str]:
 
 
 def _failure(program: Program, op: Op, problem: Exception) -> InputError:
-    return InputError(f"{op.kind} {op.name!r}", f"{type(problem).__name__}: {problem}",
-                      "operands this operation accepts", f"check the inputs, then export {program.package.name} again")  # fmt: skip
+    return InputError(
+        f"{op.kind} {op.name!r}",
+        f"{type(problem).__name__}: {problem}",
+        "operands this operation accepts",
+        f"check the inputs, then export {program.package.name} again",
+    )
 
 
 def _literal(source, scope: dict):

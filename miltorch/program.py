@@ -18,9 +18,22 @@ from miltorch.quiet import coremltools
 
 MAX_SPEC_BYTES = 1 << 30
 # MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per byte)
-NUMPY = {"FLOAT16": np.float16, "FLOAT32": np.float32, "FLOAT64": np.float64, "BOOL": np.bool_, "STRING": np.str_, "INT4": np.int8,
-         "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64, "UINT16": np.uint16, "UINT32": np.uint32,
-         "UINT64": np.uint64, **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)}}  # fmt: skip
+NUMPY = {
+    "FLOAT16": np.float16,
+    "FLOAT32": np.float32,
+    "FLOAT64": np.float64,
+    "BOOL": np.bool_,
+    "STRING": np.str_,
+    "INT4": np.int8,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    **{f"UINT{bits}": np.uint8 for bits in (1, 2, 3, 4, 6, 8)},
+}
 DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4": 4}
 
 
@@ -94,10 +107,17 @@ class Program:
     states: dict[str, Type]
     outputs: list[str]
     block: Block
-    description: object  # the FunctionDescription-like protobuf message: dtypes at the package's boundary
+    description: (
+        object  # the FunctionDescription-like protobuf message: dtypes at the package's boundary
+    )
 
 
-def _refuse(path: Path, actual: str, needed="a Core ML ML Program (.mlpackage)", next_step="export the model again"):
+def _refuse(
+    path: Path,
+    actual: str,
+    needed="a Core ML ML Program (.mlpackage)",
+    next_step="export the model again",
+):
     raise InputError(str(path), actual, needed, next_step)
 
 
@@ -105,10 +125,14 @@ def inside(package: Path, folder: Path, name: str) -> Path:
     """The file `name` of `folder` in `package`; refuses absolute paths, `..` and symlinks on the way to it."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts:
-        _refuse(package, f"the path {name!r}", "a path inside the package", "do not run this package")
+        _refuse(
+            package, f"the path {name!r}", "a path inside the package", "do not run this package"
+        )
     path = folder / relative
     if not os.path.isfile(path):  # also False for names that no file can have
-        _refuse(path, "no such file", "every file that the package refers to", "copy the whole package")
+        _refuse(
+            path, "no such file", "every file that the package refers to", "copy the whole package"
+        )
     if path.resolve() != package.resolve() / path.relative_to(package):
         _refuse(path, "a symlink", "a regular file", "do not run this package")
     return path
@@ -118,8 +142,12 @@ def spec_path(package: Path) -> Path:
     """The model file that a package's Manifest.json names, refusing every path that leaves the package."""
     manifest = package / "Manifest.json"
     if not manifest.is_file():
-        kind = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}.get(package.suffix)
-        _refuse(package, "nothing there" if not package.exists() else kind or "no Manifest.json in it")
+        kind = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}.get(
+            package.suffix
+        )
+        _refuse(
+            package, "nothing there" if not package.exists() else kind or "no Manifest.json in it"
+        )
     if manifest.stat().st_size > 1 << 20:
         _refuse(manifest, "a manifest over 1 MiB")
     try:
@@ -158,11 +186,24 @@ def read(package: str | Path, function: str | None = None) -> Program:
     functions = spec.mlProgram.functions
     name = function or spec.description.defaultFunctionName or "main"
     if name not in functions:
-        _refuse(package, f"no function {name!r}", f"one of {sorted(functions)}", "name one of these functions")
+        _refuse(
+            package,
+            f"no function {name!r}",
+            f"one of {sorted(functions)}",
+            "name one of these functions",
+        )
     described = {f.name: f for f in spec.description.functions}.get(name, spec.description)
     try:
         return _Reader(package).program(name, functions[name], described)
-    except (ValueError, KeyError, IndexError, TypeError, ArithmeticError, RecursionError, MemoryError) as problem:
+    except (
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+    ) as problem:
         if isinstance(problem, InputError):
             raise
         _refuse(package, f"a damaged program ({type(problem).__name__}: {problem})")
@@ -182,7 +223,9 @@ class _Reader:
         typed = {p.name: self.type(p.type) for p in function.inputs}
         inputs = {n: t for n, t in typed.items() if t.kind != "state"}
         states = {n: t for n, t in typed.items() if t.kind == "state"}
-        return Program(self.package, name, inputs, states, list(block.outputs), self.block(block), described)
+        return Program(
+            self.package, name, inputs, states, list(block.outputs), self.block(block), described
+        )
 
     def block(self, block) -> Block:
         inputs = [(p.name, self.type(p.type)) for p in block.inputs]
@@ -196,17 +239,25 @@ class _Reader:
         return Op(op.type, name, inputs, outputs, [self.block(b) for b in op.blocks])
 
     def argument(self, argument):
-        bound = [Ref(b.name) if b.WhichOneof("binding") == "name" else self.value(b.value) for b in argument.arguments]
+        bound = [
+            Ref(b.name) if b.WhichOneof("binding") == "name" else self.value(b.value)
+            for b in argument.arguments
+        ]
         return bound[0] if len(bound) == 1 else bound
 
     def type(self, message) -> Type:
         kind = message.WhichOneof("type")
         if kind == "tensorType":
             tensor = message.tensorType
-            shape = (d.constant.size if d.WhichOneof("dimension") == "constant" else None for d in tensor.dimensions)
+            shape = (
+                d.constant.size if d.WhichOneof("dimension") == "constant" else None
+                for d in tensor.dimensions
+            )
             return Type(self.dtype_name(tensor.dataType), tuple(shape))
         if kind in ("stateType", "listType"):
-            inner = self.type(message.stateType.wrappedType if kind == "stateType" else message.listType.type)
+            inner = self.type(
+                message.stateType.wrappedType if kind == "stateType" else message.listType.type
+            )
             return Type(inner.dtype, inner.shape, kind.removesuffix("Type"))
         return Type("STRING", (), "dict")
 
@@ -244,6 +295,9 @@ class _Reader:
         if name not in self.files:
             self.files[name] = BlobFile(inside(self.package, spec_path(self.package).parent, name))
         array = self.files[name].array(blob.offset, declared.shape)
-        if array.dtype != NUMPY[declared.dtype] and array.dtype.itemsize != np.dtype(NUMPY[declared.dtype]).itemsize:
+        if (
+            array.dtype != NUMPY[declared.dtype]
+            and array.dtype.itemsize != np.dtype(NUMPY[declared.dtype]).itemsize
+        ):
             _refuse(self.package, f"a blob of {array.dtype} at {blob.offset}", f"{declared.dtype}")
         return array.view(NUMPY[declared.dtype])

@@ -33,8 +33,13 @@ from miltorch.errors import InputError
 from miltorch.interpret import check_precision
 from miltorch.quiet import coremltools
 
-MACOS = (15, 5)  # the version that coremltools reads: the system whose features (iOS 18) miltorch has
-TAKEN = tuple(np.dtype(kind) for kind in (np.float32, np.float64, np.int32))  # int8 too, once built for macOS 26
+MACOS = (
+    15,
+    5,
+)  # the version that coremltools reads: the system whose features (iOS 18) miltorch has
+TAKEN = tuple(
+    np.dtype(kind) for kind in (np.float32, np.float64, np.int32)
+)  # int8 too, once built for macOS 26
 _patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
@@ -45,7 +50,12 @@ def install(precision: str = "declared") -> None:
         InputError: on a Mac, where the native layer is better; an unknown precision.
     """
     if sys.platform == "darwin":
-        raise InputError("shim", "macOS, which has Core ML itself", "a machine without Core ML", "leave shim.install() out here")
+        raise InputError(
+            "shim",
+            "macOS, which has Core ML itself",
+            "a machine without Core ML",
+            "leave shim.install() out here",
+        )
     check_precision(precision)
     Proxy.precision = precision
     ct = coremltools()
@@ -56,7 +66,9 @@ def install(precision: str = "declared") -> None:
     native = types.ModuleType("coremltools.libcoremlpython")
     native._MLModelProxy = Proxy
     replacements = [(module, "_MLModelProxy", Proxy) for module in (model, _compiled_model)]
-    replacements += [(module, "_macos_version", lambda: MACOS) for module in (model, _compiled_model, utils)]
+    replacements += [
+        (module, "_macos_version", lambda: MACOS) for module in (model, _compiled_model, utils)
+    ]
     replacements += [(model, "_is_macos", lambda: True), (ct, "libcoremlpython", native)]
     for module, name, value in replacements:
         _patches.enter_context(mock.patch.object(module, name, value, create=True))
@@ -77,7 +89,9 @@ class StateProxy:
 
     def _cell(self, name: str):
         if name not in self.cells:
-            raise RuntimeError(f"no state named {name!r}; this model has {sorted(self.cells) or 'none'}")
+            raise RuntimeError(
+                f"no state named {name!r}; this model has {sorted(self.cells) or 'none'}"
+            )
         return self.cells[name]
 
     def read_state(self, name: str) -> np.ndarray:
@@ -88,7 +102,9 @@ class StateProxy:
             raise RuntimeError("Failed to write state, only multi-array value is supported")
         cell, value = self._cell(name), torch.from_numpy(np.array(_taken(value), np.float32))
         if value.shape != cell.value.shape:
-            raise RuntimeError(f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}")
+            raise RuntimeError(
+                f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}"
+            )
         cell.value = value.half().float()
 
 
@@ -97,7 +113,14 @@ class Proxy:
 
     precision = "declared"
 
-    def __init__(self, path: str, compute_units: str, function_name: str = "", hints: dict | None = None, asset=None):
+    def __init__(
+        self,
+        path: str,
+        compute_units: str,
+        function_name: str = "",
+        hints: dict | None = None,
+        asset=None,
+    ):
         start = time.perf_counter_ns()
         self.path, self.compiled, self.last_predict_ns = Path(path), None, None
         try:
@@ -151,11 +174,15 @@ class Proxy:
     def predict(self, data: dict, state: StateProxy | None = None) -> dict:
         start = time.perf_counter_ns()
         declared = self.executable.program.inputs
-        inputs = {f.name: _input(f, data.get(f.name), declared[f.name]) for f in self.description.input}
+        inputs = {
+            f.name: _input(f, data.get(f.name), declared[f.name]) for f in self.description.input
+        }
         try:
             outputs = self.executable.run(inputs, state.cells if state else {})
         except InputError as problem:
-            raise _error(f"Unable to compute the prediction using ML Program. {problem}") from problem
+            raise _error(
+                f"Unable to compute the prediction using ML Program. {problem}"
+            ) from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
 
@@ -194,10 +221,16 @@ def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
         array = _taken(value)
     array = array.astype(np.float32) if array.dtype.kind == "f" else array.astype(np.int32)
     allowed = feature.type.multiArrayType
-    ranges, shapes = allowed.shapeRange.sizeRanges, [list(s.shape) for s in allowed.enumeratedShapes.shapes]
+    ranges, shapes = (
+        allowed.shapeRange.sizeRanges,
+        [list(s.shape) for s in allowed.enumeratedShapes.shapes],
+    )
     fits = list(array.shape) in (shapes or [list(allowed.shape)])
     if ranges:
-        inside = (r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0) for r, n in zip(ranges, array.shape))
+        inside = (
+            r.lowerBound <= n and (n <= r.upperBound or r.upperBound < 0)
+            for r, n in zip(ranges, array.shape)
+        )
         fits = len(ranges) == array.ndim and all(inside)
     if not fits:
         raise _error(
@@ -239,7 +272,9 @@ def _output(feature, value):
     if kind != "multiArrayType":  # a class label, or every label's probability
         return int(value) if kind == "int64Type" else value
     array = feature.type.multiArrayType
-    dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(array.dataType, np.float32)
+    dtype = {array.INT32: np.int32, array.INT8: np.int8, array.DOUBLE: np.float64}.get(
+        array.dataType, np.float32
+    )
     return np.atleast_1d(value.numpy().astype(dtype, order="C"))  # Core ML knows no scalars
 
 

@@ -1,6 +1,8 @@
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: idle threads spin, and tiny tensors gain nothing from a second
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: idle threads spin, and tiny tensors gain nothing from a second
 
 from pathlib import Path
 
@@ -24,9 +26,13 @@ def exports(tmp_path_factory) -> Exports:
 @pytest.fixture(scope="session")
 def grid() -> dict:
     """A sweep of two cells: one bundle, two T."""
-    return {"checkpoint": str(Path(__file__).parents[1] / "data" / "tiny-llama"), "experiment": "34",
-            "validate_ids": [1, 4, 69, 173, 13, 4], "export": {"max_seq_len": [16], "t_max": [2]},
-            "run": {"T": [1, 2], "depth": [4], "n_gen": 4, "repetitions": 2}}  # fmt: skip
+    return {
+        "checkpoint": str(Path(__file__).parents[1] / "data" / "tiny-llama"),
+        "experiment": "34",
+        "validate_ids": [1, 4, 69, 173, 13, 4],
+        "export": {"max_seq_len": [16], "t_max": [2]},
+        "run": {"T": [1, 2], "depth": [4], "n_gen": 4, "repetitions": 2},
+    }
 
 
 @pytest.fixture(scope="session")
@@ -35,4 +41,6 @@ def swept(tmp_path_factory, grid):
     from workbench import sweep
 
     folder = tmp_path_factory.mktemp("sweep")
-    return folder, sweep.sweep(sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False)
+    return folder, sweep.sweep(
+        sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
+    )

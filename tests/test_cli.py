@@ -42,17 +42,42 @@ def llama(exports):
 
 def test_doctor_names_what_is_here():
     found = run("doctor")
-    assert {"platform", "python", "macos", "chip", "memory_bytes", "coremltools", "torch", "coreml_available",
-            "ane_available", "default_runtime", "notes"} <= found.keys()  # fmt: skip
+    assert {
+        "platform",
+        "python",
+        "macos",
+        "chip",
+        "memory_bytes",
+        "coremltools",
+        "torch",
+        "coreml_available",
+        "ane_available",
+        "default_runtime",
+        "notes",
+    } <= found.keys()
     assert found["default_runtime"] in ("portable", "coreml")
 
 
 def test_export_reports_what_it_made(tmp_path, exports):
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1)
     found = run("export", checkpoint, tmp_path / "b", "--max-seq-len", 16, "--t-max", 2)
-    assert {"bundle", "family", "shards", "layers", "bytes", "converted", "stamped", "seconds", "peak_rss_bytes"} <= found.keys()
+    assert {
+        "bundle",
+        "family",
+        "shards",
+        "layers",
+        "bytes",
+        "converted",
+        "stamped",
+        "seconds",
+        "peak_rss_bytes",
+    } <= found.keys()
     assert (found["family"], found["layers"], found["shards"]) == ("llama", 1, 2)
-    assert found["bytes"] == sum(f.stat().st_size for f in (tmp_path / "b").rglob("*") if f.is_file() and f.name != "bundle.json")
+    assert found["bytes"] == sum(
+        f.stat().st_size
+        for f in (tmp_path / "b").rglob("*")
+        if f.is_file() and f.name != "bundle.json"
+    )
 
 
 def test_check_and_validate_are_green_and_complete(llama, tmp_path):
@@ -64,27 +89,50 @@ def test_check_and_validate_are_green_and_complete(llama, tmp_path):
     found = run("validate", llama.root, "--golden", golden)
     assert found["verdict"] == "GREEN"
     assert {"gates", "worst", "min_cosine", "mean_cosine", "rows", "logits"} <= found.keys()
-    assert {"layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"} == found["worst"].keys()
+    assert {"layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"} == found[
+        "worst"
+    ].keys()
     assert {"top1_agreement", "top5_overlap", "kl_max", "cosine_min"} == found["logits"].keys()
-    assert found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8  # (T × layer × tensor isolated, those chained, logits) × position
+    assert (
+        found["rows"] == (4 * 4 * 4 + 4 * 4 + 1) * 8
+    )  # (T × layer × tensor isolated, those chained, logits) × position
 
 
 def test_red_exits_1_with_the_reason_first(llama, tmp_path, exports):
     golden = tmp_path / "g.safetensors"
-    run("golden", exports.checkpoint("llama", num_hidden_layers=4, hidden_size=128, vocab_size=256), "--out", golden)
+    run(
+        "golden",
+        exports.checkpoint("llama", num_hidden_layers=4, hidden_size=128, vocab_size=256),
+        "--out",
+        golden,
+    )
     result = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(golden)])
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[0] == "RED" and result.stdout.splitlines()[1].startswith("RED")
+    assert result.stdout.splitlines()[0] == "RED" and result.stdout.splitlines()[1].startswith(
+        "RED"
+    )
 
 
 def test_decode_gives_hugging_face_s_tokens_and_all_logits(llama, tmp_path, exports):
     ids, new = [1, 4, 69, 173, 13, 4, 72], 24
-    found = run("decode", llama.root, "--prompt-ids", ",".join(map(str, ids)), "--max-new", new, "--precision", "exact",
-                "--logits", tmp_path / "l.npy")  # fmt: skip
+    found = run(
+        "decode",
+        llama.root,
+        "--prompt-ids",
+        ",".join(map(str, ids)),
+        "--max-new",
+        new,
+        "--precision",
+        "exact",
+        "--logits",
+        tmp_path / "l.npy",
+    )
     import torch
 
     with torch.inference_mode():
-        wanted = exports.hf(DATA / "tiny-llama").generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+        wanted = exports.hf(DATA / "tiny-llama").generate(
+            torch.tensor([ids]), max_new_tokens=new, do_sample=False
+        )
     assert found["tokens"] == wanted[0, len(ids) :].tolist()
     assert {"tokens", "text", "prefill", "decode", "runtime", "precision"} <= found.keys()
     logits = np.load(tmp_path / "l.npy")
@@ -96,7 +144,9 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
     predicted = run("memory", DATA / "tiny-llama", "--max-seq-len", 64)
     measured = run("memory", llama.root)
     assert predicted["kv"] == measured["kv"] == 2 * 4 * 2 * 64 * 32 * 2
-    assert abs(predicted["weights"] / measured["weights"] - 1) < 0.2  # program and alignment come on top
+    assert (
+        abs(predicted["weights"] / measured["weights"] - 1) < 0.2
+    )  # program and alignment come on top
 
 
 @pytest.mark.parametrize(
@@ -117,7 +167,10 @@ def test_memory_of_a_checkpoint_and_of_its_bundle_agree(llama):
         (("golden", DATA / "tiny-llama", "--out", "."), "--out"),
         (("golden", DATA / "tiny-llama", "--out", "/proc/x/g"), "--out"),
         (("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", ""), "--prompt-ids"),
-        (("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", "1,256"), "from 0 to 255"),
+        (
+            ("golden", DATA / "tiny-llama", "--out", "new/g", "--prompt-ids", "1,256"),
+            "from 0 to 255",
+        ),
         (("run", "34", "--set", "DAY=2026-13-45"), "DAY"),
     ],
 )
@@ -130,7 +183,10 @@ def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "now"),
     [
-        (("error", "build/llama", "--checkpoint", DATA / "tiny-llama", "--plain", "build/fp16"), "--fp16-bundle"),
+        (
+            ("error", "build/llama", "--checkpoint", DATA / "tiny-llama", "--plain", "build/fp16"),
+            "--fp16-bundle",
+        ),
         (("error", "build/llama", "--plain=build/fp16"), "--fp16-bundle"),
         (("sweep", "grid.yaml", "--log", "build/log"), "--log-dir"),
         (("log", "--log=build/log"), "--log-dir"),
@@ -160,7 +216,16 @@ def test_prompts_are_checked(llama):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("validate", "--golden", DATA / "README.md", "--tasks", DATA / "tasks" / "heldout.jsonl"), "--checkpoint"),
+        (
+            (
+                "validate",
+                "--golden",
+                DATA / "README.md",
+                "--tasks",
+                DATA / "tasks" / "heldout.jsonl",
+            ),
+            "--checkpoint",
+        ),
         (("validate", "--checkpoint", DATA / "tiny-llama", "--prompt-ids", ""), "--prompt-ids"),
         (("check", "--memory", "0"), "above zero"),
         (("trace", "--prompt-ids", "1,2,400"), "from 0 to 255"),
@@ -175,7 +240,12 @@ def test_bad_input_about_a_bundle_is_refused(llama, arguments, words):
 @pytest.mark.parametrize(("command", "count"), [("decode", -3), ("reuse", 0), ("reuse", -1)])
 def test_too_few_new_tokens_exit_2(llama, command, count):
     prompt = ["--prompt-ids", "1"] if command == "decode" else []
-    assert CliRunner().invoke(app, [command, str(llama.root), *prompt, "--max-new", str(count)]).exit_code == 2
+    assert (
+        CliRunner()
+        .invoke(app, [command, str(llama.root), *prompt, "--max-new", str(count)])
+        .exit_code
+        == 2
+    )
 
 
 def never(name):
@@ -191,21 +261,35 @@ def test_json_names_numbers_that_json_lacks(capsys):
 def test_a_validation_against_nan_is_red_in_json(llama, tmp_path):
     made = golden.make_golden(DATA / "tiny-llama", [1, 69, 142])
     replace(made, logits=made.logits * np.nan).save(tmp_path / "g")
-    result = CliRunner().invoke(app, ["validate", str(llama.root), "--golden", str(tmp_path / "g"), "--json"])
+    result = CliRunner().invoke(
+        app, ["validate", str(llama.root), "--golden", str(tmp_path / "g"), "--json"]
+    )
     found = json.loads(result.stdout, parse_constant=never)
     assert (result.exit_code, found["verdict"], found["logits"]["kl_max"]) == (1, "RED", "nan")
 
 
 def test_an_interrupted_export_says_that_what_was_finished_is_kept(tmp_path):
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from workbench.cli import main; main()"
-    command = [sys.executable, "-c", code, "export", DATA / "tiny-zaya", tmp_path / "b", "--plain", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "export",
+        DATA / "tiny-zaya",
+        tmp_path / "b",
+        "--plain",
+        "--json",
+    ]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob(".b.partial/*.mlpackage")):
         assert running.poll() is None
         time.sleep(0.02)
     running.send_signal(signal.SIGINT)
     _, told = running.communicate(timeout=60)
-    assert (running.returncode, told) == (130, "workbench: interrupted; what was finished is kept\n")
+    assert (running.returncode, told) == (
+        130,
+        "workbench: interrupted; what was finished is kept\n",
+    )
 
 
 def test_text_needs_a_tokenizer(exports):
@@ -234,13 +318,18 @@ def damage_flip(bundle):
 
 
 def damage_lfs(bundle):
-    next(bundle.rglob("weight.bin")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    next(bundle.rglob("weight.bin")).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
 
 
 def damage_path(bundle):
     manifest = bundle / "bundle.json"
-    manifest.write_text(manifest.read_text().replace('"path":"head_00.mlpackage"', '"path":"../head_00.mlpackage"')
-                        .replace('"path": "head_00.mlpackage"', '"path": "../head_00.mlpackage"'))  # fmt: skip
+    manifest.write_text(
+        manifest.read_text()
+        .replace('"path":"head_00.mlpackage"', '"path":"../head_00.mlpackage"')
+        .replace('"path": "head_00.mlpackage"', '"path": "../head_00.mlpackage"')
+    )
 
 
 def damage_version(bundle):
@@ -250,9 +339,14 @@ def damage_version(bundle):
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(damage_truncate, "bytes"), (damage_flip, "SHA-256"), (damage_lfs, "Git LFS"), (damage_path, "inside the bundle"),
-     (damage_version, "version")],
-)  # fmt: skip
+    [
+        (damage_truncate, "bytes"),
+        (damage_flip, "SHA-256"),
+        (damage_lfs, "Git LFS"),
+        (damage_path, "inside the bundle"),
+        (damage_version, "version"),
+    ],
+)
 def test_a_damaged_bundle_is_refused(llama, tmp_path, damage, words):
     copy = tmp_path / "copy"
     shutil.copytree(llama.root, copy)
@@ -271,14 +365,25 @@ def test_sixty_four_greedy_tokens_are_hugging_face_s(name, exports):
     ids = tasks.load_tokenizer(DATA / name).encode(prompt)[:40]
     model = exports.hf(DATA / name)
     with torch.inference_mode():
-        made = model.generate(torch.tensor([ids]), min_new_tokens=64, max_new_tokens=64, do_sample=False,
-                              return_dict_in_generate=True, output_logits=True)  # fmt: skip
+        made = model.generate(
+            torch.tensor([ids]),
+            min_new_tokens=64,
+            max_new_tokens=64,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     wanted = made.sequences[0, len(ids) :].tolist()
     bundle = exports.bundle(DATA / name, max_seq_len=128)
     from workbench import Decoder
 
     assert Decoder(bundle, "portable", "exact").generate(ids, 64, stop=()) == wanted
-    for record, token, logits in zip(Decoder(bundle, "portable", fast=True).stream(ids, 64, stop=()), wanted, made.logits, strict=True):
+    for record, token, logits in zip(
+        Decoder(bundle, "portable", fast=True).stream(ids, 64, stop=()),
+        wanted,
+        made.logits,
+        strict=True,
+    ):
         if record.token != token:
             assert metrics.near_tie(logits[0].numpy(), record.logits)
             break

@@ -13,7 +13,11 @@ from workbench.errors import InputError
 @pytest.fixture(scope="module")
 def llama(exports):
     checkpoint = exports.checkpoint("llama")
-    return checkpoint, exports.bundle(checkpoint), exports.bundle(checkpoint, compress="int8-tensor")
+    return (
+        checkpoint,
+        exports.bundle(checkpoint),
+        exports.bundle(checkpoint, compress="int8-tensor"),
+    )
 
 
 def call(*arguments) -> tuple[int, dict]:
@@ -24,14 +28,32 @@ def call(*arguments) -> tuple[int, dict]:
 def test_error_splits_every_layer_and_names_what_to_store_better(llama):
     checkpoint, plain, bundle = llama
     code, found = call(
-        "error", bundle.root, "--checkpoint", checkpoint, "--fp16-bundle", plain.root, "--prompt-ids", "1,2,3,4", "--weights"
+        "error",
+        bundle.root,
+        "--checkpoint",
+        checkpoint,
+        "--fp16-bundle",
+        plain.root,
+        "--prompt-ids",
+        "1,2,3,4",
+        "--weights",
     )
     assert (code, found["verdict"]) == (0, "GREEN")
     assert [row["layer"] for row in found["layers"]] == [0, 1]
-    assert found["layers"][0].keys() >= {"storage", "reauthoring", "quantization", "precision", "runtime", "total"}
+    assert found["layers"][0].keys() >= {
+        "storage",
+        "reauthoring",
+        "quantization",
+        "precision",
+        "runtime",
+        "total",
+    }
     assert found["layers"][0]["runtime"] is None
     assert found["residual"] < 1e-6
-    assert {row["tensor"] for row in found["weights"]} >= {"mlp.up_proj.weight", "self_attn.q_proj.weight"}
+    assert {row["tensor"] for row in found["weights"]} >= {
+        "mlp.up_proj.weight",
+        "self_attn.q_proj.weight",
+    }
 
 
 def test_an_uncompressed_bundle_is_its_own_twin(llama):
@@ -45,7 +67,11 @@ def test_matrix_names_every_arithmetic_and_what_was_not_measured(llama):
     checkpoint, plain, _ = llama
     code, found = call("matrix", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4")
     assert (code, found["verdict"], found["device_measured"]) == (0, "GREEN", False)
-    assert [u["unit"] for u in found["units"]] == ["portable declared", "portable exact", "portable narrow"]
+    assert [u["unit"] for u in found["units"]] == [
+        "portable declared",
+        "portable exact",
+        "portable narrow",
+    ]
     assert found["units"][1]["min_cosine"] > 0.99999
     assert found["units"][1]["kl_portable"] > found["units"][0]["kl_portable"] == 0
 
@@ -96,7 +122,11 @@ def test_inputs_that_a_package_does_not_take_are_refused(llama, tmp_path, conten
     content(tmp_path / "in.npz")
     package = llama[1].root / llama[1].manifest.shards[0].path
     with pytest.raises(InputError, match=words):
-        CliRunner().invoke(app, ["trace", str(package), "--inputs", str(tmp_path / "in.npz")], catch_exceptions=False)
+        CliRunner().invoke(
+            app,
+            ["trace", str(package), "--inputs", str(tmp_path / "in.npz")],
+            catch_exceptions=False,
+        )
 
 
 def test_a_trace_of_nothing_is_refused(tmp_path):

@@ -41,7 +41,9 @@ def test_a_lock_has_one_holder_and_ends_with_it(tmp_path, folder):
 
 
 def test_a_git_lfs_pointer_is_recognised(tmp_path):
-    (tmp_path / "a").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "a").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     (tmp_path / "b").write_bytes(b"")
     assert is_lfs_pointer(tmp_path / "a") and not is_lfs_pointer(tmp_path / "b")
 

@@ -316,9 +316,7 @@ def test_compare_offers_runs_of_one_machine_by_what_differs(root):
 
 
 def test_two_machines_are_not_compared(root):
-    found = with_machines(
-        log.load("runs", root).query("os_build == '24B83'").sort_values("run_id")
-    )
+    found = with_machines(log.load("runs", root).query("os_build == '24B83'").sort_values("run_id"))
     slow, fast = (found.loc[found["machine"] == name, "run_id"].iloc[-1] for name in NAMES)
     compared = log.compare(slow, fast, root)
     assert (

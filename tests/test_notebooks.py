@@ -25,13 +25,35 @@ SMALL = {
     "30": {"MAX_SEQ_LEN": 96, "POSITIONS": 8, "STATES": ["separate"], "DEPTHS": [4], "N_GEN": 2},
     "31": {"POSITIONS": 17, "WORST": 1},
     "32": {"NORMS": [605.0], "QUERY_NORMS": [0, 64, 2048], "TOKENS": 4, "MAX_SEQ_LEN": 16},
-    "33": {"CHECKPOINTS": ["data/tiny-llama"], "MAX_SEQ_LEN": 64, "CONTEXTS": [24, 33, 48], "ROUNDS": 1,
-           "DIMS": {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2,
-                    "head_dim": 32, "num_hidden_layers": 1, "vocab_size": 128}},
-    "34": {"MAX_SEQ_LEN": [16, 32], "T": [1, 2], "COMPRESS": ["int8-tensor"], "LAYERS_PER_SHARD": [1, 4], "KV_WRITE": ["mask"],
-           "LAYOUT": ["bct1"], "DEPTH": 4, "N_GEN": 2, "REPETITIONS": 1, "PROMPT": [1, 4, 69, 173]},
+    "33": {
+        "CHECKPOINTS": ["data/tiny-llama"],
+        "MAX_SEQ_LEN": 64,
+        "CONTEXTS": [24, 33, 48],
+        "ROUNDS": 1,
+        "DIMS": {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 1,
+            "vocab_size": 128,
+        },
+    },
+    "34": {
+        "MAX_SEQ_LEN": [16, 32],
+        "T": [1, 2],
+        "COMPRESS": ["int8-tensor"],
+        "LAYERS_PER_SHARD": [1, 4],
+        "KV_WRITE": ["mask"],
+        "LAYOUT": ["bct1"],
+        "DEPTH": 4,
+        "N_GEN": 2,
+        "REPETITIONS": 1,
+        "PROMPT": [1, 4, 69, 173],
+    },
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -53,12 +75,16 @@ def project(tmp_path_factory):
     copy = tmp_path_factory.mktemp("project")
     shutil.copy(ROOT / "pyproject.toml", copy)
     shutil.copytree(ROOT / "notebooks", copy / "notebooks")
-    shutil.copytree(ROOT / "data", copy / "data", ignore=shutil.ignore_patterns("bundles", "golden"))
+    shutil.copytree(
+        ROOT / "data", copy / "data", ignore=shutil.ignore_patterns("bundles", "golden")
+    )
     commit(copy)
     return copy
 
 
-@pytest.mark.skipif(chromium() is not None, reason="the same notebooks run in the browser: tests/browser")
+@pytest.mark.skipif(
+    chromium() is not None, reason="the same notebooks run in the browser: tests/browser"
+)
 @pytest.mark.parametrize("number", SMALL)
 def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, monkeypatch):
     monkeypatch.chdir(project)
@@ -77,7 +103,10 @@ def written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(*cells: str) -> None:
-        first = [nbformat.v4.new_markdown_cell("# 29"), nbformat.v4.new_code_cell("N = 1", metadata={"tags": ["parameters"]})]
+        first = [
+            nbformat.v4.new_markdown_cell("# 29"),
+            nbformat.v4.new_code_cell("N = 1", metadata={"tags": ["parameters"]}),
+        ]
         made = nbformat.v4.new_notebook(cells=[*first, *map(nbformat.v4.new_code_cell, cells)])
         nbformat.write(made, tmp_path / "notebooks" / "29_zaya_probe.ipynb")
 
@@ -97,15 +126,33 @@ def test_a_headless_run_sets_parameters_and_gives_verdict_runs_and_report(writte
 
 
 def test_the_verdict_of_a_run_is_its_own(written):
-    runs.record_run("29", {"command": "notebook 29", "verdict": "RED", "checkpoint": "other", "bundle_hash": "b", "config": {}})
+    runs.record_run(
+        "29",
+        {
+            "command": "notebook 29",
+            "verdict": "RED",
+            "checkpoint": "other",
+            "bundle_hash": "b",
+            "config": {},
+        },
+    )
     written(RECORD.replace("VERDICT", "'GREEN'"))
     assert notebook.run_notebook("29", progress=False)["verdict"] == "GREEN"
 
 
 def test_a_run_reports_on_itself_even_where_the_log_holds_later_ones(written, tmp_path):
     later = "29991231T000000000000Z-00000000"  # a clock that was wrong, on this machine or another
-    log.append("runs", {"experiment": "29", "status": "ok", "command": "notebook 29", "checkpoint": "c",
-                        "config": {"conclusion": "later"}}, run_id=later)  # fmt: skip
+    log.append(
+        "runs",
+        {
+            "experiment": "29",
+            "status": "ok",
+            "command": "notebook 29",
+            "checkpoint": "c",
+            "config": {"conclusion": "later"},
+        },
+        run_id=later,
+    )
     written(RECORD.replace("VERDICT", "'GREEN'"))
     found = notebook.run_notebook("29", {"N": 7}, progress=False)
     assert "N is 7" in Path(found["report"]).read_text() and later not in found["runs"]
@@ -121,27 +168,41 @@ REFUSAL = """from workbench.errors import InputError
 raise InputError("prompt: found", "300 tokens; needs more. Next: x", "at most 256\\nlines", "export again.")"""
 
 
-def test_an_input_error_in_a_cell_is_the_same_error_here_and_one_message_in_the_notebook(written, tmp_path):
+def test_an_input_error_in_a_cell_is_the_same_error_here_and_one_message_in_the_notebook(
+    written, tmp_path
+):
     written(REFUSAL, "2")
     with pytest.raises(InputError) as refused:
         notebook.run_notebook("29", progress=False)
-    known = InputError("prompt: found", "300 tokens; needs more. Next: x", "at most 256\nlines", "export again.")
+    known = InputError(
+        "prompt: found", "300 tokens; needs more. Next: x", "at most 256\nlines", "export again."
+    )
     assert str(refused.value) == str(known)
     executed = nbformat.read(tmp_path / "build" / "notebooks" / "29_zaya_probe.ipynb", as_version=4)
     (shown,) = executed.cells[2].outputs
-    assert shown["traceback"] == ["InputError: prompt: found\n"
-                                  "  found      300 tokens; needs more. Next: x\n"
-                                  "  needs      at most 256\nlines\n"
-                                  "  next step  export again"]  # fmt: skip
+    assert shown["traceback"] == [
+        "InputError: prompt: found\n"
+        "  found      300 tokens; needs more. Next: x\n"
+        "  needs      at most 256\nlines\n"
+        "  next step  export again"
+    ]
 
 
-@pytest.mark.parametrize("cell,last", [("x = 1\nx / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(3)", "died")])
+@pytest.mark.parametrize(
+    "cell,last",
+    [("x = 1\nx / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(3)", "died")],
+)
 def test_any_other_failure_names_notebook_cell_and_error_and_exits_3(cell, last, written, tmp_path):
     written("1", cell, "2")
     found = CliRunner().invoke(app, ["run", "29"])
     assert found.exit_code == 3 and isinstance(found.exception, SystemExit)
     (said,) = [line for line in found.stderr.splitlines() if line.startswith("workbench:")]
-    assert "29_zaya_probe" in said and "cell [3]" in said and last in said and "Traceback" not in found.stderr
+    assert (
+        "29_zaya_probe" in said
+        and "cell [3]" in said
+        and last in said
+        and "Traceback" not in found.stderr
+    )
     executed = Path("build") / "notebooks" / "29_zaya_probe.ipynb"
     assert str(executed) in said and executed.exists()
 

@@ -23,7 +23,9 @@ def case(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory):
-    return fp16_overflow.mask_table(fp16_overflow.mask_packages(tmp_path_factory.mktemp("masks"))).set_index(["mask", "case"])
+    return fp16_overflow.mask_table(
+        fp16_overflow.mask_packages(tmp_path_factory.mktemp("masks"))
+    ).set_index(["mask", "case"])
 
 
 def test_biases_have_the_planted_norm(case):
@@ -50,14 +52,28 @@ def test_only_the_naive_order_overflows_and_it_does_in_the_product(case):
     }
     assert fp16_overflow.first_broken(sweep) == 256
     product = sweep.pivot(index="query_norm", columns="order", values="product")
-    assert np.allclose(product[fp16_overflow.NAIVE] / product[fp16_overflow.SCALED], 128**0.5, rtol=1e-3)
+    assert np.allclose(
+        product[fp16_overflow.NAIVE] / product[fp16_overflow.SCALED], 128**0.5, rtol=1e-3
+    )
     assert "softmax" in sweep["nan"].dropna().iloc[0]
     assert "NaN" in fp16_overflow.overflow_conclusion(sweep, pd.DataFrame(columns=["mask"]))
 
 
 def test_a_scaled_order_that_overflows_is_red(case):
-    sweep = pd.DataFrame([{"order": order, "query_norm": 9.0, "layer": 0, "headroom_bits": -1.0, "inf": "op (matmul, m) of s",
-                           "nan": None, "narrow": None} for order in (fp16_overflow.NAIVE, fp16_overflow.SCALED)])  # fmt: skip
+    sweep = pd.DataFrame(
+        [
+            {
+                "order": order,
+                "query_norm": 9.0,
+                "layer": 0,
+                "headroom_bits": -1.0,
+                "inf": "op (matmul, m) of s",
+                "nan": None,
+                "narrow": None,
+            }
+            for order in (fp16_overflow.NAIVE, fp16_overflow.SCALED)
+        ]
+    )
     assert [g.verdict for g in fp16_overflow.overflow_gates(sweep)] == ["GREEN", "RED"]
 
 
@@ -68,13 +84,16 @@ def test_the_score_is_found_among_other_matmuls(case):
     assert found["elements"] == 28 * len(IDS) * 32
 
 
-@pytest.mark.parametrize(("mask", "case", "low", "high"), [
-    ("1 and 0, added", "ordinary scores", 0.05, 0.95),
-    ("(m − 1) · 1e9", "ordinary scores", 0, 0),
-    ("(m − 1) · 1e4", "ordinary scores", 0, 0),
-    ("(m − 1) · 1e4", "attended 12,000 lower", 0.99, 1.01),
-    ("(m − 1) · 1e4", "a row all blocked", 0.99, 1.01),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mask", "case", "low", "high"),
+    [
+        ("1 and 0, added", "ordinary scores", 0.05, 0.95),
+        ("(m − 1) · 1e9", "ordinary scores", 0, 0),
+        ("(m − 1) · 1e4", "ordinary scores", 0, 0),
+        ("(m − 1) · 1e4", "attended 12,000 lower", 0.99, 1.01),
+        ("(m − 1) · 1e4", "a row all blocked", 0.99, 1.01),
+    ],
+)
 def test_what_each_mask_lets_through(masks, mask, case, low, high):
     assert low <= masks.loc[(mask, case), "leak"] <= high
 
@@ -88,6 +107,12 @@ def test_masks_that_overflow_are_named(masks):
 def test_figures_show_what_the_tables_say(masks):
     leaks = plots.mask_leaks(masks.reset_index())
     assert [t.get_text() for t in leaks.texts].count("NaN ×") == masks["leak"].isna().sum()
-    rows = pd.DataFrame({"norm": [1, 2, 1, 2], "order": ["a", "a", "b", "b"], "headroom_bits": [3.0, -1.0, 5.0, 4.0]})
+    rows = pd.DataFrame(
+        {
+            "norm": [1, 2, 1, 2],
+            "order": ["a", "a", "b", "b"],
+            "headroom_bits": [3.0, -1.0, 5.0, 4.0],
+        }
+    )
     drawn = plots.headroom(rows, x="norm", lines="order")
     assert [list(line.get_ydata()) for line in drawn.get_lines()] == [[3.0, -1.0], [5.0, 4.0]]

@@ -20,7 +20,11 @@ def commands() -> list[str]:
     for page in PAGES:
         for fence in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in fence.splitlines():
-                found += [part.strip() for part in line.split("  #")[0].split(" && ") if part.startswith(("workbench ", "make "))]
+                found += [
+                    part.strip()
+                    for part in line.split("  #")[0].split(" && ")
+                    if part.startswith(("workbench ", "make "))
+                ]
     return list(dict.fromkeys(found))
 
 
@@ -33,13 +37,19 @@ def test_every_command_in_the_documents_parses(line):
     group, arguments = get_command(app), [name, *arguments]
     while hasattr(group, "commands"):
         group = group.commands[arguments.pop(0)]
-    group.make_context(group.name, arguments)  # raises UsageError for an option or value it does not know
+    group.make_context(
+        group.name, arguments
+    )  # raises UsageError for an option or value it does not know
 
 
 def test_the_tour_runs_as_written(tmp_path, monkeypatch):
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)
-    tour = [c for c in commands() if re.match(r"workbench (doctor|export|check|decode|memory|trace) ", c + " ")]
+    tour = [
+        c
+        for c in commands()
+        if re.match(r"workbench (doctor|export|check|decode|memory|trace) ", c + " ")
+    ]
     assert len(tour) >= 6
     for line in tour:
         if "/models/" not in line and "golden" not in line:
@@ -71,8 +81,12 @@ def test_links_lead_somewhere(page):
 
 def test_files_named_in_the_documents_exist():
     for page in PAGES:
-        for name in re.findall(r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`", page.read_text()):
-            assert (ROOT / name).exists() or name.startswith(("data/bundles", "data/golden")), f"{page.name}: {name}"
+        for name in re.findall(
+            r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`", page.read_text()
+        ):
+            assert (ROOT / name).exists() or name.startswith(("data/bundles", "data/golden")), (
+                f"{page.name}: {name}"
+            )
 
 
 def test_readme_names_every_notebook():

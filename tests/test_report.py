@@ -17,11 +17,24 @@ from workbench.sweep import runs
 ROOT = Path(__file__).parents[1]
 LOG = ROOT / "experiments" / "log" / "shipped"  # a user's own runs draw no shipped figure
 SHIPPED = sorted((ROOT / "experiments").glob("*/figures/*.json"))
-FRAME = pd.DataFrame({"part": ["a", "b"], "ms": [1.5, np.nan], "count": pd.array([1, None], "Int64"), "run_id": ["r", None]})
+FRAME = pd.DataFrame(
+    {
+        "part": ["a", "b"],
+        "ms": [1.5, np.nan],
+        "count": pd.array([1, None], "Int64"),
+        "run_id": ["r", None],
+    }
+)
 
 
 def test_an_exhibit_comes_back_as_it_was():
-    row = report.exhibit("x", FRAME.assign(inf=[np.inf, 0.1 + 0.2]), "caption", "parts_bar", {"Ts": range(1, 3), "S": np.int64(4)})
+    row = report.exhibit(
+        "x",
+        FRAME.assign(inf=[np.inf, 0.1 + 0.2]),
+        "caption",
+        "parts_bar",
+        {"Ts": range(1, 3), "S": np.int64(4)},
+    )
     back = report.data_of(row)
     pd.testing.assert_frame_equal(back, FRAME.assign(inf=[np.inf, 0.1 + 0.2]), check_dtype=False)
     assert json.loads(row["options"]) == {"Ts": [1, 2], "S": 4}
@@ -30,12 +43,29 @@ def test_an_exhibit_comes_back_as_it_was():
 @pytest.fixture
 def written(tmp_path):
     root = tmp_path / "experiments" / "log"
-    rows = [report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "what it shows", "parts_bar"),
-            report.exhibit("numbers", FRAME[["part", "ms"]], "100 % of numbers_")]  # fmt: skip
-    gates = [{"name": "update", "verdict": "GREEN", "value": 0.99, "threshold": 0.97, "reason": "worst layer 1"}]
-    config = {"gates": gates, "conclusion": "It holds.", "parameters": {"CHECKPOINT": "data/tiny-llama"}}
+    rows = [
+        report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "what it shows", "parts_bar"),
+        report.exhibit("numbers", FRAME[["part", "ms"]], "100 % of numbers_"),
+    ]
+    gates = [
+        {
+            "name": "update",
+            "verdict": "GREEN",
+            "value": 0.99,
+            "threshold": 0.97,
+            "reason": "worst layer 1",
+        }
+    ]
+    config = {
+        "gates": gates,
+        "conclusion": "It holds.",
+        "parameters": {"CHECKPOINT": "data/tiny-llama"},
+    }
     run_id = runs.record_run(
-        "29", {"command": "notebook 29", "checkpoint": "tiny", "verdict": "GREEN", "config": config}, root=root, exhibits=rows
+        "29",
+        {"command": "notebook 29", "checkpoint": "tiny", "verdict": "GREEN", "config": config},
+        root=root,
+        exhibits=rows,
     )
     return run_id, report.write_report("29", root)
 
@@ -43,8 +73,17 @@ def written(tmp_path):
 def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(written):
     run_id, path = written
     text = path.read_text()
-    for said in (report.EXPERIMENTS["29"].question, "It holds.", "figures/bars.svg", "what it shows", "worst layer 1",
-                 "not measured", "workbench run 29 --set", "workbench report 29", "tables/numbers.tex"):  # fmt: skip
+    for said in (
+        report.EXPERIMENTS["29"].question,
+        "It holds.",
+        "figures/bars.svg",
+        "what it shows",
+        "worst layer 1",
+        "not measured",
+        "workbench run 29 --set",
+        "workbench report 29",
+        "tables/numbers.tex",
+    ):
         assert said in text, said
     assert text.count(run_id) >= 3 and f"workbench report 29 --run {run_id}" in text
     latex = (path.parent / "tables" / "numbers.tex").read_text()
@@ -54,30 +93,46 @@ def test_a_report_says_question_words_tables_figures_verdicts_gaps_and_commands(
 def test_only_the_newest_run_of_the_notebook_counts(written):
     _, path = written
     root = path.parents[2] / "log"
-    later = runs.record_run("29", {"command": "notebook 29", "config": {"conclusion": "It broke."}}, root=root,
-                        exhibits=[report.exhibit("numbers", FRAME, "newer")])  # fmt: skip
+    later = runs.record_run(
+        "29",
+        {"command": "notebook 29", "config": {"conclusion": "It broke."}},
+        root=root,
+        exhibits=[report.exhibit("numbers", FRAME, "newer")],
+    )
     text = report.write_report("29", root).read_text()
-    assert "It broke." in text and "It holds." not in text and "bars.svg" not in text and later in text
+    assert (
+        "It broke." in text and "It holds." not in text and "bars.svg" not in text and later in text
+    )
 
 
 def finished(root: Path, name: str, number: str = "29", **parameters) -> str:
     """A notebook's run on the checkpoint `name`, with one table `name`; returns its id."""
     config = {"conclusion": f"About {name}.", "parameters": parameters}
-    return runs.record_run(number, {"command": f"notebook {number}", "checkpoint": name, "config": config}, root=root,
-                       exhibits=[report.exhibit(name or "none", FRAME[["part", "ms"]], f"of {name}")])  # fmt: skip
+    return runs.record_run(
+        number,
+        {"command": f"notebook {number}", "checkpoint": name, "config": config},
+        root=root,
+        exhibits=[report.exhibit(name or "none", FRAME[["part", "ms"]], f"of {name}")],
+    )
 
 
 def saved(root: Path, name: str, checkpoint: str) -> str:
     """A table that the Explorer saved while it looked at a checkpoint; returns the run's id."""
-    return runs.record_run("29", {"command": "explorer", "checkpoint": checkpoint}, root=root,
-                       exhibits=[report.exhibit(name, FRAME[["part", "ms"]], f"saved of {checkpoint}")])  # fmt: skip
+    return runs.record_run(
+        "29",
+        {"command": "explorer", "checkpoint": checkpoint},
+        root=root,
+        exhibits=[report.exhibit(name, FRAME[["part", "ms"]], f"saved of {checkpoint}")],
+    )
 
 
 def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
     _, path = written
     place = path.parents[1]
     assert path == place / "tiny-llama" / "report.md" and place.name == "29_zaya_probe"
-    assert sorted(p.name for p in place.iterdir()) == ["tiny-llama"]  # nothing where the shipped write-up lies
+    assert sorted(p.name for p in place.iterdir()) == [
+        "tiny-llama"
+    ]  # nothing where the shipped write-up lies
 
 
 @pytest.mark.parametrize(
@@ -95,7 +150,9 @@ def test_a_run_is_written_up_in_a_folder_named_after_its_checkpoint(written):
 def test_the_folder_of_a_write_up_is_never_the_shipped_ones(checkpoint, parameters, name, tmp_path):
     root = tmp_path / "experiments" / "log"
     finished(root, checkpoint, **parameters)
-    assert report.write_report("29", root).parent == tmp_path / "experiments" / "29_zaya_probe" / name
+    assert (
+        report.write_report("29", root).parent == tmp_path / "experiments" / "29_zaya_probe" / name
+    )
 
 
 def test_a_run_can_be_named_and_what_was_saved_from_another_checkpoint_stays_out(tmp_path):
@@ -117,12 +174,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_shipped_stands_on(tmp_path):
+def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_shipped_stands_on(
+    tmp_path,
+):
     root = tmp_path / "experiments" / "log"
     part = runs.record_run("29", {"command": "sweep", "checkpoint": "one"}, root=root)
     table = report.exhibit("timed", FRAME[["part", "ms"]], "timed", run_ids=[part])
     bars = report.exhibit("bars", FRAME.dropna()[["part", "ms"]], "bars", "parts_bar")
-    old = runs.record_run("29", {"command": "notebook 29", "checkpoint": "one"}, root=root, exhibits=[table, bars])
+    old = runs.record_run(
+        "29", {"command": "notebook 29", "checkpoint": "one"}, root=root, exhibits=[table, bars]
+    )
     other = finished(root, "three", "35")
     for number in ("29", "35"):
         report.publish(number, root)
@@ -147,7 +208,9 @@ def test_publishing_replaces_the_shipped_write_up_and_the_runs_that_nothing_ship
 def test_the_shipped_runs_alone_are_written_up_and_published_again(tmp_path):
     root = tmp_path / "experiments" / "log"
     finished(root / "shipped", "one")
-    assert report.write_report("29", root).parent == report.write_report("29", root / "shipped").parent
+    assert (
+        report.write_report("29", root).parent == report.write_report("29", root / "shipped").parent
+    )
     before = contents(root / "shipped")
     report.publish("29", root)
     assert contents(root / "shipped") == before
@@ -190,12 +253,22 @@ def drawn_again(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("number", report.EXPERIMENTS)
 def test_every_shipped_figure_and_table_comes_out_of_the_log_byte_for_byte(number, drawn_again):
     place = ROOT / "experiments" / report.experiment(number).name
-    shipped = {str(p.relative_to(place)): p for folder in ("figures", "tables") for p in (place / folder).glob("*")}
-    again = {str(p.relative_to(drawn_again / number)): p for p in (drawn_again / number).rglob("*") if p.is_file()}
+    shipped = {
+        str(p.relative_to(place)): p
+        for folder in ("figures", "tables")
+        for p in (place / folder).glob("*")
+    }
+    again = {
+        str(p.relative_to(drawn_again / number)): p
+        for p in (drawn_again / number).rglob("*")
+        if p.is_file()
+    }
     if not shipped and not again:
         pytest.skip("no run of this notebook is shipped")
     assert set(again) == set(shipped)
-    sidecars = [json.loads(path.read_text()) for name, path in shipped.items() if name.endswith(".json")]
+    sidecars = [
+        json.loads(path.read_text()) for name, path in shipped.items() if name.endswith(".json")
+    ]
     same_writer = all(about["written_by"] == plots.writer() for about in sidecars)
     for name, path in again.items():
         if same_writer or name.endswith((".svg", ".tex")):

@@ -13,7 +13,13 @@ import workbench
 
 ROOT = Path(workbench.__file__).parents[1]
 PACKAGES = ("miltorch", "workbench")
-LEAVES = {"workbench.errors", "workbench.files", "workbench.paths", "miltorch.errors", "miltorch.quiet"}
+LEAVES = {
+    "workbench.errors",
+    "workbench.files",
+    "workbench.paths",
+    "miltorch.errors",
+    "miltorch.quiet",
+}
 MAY_IMPORT = {
     "bundle": set(),
     "models": {"bundle"},
@@ -27,12 +33,61 @@ MAY_IMPORT = {
     "log": set(),
     "plots": set(),
     "sweep": {"log", "explain", "check", "ane", "decode", "runtime", "export", "models", "bundle"},
-    "report": {"sweep", "log", "plots", "explain", "check", "ane", "decode", "runtime", "export", "models", "bundle"},
-    "studies": {"sweep", "log", "explain", "check", "ane", "prompt_cache", "decode", "runtime", "export", "miltorch", "models",
-                "bundle"},
-    "widgets": {"report", "sweep", "log", "plots", "explain", "check", "ane", "decode", "export", "models", "bundle"},
-    "benchmarks": {"studies", "sweep", "log", "explain", "check", "ane", "prompt_cache", "decode", "runtime", "export", "miltorch",
-                   "models", "bundle"},
+    "report": {
+        "sweep",
+        "log",
+        "plots",
+        "explain",
+        "check",
+        "ane",
+        "decode",
+        "runtime",
+        "export",
+        "models",
+        "bundle",
+    },
+    "studies": {
+        "sweep",
+        "log",
+        "explain",
+        "check",
+        "ane",
+        "prompt_cache",
+        "decode",
+        "runtime",
+        "export",
+        "miltorch",
+        "models",
+        "bundle",
+    },
+    "widgets": {
+        "report",
+        "sweep",
+        "log",
+        "plots",
+        "explain",
+        "check",
+        "ane",
+        "decode",
+        "export",
+        "models",
+        "bundle",
+    },
+    "benchmarks": {
+        "studies",
+        "sweep",
+        "log",
+        "explain",
+        "check",
+        "ane",
+        "prompt_cache",
+        "decode",
+        "runtime",
+        "export",
+        "miltorch",
+        "models",
+        "bundle",
+    },
     "cli": None,  # anything
 }
 MAX_TOKENS = 4000
@@ -60,7 +115,9 @@ def imported(module: str) -> set[str]:
             package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
             parents = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*parents, *filter(None, [node.module])])
-            targets |= {f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names}
+            targets |= {
+                f"{base}.{a.name}" if f"{base}.{a.name}" in MODULES else base for a in node.names
+            }
     return {target for target in targets if target in MODULES and target != module}
 
 
@@ -83,14 +140,21 @@ def test_every_room_has_a_rule():
 
 def test_no_two_files_import_each_other_in_a_circle():
     remaining = {module: imported(module) for module in MODULES}
-    while leaves := [module for module, targets in remaining.items() if not targets & remaining.keys()]:
+    while leaves := [
+        module for module, targets in remaining.items() if not targets & remaining.keys()
+    ]:
         for module in leaves:
             del remaining[module]
     assert not remaining
 
 
 def test_only_leaves_stand_at_the_root():
-    assert {p.name for p in (ROOT / "workbench").glob("*.py")} <= {"__init__.py", "errors.py", "files.py", "paths.py"}
+    assert {p.name for p in (ROOT / "workbench").glob("*.py")} <= {
+        "__init__.py",
+        "errors.py",
+        "files.py",
+        "paths.py",
+    }
 
 
 def test_public_names():
@@ -100,9 +164,13 @@ def test_public_names():
 
 
 def test_importing_the_packages_and_the_command_line_stays_light():
-    code = ("import sys, miltorch.errors, workbench, workbench.cli.app; "
-            "print([m for m in ('torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])")
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys, miltorch.errors, workbench, workbench.cli.app; "
+        "print([m for m in ('torch', 'coremltools', 'transformers', 'pandas') if m in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert output.strip() == "[]"
 
 
@@ -113,11 +181,24 @@ def test_miltorch_stands_alone():
 
 def tokens(source: str) -> int:
     """Python tokens without comments, docstrings, line ends and indentation."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    docstrings = {(n.body[0].lineno, n.body[0].col_offset) for n in ast.walk(ast.parse(source))
-                  if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(n, clean=False) is not None}
-    return sum(token.type not in skipped and token.start not in docstrings
-               for token in tokenize.generate_tokens(io.StringIO(source).readline))
+    skipped = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    docstrings = {
+        (n.body[0].lineno, n.body[0].col_offset)
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and ast.get_docstring(n, clean=False) is not None
+    }
+    return sum(
+        token.type not in skipped and token.start not in docstrings
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    )
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -127,4 +208,9 @@ def test_files_stay_small(module):
 
 
 def test_the_code_is_formatted():
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--check", "."], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--check", "."],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )

@@ -28,16 +28,28 @@ def study(tmp_path, monkeypatch):
 def test_what_was_shown_is_logged_and_written(study, exports, capsys):
     study.figure("parts", plots.parts_bar, PARTS, alt="time by part")
     study.table("parts", PARTS, "time by part, in numbers")
-    study.add_gates([gates.at_least("update", 0.99, 0.97, "worst of all"), gates.not_run("kv", "nothing to compare")])
+    study.add_gates(
+        [
+            gates.at_least("update", 0.99, 0.97, "worst of all"),
+            gates.not_run("kv", "nothing to compare"),
+        ]
+    )
     study.conclude(exports.bundle(exports.checkpoint("llama")), "It took two.", extra={"n": 1})
     (run,) = log.load("runs").to_dict("records")
     config = json.loads(run["config"])
-    assert (run["verdict"], config["parameters"], config["extra"]) == ("GREEN", {"DEPTH": 4}, {"n": 1})
+    assert (run["verdict"], config["parameters"], config["extra"]) == (
+        "GREEN",
+        {"DEPTH": 4},
+        {"n": 1},
+    )
     assert log.load("exhibits")["plot"].isna().tolist() == [False, True]
     place = study.project / "experiments" / "29_zaya_probe" / run["checkpoint"]
     assert json.loads((place / "figures" / "parts.json").read_text())["run_ids"] == [run["run_id"]]
     assert (place / "tables" / "parts.tex").exists()
-    assert "It took two." in (place / "report.md").read_text() and "It took two." in capsys.readouterr().out
+    assert (
+        "It took two." in (place / "report.md").read_text()
+        and "It took two." in capsys.readouterr().out
+    )
 
 
 def test_a_run_is_red_when_one_gate_is(study, exports):
@@ -56,8 +68,14 @@ def test_a_checkpoint_without_a_tokenizer_gets_ids_and_no_questions(study, expor
     path = exports.checkpoint("llama")
     checkpoint = Checkpoint(path)
     ids, tokens = study.prompt(checkpoint, 9)
-    assert len(ids) == 9 and tokens == [str(i) for i in ids] and max(ids) < checkpoint.config.vocab_size
-    assert [gate.verdict for gate in study.answers(exports.decoder(path), checkpoint)] == ["not_run"]
+    assert (
+        len(ids) == 9
+        and tokens == [str(i) for i in ids]
+        and max(ids) < checkpoint.config.vocab_size
+    )
+    assert [gate.verdict for gate in study.answers(exports.decoder(path), checkpoint)] == [
+        "not_run"
+    ]
 
 
 def test_a_checkpoint_with_a_tokenizer_gets_a_question(study):
@@ -70,8 +88,14 @@ def test_open_exports_and_gives_decoder_prompt_and_golden(study, tmp_path, promp
     study.bundles, study.goldens = tmp_path / "bundles", tmp_path / "golden"
     model = study.open("data/tiny-llama", prompt, precision="exact", max_seq_len=16)
     again = study.open("data/tiny-llama", prompt, max_seq_len=16)
-    assert again.bundle.root == model.bundle.root and model.bundle.manifest.options.max_seq_len == 16
-    assert (model.decoder.precision, model.decoder.fast, again.decoder.precision) == ("exact", False, "declared")
+    assert (
+        again.bundle.root == model.bundle.root and model.bundle.manifest.options.max_seq_len == 16
+    )
+    assert (model.decoder.precision, model.decoder.fast, again.decoder.precision) == (
+        "exact",
+        False,
+        "declared",
+    )
     assert len(model.ids) == len(model.tokens) == (prompt if isinstance(prompt, int) else 3)
     assert not list(tmp_path.glob("golden/*")) and model.golden.ids.tolist() == model.ids
 

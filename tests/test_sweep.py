@@ -38,25 +38,38 @@ def test_each_bundle_is_validated_once(swept):
 
 def test_nothing_claims_placement_off_a_mac(swept):
     runs = log.load("runs", root=swept[0] / "log")
-    assert runs["placement"].isna().all() and runs["placement_source"].isna().all() and runs["compute_units"].isna().all()
+    assert (
+        runs["placement"].isna().all()
+        and runs["placement_source"].isna().all()
+        and runs["compute_units"].isna().all()
+    )
 
 
 def test_a_run_says_how_it_came_about(swept):
     runs = log.load("runs", root=swept[0] / "log")
     configs = [json.loads(text) for text in runs["config"]]
-    assert len({c["measured"]["worker"] for c in configs}) == 1 and len({c["cell"] for c in configs}) == 2
+    assert (
+        len({c["measured"]["worker"] for c in configs}) == 1
+        and len({c["cell"] for c in configs}) == 2
+    )
     spans = sorted((c["measured"]["started"], c["measured"]["ended"]) for c in configs)
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
     assert all("loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs)
     samples = log.load("samples", root=swept[0] / "log")
-    assert (samples[samples["phase"] == "load"].groupby("run_id").size() == 5).all()  # 4 layers and a head
+    assert (
+        samples[samples["phase"] == "load"].groupby("run_id").size() == 5
+    ).all()  # 4 layers and a head
     prefills = samples[samples["phase"] == "prefill"]
-    assert (prefills["n_prompt"] == 4).all() and prefills.groupby("run_id")["warmup"].sum().eq(1).all()
+    assert (prefills["n_prompt"] == 4).all() and prefills.groupby("run_id")["warmup"].sum().eq(
+        1
+    ).all()
 
 
 def test_a_second_run_resumes_everything(swept, grid):
     folder, _ = swept
-    counts = sweep.sweep(sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False)
+    counts = sweep.sweep(
+        sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
+    )
     assert (counts["done"], counts["resumed"]) == (0, 2)
     assert len(log.load("runs", root=folder / "log")) == 2
 
@@ -71,28 +84,41 @@ def test_cells_of_another_machine_are_run_again(swept, monkeypatch):
     assert len(sweep.done_cells(root, set(named.itertuples(index=False, name=None)))) == 2
 
 
-def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(swept, grid, tmp_path, monkeypatch):
+def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
+    swept, grid, tmp_path, monkeypatch
+):
     (tmp_path / "crashing.py").write_text(
         "import os, signal, sys\nfrom workbench.sweep import cell\n\n"
         "def measure(job):\n    if job['run']['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.measure_cell(job)\n")  # fmt: skip
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.measure_cell(job)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     small = sweep.make_grid(grid | {"run": grid["run"] | {"T": [1, 4]}})
-    counts = sweep.sweep(small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False, measure="crashing:measure")
+    counts = sweep.sweep(
+        small,
+        root=tmp_path / "log",
+        bundles=swept[0] / "bundles",
+        progress=False,
+        measure="crashing:measure",
+    )
     assert (counts["done"], counts["failed"]) == (0, 2)
     failed = log.load("runs", root=tmp_path / "log", where={"status": "failed"}).set_index("T")
     assert failed.loc[1, "reason"] == "killed by SIGSEGV" and "t_max" in failed.loc[4, "reason"]
     assert json.loads(failed.loc[1, "config"])["stderr"][0] == "ANECCompile() FAILED"
     assert failed["setting"].notna().all() and (failed["max_seq_len"] == 16).all()
-    retried = sweep.sweep(small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False)
+    retried = sweep.sweep(
+        small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False
+    )
     assert (retried["resumed"], retried["done"], retried["failed"]) == (0, 1, 1)
 
 
 def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp_path):
     """Killed once in the middle of a cell, once as soon as a row is there; then resumed."""
     changed = grid | {"run": grid["run"] | {"n_gen": 2, "repetitions": 1}}
-    code = (f"from workbench import sweep\nfrom pathlib import Path\nsweep.sweep(sweep.make_grid({changed!r}), "
-            f"root={str(tmp_path / 'log')!r}, bundles=Path({str(swept[0] / 'bundles')!r}), progress=False)")  # fmt: skip
+    code = (
+        f"from workbench import sweep\nfrom pathlib import Path\nsweep.sweep(sweep.make_grid({changed!r}), "
+        f"root={str(tmp_path / 'log')!r}, bundles=Path({str(swept[0] / 'bundles')!r}), progress=False)"
+    )
     runs = lambda: sorted((tmp_path / "log" / "runs").glob("[!.]*.parquet"))  # noqa: E731
     for enough in (lambda p: p.children(recursive=True), lambda p: runs()):
         killed = psutil.Popen([sys.executable, "-c", code])
@@ -112,23 +138,42 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp
 def test_configurations_join_speed_and_the_verdict_of_the_same_bundle(swept, grid):
     found = sweep.configurations(sweep.make_grid(grid), root=swept[0] / "log")
     assert sorted(found["name"]) == ["T 1", "T 2"]
-    assert found["tokens_per_s"].is_monotonic_decreasing and (found["n"] == 1).all() and set(found["verdict"]) == {"GREEN"}
-    fidelity = log.load("fidelity", root=swept[0] / "log").query("mode == 'isolated' and tensor == 'update'")
+    assert (
+        found["tokens_per_s"].is_monotonic_decreasing
+        and (found["n"] == 1).all()
+        and set(found["verdict"]) == {"GREEN"}
+    )
+    fidelity = log.load("fidelity", root=swept[0] / "log").query(
+        "mode == 'isolated' and tensor == 'update'"
+    )
     assert set(found["worst_cosine"]) == set(fidelity.groupby("run_id")["cosine"].min())
-    rates = log.load("samples", root=swept[0] / "log").query("phase == 'tokens_per_s'").groupby("run_id")["value"].median()
+    rates = (
+        log.load("samples", root=swept[0] / "log")
+        .query("phase == 'tokens_per_s'")
+        .groupby("run_id")["value"]
+        .median()
+    )
     assert sorted(found["tokens_per_s"]) == pytest.approx(sorted(rates))
 
 
 def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
     made = sweep.make_grid(grid | {"run": {"T": [1, 2], "rounds": 3}})
     found = list(sweep.cells(made))
-    assert len(found) == 6 and len({c.key("x") for c in found}) == 6 and len({c.setting("x") for c in found}) == 2
-    assert sum(bool(c.judge_ids) for c in found) == 1 and all(c.round == 0 for c in found if c.judge_ids)
+    assert (
+        len(found) == 6
+        and len({c.key("x") for c in found}) == 6
+        and len({c.setting("x") for c in found}) == 2
+    )
+    assert sum(bool(c.judge_ids) for c in found) == 1 and all(
+        c.round == 0 for c in found if c.judge_ids
+    )
 
 
 def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid, tmp_path):
     made = sweep.make_grid(grid)
-    job = execute._job(next(sweep.cells(made)), made, Checkpoint(grid["checkpoint"]), tmp_path, here=True)
+    job = execute._job(
+        next(sweep.cells(made)), made, Checkpoint(grid["checkpoint"]), tmp_path, here=True
+    )
     with pytest.raises(InputError, match="copy the same checkpoint"):
         cell.prepare(job | {"checkpoint_hash": "0" * 64})
 
@@ -163,8 +208,14 @@ def test_a_file_that_is_no_text_is_no_grid(tmp_path):
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_anything_runs(grid, tmp_path):
-    with pytest.raises(InputError, match=r"validate_ids of the grid: found 256; needs ids from 0 to 255"):
-        sweep.sweep(sweep.make_grid(grid | {"validate_ids": [1, 256]}), root=tmp_path / "log", progress=False)
+    with pytest.raises(
+        InputError, match=r"validate_ids of the grid: found 256; needs ids from 0 to 255"
+    ):
+        sweep.sweep(
+            sweep.make_grid(grid | {"validate_ids": [1, 256]}),
+            root=tmp_path / "log",
+            progress=False,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -176,7 +227,8 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_runs(grid, tmp_
 
 
 @pytest.mark.parametrize(
-    ("root", "project"), [("a/experiments/log", "a"), ("a/log", "a"), ("a/experiments/other", "a/experiments")]
+    ("root", "project"),
+    [("a/experiments/log", "a"), ("a/log", "a"), ("a/experiments/other", "a/experiments")],
 )
 def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(tmp_path, root, project):
     assert log.project(tmp_path / root) == tmp_path / project

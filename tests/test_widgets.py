@@ -11,16 +11,26 @@ from workbench.errors import InputError
 from workbench.widgets import Compare, Explorer, Planner
 
 DATA = Path(__file__).parents[1] / "data"
-GRID = {"checkpoint": str(DATA / "tiny-llama"), "validate_ids": [1, 4, 69, 173],
-        "export": {"max_seq_len": [16, 32], "t_max": [2], "compress": ["int8-tensor"]}, "run": {"T": [1, 2], "n_gen": 2, "repetitions": 3}}  # fmt: skip
-PART = GRID | {"export": GRID["export"] | {"max_seq_len": [16]}, "run": GRID["run"] | {"precision": ["declared", "exact"]}}
+GRID = {
+    "checkpoint": str(DATA / "tiny-llama"),
+    "validate_ids": [1, 4, 69, 173],
+    "export": {"max_seq_len": [16, 32], "t_max": [2], "compress": ["int8-tensor"]},
+    "run": {"T": [1, 2], "n_gen": 2, "repetitions": 3},
+}
+PART = GRID | {
+    "export": GRID["export"] | {"max_seq_len": [16]},
+    "run": GRID["run"] | {"precision": ["declared", "exact"]},
+}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explorer") / "experiments" / "log"
     made = Explorer(PART, root=folder)
-    assert "not measured" in made.message.value and made.job.run.description == "Run what is missing (3)"
+    assert (
+        "not measured" in made.message.value
+        and made.job.run.description == "Run what is missing (3)"
+    )
     made.job.run.click()
     made.job.thread.join()
     made.check()
@@ -44,13 +54,16 @@ def test_a_moved_slider_changes_the_plot_s_data(explorer):
     picture = explorer.picture.png
     explorer.controls["T"].value = 2
     explorer.check()
-    assert set(explorer.rows["T"]) == {2} and explorer.figure.axes[0].get_title("left").endswith("T = 2")
+    assert set(explorer.rows["T"]) == {2} and explorer.figure.axes[0].get_title("left").endswith(
+        "T = 2"
+    )
     np.testing.assert_allclose(mesh(explorer).ravel(), (1 - explorer.rows["cosine"]).clip(1e-6))
     assert explorer.picture.png != picture and explorer.picture.png[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
-    ("control", "value"), [("tensor", "k"), ("tensor", "logits"), ("metric", "psnr_db"), ("metric", "max_abs")]
+    ("control", "value"),
+    [("tensor", "k"), ("tensor", "logits"), ("metric", "psnr_db"), ("metric", "max_abs")],
 )
 def test_every_tensor_and_metric_is_drawn(explorer, control, value):
     before = explorer.picture.png
@@ -64,11 +77,17 @@ def test_what_is_not_measured_says_so(explorer):
     explorer.check()
     assert "not measured" in explorer.message.value
     said = [text.get_text() for ax in explorer.figure.axes for text in ax.texts]
-    assert "fidelity not measured at this setting" in said and "error split not measured at this setting" in said
+    assert (
+        "fidelity not measured at this setting" in said
+        and "error split not measured at this setting" in said
+    )
 
 
 def test_a_click_on_a_cell_shows_the_split_of_its_layer(explorer):
-    ax, (wide, high) = explorer.figure.axes[0], explorer.figure.get_size_inches() * explorer.figure.dpi
+    ax, (wide, high) = (
+        explorer.figure.axes[0],
+        explorer.figure.get_size_inches() * explorer.figure.dpi,
+    )
     x, y = ax.transData.transform((2.5, 3.5))  # position 2, layer 3
     explorer.picture.clicked = [x / wide, 1 - y / high]
     explorer.check()
@@ -94,7 +113,10 @@ def test_the_list_of_worst_cells_starts_with_the_worst_and_chooses(explorer):
 def test_cancel_keeps_what_was_finished(root, tmp_path):
     made = Explorer(PART, root=tmp_path / "experiments" / "log")
     made.job.finish = lambda: None
-    steps = [("one", lambda: done.append(1) or made.job.cancel.click()), ("two", lambda: done.append(2))]
+    steps = [
+        ("one", lambda: done.append(1) or made.job.cancel.click()),
+        ("two", lambda: done.append(2)),
+    ]
     done, made.job.steps = [], lambda: steps
     made.job.start()
     made.job.thread.join()
@@ -126,7 +148,9 @@ def test_an_error_in_a_job_ends_it_and_shows(explorer):
 def test_compare_shows_what_differs_between_two_runs(root):
     compare = Compare(root=root)
     compare.check()
-    assert "<td>precision</td>" in compare.settings.value and compare.figure.axes[0].get_title("left").startswith("B against A")
+    assert "<td>precision</td>" in compare.settings.value and compare.figure.axes[0].get_title(
+        "left"
+    ).startswith("B against A")
     compare.controls["A"].value = compare.controls["B"].value
     compare.check()
     assert {text.get_text() for text in compare.figure.axes[0].texts} == {"1×"}
@@ -149,7 +173,9 @@ def test_planner_says_memory_speed_and_which_rules_the_exported_graph_breaks(tmp
     planner.job.run.click()
     planner.job.thread.join()
     planner.check()
-    assert "<td" in planner.rules.value and "D3" in planner.rules.value  # RangeDim: the sources disagree
+    assert (
+        "<td" in planner.rules.value and "D3" in planner.rules.value
+    )  # RangeDim: the sources disagree
     planner.controls["T"].value = 1
     assert "not checked" in planner.rules.value
 

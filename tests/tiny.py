@@ -14,18 +14,57 @@ from workbench.bundle.names import CONV_STATE, K_STATE, ROUTER_STATE, V_DELAYED_
 from workbench.models import checkpoint
 
 DIMS = {
-    "llama": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-                  num_hidden_layers=2, vocab_size=97, tie_word_embeddings=True),
-    "qwen2": dict(hidden_size=96, intermediate_size=64, num_attention_heads=3, num_key_value_heads=1,
-                  num_hidden_layers=2, vocab_size=101),
-    "qwen3": dict(hidden_size=64, intermediate_size=96, num_attention_heads=3, num_key_value_heads=3, head_dim=96,
-                  num_hidden_layers=2, vocab_size=103),
-    "gemma3_text": dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=1, head_dim=32,
-                        num_hidden_layers=3, sliding_window=5, query_pre_attn_scalar=24, vocab_size=107,
-                        layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    "zaya": dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=3,
-                 num_experts=4, moe_intermediate_size=64, router_hidden_size=32, vocab_size=109),
-}  # fmt: skip
+    "llama": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=2,
+        vocab_size=97,
+        tie_word_embeddings=True,
+    ),
+    "qwen2": dict(
+        hidden_size=96,
+        intermediate_size=64,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        num_hidden_layers=2,
+        vocab_size=101,
+    ),
+    "qwen3": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=96,
+        num_hidden_layers=2,
+        vocab_size=103,
+    ),
+    "gemma3_text": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_hidden_layers=3,
+        sliding_window=5,
+        query_pre_attn_scalar=24,
+        vocab_size=107,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "zaya": dict(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=3,
+        num_experts=4,
+        moe_intermediate_size=64,
+        router_hidden_size=32,
+        vocab_size=109,
+    ),
+}
 
 
 def random(path: Path, family: str, **changed) -> Path:
@@ -104,12 +143,23 @@ def golden(model, ids: list[int]) -> Golden:
     for hook in hooks:
         hook.remove()
     sides = [side_states(cache, i) if routers else {} for i in range(len(inputs))]
-    return Golden(ids, np.stack(inputs), np.stack(outputs), [rows[i][0] for i in range(len(inputs))],
-                  [rows[i][1] for i in range(len(inputs))], logits, np.stack(routers) if routers else None, sides)  # fmt: skip
+    return Golden(
+        ids,
+        np.stack(inputs),
+        np.stack(outputs),
+        [rows[i][0] for i in range(len(inputs))],
+        [rows[i][1] for i in range(len(inputs))],
+        logits,
+        np.stack(routers) if routers else None,
+        sides,
+    )
 
 
 def side_states(cache, layer: int) -> dict[str, np.ndarray]:
-    conv, delayed = cache.get_conv_state(layer, state_idx=0), cache.get_recurrent_state(layer, state_idx=0)
+    conv, delayed = (
+        cache.get_conv_state(layer, state_idx=0),
+        cache.get_recurrent_state(layer, state_idx=0),
+    )
     return {CONV_STATE: conv[0].T.numpy(), V_DELAYED_STATE: delayed.numpy()}
 
 
@@ -133,8 +183,14 @@ def chained(decoder: Decoder, ids: list[int], sizes: list[int]) -> np.ndarray:
     return decoder.logits(np.concatenate(hidden, axis=2))[0]
 
 
-def isolated(decoder: Decoder, layer: int, g: Golden, sizes: list[int], width: int | None = None,
-             tolerance: float = 1e-5) -> np.ndarray:  # fmt: skip
+def isolated(
+    decoder: Decoder,
+    layer: int,
+    g: Golden,
+    sizes: list[int],
+    width: int | None = None,
+    tolerance: float = 1e-5,
+) -> np.ndarray:
     """Updates [T, C] of one single-layer shard fed with the golden's inputs in chunks of `sizes`.
 
     `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows and nothing else.

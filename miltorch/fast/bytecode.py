@@ -11,7 +11,17 @@ from llvmlite import ir
 from numba import carray, njit, types
 
 from miltorch.fast import kernels, patterns
-from miltorch.fast.kernels import _attend_kernel, _exp, _one, _one_hot_rows, _rms_norm_kernel, _rotate, _round16, _visible, _write
+from miltorch.fast.kernels import (
+    _attend_kernel,
+    _exp,
+    _one,
+    _one_hot_rows,
+    _rms_norm_kernel,
+    _rotate,
+    _round16,
+    _visible,
+    _write,
+)
 from miltorch.fast.products import Linear
 
 ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
@@ -36,10 +46,21 @@ class Bytecode:
     """
 
     def __init__(self, program, values: list):
-        self.constants, self.values, self.arrays, self.addresses, self.code = program.values, values, [], {}, []
+        self.constants, self.values, self.arrays, self.addresses, self.code = (
+            program.values,
+            values,
+            [],
+            {},
+            [],
+        )
         self.inputs, self.states, self.masks = list(program.inputs), list(program.states), []
-        self.outputs = {name: tuple(values[register].shape) for name, register in program.outputs.items()}
-        self.outer = [*(register for register, _ in program.inputs.values()), *program.states.values()]
+        self.outputs = {
+            name: tuple(values[register].shape) for name, register in program.outputs.items()
+        }
+        self.outer = [
+            *(register for register, _ in program.inputs.values()),
+            *program.states.values(),
+        ]
         for register, dtype in program.inputs.values():
             if dtype == torch.float16:
                 self._emit(ROUND, register, self._outer(register), self._size(register))
@@ -60,7 +81,9 @@ class Bytecode:
         operands = [inputs[name].float().contiguous() for name in self.inputs]
         outputs = {name: torch.empty(shape) for name, shape in self.outputs.items()}
         outer = np.array([t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64)
-        complete = kernels.on_threads(_run_bytecode, self.code, outer, self.masks, torch.get_num_threads() > 1)
+        complete = kernels.on_threads(
+            _run_bytecode, self.code, outer, self.masks, torch.get_num_threads() > 1
+        )
         return outputs if complete else None
 
     def _record(self, node) -> None:
@@ -92,11 +115,20 @@ class Bytecode:
             _need(B == 1 and values[3].shape[2] == 1 and values[3].numel() == S and H % groups == 0)
             _need(values[2].value.shape == values[1].value.shape and values[0].shape[-1] == D)
             states = self._outer(key), self._outer(value)
-            self._emit(ATTEND, outputs[0], self._address(q), H, D, *states, self._address(mask), groups, S)
+            self._emit(
+                ATTEND, outputs[0], self._address(q), H, D, *states, self._address(mask), groups, S
+            )
         elif kind in POINTWISE:
             first, last, result = values[0], values[-1], self.values[outputs[0]]
-            _need(len(inputs) <= 2 and result.dtype == torch.float16 and all(x.is_floating_point() for x in values))
-            _need(first.numel() == result.numel() and (last.numel() == 1 or _axes(first) == _axes(last)))
+            _need(
+                len(inputs) <= 2
+                and result.dtype == torch.float16
+                and all(x.is_floating_point() for x in values)
+            )
+            _need(
+                first.numel() == result.numel()
+                and (last.numel() == 1 or _axes(first) == _axes(last))
+            )
             x, y = self._address(inputs[0]), self._address(inputs[-1])
             self._emit(POINTWISE[kind], outputs[0], x, first.numel(), y, last.numel())
         else:
@@ -113,7 +145,17 @@ class Bytecode:
         _need(linear.bias is None or linear.bias.numel() == R)
         bias = 0 if linear.bias is None else self._keep(linear.bias.float().numpy())
         out = self._keep(np.empty(R, np.float32))
-        self._add(LINEAR, out, self._address(x), R, K, weight.ctypes.data, weight.itemsize, scale.ctypes.data, bias)
+        self._add(
+            LINEAR,
+            out,
+            self._address(x),
+            R,
+            K,
+            weight.ctypes.data,
+            weight.itemsize,
+            scale.ctypes.data,
+            bias,
+        )
         for register, width in zip(outputs, widths, strict=True):
             self.addresses[register] = out
             out += 4 * width
@@ -123,7 +165,14 @@ class Bytecode:
         weight, bounds, *lists = constants
         _need(shape[axis] == len(weight) and (axis == -1 or shape[axis + 1 :].numel() == 1))
         packed = np.concatenate([weight, bounds, [len(each) for each in lists], *lists])
-        self._emit(NORM, out, self._address(x), self._size(x) // len(weight), len(weight), self._keep(packed))
+        self._emit(
+            NORM,
+            out,
+            self._address(x),
+            self._size(x) // len(weight),
+            len(weight),
+            self._keep(packed),
+        )
 
     def _size(self, register: int) -> int:
         return self.values[register].numel()
@@ -163,7 +212,9 @@ def _axes(value: torch.Tensor) -> list[int]:
 
 
 def _pointer(target, element):
-    return kernels.instruction(types.int64, types.CPointer(target))(lambda builder, address: builder.inttoptr(address, element.as_pointer()))
+    return kernels.instruction(types.int64, types.CPointer(target))(
+        lambda builder, address: builder.inttoptr(address, element.as_pointer())
+    )
 
 
 _floats = _pointer(types.float32, ir.FloatType())
@@ -176,23 +227,47 @@ def _run_bytecode(code, outer, masks, threads):
     """Executes instructions [n, FIELDS]: kind, address of the result, then operands and sizes; a negative address names
     an element of `outer`. False, with nothing done, unless every one of `masks` (address, size) holds one 1 or nothing."""
     for i in range(len(masks)):
-        if not _one_hot_rows(_vector(outer, masks[i, 0], masks[i, 1]).reshape(1, masks[i, 1], 1))[0]:
+        if not _one_hot_rows(_vector(outer, masks[i, 0], masks[i, 1]).reshape(1, masks[i, 1], 1))[
+            0
+        ]:
             return False
     for i in range(len(code)):
         kind, out = code[i, 0], code[i, 1]
         if kind == LINEAR:
             x, rows, width, weight, itemsize, scale, bias = code[i, 2:9]
             product = _vector(outer, out, rows)
-            _record_product(_vector(outer, x, width), rows, width, weight, itemsize, scale, bias, product, threads)
+            _record_product(
+                _vector(outer, x, width),
+                rows,
+                width,
+                weight,
+                itemsize,
+                scale,
+                bias,
+                product,
+                threads,
+            )
         elif kind == NORM:
             x, rows, width, packed = code[i, 2:6]
             shape, size = (rows, width), rows * width
-            _norm(_vector(outer, x, size).reshape(shape), packed, _vector(outer, out, size).reshape(shape))
+            _norm(
+                _vector(outer, x, size).reshape(shape),
+                packed,
+                _vector(outer, out, size).reshape(shape),
+            )
         elif kind == ROTATE:
             x, heads, width, cos, sin, half = code[i, 2:8]
             shape, table, size = (1, heads, 1, width), (1, 1, 1, half), heads * width
-            cosines, sines = _vector(outer, cos, half).reshape(table), _vector(outer, sin, half).reshape(table)
-            _rotate(_vector(outer, x, size).reshape(shape), cosines, sines, _vector(outer, out, size).reshape(shape))
+            cosines, sines = (
+                _vector(outer, cos, half).reshape(table),
+                _vector(outer, sin, half).reshape(table),
+            )
+            _rotate(
+                _vector(outer, x, size).reshape(shape),
+                cosines,
+                sines,
+                _vector(outer, out, size).reshape(shape),
+            )
         elif kind == WRITE:
             x, heads, length, width, mask = code[i, 2:7]
             _, places = _one_hot_rows(_vector(outer, mask, length).reshape(1, length, 1))
@@ -200,15 +275,29 @@ def _run_bytecode(code, outer, masks, threads):
             _write(state, places, _vector(outer, x, heads * width).reshape(1, heads, 1, width))
         elif kind == ATTEND:
             q, heads, width, key, value, mask, groups, length = code[i, 2:10]
-            shape, size, columns = (groups, length, width), groups * length * width, _vector(outer, mask, length)
-            keys, values = _vector(outer, key, size).reshape(shape), _vector(outer, value, size).reshape(shape)
-            queries, result = _vector(outer, q, heads * width).reshape(heads, width), _vector(outer, out, heads * width)
+            shape, size, columns = (
+                (groups, length, width),
+                groups * length * width,
+                _vector(outer, mask, length),
+            )
+            keys, values = (
+                _vector(outer, key, size).reshape(shape),
+                _vector(outer, value, size).reshape(shape),
+            )
+            queries, result = (
+                _vector(outer, q, heads * width).reshape(heads, width),
+                _vector(outer, out, heads * width),
+            )
             first, last = _visible(columns.reshape(1, length), np.float32(patterns.BLOCKED))
-            _attend_kernel(queries, keys, values, columns, first, last, result.reshape(heads, width))
+            _attend_kernel(
+                queries, keys, values, columns, first, last, result.reshape(heads, width)
+            )
             _pointwise(ROUND, result, result, result)
         else:
             x, size, y, others = code[i, 2:6]
-            _pointwise(kind, _vector(outer, x, size), _vector(outer, y, others), _vector(outer, out, size))
+            _pointwise(
+                kind, _vector(outer, x, size), _vector(outer, y, others), _vector(outer, out, size)
+            )
     return True
 
 
@@ -233,7 +322,11 @@ def _record_product(x, R, K, weight, itemsize, scale, bias, out, threads):
 def _norm(x, packed, out):
     width = x.shape[1]
     head = carray(_floats(packed), (width + 6,))
-    first, second, third = np.int64(head[width + 3]), np.int64(head[width + 4]), np.int64(head[width + 5])
+    first, second, third = (
+        np.int64(head[width + 3]),
+        np.int64(head[width + 4]),
+        np.int64(head[width + 5]),
+    )
     lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
     eps0, eps1, gains = lists[:first], lists[first : first + second], lists[first + second :]
     _rms_norm_kernel(x, head[:width], head[width : width + 3], eps0, eps1, gains, out)

@@ -19,7 +19,9 @@ from miltorch.ops.linear import TERMS
 
 LOCK = threading.Lock()  # numba's own pool, where OpenMP is missing, takes one caller at a time
 LOCAL = threading.local()  # `threads`: how many of them numba uses for this one
-EXTREME = np.float32(1e3)  # scores of such size come near the mask's -1e4: blocked columns may count then
+EXTREME = np.float32(
+    1e3
+)  # scores of such size come near the mask's -1e4: blocked columns may count then
 SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
@@ -27,7 +29,9 @@ FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep 
 @cache
 def available() -> bool:
     """Whether this processor converts fp16 in hardware; without it LLVM's conversion aborts the process."""
-    return platform.machine() in ("arm64", "aarch64") or bool(binding.get_host_cpu_features().get("f16c"))
+    return platform.machine() in ("arm64", "aarch64") or bool(
+        binding.get_host_cpu_features().get("f16c")
+    )
 
 
 def instruction(operand, result):
@@ -36,7 +40,9 @@ def instruction(operand, result):
     def register(emit):
         @intrinsic
         def compiled(typing, x):
-            return result(operand), lambda context, builder, signature, arguments: emit(builder, arguments[0])
+            return result(operand), lambda context, builder, signature, arguments: emit(
+                builder, arguments[0]
+            )
 
         return compiled
 
@@ -111,7 +117,9 @@ def _many(weight, scale, x, out):
     """out [R, N] for x [N, K], N a multiple of 4."""
     for r in prange(weight.shape[0]):
         for n in range(0, x.shape[0], 4):
-            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(weight[r], scale[r], x[n : n + 4], x.shape[1])
+            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(
+                weight[r], scale[r], x[n : n + 4], x.shape[1]
+            )
 
 
 def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
@@ -154,7 +162,12 @@ def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
     """
     (N, K), R = x.shape, len(weight)
     _same((K, K % TERMS), (weight[0].size, 0))
-    rows = F.pad(x.float(), (0, 0, 0, -N % 4)).reshape(-1, 4, K // TERMS, TERMS).transpose(1, 2).contiguous()
+    rows = (
+        F.pad(x.float(), (0, 0, 0, -N % 4))
+        .reshape(-1, 4, K // TERMS, TERMS)
+        .transpose(1, 2)
+        .contiguous()
+    )
     out = np.empty((R, 4 * len(rows)), np.float32)
     on_threads(_narrow, weight.reshape(R, -1, TERMS), rows.numpy(), out)
     return torch.from_numpy(out[:, :N].T)
@@ -172,7 +185,9 @@ def on_threads(kernel, *arguments):
     with LOCK:
         if getattr(LOCAL, "threads", None) != threads:
             set_num_threads(threads)
-            torch.set_num_threads(threads)  # starting numba's pool sets the number for OpenMP, and so for torch
+            torch.set_num_threads(
+                threads
+            )  # starting numba's pool sets the number for OpenMP, and so for torch
             LOCAL.threads = threads
         return kernel(*arguments)
 
@@ -184,7 +199,13 @@ def _exp(x):
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
     series = np.float32(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+    for factor in (
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    ):
         series = series * rest + np.float32(factor)
     return (series * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
 
@@ -228,7 +249,14 @@ def _attend_kernel(q, key, value, mask, first, last, out):
         out[h] = mean
 
 
-def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, first: int, last: int) -> torch.Tensor:
+def attend(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    first: int,
+    last: int,
+) -> torch.Tensor:
     """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose places from `first` to `last` are
     visible → float32 [H, D]."""
     (H, D), (H_kv, S, _) = q.shape, key.shape
@@ -237,7 +265,16 @@ def attend(q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.
     _same(mask.shape, (S,))
     _same((first, last), np.clip((first, last), 0, S))
     out = np.empty(q.shape, np.float32)
-    on_threads(_attend_kernel, q.float().numpy(), key.numpy(), value.numpy(), mask.float().numpy(), first, last, out)
+    on_threads(
+        _attend_kernel,
+        q.float().numpy(),
+        key.numpy(),
+        value.numpy(),
+        mask.float().numpy(),
+        first,
+        last,
+        out,
+    )
     return torch.from_numpy(out)
 
 
@@ -251,7 +288,10 @@ def _rms_norm_kernel(x, weight, bounds, eps0, eps1, gains, out):
             most = max(most, bits[n, i] & np.int32(0x7FFFFFFF))
         largest[0] = most
         peak = min(max(largest.view(np.float32)[0], low), high)
-        eps = _round16(_scaled_rows(_round16(eps0[0] / peak), eps0[1:]) * _scaled_rows(_round16(eps1[0] / peak), eps1[1:]))
+        eps = _round16(
+            _scaled_rows(_round16(eps0[0] / peak), eps0[1:])
+            * _scaled_rows(_round16(eps1[0] / peak), eps1[1:])
+        )
         for i in range(width):
             y = _round16(x[n, i] / peak)
             out[n, i] = y
@@ -354,7 +394,9 @@ def _write(state, places, rows):
     for b in range(places.shape[0]):
         plain = _finite(rows[b])
         for t in range(places.shape[1]):
-            plain = plain and (places[b, t] < 0 or _finite(state[b, :, places[b, t] : places[b, t] + 1]))
+            plain = plain and (
+                places[b, t] < 0 or _finite(state[b, :, places[b, t] : places[b, t] + 1])
+            )
         if not plain:
             _formula(state[b], places[b], rows[b])
             continue

@@ -68,17 +68,30 @@ class PatternGraph(Graph):
         """The calls that `pattern` returns for `op`, all on fp16 values."""
         calls = pattern(self, op)
         operands = {name for _, names, _ in calls for name in names if name in self.types}
-        need(all(self.types[name].dtype == "FLOAT16" for name in operands | {name for name, _ in op.outputs}))
+        need(
+            all(
+                self.types[name].dtype == "FLOAT16"
+                for name in operands | {name for name, _ in op.outputs}
+            )
+        )
         return calls
 
     def live(self) -> list[Op]:
         """Operations that outputs and state writes still need once calls replace those of the patterns, in order."""
         needed, ops = set(self.program.outputs), []
         for op in reversed(self.ops):
-            if not op.outputs or op.kind in STATE_WRITES or any(name in needed for name, _ in op.outputs):
+            if (
+                not op.outputs
+                or op.kind in STATE_WRITES
+                or any(name in needed for name, _ in op.outputs)
+            ):
                 ops.append(op)
                 calls = self.special.get(op.key)
-                needed.update(op.reads() if calls is None else (name for _, names, _ in calls for name in names))
+                needed.update(
+                    op.reads()
+                    if calls is None
+                    else (name for _, names, _ in calls for name in names)
+                )
         return ops[::-1]
 
     def settled(self, read: Op) -> bool:
@@ -136,11 +149,20 @@ class PatternGraph(Graph):
         if op is None or op.kind == "const":
             return _to_tensor(self.literal(source))
         if op.constant and source.name not in self.folded:
-            rule, values = OPERATIONS[op.kind], {name: self.constant(s) for name, s in op.inputs.items()}
-            dense = rule.function(**{n: _python_value(v) if n in rule.attributes else v for n, v in values.items()})
-            for (name, declared), value in zip(op.outputs, dense if isinstance(dense, tuple) else (dense,), strict=True):
+            rule, values = (
+                OPERATIONS[op.kind],
+                {name: self.constant(s) for name, s in op.inputs.items()},
+            )
+            dense = rule.function(
+                **{n: _python_value(v) if n in rule.attributes else v for n, v in values.items()}
+            )
+            for (name, declared), value in zip(
+                op.outputs, dense if isinstance(dense, tuple) else (dense,), strict=True
+            ):
                 dtype = _INTEGER.get(declared.dtype, torch.float32)
-                self.folded[name] = value.half().float() if declared.dtype == "FLOAT16" else value.to(dtype)
+                self.folded[name] = (
+                    value.half().float() if declared.dtype == "FLOAT16" else value.to(dtype)
+                )
                 self.dense[name] = value.shape
         return self.folded.get(source.name)
 

@@ -13,15 +13,40 @@ from miltorch.fast.products import linear_pattern
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Ref
 
-BLOCKED = -1e4  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
+BLOCKED = (
+    -1e4
+)  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 # the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)), with y = x / peak
-NORM = ("mul", "y", ("gains:scalars", ("rsqrt", ("add", ("reduce_mean", ("mul", "y", "y")), ("mul",
-    ("factors0:scalars", ("real_div", "eps0", "peak")), ("factors1:scalars", ("real_div", "eps1", "peak")))))))  # fmt: skip
+NORM = (
+    "mul",
+    "y",
+    (
+        "gains:scalars",
+        (
+            "rsqrt",
+            (
+                "add",
+                ("reduce_mean", ("mul", "y", "y")),
+                (
+                    "mul",
+                    ("factors0:scalars", ("real_div", "eps0", "peak")),
+                    ("factors1:scalars", ("real_div", "eps1", "peak")),
+                ),
+            ),
+        ),
+    ),
+)
 PEAK = "clip", ("reduce_max", ("abs", "x"))
 # the first two operands of a rotary embedding's concat
-ROTATED = ("sub", ("mul", "a", "cos"), ("mul", "b", "sin")), ("add", ("mul", "b", "cos"), ("mul", "a", "sin"))
-ATTENTION = ("attended:matmul", ("reshape?", ("softmax", ("add", ("reshape?", ("matmul", "q", ("key:read_state",))), "mask"))),
-             ("value:read_state",))  # fmt: skip
+ROTATED = (
+    ("sub", ("mul", "a", "cos"), ("mul", "b", "sin")),
+    ("add", ("mul", "b", "cos"), ("mul", "a", "sin")),
+)
+ATTENTION = (
+    "attended:matmul",
+    ("reshape?", ("softmax", ("add", ("reshape?", ("matmul", "q", ("key:read_state",))), "mask"))),
+    ("value:read_state",),
+)
 
 
 def reshape_pattern(graph: PatternGraph, op: Op):
@@ -43,12 +68,19 @@ def rms_norm_pattern(graph: PatternGraph, op: Op):
     shape, axis = [1] * weight.dim(), axes[0] % weight.dim()
     shape[axis] = weight.numel()
     declared = graph.shape_of(x)
-    need(list(weight.shape) == shape and len(declared) == weight.dim() and declared[axis] == weight.numel())
+    need(
+        list(weight.shape) == shape
+        and len(declared) == weight.dim()
+        and declared[axis] == weight.numel()
+    )
     low, high = (graph.attribute(parts["clip"], name) for name in ("alpha", "beta"))
     need(isinstance(x, Ref) and low > 0)
     tiny = graph.attribute(parts["rsqrt"], "epsilon", 1e-12)
     eps = ([need(graph.constant(parts[f"eps{i}"])).item(), *parts[f"factors{i}"]] for i in range(2))
-    constants = [np.ascontiguousarray(weight.flatten().numpy()), *map(np.float32, ([low, high, tiny], *eps, parts["gains"]))]
+    constants = [
+        np.ascontiguousarray(weight.flatten().numpy()),
+        *map(np.float32, ([low, high, tiny], *eps, parts["gains"])),
+    ]
     return [(partial(_rms_norm, axis, constants), [x.name], None)]
 
 
@@ -61,7 +93,11 @@ def _rms_norm(axis, constants, x):
 def rotation(graph: PatternGraph, op: Op):
     """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H, T, D]."""
     first, second, *rest = op.inputs["values"]
-    need(len(rest) < 2 and graph.attribute(op, "axis") in (-1, 3) and not graph.attribute(op, "interleave", False))
+    need(
+        len(rest) < 2
+        and graph.attribute(op, "axis") in (-1, 3)
+        and not graph.attribute(op, "interleave", False)
+    )
     parts = graph.match(second, ROTATED[1], graph.match(first, ROTATED[0], {}))
     a, b, cos, sin = (parts[name] for name in ("a", "b", "cos", "sin"))
     start, x = 0, need(graph.half(a, "slice_by_index")).inputs["x"]
@@ -92,21 +128,34 @@ def cache_write(graph: PatternGraph, op: Op):
     need(_only_read(graph, old, op, {id(o) for o in (rest, update, op)}))
     mask, rows = placement.inputs["x"], placement.inputs["y"]
     need(isinstance(mask, Ref) and isinstance(rows, Ref) and mask.name in graph.program.inputs)
-    need(total.inputs["x"] == mask and graph.attribute(total, "axes") in ([-1], [3]) and graph.attribute(total, "keep_dims"))
+    need(
+        total.inputs["x"] == mask
+        and graph.attribute(total, "axes") in ([-1], [3])
+        and graph.attribute(total, "keep_dims")
+    )
     need(graph.attribute(left, "x") == 1)
     transposed = bool(_transposed(graph, placement))
     (B, H, S, D), heads, columns = map(graph.shape_of, (state, rows, mask))
     need(heads[:2] + (heads[2 if transposed else 3],) == (B, H, D) and len(heads) == 4)
     need(columns[:3] == (B, 1, S) and len(columns) == 4)
     places, write = f"{mask.name}.rows", partial(_write_rows, transposed)
-    return [(_write_positions, [mask.name], places), (write, [state.name, mask.name, places, rows.name], None)]
+    return [
+        (_write_positions, [mask.name], places),
+        (write, [state.name, mask.name, places, rows.name], None),
+    ]
 
 
 def _only_read(graph: PatternGraph, read: Op, write: Op, inside: set[int]) -> bool:
     """Whether `read` is the one read of a state before `write`, for the operations `inside` alone: rows are written in
     place, where the state's earlier value would change under any other reader."""
-    others = [op for op in graph.readers(read.inputs["input"].name) if graph.order[op.key] < graph.order[write.key]]
-    return all(op is read for op in others) and all(id(op) in inside for op in graph.readers(read.outputs[0][0]))
+    others = [
+        op
+        for op in graph.readers(read.inputs["input"].name)
+        if graph.order[op.key] < graph.order[write.key]
+    ]
+    return all(op is read for op in others) and all(
+        id(op) in inside for op in graph.readers(read.outputs[0][0])
+    )
 
 
 def _write_positions(mask):
@@ -130,7 +179,10 @@ def attention_pattern(graph: PatternGraph, op: Op):
     parts = graph.match(Ref(op.key), ATTENTION, {})
     q, mask, reads = parts["q"], parts["mask"], [parts[name] for name in ("key", "value")]
     need(not _transposed(graph, op) and _transposed(graph, parts["matmul"]) == "y")
-    need(graph.attribute(parts["softmax"], "axis", -1) in (-1, 3) and mask.name in graph.program.inputs)
+    need(
+        graph.attribute(parts["softmax"], "axis", -1) in (-1, 3)
+        and mask.name in graph.program.inputs
+    )
     need(all(graph.settled(read) for read in reads))
     states = [read.inputs["input"] for read in reads]
     B, H, S, D = graph.shape_of(states[0])
@@ -150,7 +202,11 @@ def _attend_visible(q, key, value, mask, span):
     (first, last), (B, _, T, S) = span, mask.shape
     key, value = key.value, value.value
     if B == T == 1:
-        return kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first, last).half().view(q.shape)
+        return (
+            kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first, last)
+            .half()
+            .view(q.shape)
+        )
     scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
     masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
     if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):
@@ -161,7 +217,9 @@ def _attend_visible(q, key, value, mask, span):
 
 def _operands(graph: PatternGraph, op: Op, first: str, second: str) -> tuple[Op, Op]:
     """The producers of a two-operand operation, in the order of the kinds asked for."""
-    producers = {p.kind: p for p in (graph.half(op.inputs["x"]), graph.half(op.inputs["y"])) if p is not None}
+    producers = {
+        p.kind: p for p in (graph.half(op.inputs["x"]), graph.half(op.inputs["y"])) if p is not None
+    }
     need(producers.keys() == {first, second})
     return producers[first], producers[second]
 
@@ -174,11 +232,19 @@ def _slice_window(graph: PatternGraph, op: Op, shape) -> list[tuple]:
     """(begin, end) of each axis that a slice with unit strides takes from `shape`; an axis taken whole reads (0, None)."""
     rank = len(shape)
     begin, end = graph.attribute(op, "begin"), graph.attribute(op, "end")
-    open_begin, open_end = (graph.attribute(op, f"{side}_mask", [False] * rank) for side in ("begin", "end"))
-    need(begin is not None and end is not None and graph.attribute(op, "stride", [1] * rank) == [1] * rank)
+    open_begin, open_end = (
+        graph.attribute(op, f"{side}_mask", [False] * rank) for side in ("begin", "end")
+    )
+    need(
+        begin is not None
+        and end is not None
+        and graph.attribute(op, "stride", [1] * rank) == [1] * rank
+    )
     need(not any(graph.attribute(op, "squeeze_mask", [False])))
-    return [(0 if o else b, None if p or e == n else e)
-            for o, b, p, e, n in zip(open_begin, begin, open_end, end, shape, strict=True)]  # fmt: skip
+    return [
+        (0 if o else b, None if p or e == n else e)
+        for o, b, p, e, n in zip(open_begin, begin, open_end, end, shape, strict=True)
+    ]
 
 
 def _columns(graph: PatternGraph, op: Op, width: int) -> tuple[int, int]:
@@ -188,5 +254,11 @@ def _columns(graph: PatternGraph, op: Op, width: int) -> tuple[int, int]:
     return first, width if last is None else last
 
 
-PATTERNS = (("conv", linear_pattern), ("reshape", reshape_pattern), ("mul", rms_norm_pattern), ("concat", rotation),
-            ("write_state", cache_write), ("matmul", attention_pattern))  # fmt: skip
+PATTERNS = (
+    ("conv", linear_pattern),
+    ("reshape", reshape_pattern),
+    ("mul", rms_norm_pattern),
+    ("concat", rotation),
+    ("write_state", cache_write),
+    ("matmul", attention_pattern),
+)

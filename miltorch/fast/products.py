@@ -29,7 +29,11 @@ class Linear:
         else:
             y = kernels.product(self.weight, self.scale, rows)
         y = (y if self.bias is None else y + self.bias).half()
-        y = y.reshape(x.shape[0], -1, len(self.weight)).transpose(1, 2).reshape(x.shape[0], -1, *x.shape[2:])
+        y = (
+            y.reshape(x.shape[0], -1, len(self.weight))
+            .transpose(1, 2)
+            .reshape(x.shape[0], -1, *x.shape[2:])
+        )
         return y if self.widths is None else y.split(self.widths, 1)
 
 
@@ -37,17 +41,29 @@ def together(linears: list[Linear]) -> Linear:
     """Products of one input as one, weights out of their file: a larger matrix in large pages is read faster, and one call
     costs less than several."""
     biases, widths = [one.bias for one in linears], [len(one.weight) for one in linears]
-    weight, scale = (np.concatenate([getattr(one, part) for one in linears]) for part in ("weight", "scale"))
-    return Linear(weight, scale, None if biases[0] is None else torch.cat(biases), widths if len(widths) > 1 else None)
+    weight, scale = (
+        np.concatenate([getattr(one, part) for one in linears]) for part in ("weight", "scale")
+    )
+    return Linear(
+        weight,
+        scale,
+        None if biases[0] is None else torch.cat(biases),
+        widths if len(widths) > 1 else None,
+    )
 
 
 def linear_pattern(graph: PatternGraph, op: Op):
     """A 1×1 convolution, over [B, K, T, 1] or [B, K, 1, T], with constant fp16 or int8 weights."""
     x = op.inputs["x"]
-    need(graph.attribute(op, "pad_type", "valid") in ("valid", "custom") and not any(graph.attribute(op, "pad", [])))
+    need(
+        graph.attribute(op, "pad_type", "valid") in ("valid", "custom")
+        and not any(graph.attribute(op, "pad", []))
+    )
     need(max(graph.attribute(op, "strides", [1])) == graph.attribute(op, "groups", 1) == 1)
     bias = need(graph.constant(op.inputs["bias"])) if "bias" in op.inputs else None
-    weight, scale = _int8_weight(graph, op.inputs["weight"]) or _half_weight(graph, op.inputs["weight"])
+    weight, scale = _int8_weight(graph, op.inputs["weight"]) or _half_weight(
+        graph, op.inputs["weight"]
+    )
     need(bias is None or bias.shape == (len(weight),))
     need(isinstance(x, Ref) and len(graph.shape_of(x)) == 4)
     return [(Linear(weight, scale, bias), [x.name], None)]
@@ -66,7 +82,11 @@ def _half_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray]:
 def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] | None:
     """Symmetric int8 data [R, K, 1, 1] scaled per tensor or per row; None for any other compression."""
     op = graph.producer(source)
-    if op is None or op.kind != "constexpr_blockwise_shift_scale" or op.inputs.keys() != {"data", "scale"}:
+    if (
+        op is None
+        or op.kind != "constexpr_blockwise_shift_scale"
+        or op.inputs.keys() != {"data", "scale"}
+    ):
         return None
     data, scale = (np.asarray(graph.literal(op.inputs[name])) for name in ("data", "scale"))
     if op.outputs[0][1].dtype != "FLOAT16" or data.dtype != np.int8 or data.shape[2:] != (1, 1):

@@ -25,7 +25,16 @@ from miltorch.fast.bytecode import Bytecode
 from miltorch.fast.matching import PatternGraph, need, tried
 from miltorch.fast.patterns import PATTERNS
 from miltorch.fast.products import Linear, together
-from miltorch.interpret import _INTEGER, Body, Builder, Executable, Step, _failure, _python_value, _reads
+from miltorch.interpret import (
+    _INTEGER,
+    Body,
+    Builder,
+    Executable,
+    Step,
+    _failure,
+    _python_value,
+    _reads,
+)
 from miltorch.ops import OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Program, Ref, read
@@ -36,7 +45,9 @@ DIRECT = frozenset(
     reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index select identity cast
     tile gather greater less greater_equal less_equal equal""".split()
 )
-RETYPING = frozenset("cast greater less greater_equal less_equal equal".split())  # fp16 in, something else out
+RETYPING = frozenset(
+    "cast greater less greater_equal less_equal equal".split()
+)  # fp16 in, something else out
 LARGE = 1 << 16  # elements of a constant whose values an outline leaves out
 
 
@@ -50,7 +61,9 @@ class Node:
     outputs: list[int]
 
 
-def ready(program: Program, literal: Callable[[], Executable] | None = None) -> "FastProgram | None":
+def ready(
+    program: Program, literal: Callable[[], Executable] | None = None
+) -> "FastProgram | None":
     """`program` compiled for decoding; None where only the literal graph can run or refuse it."""
     return tried(FastProgram, program, literal)
 
@@ -73,11 +86,17 @@ class FastProgram:
         self.program = replace(program, block=None)  # the operations and their weights may be freed
         self.literal = literal or (lambda: Executable(read(program.package, program.function)))
         self.registers: dict[str, int] = {}
-        self.values: list[object] = []  # what each register holds before a call: its constant, or None
+        self.values: list[
+            object
+        ] = []  # what each register holds before a call: its constant, or None
         self.graph = PatternGraph(program, PATTERNS)
         self.nodes = _joined([node for op in self.graph.live() for node in self._nodes(op)])
-        self.inputs = {name: (self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()}
-        self.states, self.outputs = ({n: self._register(n) for n in names} for names in (program.states, program.outputs))
+        self.inputs = {
+            name: (self._register(name), _torch_dtype(t)) for name, t in program.inputs.items()
+        }
+        self.states, self.outputs = (
+            {n: self._register(n) for n in names} for names in (program.states, program.outputs)
+        )
         self.outline = Executable(program, builder=partial(Outline, self.graph))
         reads, body = set(_reads(self.outline.body)), self.outline.body
         body.constants = {name: value for name, value in body.constants.items() if name in reads}
@@ -87,7 +106,9 @@ class FastProgram:
         del self.graph
 
     @torch.inference_mode()
-    def run(self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]) -> dict[str, torch.Tensor]:
+    def run(
+        self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell]
+    ) -> dict[str, torch.Tensor]:
         """As `Executable.run` in `declared`, without a hook."""
         try:
             shapes = tuple([inputs[name].shape for name in self.inputs])
@@ -118,13 +139,23 @@ class FastProgram:
 
     def _alike(self, inputs: dict, before: dict) -> tuple[dict, list, dict]:
         """Outputs, registers and cells after a call on copies of the states `before`, shaped as the literal graph's are."""
-        outline = self.outline.run(inputs, {name: StateCell(value) for name, value in before.items()})
+        outline = self.outline.run(
+            inputs, {name: StateCell(value) for name, value in before.items()}
+        )
         cells = {name: StateCell(value.clone()) for name, value in before.items()}
         outputs, values = self._run(inputs, cells)
         need(outputs.keys() == outline.keys())
-        need(all(outputs[name].shape == value.shape and outputs[name].dtype == value.dtype for name, value in outline.items()))
+        need(
+            all(
+                outputs[name].shape == value.shape and outputs[name].dtype == value.dtype
+                for name, value in outline.items()
+            )
+        )
         for name, value in before.items():
-            need(cells[name].value.shape == value.shape and cells[name].value.dtype == value.dtype == torch.float32)
+            need(
+                cells[name].value.shape == value.shape
+                and cells[name].value.dtype == value.dtype == torch.float32
+            )
         return outputs, values, cells
 
     def _run(self, inputs: dict, state: dict) -> tuple[dict, list]:
@@ -146,7 +177,10 @@ class FastProgram:
         except Exception as problem:
             raise _failure(self.program, node.op, problem) from problem
         outputs = {name: values[register] for name, register in self.outputs.items()}
-        return {name: value.float() if value.dtype == torch.float16 else value for name, value in outputs.items()}, values
+        return {
+            name: value.float() if value.dtype == torch.float16 else value
+            for name, value in outputs.items()
+        }, values
 
     def _register(self, name: str, value=None) -> int:
         if name not in self.registers:
@@ -158,14 +192,24 @@ class FastProgram:
         if op.key not in self.graph.special:
             return [self._literal(op)]
         outputs = [self._register(name) for name, _ in op.outputs]
-        return [Node(op, function, [self._register(n) for n in names], [self._register(result)] if result else outputs)
-                for function, names, result in self.graph.special[op.key] if result not in self.registers]  # fmt: skip
+        return [
+            Node(
+                op,
+                function,
+                [self._register(n) for n in names],
+                [self._register(result)] if result else outputs,
+            )
+            for function, names, result in self.graph.special[op.key]
+            if result not in self.registers
+        ]
 
     def _literal(self, op: Op) -> Node:
         """The operation by its rule: constant attributes bound, arrays in registers, results in their declared dtype."""
         rule, graph = OPERATIONS[op.kind], self.graph
         attributes, parameters, registers, lists = {}, [], [], {}
-        positional = [p for p in inspect.signature(rule.function).parameters if p not in rule.attributes]
+        positional = [
+            p for p in inspect.signature(rule.function).parameters if p not in rule.attributes
+        ]
         for parameter in sorted(op.inputs, key=lambda p: (positional + [p]).index(p)):
             source = op.inputs[parameter]
             if parameter in rule.attributes and graph.constant(source) is not None:
@@ -175,17 +219,26 @@ class FastProgram:
             if isinstance(source, list) or parameter in TUPLES:
                 lists[parameter] = len(sources)
             parameters.append(parameter)
-            registers += [self._source(s, f"{op.name}.{parameter}.{i}") for i, s in enumerate(sources)]
+            registers += [
+                self._source(s, f"{op.name}.{parameter}.{i}") for i, s in enumerate(sources)
+            ]
         function = partial(rule.function, **attributes) if attributes else rule.function
         if lists or parameters != positional[: len(parameters)]:
             function = _call_by_name(function, parameters, lists, rule.attributes)
         plain = op.kind in DIRECT - RETYPING and len(op.outputs) == 1
         if not plain or any(graph.dtype(n) != "FLOAT16" for n in _names(op)):
             function = _typed(function, op, wide=op.kind not in DIRECT)
-        return Node(op, function, registers, [self._register(n) for n, _ in op.outputs] or [self._register(f"{op.name}.")])
+        return Node(
+            op,
+            function,
+            registers,
+            [self._register(n) for n, _ in op.outputs] or [self._register(f"{op.name}.")],
+        )
 
     def _source(self, source, where: str) -> int:
-        return self._register(source.name if isinstance(source, Ref) else where, _to_half(self.graph.constant(source)))
+        return self._register(
+            source.name if isinstance(source, Ref) else where, _to_half(self.graph.constant(source))
+        )
 
 
 class Outline(Builder):
@@ -208,9 +261,17 @@ class Outline(Builder):
 
     def _zeros(self, op: Op) -> torch.Tensor | None:
         """Zeros in place of a float constant, or None."""
-        value, shape = op.inputs.get("val") if op.kind == "const" else None, self.graph.dense.get(op.key)
+        value, shape = (
+            op.inputs.get("val") if op.kind == "const" else None,
+            self.graph.dense.get(op.key),
+        )
         large = isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size > LARGE
-        dense = shape is not None and len(op.outputs) == 1 and shape == op.outputs[0][1].shape and shape.numel() > 1
+        dense = (
+            shape is not None
+            and len(op.outputs) == 1
+            and shape == op.outputs[0][1].shape
+            and shape.numel() > 1
+        )
         return torch.zeros(()).expand(value.shape if large else shape) if large or dense else None
 
     def _step(self, op: Op, scope: dict, body: Body) -> Step:
@@ -243,13 +304,21 @@ def _joined(nodes: list[Node]) -> list[Node]:
 
 def _names(op: Op) -> list[str]:
     """Every value that an operation reads as an array or makes."""
-    arrays = [s for p, source in op.inputs.items() if p not in OPERATIONS[op.kind].attributes
-              for s in (source if isinstance(source, list) else [source])]  # fmt: skip
+    arrays = [
+        s
+        for p, source in op.inputs.items()
+        if p not in OPERATIONS[op.kind].attributes
+        for s in (source if isinstance(source, list) else [source])
+    ]
     return [s.name if isinstance(s, Ref) else "" for s in arrays] + [name for name, _ in op.outputs]
 
 
 def _torch_dtype(declared) -> torch.dtype:
-    return torch.float16 if declared.dtype == "FLOAT16" else _INTEGER.get(declared.dtype, torch.float32)
+    return (
+        torch.float16
+        if declared.dtype == "FLOAT16"
+        else _INTEGER.get(declared.dtype, torch.float32)
+    )
 
 
 def _to_half(value):
@@ -283,7 +352,10 @@ def _typed(function, op: Op, wide: bool):
 
     def call(*values):
         if wide:
-            values = [v.float() if isinstance(v, torch.Tensor) and v.dtype == torch.float16 else v for v in values]
+            values = [
+                v.float() if isinstance(v, torch.Tensor) and v.dtype == torch.float16 else v
+                for v in values
+            ]
         result = function(*values)
         if many:
             return [v.to(d) for v, d in zip(result or (), dtypes, strict=False)]

@@ -15,17 +15,23 @@ def _by_channel(alpha: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return alpha.reshape(-1, *[1] * (x.dim() - 2))
 
 
-operations({
-    "clamped_relu": lambda x, *, alpha, beta: torch.clamp(torch.where(x >= 0, x, alpha * x), max=beta),
-    "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
-    "leaky_relu": lambda x, *, alpha=0.01: torch.where(x >= 0, x, alpha * x),
-    "linear_activation": lambda x, *, alpha, beta=0.0: alpha * x + beta,
-    "prelu": lambda x, alpha: torch.where(x >= 0, x, _by_channel(alpha, x) * x),
-    "scaled_tanh": lambda x, *, alpha=1.0, beta=1.0: alpha * torch.tanh(beta * x),
-    "sigmoid_hard": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0.0, 1.0),
-    "softplus_parametric": lambda x, alpha, beta: _by_channel(alpha, x) * F.softplus(_by_channel(beta, x) * x),
-    "thresholded_relu": lambda x, *, alpha=1.0: torch.where(x >= alpha, x, torch.zeros(())),
-})  # fmt: skip
+operations(
+    {
+        "clamped_relu": lambda x, *, alpha, beta: torch.clamp(
+            torch.where(x >= 0, x, alpha * x), max=beta
+        ),
+        "elu": lambda x, *, alpha=1.0: F.elu(x, alpha),
+        "leaky_relu": lambda x, *, alpha=0.01: torch.where(x >= 0, x, alpha * x),
+        "linear_activation": lambda x, *, alpha, beta=0.0: alpha * x + beta,
+        "prelu": lambda x, alpha: torch.where(x >= 0, x, _by_channel(alpha, x) * x),
+        "scaled_tanh": lambda x, *, alpha=1.0, beta=1.0: alpha * torch.tanh(beta * x),
+        "sigmoid_hard": lambda x, *, alpha=0.2, beta=0.5: torch.clamp(alpha * x + beta, 0.0, 1.0),
+        "softplus_parametric": lambda x, alpha, beta: (
+            _by_channel(alpha, x) * F.softplus(_by_channel(beta, x) * x)
+        ),
+        "thresholded_relu": lambda x, *, alpha=1.0: torch.where(x >= alpha, x, torch.zeros(())),
+    }
+)
 
 
 @operation

@@ -25,7 +25,11 @@ def constexpr_blockwise_shift_scale(data, scale, offset=None):
 
 def _along(factor: torch.Tensor, axis, rank: int) -> torch.Tensor:
     """A scalar as it is, a vector laid along `axis` of a tensor of `rank`."""
-    return factor.float().reshape([-1 if a == axis % rank else 1 for a in range(rank)]) if factor.dim() else factor.float()
+    return (
+        factor.float().reshape([-1 if a == axis % rank else 1 for a in range(rank)])
+        if factor.dim()
+        else factor.float()
+    )
 
 
 @operation
@@ -61,7 +65,9 @@ def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
     block_of = torch.zeros(indices.shape, dtype=torch.long)
     for axis, count in enumerate(blocks):
         position = torch.arange(indices.shape[axis]) // (indices.shape[axis] // count)
-        block_of = block_of * count + position.reshape([-1 if a == axis else 1 for a in range(indices.dim())])
+        block_of = block_of * count + position.reshape(
+            [-1 if a == axis else 1 for a in range(indices.dim())]
+        )
     values = lut.flatten(0, len(blocks) - 1)[block_of, indices.long()]  # [..., width]
     if width == 1:
         return values[..., 0]
@@ -72,19 +78,29 @@ def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
 @operation
 def constexpr_sparse_to_dense(nonzero_data, mask, *, shape=None):
     mask = mask if shape is None else _unpacked(mask, 1, shape)
-    return torch.zeros(mask.shape, dtype=nonzero_data.dtype).masked_scatter(mask.bool(), nonzero_data)
+    return torch.zeros(mask.shape, dtype=nonzero_data.dtype).masked_scatter(
+        mask.bool(), nonzero_data
+    )
 
 
 @operation
 def constexpr_lut_to_sparse(indices_mask, indices_nonzero_data, lut, *, vector_axis=None):
-    dense = constexpr_lut_to_dense(constexpr_sparse_to_dense(indices_nonzero_data, indices_mask), lut, vector_axis=vector_axis)
-    mask = indices_mask if lut.shape[-1] == 1 else indices_mask.repeat_interleave(lut.shape[-1], vector_axis)
+    dense = constexpr_lut_to_dense(
+        constexpr_sparse_to_dense(indices_nonzero_data, indices_mask), lut, vector_axis=vector_axis
+    )
+    mask = (
+        indices_mask
+        if lut.shape[-1] == 1
+        else indices_mask.repeat_interleave(lut.shape[-1], vector_axis)
+    )
     return mask, dense[mask.bool()]
 
 
 @operation
 def constexpr_sparse_blockwise_shift_scale(data_mask, nonzero_data, scale, offset=None):
-    dense = constexpr_blockwise_shift_scale(constexpr_sparse_to_dense(nonzero_data, data_mask), scale, offset)
+    dense = constexpr_blockwise_shift_scale(
+        constexpr_sparse_to_dense(nonzero_data, data_mask), scale, offset
+    )
     return data_mask, dense[data_mask.bool()]
 
 

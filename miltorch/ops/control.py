@@ -31,11 +31,13 @@ def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
     return [torch.zeros(elem_shape) if sized else None] * init_length
 
 
-operations({
-    "list_length": lambda ls: torch.tensor(len(ls)),
-    "list_read": lambda ls, *, index: ls[index],
-    "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
-})  # fmt: skip
+operations(
+    {
+        "list_length": lambda ls: torch.tensor(len(ls)),
+        "list_read": lambda ls, *, index: ls[index],
+        "list_gather": lambda ls, *, indices: torch.stack([ls[i] for i in indices]),
+    }
+)
 
 
 @operation

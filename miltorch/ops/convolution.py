@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from miltorch.ops.linear import TERMS, narrow_matmul
 from miltorch.ops.registry import bounded, operation, padded
 
-FEW_COLUMNS = 32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
+FEW_COLUMNS = (
+    32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
+)
 
 
 def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
@@ -49,7 +51,11 @@ def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> tor
 
         if kernels.available():
             bits, flat = weight.view(torch.int16).numpy().view(np.uint16), rows.flatten(0, 1)
-            y = kernels.narrow_product(bits, flat) if narrow else kernels.product(bits, np.ones(R, np.float32), flat)
+            y = (
+                kernels.narrow_product(bits, flat)
+                if narrow
+                else kernels.product(bits, np.ones(R, np.float32), flat)
+            )
             return y.reshape(B, N, R)
     if narrow:
         return narrow_matmul(rows, weight.float().T)
@@ -58,11 +64,18 @@ def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> tor
 
 
 def _conv(narrow: bool):
-    def conv(x, weight, bias=None, *, strides=None, pad_type="valid", pad=None, dilations=None, groups=1):
+    def conv(
+        x, weight, bias=None, *, strides=None, pad_type="valid", pad=None, dilations=None, groups=1
+    ):
         spatial = x.dim() - 2
         strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
         pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
-        if groups == 1 and weight[0, 0].numel() == 1 and max(strides) == 1 and not any(map(any, pairs)):
+        if (
+            groups == 1
+            and weight[0, 0].numel() == 1
+            and max(strides) == 1
+            and not any(map(any, pairs))
+        ):
             # a 1×1 convolution is a matrix product: a row per position
             rows = x.flatten(2).transpose(1, 2).contiguous()
             y = _conv_product(rows, weight.flatten(1), narrow)
@@ -83,7 +96,18 @@ operation(_conv(narrow=False), narrow=_conv(narrow=True))
 
 
 @operation
-def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_type="valid", strides=None, dilations=None, groups=1):
+def conv_transpose(
+    x,
+    weight,
+    bias=None,
+    *,
+    pad=None,
+    output_shape=None,
+    pad_type="valid",
+    strides=None,
+    dilations=None,
+    groups=1,
+):
     """The whole transposed convolution, then cut (or grown, where an output asks for more) to the padded size."""
     spatial = x.dim() - 2
     strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
@@ -93,7 +117,10 @@ def conv_transpose(x, weight, bias=None, *, pad=None, output_shape=None, pad_typ
     y = function(x, weight, None, strides, 0, 0, groups, dilations)
     first, sizes = [0] * spatial, whole
     if pad_type == "custom":
-        first, sizes = pad[::2], [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)]
+        first, sizes = (
+            pad[::2],
+            [w - a - b for w, a, b in zip(whole, pad[::2], pad[1::2], strict=True)],
+        )
     elif pad_type == "same":
         sizes = [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
         first = [(w - n) // 2 for w, n in zip(whole, sizes, strict=True)]

@@ -19,7 +19,11 @@ for _name in "abs acos asin atan atanh ceil cos cosh erf exp exp2 floor logical_
     operation(unary(getattr(torch, _name)), _name)
 for _name in "add sub mul maximum minimum pow not_equal less less_equal greater greater_equal logical_and logical_or logical_xor".split():
     operation(_binary(getattr(torch, _name)), _name)
-for _name, _function in {"equal": torch.eq, "floor_div": torch.floor_divide, "mod": torch.remainder}.items():
+for _name, _function in {
+    "equal": torch.eq,
+    "floor_div": torch.floor_divide,
+    "mod": torch.remainder,
+}.items():
     operation(_binary(_function), _name)
 
 
@@ -30,13 +34,17 @@ def real_div(x, y):
     return torch.div(x, y, rounding_mode="trunc")  # integer operands stay integers in MIL
 
 
-operations({
-    "identity": lambda x: x,
-    "rsqrt": lambda x, *, epsilon=1e-12: torch.rsqrt(x + epsilon),
-    "inverse": lambda x, *, epsilon=1e-4: 1.0 / (x + epsilon),  # the epsilon is MIL's own and biases the result
-    "log": lambda x, *, epsilon=1e-45: torch.log(x + epsilon),
-    "clip": lambda x, *, alpha, beta: torch.clamp(x, alpha, beta),
-    "threshold": lambda x, *, alpha: torch.clamp(x, min=alpha),
-    "cast": lambda x, *, dtype: x,  # the declared type of the result says the same
-    "select": lambda cond, a, b: torch.where(cond.bool(), a, b),
-})  # fmt: skip
+operations(
+    {
+        "identity": lambda x: x,
+        "rsqrt": lambda x, *, epsilon=1e-12: torch.rsqrt(x + epsilon),
+        "inverse": lambda x, *, epsilon=1e-4: (
+            1.0 / (x + epsilon)
+        ),  # the epsilon is MIL's own and biases the result
+        "log": lambda x, *, epsilon=1e-45: torch.log(x + epsilon),
+        "clip": lambda x, *, alpha, beta: torch.clamp(x, alpha, beta),
+        "threshold": lambda x, *, alpha: torch.clamp(x, min=alpha),
+        "cast": lambda x, *, dtype: x,  # the declared type of the result says the same
+        "select": lambda cond, a, b: torch.where(cond.bool(), a, b),
+    }
+)

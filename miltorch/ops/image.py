@@ -12,7 +12,10 @@ def grid(span, count: int, mode: str) -> torch.Tensor:
 
     Modes as MIL's resize_bilinear describes them.
     """
-    span, i = torch.as_tensor(span, dtype=torch.float64)[..., None], torch.arange(count, dtype=torch.float64)
+    span, i = (
+        torch.as_tensor(span, dtype=torch.float64)[..., None],
+        torch.arange(count, dtype=torch.float64),
+    )
     if mode in ("STRICT_ALIGN_CORNERS", "ALIGN_CORNERS"):
         if count == 1:
             return span / 2 if mode == "ALIGN_CORNERS" else span * 0
@@ -61,7 +64,9 @@ def resize_nearest_neighbor(x, *, target_size_height, target_size_width):
 
 
 @operation
-def upsample_bilinear(x, *, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None):
+def upsample_bilinear(
+    x, *, scale_factor_height=1, scale_factor_width=1, align_corners=True, half_pixel_centers=None
+):
     half = not align_corners if half_pixel_centers is None else half_pixel_centers
     mode = "STRICT_ALIGN_CORNERS" if align_corners else "UNALIGN_CORNERS" if half else "DEFAULT"
     return _resized(x, _scaled(x, scale_factor_height, scale_factor_width), mode)
@@ -76,7 +81,10 @@ def upsample_nearest_neighbor(x, *, scale_factor_height=1, scale_factor_width=1)
 def resize(x, *, shape, resized_dims, interpolation_mode="LINEAR", sampling_mode="DEFAULT"):
     """Unlike the older ops, this one's nearest neighbour is the closest, not the one below."""
     lead = x.dim() - resized_dims
-    sizes = [size or n for size, n in zip(shape[len(shape) - resized_dims :], x.shape[lead:], strict=True)]
+    sizes = [
+        size or n
+        for size, n in zip(shape[len(shape) - resized_dims :], x.shape[lead:], strict=True)
+    ]
     closest = lambda x, axis, positions: element(x, axis, positions + 0.5)  # noqa: E731
     return _resized(x, sizes, sampling_mode, linear if interpolation_mode == "LINEAR" else closest)
 
@@ -93,8 +101,20 @@ def _corners(boxes, mode: str, scale: float, extent):
 
 
 @operation
-def crop_resize(x, boxes=None, box_indices=None, roi=None, *, target_height=1, target_width=1, normalized_coordinates=False,
-                spatial_scale=1.0, box_coordinate_mode="CORNERS_HEIGHT_FIRST", sampling_mode="DEFAULT", pad_value=0.0):  # fmt: skip
+def crop_resize(
+    x,
+    boxes=None,
+    box_indices=None,
+    roi=None,
+    *,
+    target_height=1,
+    target_width=1,
+    normalized_coordinates=False,
+    spatial_scale=1.0,
+    box_coordinate_mode="CORNERS_HEIGHT_FIRST",
+    sampling_mode="DEFAULT",
+    pad_value=0.0,
+):
     """Boxes cut out of x [B, C, H, W]; samples outside the image are `pad_value`.
 
     iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1, 1] (with the image's index
@@ -102,7 +122,10 @@ def crop_resize(x, boxes=None, box_indices=None, roi=None, *, target_height=1, t
     """
     bounded([x.shape[1], len(boxes if roi is None else roi), target_height, target_width])
     if roi is not None:
-        boxes, images = roi[:, 0, -4:, 0, 0], roi[:, 0, 0, 0, 0].long() if roi.shape[2] == 5 else None
+        boxes, images = (
+            roi[:, 0, -4:, 0, 0],
+            roi[:, 0, 0, 0, 0].long() if roi.shape[2] == 5 else None,
+        )
     else:
         images = torch.arange(len(boxes)) if box_indices is None else box_indices.long()
     extent = torch.tensor([x.shape[2] - 1, x.shape[3] - 1]) if normalized_coordinates else 1.0
@@ -112,7 +135,9 @@ def crop_resize(x, boxes=None, box_indices=None, roi=None, *, target_height=1, t
         crop = x if images is None else x[images[n]][None]
         inside = torch.ones(())
         for axis, size in ((2, target_height), (3, target_width)):
-            at = start[n, axis - 2] + grid(end[n, axis - 2] - start[n, axis - 2], size, sampling_mode)
+            at = start[n, axis - 2] + grid(
+                end[n, axis - 2] - start[n, axis - 2], size, sampling_mode
+            )
             crop = linear(crop, axis, at)
             within = ((at >= 0) & (at <= x.shape[axis] - 1)).float()
             inside = inside * within.reshape([-1] + [1] * (3 - axis))
@@ -125,15 +150,24 @@ def _pixels(coordinates, sizes, mode: str, align_corners: bool):
     sizes = torch.tensor(sizes, dtype=torch.float32)
     if mode == "unnormalized":
         return coordinates.float()
-    unit = coordinates.float() if mode == "normalized_zero_to_one" else (coordinates.float() + 1) / 2
+    unit = (
+        coordinates.float() if mode == "normalized_zero_to_one" else (coordinates.float() + 1) / 2
+    )
     return unit * (sizes - 1) if align_corners else unit * sizes - 0.5
 
 
-_PADDING = {"constant": "zeros", "border": "border", "reflection": "reflection", "symmetric": "reflection"}
+_PADDING = {
+    "constant": "zeros",
+    "border": "border",
+    "reflection": "reflection",
+    "symmetric": "reflection",
+}
 
 
 @operation
-def resample(x, coordinates, *, sampling_mode, padding_mode, padding_value, coordinates_mode, align_corners):
+def resample(
+    x, coordinates, *, sampling_mode, padding_mode, padding_value, coordinates_mode, align_corners
+):
     """x [B, C, H, W] sampled at coordinates [B, H2, W2, 2].
 
     torch reflects about the outer pixels' centres or about their edges, as its own `align_corners` says; MIL's
@@ -150,21 +184,42 @@ def resample(x, coordinates, *, sampling_mode, padding_mode, padding_value, coor
 
 
 @operation
-def affine(x, transform_matrix, *, output_height, output_width, sampling_mode, padding_mode, padding_value,
-           coordinates_mode, align_corners):  # fmt: skip
+def affine(
+    x,
+    transform_matrix,
+    *,
+    output_height,
+    output_width,
+    sampling_mode,
+    padding_mode,
+    padding_value,
+    coordinates_mode,
+    align_corners,
+):
     bounded([*x.shape[:2], output_height, output_width])
     ys, xs = (torch.linspace(-1, 1, n) for n in (output_height, output_width))
     points = torch.stack([xs.expand(output_height, -1), ys[:, None].expand(-1, output_width)], -1)
     matrix = transform_matrix.reshape(-1, 1, 2, 3)
     coordinates = points @ matrix[..., :2].transpose(-1, -2) + matrix[..., None, :, 2].squeeze(-2)
-    return resample(x, coordinates.expand(len(x), -1, -1, -1), sampling_mode=sampling_mode, padding_mode=padding_mode,
-                    padding_value=padding_value, coordinates_mode=coordinates_mode, align_corners=align_corners)  # fmt: skip
+    return resample(
+        x,
+        coordinates.expand(len(x), -1, -1, -1),
+        sampling_mode=sampling_mode,
+        padding_mode=padding_mode,
+        padding_value=padding_value,
+        coordinates_mode=coordinates_mode,
+        align_corners=align_corners,
+    )
 
 
 def _overlaps(boxes):
     """Intersection over union of boxes [N, 4] (centre x, y, width, height) with each other: [N, N]."""
     low, high = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
-    shared = (torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low)).clamp(min=0).prod(-1)
+    shared = (
+        (torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low))
+        .clamp(min=0)
+        .prod(-1)
+    )
     area = boxes[:, 2:].prod(-1)
     union = area[:, None] + area - shared
     return torch.where(union > 0, shared / union, torch.zeros(()))
@@ -182,7 +237,15 @@ def _peaks(boxes, scores, iou_threshold, score_threshold, max_boxes, per_class) 
 
 
 @operation
-def non_maximum_suppression(boxes, scores, *, iou_threshold, max_boxes, score_threshold=-torch.inf, per_class_suppression=False):
+def non_maximum_suppression(
+    boxes,
+    scores,
+    *,
+    iou_threshold,
+    max_boxes,
+    score_threshold=-torch.inf,
+    per_class_suppression=False,
+):
     """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at least one box each."""
     bounded([len(boxes), max_boxes, scores.shape[-1] + 4])
     indices = torch.full((len(boxes), max_boxes), -1)
@@ -190,5 +253,7 @@ def non_maximum_suppression(boxes, scores, *, iou_threshold, max_boxes, score_th
         peaks = _peaks(*image, iou_threshold, score_threshold, max_boxes, per_class_suppression)
         row[: len(peaks)] = torch.tensor(peaks)
     empty, images = indices[..., None] < 0, torch.arange(len(boxes))[:, None]
-    tops = (torch.where(empty, torch.zeros(()), x[images, indices].float()) for x in (boxes, scores))
+    tops = (
+        torch.where(empty, torch.zeros(()), x[images, indices].float()) for x in (boxes, scores)
+    )
     return *tops, indices, (indices >= 0).sum(1)

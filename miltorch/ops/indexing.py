@@ -10,17 +10,25 @@ from miltorch.ops.registry import operation
 
 
 @operation
-def slice_by_index(x, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
+def slice_by_index(
+    x, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None
+):
     flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     return (x.flip(flipped) if flipped else x)[index]
 
 
 @operation
-def slice_update(x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None):
+def slice_update(
+    x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None
+):
     flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     result = x.flip(flipped) if flipped else x.clone()
-    if result[index].shape != update.shape:  # a window that the end of `x` cuts short, down to nothing
-        raise IndexError(f"an update of shape {list(update.shape)} for a window of shape {list(result[index].shape)}")
+    if (
+        result[index].shape != update.shape
+    ):  # a window that the end of `x` cuts short, down to nothing
+        raise IndexError(
+            f"an update of shape {list(update.shape)} for a window of shape {list(result[index].shape)}"
+        )
     result[index] = update
     return result.flip(flipped) if flipped else result
 
@@ -76,7 +84,9 @@ def _take(x, indices, axis: int, validate: bool):
 
 
 def _take_along(x, indices, axis: int, validate: bool):
-    return torch.gather(x, axis, _wrap(indices, x.shape[axis], validate))  # take_along_dim checks no bounds
+    return torch.gather(
+        x, axis, _wrap(indices, x.shape[axis], validate)
+    )  # take_along_dim checks no bounds
 
 
 def _take_nd(x, indices, validate: bool):
@@ -90,7 +100,17 @@ def gather(x, indices, *, axis=0, batch_dims=0, validate_indices=False):
     axis = axis % x.dim()
     if batch_dims:
         pairs = zip(x, indices, strict=True)
-        return torch.stack([gather(*pair, axis=axis - 1, batch_dims=batch_dims - 1, validate_indices=validate_indices) for pair in pairs])
+        return torch.stack(
+            [
+                gather(
+                    *pair,
+                    axis=axis - 1,
+                    batch_dims=batch_dims - 1,
+                    validate_indices=validate_indices,
+                )
+                for pair in pairs
+            ]
+        )
     return _take(x, indices, axis, validate_indices)
 
 
@@ -103,7 +123,12 @@ def gather_along_axis(x, indices, *, axis=0, validate_indices=False):
 def gather_nd(x, indices, *, batch_dims=0, validate_indices=False):
     if batch_dims:
         pairs = zip(x, indices, strict=True)
-        return torch.stack([gather_nd(*pair, batch_dims=batch_dims - 1, validate_indices=validate_indices) for pair in pairs])
+        return torch.stack(
+            [
+                gather_nd(*pair, batch_dims=batch_dims - 1, validate_indices=validate_indices)
+                for pair in pairs
+            ]
+        )
     return _take_nd(x, indices, validate_indices)
 
 
@@ -114,7 +139,9 @@ def _combine(data, take, updates, mode: str):
     if mode == "update":
         result = flat.index_put((positions,), updates)
     elif mode in ("add", "sub"):
-        result = flat.index_put((positions,), updates if mode == "add" else -updates, accumulate=True)
+        result = flat.index_put(
+            (positions,), updates if mode == "add" else -updates, accumulate=True
+        )
     elif mode == "div":
         result = flat / torch.ones_like(flat).scatter_reduce(0, positions, updates, "prod")
     else:
@@ -125,12 +152,16 @@ def _combine(data, take, updates, mode: str):
 
 @operation
 def scatter(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
-    return _combine(data, lambda grid: _take(grid, indices, axis % data.dim(), validate_indices), updates, mode)
+    return _combine(
+        data, lambda grid: _take(grid, indices, axis % data.dim(), validate_indices), updates, mode
+    )
 
 
 @operation
 def scatter_along_axis(data, indices, updates, *, axis=0, mode="add", validate_indices=False):
-    return _combine(data, lambda grid: _take_along(grid, indices, axis, validate_indices), updates, mode)
+    return _combine(
+        data, lambda grid: _take_along(grid, indices, axis, validate_indices), updates, mode
+    )
 
 
 @operation

@@ -15,8 +15,12 @@ def round16(x: torch.Tensor) -> torch.Tensor:
 
 def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS of the K products."""
-    if a.dim() > 1 and b.shape[-1] < a.shape[-2]:  # few columns: a product with few rows is several times as fast
-        return narrow_matmul(b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)).transpose(-1, -2)
+    if (
+        a.dim() > 1 and b.shape[-1] < a.shape[-2]
+    ):  # few columns: a product with few rows is several times as fast
+        return narrow_matmul(b.transpose(-1, -2).contiguous(), a.transpose(-1, -2)).transpose(
+            -1, -2
+        )
     parts = zip(a.split(TERMS, dim=-1), b.split(TERMS, dim=-2), strict=True)
     left, right = next(parts)
     total = round16(left @ right)
@@ -71,7 +75,10 @@ def _narrow_einsum(values, *, equation):
     summed = [label for label in left if label in right and label not in result]
     if not summed:
         return torch.einsum(equation, *values)
-    parts = [v.split(TERMS, labels.index(summed[-1])) for v, labels in zip(values, (left, right), strict=True)]
+    parts = [
+        v.split(TERMS, labels.index(summed[-1]))
+        for v, labels in zip(values, (left, right), strict=True)
+    ]
     total = torch.zeros(())
     for part in zip(*parts, strict=True):
         total = round16(total + torch.einsum(equation, *part))

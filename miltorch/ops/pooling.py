@@ -18,9 +18,13 @@ def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
     if not ceil_mode:
         return pairs
     grown = []
-    for size, taps, stride, (before, after) in zip(x.shape[2:], kernel_sizes, strides, pairs, strict=True):
+    for size, taps, stride, (before, after) in zip(
+        x.shape[2:], kernel_sizes, strides, pairs, strict=True
+    ):
         windows = -(-(size + before + after - taps) // stride) + 1
-        if (windows - 1) * stride >= size + before:  # a window that starts in the padding behind is left out
+        if (
+            windows - 1
+        ) * stride >= size + before:  # a window that starts in the padding behind is left out
             windows -= 1
         grown.append((before, (windows - 1) * stride + taps - size - before))
     return grown
@@ -38,13 +42,24 @@ def max_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_
 
 
 @operation
-def avg_pool(x, *, kernel_sizes, strides=None, pad_type="valid", pad=None, ceil_mode=False, exclude_padding_from_average=False):
+def avg_pool(
+    x,
+    *,
+    kernel_sizes,
+    strides=None,
+    pad_type="valid",
+    pad=None,
+    ceil_mode=False,
+    exclude_padding_from_average=False,
+):
     """The mean of each window: over its real elements, or over the declared padding too (never over ceil_mode's)."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
     ones = torch.ones(1, 1, *x.shape[2:])
     if not exclude_padding_from_average:
-        declared = padding(x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad)
+        declared = padding(
+            x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad
+        )
         ones = padded(ones, declared, value=1.0)
         rest = [(0, all_ - after) for (_, all_), (_, after) in zip(pairs, declared, strict=True)]
     else:

@@ -29,5 +29,7 @@ def random_categorical(x, *, mode="logits", size=1, seed=-1):
     """`size` draws with replacement from each row of x [..., K]."""
     weights = torch.softmax(x, -1) if mode == "logits" else x
     bounded([*x.shape[:-1], size])
-    drawn = torch.multinomial(weights.reshape(-1, x.shape[-1]), size, replacement=True, generator=_generator(seed))
+    drawn = torch.multinomial(
+        weights.reshape(-1, x.shape[-1]), size, replacement=True, generator=_generator(seed)
+    )
     return drawn.reshape(*x.shape[:-1], size).float()

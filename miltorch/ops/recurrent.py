@@ -11,9 +11,14 @@ import torch
 from miltorch.ops.registry import operation
 
 _ACTIVATION = {
-    "linear": lambda x: x, "relu": torch.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "scaled_tanh": torch.tanh,
-    "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1), "sigmoid_hard": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
-}  # fmt: skip
+    "linear": lambda x: x,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "scaled_tanh": torch.tanh,
+    "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
+    "sigmoid_hard": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
+}
 
 
 def _scan(step, inputs, states, direction: str, whole: bool):
@@ -26,15 +31,39 @@ def _scan(step, inputs, states, direction: str, whole: bool):
 
 
 @operation
-def rnn(x, initial_h, weight_ih, weight_hh, bias=None, *, direction="forward", output_sequence=False, activation="tanh"):
+def rnn(
+    x,
+    initial_h,
+    weight_ih,
+    weight_hh,
+    bias=None,
+    *,
+    direction="forward",
+    output_sequence=False,
+    activation="tanh",
+):
     act = _ACTIVATION[activation]
     inputs = x @ weight_ih.T + (0 if bias is None else bias)
-    return _scan(lambda g, h: (act(g + h @ weight_hh.T),), inputs, (initial_h,), direction, output_sequence)
+    return _scan(
+        lambda g, h: (act(g + h @ weight_hh.T),), inputs, (initial_h,), direction, output_sequence
+    )
 
 
 @operation
-def gru(x, initial_h, weight_ih, weight_hh, bias=None, input_bias=None, *, direction="forward", output_sequence=False,
-        recurrent_activation="sigmoid", activation="tanh", reset_after=False):  # fmt: skip
+def gru(
+    x,
+    initial_h,
+    weight_ih,
+    weight_hh,
+    bias=None,
+    input_bias=None,
+    *,
+    direction="forward",
+    output_sequence=False,
+    recurrent_activation="sigmoid",
+    activation="tanh",
+    reset_after=False,
+):
     """Gates in MIL's order: reset, new, update."""
     gate, act = _ACTIVATION[recurrent_activation], _ACTIVATION[activation]
     bias = torch.zeros(len(weight_hh)) if bias is None else bias
@@ -66,14 +95,43 @@ def _lstm(x, h, c, weight_ih, weight_hh, bias, peephole, *, functions, limit, di
 
 
 @operation
-def lstm(x, initial_h, initial_c, weight_ih, weight_hh, bias=None, peephole=None, weight_ih_back=None,
-         weight_hh_back=None, bias_back=None, peephole_back=None, *, direction="forward", output_sequence=False,
-         recurrent_activation="sigmoid", cell_activation="tanh", activation="tanh", clip=None):  # fmt: skip
+def lstm(
+    x,
+    initial_h,
+    initial_c,
+    weight_ih,
+    weight_hh,
+    bias=None,
+    peephole=None,
+    weight_ih_back=None,
+    weight_hh_back=None,
+    bias_back=None,
+    peephole_back=None,
+    *,
+    direction="forward",
+    output_sequence=False,
+    recurrent_activation="sigmoid",
+    cell_activation="tanh",
+    activation="tanh",
+    clip=None,
+):
     functions = [_ACTIVATION[name] for name in (recurrent_activation, cell_activation, activation)]
     layer = partial(_lstm, x, functions=functions, limit=clip, whole=output_sequence)
     if direction != "bidirectional":
-        return layer(initial_h, initial_c, weight_ih, weight_hh, bias, peephole, direction=direction)
+        return layer(
+            initial_h, initial_c, weight_ih, weight_hh, bias, peephole, direction=direction
+        )
     (h, h_back), (c, c_back) = initial_h.chunk(2, -1), initial_c.chunk(2, -1)
     ahead = layer(h, c, weight_ih, weight_hh, bias, peephole, direction="forward")
-    back = layer(h_back, c_back, weight_ih_back, weight_hh_back, bias_back, peephole_back, direction="reverse")
-    return tuple(torch.cat(pair, -1) for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True))
+    back = layer(
+        h_back,
+        c_back,
+        weight_ih_back,
+        weight_hh_back,
+        bias_back,
+        peephole_back,
+        direction="reverse",
+    )
+    return tuple(
+        torch.cat(pair, -1) for pair in zip(ahead, (back[0].flip(0), *back[1:]), strict=True)
+    )

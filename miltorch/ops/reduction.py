@@ -15,7 +15,11 @@ def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tenso
     total = torch.zeros(flat.shape[:-1])
     for part in flat.split(32, dim=-1):
         total = (total + part.sum(-1)).half().float()
-    return total.reshape([1 if a in axes else x.shape[a] for a in range(x.dim())]) if keep_dims else total
+    return (
+        total.reshape([1 if a in axes else x.shape[a] for a in range(x.dim())])
+        if keep_dims
+        else total
+    )
 
 
 def _reduce(name: str, function, narrow=None):
@@ -44,7 +48,9 @@ def _sums(total) -> dict:
         "reduce_l1_norm": lambda x, *over: total(x.abs(), *over),
         "reduce_l2_norm": lambda x, *over: total(x.square(), *over).sqrt(),
         "reduce_log_sum": lambda x, *over: total(x, *over).log(),
-        "reduce_mean": lambda x, axes, keep_dims: total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes),
+        "reduce_mean": lambda x, axes, keep_dims: (
+            total(x.float(), axes, keep_dims) / math.prod(x.shape[a] for a in axes)
+        ),
     }
 
 
@@ -53,14 +59,24 @@ for _name, _function in _sums(torch.sum).items():
 _reduce("reduce_max", torch.amax)
 _reduce("reduce_min", torch.amin)
 _reduce("reduce_prod", _prod)
-_reduce("reduce_log_sum_exp", lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims))
+_reduce(
+    "reduce_log_sum_exp", lambda x, axes, keep_dims: torch.logsumexp(x.float(), axes, keep_dims)
+)
 
 
-operations({
-    "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmax(x, axis, keep_dims),
-    "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmin(x, axis, keep_dims),
-    "argsort": lambda x, *, axis=-1, ascending=False: torch.argsort(x, dim=axis, descending=not ascending, stable=True),
-})  # fmt: skip
+operations(
+    {
+        "reduce_argmax": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmax(
+            x, axis, keep_dims
+        ),
+        "reduce_argmin": lambda x, *, axis=-1, keep_dims=False, output_dtype=None: torch.argmin(
+            x, axis, keep_dims
+        ),
+        "argsort": lambda x, *, axis=-1, ascending=False: torch.argsort(
+            x, dim=axis, descending=not ascending, stable=True
+        ),
+    }
+)
 
 
 @operation
@@ -71,7 +87,9 @@ def cumsum(x, *, axis=0, exclusive=False, reverse=False):
 
 
 @operation
-def topk(x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None):
+def topk(
+    x, *, k=1, axis=-1, ascending=False, sort=True, return_indices=True, output_indices_dtype=None
+):
     """The first k of a stable order: among equals the lower index wins."""
     values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
     k = x.shape[axis] if k == -1 else k

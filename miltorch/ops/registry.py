@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-TUPLES = frozenset({"values", "loop_vars", "elem_shape", "ref_tensors"})  # lists even when they hold one value
+TUPLES = frozenset(
+    {"values", "loop_vars", "elem_shape", "ref_tensors"}
+)  # lists even when they hold one value
 MAX_ELEMENTS = 1 << 28  # of a tensor whose size an attribute decides: 1 GiB in float32
 
 
@@ -29,7 +31,9 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(function: Callable, name: str | None = None, narrow: Callable | None = None) -> Callable:
+def operation(
+    function: Callable, name: str | None = None, narrow: Callable | None = None
+) -> Callable:
     """Registers `function` as the rule of the MIL op `name` (default: the function's own name) and returns it.
 
     `narrow` is the variant whose sums are rounded to fp16 after every 32 terms.

@@ -5,26 +5,34 @@ import torch.nn.functional as F
 
 from miltorch.ops.registry import bounded, operation, operations, padded
 
-operations({
-    "transpose": lambda x, *, perm: x.permute(perm),
-    "stack": lambda values, *, axis: torch.stack(values, axis),
-    "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(split_sizes or x.shape[axis] // num_splits, axis),
-    "squeeze": lambda x, *, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
-    "reverse": lambda x, *, axes=None: x.flip(list(range(x.dim())) if axes is None else axes),
-    "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
-    "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
-    "fill_like": lambda ref_tensor, *, value=0.0: torch.full(ref_tensor.shape, value),
-    "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(axis, size, stride).movedim(-1, axis % x.dim() + 1),
-    "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
-    "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
-})  # fmt: skip
+operations(
+    {
+        "transpose": lambda x, *, perm: x.permute(perm),
+        "stack": lambda values, *, axis: torch.stack(values, axis),
+        "split": lambda x, *, axis, num_splits=None, split_sizes=None: x.split(
+            split_sizes or x.shape[axis] // num_splits, axis
+        ),
+        "squeeze": lambda x, *, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(axes)),
+        "reverse": lambda x, *, axes=None: x.flip(list(range(x.dim())) if axes is None else axes),
+        "shape": lambda x: torch.tensor(x.shape, dtype=torch.int32),
+        "fill": lambda *, shape, value=0.0: torch.full(bounded(shape), value),
+        "fill_like": lambda ref_tensor, *, value=0.0: torch.full(ref_tensor.shape, value),
+        "sliding_windows": lambda x, *, axis, size, stride=1: x.unfold(axis, size, stride).movedim(
+            -1, axis % x.dim() + 1
+        ),
+        "pixel_shuffle": lambda x, *, upscale_factor: F.pixel_shuffle(x, upscale_factor),
+        "pixel_unshuffle": lambda x, *, downscale_factor: F.pixel_unshuffle(x, downscale_factor),
+    }
+)
 
 
 @operation
 def reshape(x, *, shape):
     """A 0 keeps the size of the axis that stands as far from the right, and is 1 where x has none."""
     sizes = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
-    return x.reshape([old if size == 0 and x.numel() else size for size, old in zip(shape, sizes, strict=True)])
+    return x.reshape(
+        [old if size == 0 and x.numel() else size for size, old in zip(shape, sizes, strict=True)]
+    )
 
 
 @operation

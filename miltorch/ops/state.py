@@ -23,6 +23,8 @@ def write_state(input, data):
 @operation
 def coreml_update_state(state, value):
     if value.shape != state.value.shape:
-        raise ValueError(f"shape {list(value.shape)} for a state of shape {list(state.value.shape)}")
+        raise ValueError(
+            f"shape {list(value.shape)} for a state of shape {list(state.value.shape)}"
+        )
     state.value = value
     return value

@@ -17,11 +17,25 @@ from pathlib import Path
 
 import nbformat
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
-NAMES = ("chromium", "chromium-browser", "google-chrome", "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
-SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
-            "apputils-extension/notification": {"fetchNews": "false"}}  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+)
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
+    "apputils-extension/notification": {"fetchNews": "false"},
+}
 LIMIT_S = 300
 ROOT = Path(__file__).parents[2]
 
@@ -38,8 +52,11 @@ def commit(project: Path) -> None:
         own = {p.name for p in path.iterdir()} - {"figures", "tables", "report.md"}
         ignore = shutil.ignore_patterns(*own)
         shutil.copytree(path, project / "experiments" / path.name, ignore=ignore)
-    for command in (["init", "-q"], ["add", "-A"],
-                    ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "-m", "x"]):  # fmt: skip
+    for command in (
+        ["init", "-q"],
+        ["add", "-A"],
+        ["-c", "user.name=x", "-c", "user.email=x", "commit", "-q", "-m", "x"],
+    ):
         subprocess.run(["git", "-C", project, *command], check=True)
 
 
@@ -59,18 +76,42 @@ def serve(project: Path, home: Path):
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
-    names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_WORKSPACES_DIR")
+    names = (
+        "JUPYTER_CONFIG_DIR",
+        "JUPYTER_DATA_DIR",
+        "JUPYTER_RUNTIME_DIR",
+        "IPYTHONDIR",
+        "JUPYTERLAB_WORKSPACES_DIR",
+    )
     runtime = tempfile.mkdtemp()  # short: sockets lie there, and a socket's path has 107 characters
     homes = {name: str(home / name.lower()) for name in names} | {
-        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTER_RUNTIME_DIR": runtime}  # fmt: skip
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "JUPYTER_RUNTIME_DIR": runtime,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--expose-app-in-browser",
+    ]
     command += [f"--port={port}", f"--ServerApp.root_dir={project}", "--IdentityProvider.token="]
-    command += ["--KernelManager.transport=ipc", "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs"]
+    command += [
+        "--KernelManager.transport=ipc",
+        "--FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs",
+    ]
     with (home / "server.log").open("w") as said:
-        server = subprocess.Popen(command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command, env=os.environ | homes, stdout=said, stderr=subprocess.STDOUT
+        )
     try:
         address = f"http://127.0.0.1:{port}"
-        _wait(lambda: _answers(f"{address}/api"), 60, f"JupyterLab did not start, see {home / 'server.log'}")
+        _wait(
+            lambda: _answers(f"{address}/api"),
+            60,
+            f"JupyterLab did not start, see {home / 'server.log'}",
+        )
         yield address
     finally:
         server.terminate()
@@ -123,7 +164,10 @@ class Notebook:
         _wait(
             lambda: (
                 self._in_lab("sessionContext.session.kernel.status") == "idle"
-                and (self._in_lab(f"{cells}.every(c => c.execution_count)") or self._in_lab(f"{cells}.{failed}"))
+                and (
+                    self._in_lab(f"{cells}.every(c => c.execution_count)")
+                    or self._in_lab(f"{cells}.{failed}")
+                )
             ),
             LIMIT_S,
             f"{self.path.name} did not finish in {LIMIT_S} s",
@@ -137,7 +181,10 @@ class Notebook:
     def errors(self) -> list[str]:
         """What went wrong: error outputs of cells, and callback errors that widgets show."""
         raised = [
-            o["ename"] + ": " + o["evalue"] for c in self.save().cells for o in c.get("outputs", []) if o["output_type"] == "error"
+            o["ename"] + ": " + o["evalue"]
+            for c in self.save().cells
+            for o in c.get("outputs", [])
+            if o["output_type"] == "error"
         ]
         return raised + self.page.locator(".workbench-error").all_inner_texts()
 
@@ -148,9 +195,13 @@ class Notebook:
 
     def shoot(self, suffix: str = "") -> None:
         """Keeps the notebook as pictures of one screen each."""
-        height = self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
+        height = self.page.evaluate(
+            "document.querySelector('.jp-WindowedPanel-outer').scrollHeight"
+        )
         for i, top in enumerate(range(0, height, 900)):
-            self.page.evaluate(f"document.querySelector('.jp-WindowedPanel-outer').scrollTop = {top}")
+            self.page.evaluate(
+                f"document.querySelector('.jp-WindowedPanel-outer').scrollTop = {top}"
+            )
             self.page.wait_for_timeout(150)
             self.page.screenshot(path=self.shots / f"{self.path.stem}{suffix}-{i}.png")
 
@@ -159,18 +210,28 @@ class Widget:
     """A widget of the workbench in an open notebook, moved as a person would."""
 
     def __init__(self, notebook: Notebook, box):
-        self.notebook, self.box, self.picture = notebook, box, box.locator("img.workbench-picture").first
+        self.notebook, self.box, self.picture = (
+            notebook,
+            box,
+            box.locator("img.workbench-picture").first,
+        )
 
     def changes(self, action) -> None:
         """Does `action` and waits until the picture is another one."""
         before = self.picture.get_attribute("src")
         action()
-        _wait(lambda: self.notebook.errors() or self.picture.get_attribute("src") != before, 60, "the picture did not change")
+        _wait(
+            lambda: self.notebook.errors() or self.picture.get_attribute("src") != before,
+            60,
+            "the picture did not change",
+        )
         assert not self.notebook.errors(), self.notebook.errors()
 
     def move_slider(self, name: str, steps: int = 1) -> None:
         """Moves a slider with the keyboard."""
-        handle = self.box.locator(f".widget-hslider:has(label:text-is('{name}')) .noUi-handle").first
+        handle = self.box.locator(
+            f".widget-hslider:has(label:text-is('{name}')) .noUi-handle"
+        ).first
         handle.scroll_into_view_if_needed()
         handle.focus()
         for _ in range(abs(steps)):
@@ -178,7 +239,9 @@ class Widget:
 
     def select(self, name: str, **entry) -> None:
         """Chooses an entry of a dropdown by `label` or `index`."""
-        self.box.locator(f".widget-dropdown:has(label:text-is('{name}')) select").first.select_option(**entry)
+        self.box.locator(
+            f".widget-dropdown:has(label:text-is('{name}')) select"
+        ).first.select_option(**entry)
 
     def click_picture(self, x: float, y: float) -> None:
         """Clicks at fractions of the picture's size."""

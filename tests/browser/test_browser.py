@@ -19,7 +19,8 @@ from workbench.models import checkpoint
 from workbench.report.notebook import set_parameters
 
 pytestmark = pytest.mark.skipif(
-    chromium() is None, reason="no Chromium here: install it (apt-get install chromium) to test the notebooks in a browser"
+    chromium() is None,
+    reason="no Chromium here: install it (apt-get install chromium) to test the notebooks in a browser",
 )
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screens"
@@ -30,7 +31,9 @@ def project(tmp_path_factory):
     """A copy of what notebooks read, with the notebooks at test size."""
     copy = tmp_path_factory.mktemp("project")
     shutil.copy(ROOT / "pyproject.toml", copy)
-    shutil.copytree(ROOT / "data", copy / "data", ignore=shutil.ignore_patterns("bundles", "golden"))
+    shutil.copytree(
+        ROOT / "data", copy / "data", ignore=shutil.ignore_patterns("bundles", "golden")
+    )
     (copy / "notebooks").mkdir()
     for source in (ROOT / "notebooks").glob("*.ipynb"):
         found = nbformat.read(source, as_version=4)
@@ -48,7 +51,10 @@ def lab(project, tmp_path_factory):
     with serve(project, tmp_path_factory.mktemp("home")) as address, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium(), args=FLAGS)
         yield lambda name: Notebook(
-            browser.new_page(viewport={"width": 1280, "height": 1000}), address, project / "notebooks" / f"{name}.ipynb", SHOTS
+            browser.new_page(viewport={"width": 1280, "height": 1000}),
+            address,
+            project / "notebooks" / f"{name}.ipynb",
+            SHOTS,
         )
         browser.close()
 
@@ -60,7 +66,9 @@ def opened(lab, name: str) -> Notebook:
     assert not notebook.errors(), notebook.errors()
     for cell in notebook.save().cells:
         if "study.figure(" in cell.source:
-            assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
+            assert any("image/png" in output.get("data", {}) for output in cell.outputs), (
+                cell.source
+            )
     return notebook
 
 
@@ -73,7 +81,9 @@ def plotted(project: Path, number: str, checkpoint: str = "*") -> pd.DataFrame:
     known = set(log.load("runs", root=root)["run_id"])
     for path, about in zip(paths, sidecars):
         assert about["alt"] and set(about["run_ids"]) <= known
-        assert all(path.with_suffix(f".{suffix}").stat().st_size > 1000 for suffix in ("svg", "pdf", "png"))
+        assert all(
+            path.with_suffix(f".{suffix}").stat().st_size > 1000 for suffix in ("svg", "pdf", "png")
+        )
     return pd.DataFrame(sidecars)
 
 
@@ -106,8 +116,12 @@ def test_a_notebook_runs_whole_and_its_widgets_follow(name, lab, project):
 
 def written(project: Path, name: str, *cells: str) -> str:
     """A notebook of these cells, beside the others."""
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}  # or a dialog asks for it
-    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel)
+    kernel = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+    }  # or a dialog asks for it
+    made = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel
+    )
     nbformat.write(made, project / "notebooks" / f"{name}.ipynb")
     return name
 
@@ -146,14 +160,25 @@ def test_a_cell_that_fails_is_seen(lab, project):
 def test_a_checkpoint_never_seen_goes_to_a_heatmap_with_no_code(lab, project):
     """A Llama of odd sizes in several files, without a tokenizer: its path is all that is typed."""
     stranger = project / "data" / "stranger"
-    checkpoint.random(stranger, "llama", hidden_size=72, intermediate_size=100, num_attention_heads=3, num_key_value_heads=1,
-                      head_dim=24, num_hidden_layers=3, vocab_size=211)  # fmt: skip
+    checkpoint.random(
+        stranger,
+        "llama",
+        hidden_size=72,
+        intermediate_size=100,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=24,
+        num_hidden_layers=3,
+        vocab_size=211,
+    )
     tensors = load_file(stranger / "model.safetensors")
     (stranger / "model.safetensors").unlink()
     index = {name: f"model-{i % 3 + 1:05}-of-00003.safetensors" for i, name in enumerate(tensors)}
     for part in set(index.values()):
         save_file({name: tensors[name] for name in tensors if index[name] == part}, stranger / part)
-    (stranger / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (stranger / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     found = nbformat.read(project / "notebooks" / "05_stateful_kv_cache.ipynb", as_version=4)
     set_parameters(found, {"CHECKPOINT": "data/stranger"})
     nbformat.write(found, project / "notebooks" / "stranger.ipynb")

@@ -11,7 +11,9 @@ from workbench import Bundle, InputError
 
 @pytest.fixture(scope="module")
 def made(exports):
-    return exports.bundle(exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed")
+    return exports.bundle(
+        exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2), moe="routed"
+    )
 
 
 @pytest.fixture
@@ -32,9 +34,15 @@ def test_a_bundle_opened_from_inside_stays_as_it_is(copy, monkeypatch):
     monkeypatch.chdir(copy)
     assert Bundle.open(".").root == Bundle.open(copy).root
     assert sorted(copy.rglob("*")) == before
-    monkeypatch.chdir(copy / "tokenizer" if (copy / "tokenizer").exists() else next(p for p in copy.iterdir() if p.is_dir()))
+    monkeypatch.chdir(
+        copy / "tokenizer"
+        if (copy / "tokenizer").exists()
+        else next(p for p in copy.iterdir() if p.is_dir())
+    )
     Bundle.open("..")
-    assert sorted(copy.rglob("*")) == before and [p.name for p in copy.parent.glob(".*")] == [".b.checked"]
+    assert sorted(copy.rglob("*")) == before and [p.name for p in copy.parent.glob(".*")] == [
+        ".b.checked"
+    ]
 
 
 def swapped(shards, kind):
@@ -52,7 +60,10 @@ def test_the_manifest_of_an_export_says_each_thing_once_and_in_order(copy):
         (doubled, "every decoder layer once, in order"),
         (lambda shards: shards.pop(0), "every decoder layer once, in order"),
         (lambda shards: shards[0].update(path=shards[1]["path"]), "two shards have one path"),
-        (lambda shards: shards[0].update(files=[]), "shards.0.files: List should have at least 1 item"),
+        (
+            lambda shards: shards[0].update(files=[]),
+            "shards.0.files: List should have at least 1 item",
+        ),
     ]:
         whole = (copy / "bundle.json").read_text()
         manifest = json.loads(whole)

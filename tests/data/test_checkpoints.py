@@ -11,14 +11,18 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 DATA = Path(__file__).parents[2] / "data"
 FOLDERS = sorted(path.parent for path in DATA.glob("tiny-*/evaluation.json"))
-HELD_OUT = [json.loads(line) for line in (DATA / "tasks" / "heldout.jsonl").read_text().splitlines()]
+HELD_OUT = [
+    json.loads(line) for line in (DATA / "tasks" / "heldout.jsonl").read_text().splitlines()
+]
 
 every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
 @cache
 def model(folder: Path):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @cache
@@ -28,7 +32,12 @@ def tokenizer(folder: Path):
 
 
 def test_the_expected_folders_are_there():
-    assert [folder.name for folder in FOLDERS] == ["tiny-gemma3", "tiny-llama", "tiny-qwen2", "tiny-zaya"]
+    assert [folder.name for folder in FOLDERS] == [
+        "tiny-gemma3",
+        "tiny-llama",
+        "tiny-qwen2",
+        "tiny-zaya",
+    ]
 
 
 @every_folder
@@ -49,7 +58,10 @@ def test_the_head_is_tied_and_heads_are_grouped(folder):
     config = model(folder).config
     assert config.tie_word_embeddings and config.num_key_value_heads < config.num_attention_heads
     assert config.head_dim % 32 == 0 and config.max_position_embeddings >= 1024
-    assert config.dtype == torch.float32 and json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+    assert (
+        config.dtype == torch.float32
+        and json.loads((folder / "config.json").read_text())["dtype"] == "float16"
+    )
 
 
 @every_folder
@@ -87,12 +99,17 @@ def test_llama_uses_the_scaled_rope():
 
 def test_qwen2_has_biases_that_matter():
     weights = load_file(DATA / "tiny-qwen2" / "model.safetensors")
-    biases = {name: t.float().abs().mean() for name, t in weights.items() if name.endswith("_proj.bias")}
+    biases = {
+        name: t.float().abs().mean() for name, t in weights.items() if name.endswith("_proj.bias")
+    }
     assert len(biases) == 3 * 4 and min(biases.values()) > 0.05, biases
 
 
 def test_gemma3_has_local_and_global_layers_and_live_norms():
-    assert set(model(DATA / "tiny-gemma3").config.layer_types) == {"sliding_attention", "full_attention"}
+    assert set(model(DATA / "tiny-gemma3").config.layer_types) == {
+        "sliding_attention",
+        "full_attention",
+    }
     weights = load_file(DATA / "tiny-gemma3" / "model.safetensors")
     assert all(t.float().abs().max() > 0.01 for name, t in weights.items() if "norm" in name)
 
@@ -110,7 +127,11 @@ def test_zaya_uses_every_expert_and_the_skip_class():
         zaya(**tokenizer(folder)(question["prompt"], return_tensors="pt"))
     for hook in hooks:
         hook.remove()
-    assert used == {(layer, choice) for layer in range(len(zaya.model.layers)) for choice in range(zaya.config.num_experts + 1)}
+    assert used == {
+        (layer, choice)
+        for layer in range(len(zaya.model.layers))
+        for choice in range(zaya.config.num_experts + 1)
+    }
 
 
 def test_zaya_routers_carry_state_and_bias():

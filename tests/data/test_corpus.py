@@ -25,7 +25,11 @@ def answer_from_text(prompt: str) -> str:
         return re.findall(r"say ([^;]+) ;", before)[-1]
     if asked[0] == "the":
         subject = asked[1]
-        return corpus.VERB_OF[subject] if subject in corpus.VERB_OF else corpus.VERB_OF[subject + "s"] + "s"
+        return (
+            corpus.VERB_OF[subject]
+            if subject in corpus.VERB_OF
+            else corpus.VERB_OF[subject + "s"] + "s"
+        )
     a, b = "".join(asked).rstrip("=").split("+")
     return " ".join(f"{int(a) + int(b):03}")
 
@@ -58,7 +62,9 @@ def test_one_word_means_one_thing():
 @given(seed=st.integers(0, 2**32), length=st.integers(16, 512))
 def test_every_answer_of_a_document_follows_from_the_words_before_it(seed, length):
     words, answers = corpus.document(random.Random(seed), length)
-    assert len(words) == len(answers) == length and words[0] == corpus.BOS and words[-1] == corpus.EOS
+    assert (
+        len(words) == len(answers) == length and words[0] == corpus.BOS and words[-1] == corpus.EOS
+    )
     for start in (i for i in range(length - 2) if answers[i] and not answers[i - 1]):
         stop = answers.index(False, start)
         if words[start - 1] != "bye":
@@ -66,7 +72,10 @@ def test_every_answer_of_a_document_follows_from_the_words_before_it(seed, lengt
 
 
 @settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**32), cell=st.sampled_from([(t, d) for t, ds in corpus.DISTANCES.items() for d in ds]))
+@given(
+    seed=st.integers(0, 2**32),
+    cell=st.sampled_from([(t, d) for t, ds in corpus.DISTANCES.items() for d in ds]),
+)
 def test_a_question_has_the_stated_answer_and_distance(seed, cell):
     asked = corpus.question(random.Random(seed), *cell)
     assert asked.answer == answer_from_text(asked.prompt)
@@ -76,7 +85,10 @@ def test_a_question_has_the_stated_answer_and_distance(seed, cell):
 
 @given(seed=st.integers(0, 2**32))
 def test_sums_asked_are_never_sums_trained(seed):
-    trained, asked = corpus.addition(random.Random(seed)), corpus.addition(random.Random(seed), held_out=True)
+    trained, asked = (
+        corpus.addition(random.Random(seed)),
+        corpus.addition(random.Random(seed), held_out=True),
+    )
     (a, b), (c, d) = (("".join(s.ask).rstrip("=").split("+")) for s in (trained, asked))
     assert (3 * int(a) + 5 * int(b)) % 8 != 0 == (3 * int(c) + 5 * int(d)) % 8
 

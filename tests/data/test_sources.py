@@ -65,7 +65,9 @@ def test_chip_figures_are_ranges_with_a_source():
 def test_published_decode_speeds_name_model_machine_and_source():
     rows = pd.read_csv(FOLDER / "decode_speeds.csv", keep_default_na=False)
     assert list(rows) == ["model", "machine", "value", "unit", "condition", "source"]
-    assert (rows[["model", "machine", "unit", "source"]] != "").all(axis=None) and (rows["value"] > 0).all()
+    assert (rows[["model", "machine", "unit", "source"]] != "").all(axis=None) and (
+        rows["value"] > 0
+    ).all()
 
 
 def test_the_readme_lists_every_file():
@@ -96,7 +98,9 @@ def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
 # --- experiments 29 and 30 -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("experiment", "unaccounted_ms"), [("experiment 29", 16.4), ("experiment 30", 5.8)])
+@pytest.mark.parametrize(
+    ("experiment", "unaccounted_ms"), [("experiment 29", 16.4), ("experiment 30", 5.8)]
+)
 def test_layers_and_head_do_not_add_up_to_the_time_of_a_token(experiment, unaccounted_ms):
     f = Figures("experiment30")
     known_ms = f("layers per token", experiment) + f("head per token", experiment)
@@ -114,7 +118,9 @@ def test_attention_of_all_layers_is_the_sum_of_its_layers(experiment):
 
 def test_moe_takes_what_attention_leaves():
     f = Figures("experiment30")
-    rest = f("layers per token", "experiment 30") - f("attention layers") * f("attention per layer", "experiment 30")
+    rest = f("layers per token", "experiment 30") - f("attention layers") * f(
+        "attention per layer", "experiment 30"
+    )
     assert f.corrected("MoE per token") == pytest.approx(rest)
     assert rest / 40 == pytest.approx(2.2, abs=0.05)
 
@@ -122,7 +128,9 @@ def test_moe_takes_what_attention_leaves():
 def test_attention_grew_by_more_than_a_token_did():
     f = Figures("experiment30")
     slower = 1000 / f("decode", "experiment 30") - 1000 / f("decode", "experiment 29")
-    grown = 40 * (f("attention per layer", "experiment 30") - f("attention per layer", "experiment 29"))
+    grown = 40 * (
+        f("attention per layer", "experiment 30") - f("attention per layer", "experiment 29")
+    )
     assert (slower, grown) == pytest.approx((5.5, 14.0), abs=0.05)
 
 
@@ -152,7 +160,9 @@ def test_the_verdict_contradicts_its_own_gate():
 
 def test_fifteen_failures_are_five_configurations():
     f = Figures("batch2_cache_bug")
-    assert f("failing configurations") == f.corrected("failing configurations") * f("passes per configuration")
+    assert f("failing configurations") == f.corrected("failing configurations") * f(
+        "passes per configuration"
+    )
     before = f.rows["condition"].str.fullmatch(r"before the fix, .*, 0 tokens")
     assert before.sum() == f.corrected("failing configurations")
 
@@ -161,26 +171,40 @@ def test_alignment_cannot_tell_failures_from_successes():
     f = Figures("batch2_cache_bug")
     contexts = [f"context {n}" for n in (1024, 2048, 4096, 8192)]
     for boundary in ("cache step", "quantization group"):
-        assert {f("_idx after merge", context) % f(boundary) for context in contexts} == {f(boundary) - 1}
+        assert {f("_idx after merge", context) % f(boundary) for context in contexts} == {
+            f(boundary) - 1
+        }
     assert len({f.row("result", context)["value"] for context in contexts}) == 3
 
 
 def test_the_slot_after_merge_follows_from_the_tokens_that_ran():
     f = Figures("batch2_cache_bug")
     assert f("_idx after merge", "context 1024") == f("context", "called 1K") - 1
-    assert f.corrected("_idx after merge", "context 1024") == f.corrected("context", "called 1K") - 1
+    assert (
+        f.corrected("_idx after merge", "context 1024") == f.corrected("context", "called 1K") - 1
+    )
 
 
 def test_times_on_the_neural_engine_say_what_ran_and_where_they_are_from():
     rows = pd.read_csv(FOLDER / "ane_decode.csv", keep_default_na=False)
-    assert not rows.duplicated(["model", "part"]).any() and (rows[["condition", "source"]] != "").all(axis=None)
-    assert (rows[["weight_bytes", "flops", "dispatches", "ms"]] > 0).all(axis=None) and (rows["state_bytes"] >= 0).all()
+    assert not rows.duplicated(["model", "part"]).any() and (
+        rows[["condition", "source"]] != ""
+    ).all(axis=None)
+    assert (rows[["weight_bytes", "flops", "dispatches", "ms"]] > 0).all(axis=None) and (
+        rows["state_bytes"] >= 0
+    ).all()
     ms, states, weights = (rows.set_index("part")[n] for n in ("ms", "state_bytes", "weight_bytes"))
     f = Figures("experiment30")
-    layers, attention = f("layers per token", "experiment 30"), f("attention per layer", "experiment 30")
+    layers, attention = (
+        f("layers per token", "experiment 30"),
+        f("attention per layer", "experiment 30"),
+    )
     assert ms["MoE shard"] == (layers - 40 * attention) / 40 and ms["attention shard"] == attention
     assert states["attention shard"] == 2 * f("KV heads") * f("max_seq_len") * f("head_dim") * 2
-    assert math.isclose(ms["token"], 1000 / 37.2, rel_tol=1e-4) and states["token"] == 2 * 32 * 4 * 512 * 128 * 2
+    assert (
+        math.isclose(ms["token"], 1000 / 37.2, rel_tol=1e-4)
+        and states["token"] == 2 * 32 * 4 * 512 * 128 * 2
+    )
     assert states["8 layer shards"] == 2 * 32 * 8 * 2048 * 128 * 2 and math.isclose(
         ms["64-token window"], 1000 / 7.02, rel_tol=1e-4
     )

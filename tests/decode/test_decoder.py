@@ -12,7 +12,9 @@ from workbench.bundle.names import is_cache
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"]
 S = 96
-SOME = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOME = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -31,12 +33,16 @@ def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
     assert tiny.cosine(logits, g.logits) > 0.999999
 
 
-@pytest.mark.parametrize("sizes, width", [([1], None), ([2], None), ([3], None), ([4], None), ([1, 3, 2], 4)])
+@pytest.mark.parametrize(
+    "sizes, width", [([1], None), ([2], None), ([3], None), ([4], None), ([1, 3, 2], 4)]
+)
 def test_each_layer_alone_updates_and_remembers_as_hugging_face_does(family, sizes, width):
     """With a width, every call has dummy columns of garbage, which must not enter any state."""
     decoder, _, g = family
     for layer in range(decoder.manifest.dims.L):
-        assert tiny.cosine(tiny.isolated(decoder, layer, g, sizes, width), g.updates[layer]) > 0.999999
+        assert (
+            tiny.cosine(tiny.isolated(decoder, layer, g, sizes, width), g.updates[layer]) > 0.999999
+        )
 
 
 def test_fp16_arithmetic_stays_close(family):
@@ -44,7 +50,12 @@ def test_fp16_arithmetic_stays_close(family):
     declared = Decoder(decoder.bundle, "portable", "declared", fast=True)
     for layer in range(decoder.manifest.dims.L):
         for sizes in ([1], [4, 3]):
-            assert tiny.cosine(tiny.isolated(declared, layer, g, sizes, tolerance=5e-3), g.updates[layer]) > 0.999
+            assert (
+                tiny.cosine(
+                    tiny.isolated(declared, layer, g, sizes, tolerance=5e-3), g.updates[layer]
+                )
+                > 0.999
+            )
     assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > 0.999
 
 
@@ -53,8 +64,9 @@ def test_64_greedy_tokens_equal_hugging_face(family):
 
     decoder, model, g = family
     ids = g.ids[:7]
-    expected = model.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None,
-                              pad_token_id=0)[0, 7:]  # fmt: skip
+    expected = model.generate(
+        torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, 7:]
     assert decoder.generate(ids, 64, stop=[]) == expected.tolist()
 
 
@@ -83,7 +95,9 @@ def test_a_call_writes_exactly_its_own_rows(family, before, count):
         for name in held:
             new = state.read(name)
             assert (new[:, :, touched] != held[name][:, :, touched]).any(-1).all()
-            assert np.array_equal(np.delete(new, np.r_[touched], 2), np.delete(held[name], np.r_[touched], 2))
+            assert np.array_equal(
+                np.delete(new, np.r_[touched], 2), np.delete(held[name], np.r_[touched], 2)
+            )
 
 
 def test_a_position_past_the_cache_is_refused_before_anything_is_written(family):
@@ -103,14 +117,21 @@ def test_a_position_past_the_cache_is_refused_before_anything_is_written(family)
         decoder.generate(g.ids, S - 19)
 
 
-@pytest.mark.parametrize("ids, found", [([], "0 tokens|\\[\\]"), ([[1], [2]], "2 sequences"), ([97], "97"), ([-1], "ids")])
+@pytest.mark.parametrize(
+    "ids, found",
+    [([], "0 tokens|\\[\\]"), ([[1], [2]], "2 sequences"), ([97], "97"), ([-1], "ids")],
+)
 def test_unusable_prompts_are_refused(exports, ids, found):
     with pytest.raises(InputError, match=found):
         exports.decoder(exports.checkpoint("llama"), max_seq_len=S).prefill(ids)
 
 
 def state_of(decoder):
-    return decoder.offsets.tolist(), [list(ids) for ids in decoder.ids], [s.read(n) for s in decoder.states for n in s.shard.states]
+    return (
+        decoder.offsets.tolist(),
+        [list(ids) for ids in decoder.ids],
+        [s.read(n) for s in decoder.states for n in s.shard.states],
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,19 +163,26 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(exports, call, foun
     with pytest.raises(InputError, match=found):
         call(decoder)
     after = state_of(decoder)
-    assert before[:2] == after[:2] and all(np.array_equal(a, b) for a, b in zip(before[2], after[2], strict=True))
+    assert before[:2] == after[:2] and all(
+        np.array_equal(a, b) for a, b in zip(before[2], after[2], strict=True)
+    )
 
 
 def test_whole_numbers_of_numpy_are_token_ids_and_no_new_token_is_none(exports):
     decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
-    assert decoder.generate(np.array([3, 14, 15]), np.int64(2), stop=()) == decoder.generate([3, 14, 15], 2, stop=())
+    assert decoder.generate(np.array([3, 14, 15]), np.int64(2), stop=()) == decoder.generate(
+        [3, 14, 15], 2, stop=()
+    )
     assert np.isfinite(decoder.decode_one_token(np.int32(5))).all()
     assert decoder.generate([3, 14, 15], 0) == []
 
 
 def test_a_stream_does_not_go_on_in_the_sequence_of_another(exports):
     decoder = exports.decoder(exports.checkpoint("llama"), max_seq_len=S)
-    first, second = decoder.stream([3, 14, 15], 4, stop=()), decoder.stream([50, 60, 70], 4, stop=())
+    first, second = (
+        decoder.stream([3, 14, 15], 4, stop=()),
+        decoder.stream([50, 60, 70], 4, stop=()),
+    )
     next(first), next(second)
     with pytest.raises(InputError, match="stream: found another sequence begun on its decoder"):
         next(first)
@@ -163,10 +191,15 @@ def test_a_stream_does_not_go_on_in_the_sequence_of_another(exports):
 
 
 @pytest.mark.parametrize("family_name, changed", [("llama", {}), ("zaya", {"num_experts": 2})])
-def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(exports, family_name, changed):
+def test_a_batch_at_different_positions_decodes_as_each_sequence_alone(
+    exports, family_name, changed
+):
     checkpoint = exports.checkpoint(family_name, num_hidden_layers=1, vocab_size=53, **changed)
     options = {"max_seq_len": 320, "t_max": 64}
-    together, alone = exports.decoder(checkpoint, batch=4, **options), exports.decoder(checkpoint, **options)
+    together, alone = (
+        exports.decoder(checkpoint, batch=4, **options),
+        exports.decoder(checkpoint, **options),
+    )
     prompts = [tiny.prompt(53, n, seed=n) for n in (0, 1, 255, 256)]
     together.begin()
     for start in range(0, 256, 64):
@@ -197,7 +230,9 @@ def test_the_literal_graph_runs_unless_fast_is_asked_for(exports):
 
 
 def test_a_stream_continues_the_running_sequences(exports):
-    decoder, one_by_one = (exports.decoder(exports.checkpoint("llama"), batch=2, max_seq_len=S) for _ in range(2))
+    decoder, one_by_one = (
+        exports.decoder(exports.checkpoint("llama"), batch=2, max_seq_len=S) for _ in range(2)
+    )
     prompts = [[3, 14, 15], [9, 2]]
     for each in (decoder, one_by_one):
         each.begin()
@@ -209,7 +244,10 @@ def test_a_stream_continues_the_running_sequences(exports):
         rows = one_by_one.decode_one_token(tokens)
         logits.append(rows[0])
         tokens = [int(rows[0].argmax()), None]
-    assert all(np.array_equal(r.logits, row) for r, row in zip([r for r in records if not r.seq], logits, strict=True))
+    assert all(
+        np.array_equal(r.logits, row)
+        for r, row in zip([r for r in records if not r.seq], logits, strict=True)
+    )
     assert decoder.ids[0][:4] == [3, 14, 15, 5] and decoder.ids[1] == [9, 2, 6]
     before = state_of(decoder)
     with pytest.raises(InputError, match=f"at most max_seq_len = {S}"):
@@ -221,7 +259,9 @@ def test_a_stream_continues_the_running_sequences(exports):
 def test_a_decoder_that_is_dropped_gives_its_memory_back_at_once(exports, family, options):
     bundle = exports.bundle(exports.checkpoint(family), **options)
     for fast in (True, False):
-        Decoder(bundle, "portable", fast=fast).generate([1, 2, 3], 3, stop=())  # compiling leaves its own cycles behind
+        Decoder(bundle, "portable", fast=fast).generate(
+            [1, 2, 3], 3, stop=()
+        )  # compiling leaves its own cycles behind
         decoder = Decoder(bundle, "portable", fast=fast)
         decoder.generate([1, 2, 3], 3, stop=())
         held = [weakref.ref(model.fast or model.executable) for model in decoder.layers]

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.bundle.names import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.bundle.names import (
+    ACC,
+    BASE,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
+    HIDDEN,
+    ROUTER_PROBS,
+    ROUTER_SCORES,
+)
 from workbench.decode.experts import RoutedExperts
 
 C, E = 3, 4
@@ -25,16 +33,26 @@ class Expert:
 
 
 def experts(t: str, calls: list) -> RoutedExperts:
-    shards = [SimpleNamespace(layers=(layer, layer + 1), rows=(e, e + 1)) for layer in (0, 1) for e in range(E)]
-    bundle = SimpleNamespace(manifest=SimpleNamespace(options=SimpleNamespace(t=t)), shards=lambda kind: shards)
+    shards = [
+        SimpleNamespace(layers=(layer, layer + 1), rows=(e, e + 1))
+        for layer in (0, 1)
+        for e in range(E)
+    ]
+    bundle = SimpleNamespace(
+        manifest=SimpleNamespace(options=SimpleNamespace(t=t)), shards=lambda kind: shards
+    )
     return RoutedExperts(bundle, lambda shard: Expert(shard, calls), lambda x: x[..., None])
 
 
 def routed(rng, B: int, T: int) -> dict:
     probabilities = rng.dirichlet(np.ones(E + 1), (B, T)).transpose(0, 2, 1)
     scores = probabilities + 0.3 * rng.standard_normal((1, E + 1, 1))
-    planes = {BASE: rng.standard_normal((B, C, T)), EXPERT_IN: rng.standard_normal((B, C, T)),
-              ROUTER_PROBS: probabilities, ROUTER_SCORES: scores}  # fmt: skip
+    planes = {
+        BASE: rng.standard_normal((B, C, T)),
+        EXPERT_IN: rng.standard_normal((B, C, T)),
+        ROUTER_PROBS: probabilities,
+        ROUTER_SCORES: scores,
+    }
     return {name: value[..., None] for name, value in planes.items()}
 
 
@@ -49,10 +67,14 @@ def test_each_valid_token_gets_its_one_expert_and_each_expert_runs_once(t, seed,
         for column in range(counts[b]):
             e = int(out[ROUTER_SCORES][b, :, column, 0].argmax())
             if e < E:
-                expected[b, :, column] += (e + 1) * out[ROUTER_PROBS][b, e, column] * out[EXPERT_IN][b, :, column]
+                expected[b, :, column] += (
+                    (e + 1) * out[ROUTER_PROBS][b, e, column] * out[EXPERT_IN][b, :, column]
+                )
                 wanted.setdefault(e, set()).add(column)
     np.testing.assert_allclose(hidden, expected, atol=1e-12)
-    assert sorted(calls) == sorted((e, T if t == "fixed" else len(columns)) for e, columns in wanted.items())
+    assert sorted(calls) == sorted(
+        (e, T if t == "fixed" else len(columns)) for e, columns in wanted.items()
+    )
 
 
 def test_an_expert_is_loaded_when_it_is_first_picked_and_once():

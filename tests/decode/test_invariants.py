@@ -39,7 +39,9 @@ from workbench.bundle.names import is_cache
 from workbench.decode import Snapshot
 from workbench.decode.snapshot import layout
 
-SOME = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOME = settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 CLOSE = 1e-5  # exact arithmetic, other tiles or batches: kernels sum in another order
 IDS = np.random.default_rng(7).integers(3, 256, trained.S).tolist()
 
@@ -62,7 +64,9 @@ def taken(decoder, ids) -> Snapshot:
 
 def same(a: Snapshot, b: Snapshot) -> bool:
     return (
-        a.ids == b.ids and a.states.keys() == b.states.keys() and all(np.array_equal(v, b.states[n]) for n, v in a.states.items())
+        a.ids == b.ids
+        and a.states.keys() == b.states.keys()
+        and all(np.array_equal(v, b.states[n]) for n, v in a.states.items())
     )
 
 
@@ -71,7 +75,11 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @SOME
-@given(first=st.integers(1, 90), count=st.integers(2, 30), tiles=st.lists(st.integers(1, 16), min_size=1, max_size=4))
+@given(
+    first=st.integers(1, 90),
+    count=st.integers(2, 30),
+    tiles=st.lists(st.integers(1, 16), min_size=1, max_size=4),
+)
 @example(first=63, count=2, tiles=[1])
 @example(first=79, count=3, tiles=[2])
 def test_any_split_and_tiling_gives_the_same_logits_and_caches(decoder, first, count, tiles):
@@ -94,13 +102,18 @@ def test_a_snapshot_continues_as_if_it_had_never_stopped_and_prefills_nothing(de
     snapshot = taken(decoder, IDS[:length])
     uninterrupted = [decoder.decode_one_token(t) for t in more]
     ended = decoder.snapshot()
-    for shape, value in zip(layout(decoder.manifest, length).values(), snapshot.states.values(), strict=True):
+    for shape, value in zip(
+        layout(decoder.manifest, length).values(), snapshot.states.values(), strict=True
+    ):
         assert value.shape == shape  # the logical prefix, nothing else
     decoder.begin()
     decoder.prefill(IDS[::-1][:5])
     decoder.begin(snapshot)
     with count_predictions(decoder) as calls:
-        assert all(np.array_equal(decoder.decode_one_token(t), a) for t, a in zip(more, uninterrupted, strict=True))
+        assert all(
+            np.array_equal(decoder.decode_one_token(t), a)
+            for t, a in zip(more, uninterrupted, strict=True)
+        )
     assert len(calls) == len(more) and same(decoder.snapshot(), ended)
 
 
@@ -115,7 +128,9 @@ def test_trimming_and_decoding_again_gives_the_same_or_refuses(decoder, length, 
         assert same(decoder.snapshot(), snapshot)
         return
     assert decoder.trim(count) == count_taken
-    assert same(decoder.snapshot(), snapshot.trim(count)) and decoder.offsets.tolist() == [length - count_taken]
+    assert same(decoder.snapshot(), snapshot.trim(count)) and decoder.offsets.tolist() == [
+        length - count_taken
+    ]
     again = decoder.prefill(IDS[length - count_taken : length])
     decoder.begin()
     assert close(again, decoder.prefill(IDS[:length]))
@@ -196,15 +211,21 @@ def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, togeth
     snapshot = taken(decoder, IDS[:12])
     name = next(iter(snapshot.states))
     foreign = replace(snapshot, identity="f" * 64)
-    misshapen = [replace(snapshot, states=snapshot.states | {name: snapshot.states[name][:1]}),
-                 replace(snapshot, states={n: v for n, v in snapshot.states.items() if n != name})]  # fmt: skip
+    misshapen = [
+        replace(snapshot, states=snapshot.states | {name: snapshot.states[name][:1]}),
+        replace(snapshot, states={n: v for n, v in snapshot.states.items() if n != name}),
+    ]
     for each in (decoder, together):
         rows = [IDS[:5]] if each is decoder else [IDS[:5], IDS[5:9], IDS[9:11]]
         each.begin()
         each.prefill(rows)
         before = [each.snapshot(slot) for slot in range(len(rows))]
-        for refused in (partial(each.add, 0, foreign), partial(each.begin, [foreign] + [None] * (len(rows) - 1)),
-                        partial(each.begin, [None] * (len(rows) + 1)), *(partial(each.add, 0, m) for m in misshapen)):  # fmt: skip
+        for refused in (
+            partial(each.add, 0, foreign),
+            partial(each.begin, [foreign] + [None] * (len(rows) - 1)),
+            partial(each.begin, [None] * (len(rows) + 1)),
+            *(partial(each.add, 0, m) for m in misshapen),
+        ):
             with pytest.raises(InputError, match="identity|for each sequence|another shape"):
                 refused()
         assert all(same(each.snapshot(slot), held) for slot, held in enumerate(before))
@@ -216,9 +237,15 @@ def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
     held = [taken(decoder, p) for p in prompts]
     alone = [decoder.generate([7], 5, after=s, stop=()) for s in held]
     assert together.generate([[7]] * 3, 5, after=held, stop=()) == alone
-    assert together.generate([[7]] * 3, [5, 1, 3], after=held, stop=()) == [alone[0], alone[1][:1], alone[2][:3]]
+    assert together.generate([[7]] * 3, [5, 1, 3], after=held, stop=()) == [
+        alone[0],
+        alone[1][:1],
+        alone[2][:3],
+    ]
     order = [2, 0, 1]
-    assert together.generate([[7]] * 3, 5, after=[held[i] for i in order], stop=()) == [alone[i] for i in order]
+    assert together.generate([[7]] * 3, 5, after=[held[i] for i in order], stop=()) == [
+        alone[i] for i in order
+    ]
     together.begin([held[0], None, held[2]])
     before = [together.snapshot(s) for s in (0, 2)]
     together.add(1, held[1])
@@ -227,8 +254,12 @@ def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
     tokens = [7, 7, 7]
     for step in range(3):
         logits = together.decode_one_token(tokens)
-        tokens = [None if t is None else int(row.argmax()) for t, row in zip(tokens, logits, strict=True)]
-        assert [t for t in tokens if t is not None] == [a[step] for a, t in zip(alone, tokens, strict=True) if t is not None]
+        tokens = [
+            None if t is None else int(row.argmax()) for t, row in zip(tokens, logits, strict=True)
+        ]
+        assert [t for t in tokens if t is not None] == [
+            a[step] for a, t in zip(alone, tokens, strict=True) if t is not None
+        ]
         if step == 0:
             together.remove(1)
             tokens[1] = None
@@ -250,7 +281,13 @@ def test_what_a_slot_held_before_does_not_reach_the_next_sequence(together):
     fresh = together.prefill([IDS[:6], IDS[:9], IDS[:4]])
     for state in together.states:
         for name in filter(is_cache, state.shard.states):
-            state.write(name, 16 * np.sign(np.random.default_rng(0).standard_normal(state.read(name).shape)).astype(np.float32))
+            state.write(
+                name,
+                16
+                * np.sign(np.random.default_rng(0).standard_normal(state.read(name).shape)).astype(
+                    np.float32
+                ),
+            )
     together.offsets[:] = 30
     for slot in range(3):
         together.remove(slot)
@@ -263,7 +300,9 @@ def test_empty_slots_stay_empty(decoder, together):
     tokens = together.generate([IDS[:8], [], IDS[8:10]], 3, stop=())
     assert tokens[1] == [] and tokens[0] == decoder.generate(IDS[:8], 3, stop=())
     assert together.offsets.tolist() == [10, 0, 4]
-    assert together.snapshot(1).offset == 0 and not any(v.any() for v in together.snapshot(1).states.values())
+    assert together.snapshot(1).offset == 0 and not any(
+        v.any() for v in together.snapshot(1).states.values()
+    )
 
 
 def test_merged_and_taken_apart_every_sequence_is_bit_equal(exports):
@@ -271,9 +310,17 @@ def test_merged_and_taken_apart_every_sequence_is_bit_equal(exports):
     together = exports.decoder(checkpoint, batch=4, max_seq_len=1100)
     rng = np.random.default_rng(0)
     for lengths in ((0, 1, 255, 256), (257, 1023, 1024, 0), (1, 1, 1024, 257)):
-        held = [Snapshot(tuple(rng.integers(0, 109, n).tolist()), together.identity,
-                         {name: rng.standard_normal(shape).astype(np.float32)
-                          for name, shape in layout(together.manifest, n).items()}) for n in lengths]  # fmt: skip
+        held = [
+            Snapshot(
+                tuple(rng.integers(0, 109, n).tolist()),
+                together.identity,
+                {
+                    name: rng.standard_normal(shape).astype(np.float32)
+                    for name, shape in layout(together.manifest, n).items()
+                },
+            )
+            for n in lengths
+        ]
         together.begin(held)
         assert all(same(together.snapshot(slot), s) for slot, s in enumerate(held))
         together.begin([None] * 4)
@@ -285,7 +332,9 @@ def test_merged_and_taken_apart_every_sequence_is_bit_equal(exports):
 def test_steps_of_256_are_nothing_special(exports):
     """Snapshots of 255, 256 and 257 tokens go on, alone and merged, as an uninterrupted sequence does."""
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1, vocab_size=53)
-    alone, together = (exports.decoder(checkpoint, max_seq_len=320, t_max=64, **b) for b in ({}, {"batch": 4}))
+    alone, together = (
+        exports.decoder(checkpoint, max_seq_len=320, t_max=64, **b) for b in ({}, {"batch": 4})
+    )
     ids = tiny.prompt(53, 300)
     expected = tiny.chained(alone, ids[:262], [64])
     held = [taken(alone, ids[:n]) for n in (255, 256, 257, 17)]

@@ -12,11 +12,22 @@ from workbench.decode import copy_state
 from workbench.export import export, options
 
 CHOICES = {
-    "kv_write": ["mask", "slice"], "layout": ["bct1", "bc1t"], "states": ["separate", "packed"],
-    "moe": ["dense", "routed"], "sliding": ["mask", "ring"], "t": ["range", "fixed"], "t_max": [4, 1],
-    "batch": [1, 2], "layers_per_shard": [1, 2],
-}  # fmt: skip
-SLIDING_ZAYA = {"num_hidden_layers": 2, "num_experts": 2, "layer_types": ["hybrid_sliding", "hybrid"], "sliding_window": 3}
+    "kv_write": ["mask", "slice"],
+    "layout": ["bct1", "bc1t"],
+    "states": ["separate", "packed"],
+    "moe": ["dense", "routed"],
+    "sliding": ["mask", "ring"],
+    "t": ["range", "fixed"],
+    "t_max": [4, 1],
+    "batch": [1, 2],
+    "layers_per_shard": [1, 2],
+}
+SLIDING_ZAYA = {
+    "num_hidden_layers": 2,
+    "num_experts": 2,
+    "layer_types": ["hybrid_sliding", "hybrid"],
+    "sliding_window": 3,
+}
 LENGTH, MORE = 8, 3  # tokens of a prompt that every T divides, tokens decoded one by one behind it
 
 
@@ -30,7 +41,11 @@ def allowed(chosen: dict) -> bool:
 
 def pairwise() -> list[dict]:
     """Rows of choices that contain every pair of values that some allowed row contains, found greedily."""
-    rows = [r for values in product(*CHOICES.values()) if allowed(r := dict(zip(CHOICES, values, strict=True)))]
+    rows = [
+        r
+        for values in product(*CHOICES.values())
+        if allowed(r := dict(zip(CHOICES, values, strict=True)))
+    ]
     pairs = {id(row): set(combinations(sorted(row.items(), key=str), 2)) for row in rows}
     missing, taken = set().union(*pairs.values()), []
     while missing:
@@ -43,10 +58,19 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
     """Prompts of a batch, then single tokens where T = 1 can be called, in float32."""
     decoder = exports.decoder(checkpoint, **({"max_seq_len": 16} | chosen))
     V, B = decoder.manifest.dims.V, decoder.options.batch
-    goldens = [tiny.golden(exports.hf(checkpoint), tiny.prompt(V, LENGTH + MORE, seed)) for seed in range(B)]
+    goldens = [
+        tiny.golden(exports.hf(checkpoint), tiny.prompt(V, LENGTH + MORE, seed))
+        for seed in range(B)
+    ]
     logits = [decoder.prefill([g.ids[:LENGTH] for g in goldens])]
-    if decoder.options.t == "range" or decoder.options.t_max == 1 or decoder.options.kv_write == "mask":
-        logits += [decoder.decode_one_token([g.ids[LENGTH + i] for g in goldens]) for i in range(MORE)]
+    if (
+        decoder.options.t == "range"
+        or decoder.options.t_max == 1
+        or decoder.options.kv_write == "mask"
+    ):
+        logits += [
+            decoder.decode_one_token([g.ids[LENGTH + i] for g in goldens]) for i in range(MORE)
+        ]
     for slot, g in enumerate(goldens):
         found = np.stack([row.reshape(B, V)[slot] for row in logits])
         expected = g.logits[LENGTH - 1 :][: len(found)]
@@ -54,7 +78,9 @@ def check_against_hugging_face(exports, checkpoint, chosen: dict) -> None:
         assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("chosen", pairwise(), ids=lambda row: "-".join(str(v) for v in row.values()))
+@pytest.mark.parametrize(
+    "chosen", pairwise(), ids=lambda row: "-".join(str(v) for v in row.values())
+)
 def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
     check_against_hugging_face(exports, exports.checkpoint("zaya", **SLIDING_ZAYA), chosen)
 
@@ -62,7 +88,10 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
 @pytest.mark.parametrize(
     "family, chosen",
     [
-        ("llama", {"kv_write": "slice", "layout": "bc1t", "states": "packed", "layers_per_shard": 2}),
+        (
+            "llama",
+            {"kv_write": "slice", "layout": "bc1t", "states": "packed", "layers_per_shard": 2},
+        ),
         ("gemma3_text", {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 2}),
         ("gemma3_text", {"sliding": "ring", "t_max": 6, "layers_per_shard": 2}),
         ("qwen2", {"t": "fixed", "layout": "bc1t", "batch": 2}),
@@ -83,8 +112,12 @@ def test_a_prefill_bundle_takes_64_tokens_a_call(exports):
 def test_a_sequence_moves_from_a_prefill_bundle_to_a_decode_bundle(exports):
     """Fixed T on both sides: what to do where the flexible dimension cannot be trusted."""
     checkpoint = exports.checkpoint("zaya", **SLIDING_ZAYA)
-    prefill = exports.decoder(checkpoint, t="fixed", t_max=4, max_seq_len=16, sliding="ring", layers_per_shard=2)
-    decode = exports.decoder(checkpoint, t="fixed", t_max=1, max_seq_len=24, sliding="ring", states="packed")
+    prefill = exports.decoder(
+        checkpoint, t="fixed", t_max=4, max_seq_len=16, sliding="ring", layers_per_shard=2
+    )
+    decode = exports.decoder(
+        checkpoint, t="fixed", t_max=1, max_seq_len=24, sliding="ring", states="packed"
+    )
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(prefill.manifest.dims.V, 22))
     logits = [prefill.prefill(g.ids[:14])]
     copy_state(prefill, decode)
@@ -94,7 +127,9 @@ def test_a_sequence_moves_from_a_prefill_bundle_to_a_decode_bundle(exports):
 
 
 def test_a_sequence_does_not_move_where_it_cannot_go_on(exports):
-    checkpoint, other = (exports.checkpoint("llama", num_hidden_layers=1, vocab_size=v) for v in (31, 37))
+    checkpoint, other = (
+        exports.checkpoint("llama", num_hidden_layers=1, vocab_size=v) for v in (31, 37)
+    )
     source = exports.decoder(checkpoint)
     source.prefill([1] * 20)
     for target, chosen, found in [

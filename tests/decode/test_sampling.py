@@ -21,7 +21,12 @@ def test_logits_that_are_no_numbers_choose_no_token(sampling, broken):
 
 
 @settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 99), temperature=st.floats(0.2, 3), top_k=st.integers(0, 12), top_p=st.floats(0.05, 1))
+@given(
+    seed=st.integers(0, 99),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, 12),
+    top_p=st.floats(0.05, 1),
+)
 def test_draws_from_the_distribution_transformers_draws_from(seed, temperature, top_k, top_p):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -29,7 +34,10 @@ def test_draws_from_the_distribution_transformers_draws_from(seed, temperature, 
     warped = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(logits[None]))
     warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
     chances = torch.softmax(TopPLogitsWarper(top_p)(None, warped), -1)[0].numpy()
-    picks = np.bincount([Sampling(temperature, top_k, top_p, seed).pick(logits, at) for at in range(400)], minlength=12)
+    picks = np.bincount(
+        [Sampling(temperature, top_k, top_p, seed).pick(logits, at) for at in range(400)],
+        minlength=12,
+    )
     assert not picks[chances == 0].any()
     assert np.abs(picks / 400 - chances).max() < 0.12
 
@@ -39,17 +47,35 @@ def test_a_sampled_sequence_depends_on_seed_and_position_alone(exports):
     decoder = trained.decoder(exports, "tiny-llama")
     ids, chosen = list(range(10, 30)), Sampling(temperature=2.0, top_k=50, top_p=0.95, seed=3)
     tokens = decoder.generate(ids, 8, stop=(), sampling=chosen)
-    assert tokens == decoder.generate(ids, 8, stop=(), sampling=chosen) != decoder.generate(ids, 8, stop=())
+    assert (
+        tokens
+        == decoder.generate(ids, 8, stop=(), sampling=chosen)
+        != decoder.generate(ids, 8, stop=())
+    )
     assert tokens != decoder.generate(ids, 8, stop=(), sampling=Sampling(2.0, 50, 0.95, 4))
     decoder.begin()
     decoder.prefill(ids + tokens[:3])
-    assert decoder.generate(tokens[3:4], 4, after=decoder.snapshot(), stop=(), sampling=chosen) == tokens[4:]
+    assert (
+        decoder.generate(tokens[3:4], 4, after=decoder.snapshot(), stop=(), sampling=chosen)
+        == tokens[4:]
+    )
     together = trained.decoder(exports, "tiny-llama", trained.BATCH)
-    found = together.generate([ids, ids, ids[:9]], 8, stop=(), sampling=[chosen, Sampling(), Sampling(0.5, seed=9)])
+    found = together.generate(
+        [ids, ids, ids[:9]], 8, stop=(), sampling=[chosen, Sampling(), Sampling(0.5, seed=9)]
+    )
     assert found[:2] == [tokens, decoder.generate(ids, 8, stop=())]
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"temperature": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"temperature": float("nan")},
+    ],
+)
 def test_impossible_values_are_refused(wrong):
     with pytest.raises(InputError, match="sampling"):
         Sampling(**wrong)

@@ -39,21 +39,32 @@ def llama(exports):
 def filled(decoder, ids, value=None) -> Snapshot:
     """A snapshot of random rows (or of one value): what is stored need not have been computed."""
     rng = np.random.default_rng(len(ids))
-    states = {n: np.asarray(rng.standard_normal(s) if value is None else np.full(s, value), np.float32)
-              for n, s in layout(decoder.manifest, len(ids)).items()}  # fmt: skip
+    states = {
+        n: np.asarray(rng.standard_normal(s) if value is None else np.full(s, value), np.float32)
+        for n, s in layout(decoder.manifest, len(ids)).items()
+    }
     return Snapshot(tuple(ids), decoder.identity, states)
 
 
 def same(a: Snapshot, b: Snapshot) -> bool:
-    return (a.ids, a.identity) == (b.ids, b.identity) and a.states.keys() == b.states.keys() and all(
-        v.dtype == b.states[n].dtype and np.array_equal(v, b.states[n]) for n, v in a.states.items())  # fmt: skip
+    return (
+        (a.ids, a.identity) == (b.ids, b.identity)
+        and a.states.keys() == b.states.keys()
+        and all(
+            v.dtype == b.states[n].dtype and np.array_equal(v, b.states[n])
+            for n, v in a.states.items()
+        )
+    )
 
 
 def test_a_session_comes_back_from_memory_and_from_disk(decoder, tmp_path):
     kept, given_ = Store(tmp_path, decoder), filled(decoder, IDS[:40])
     saved = kept.save("chat", given_)
     assert saved.path.parent == tmp_path and saved.bytes == saved.path.stat().st_size
-    assert (saved.error, saved.full_bytes) == (0, given_.nbytes) and saved.bytes < given_.nbytes + 4096
+    assert (saved.error, saved.full_bytes) == (
+        0,
+        given_.nbytes,
+    ) and saved.bytes < given_.nbytes + 4096
     assert same(kept.load("chat"), given_)
     kept.cool()
     assert same(kept.load("chat"), given_) and same(Store(tmp_path, decoder).load("chat"), given_)
@@ -67,7 +78,10 @@ def test_what_memory_gives_out_is_never_shared(decoder, tmp_path):
     kept, given_ = Store(tmp_path, decoder), filled(decoder, IDS[:20])
     kept.save("chat", given_)
     first, second = kept.load("chat"), kept.load("chat")
-    assert not any(np.shares_memory(v, second.states[n]) or np.shares_memory(v, given_.states[n]) for n, v in first.states.items())
+    assert not any(
+        np.shares_memory(v, second.states[n]) or np.shares_memory(v, given_.states[n])
+        for n, v in first.states.items()
+    )
     for value in first.states.values():
         value[:] = 0
     decoder.generate([5], 3, after=kept.load("chat"), stop=())
@@ -109,8 +123,12 @@ def test_another_process_goes_on_where_this_one_stopped(decoder, tmp_path):
     decoder.begin(decoder.snapshot())
     decoder.generate(IDS[39:40], 6, after=Store(tmp_path, decoder).load("chat"), stop=())
     rows = decoder.snapshot().states["layers.0.k_state"].tobytes().hex()[-64:]
-    child = subprocess.run([sys.executable, "-c", CHILD, decoder.bundle.root, tmp_path, repr(IDS[:40])],
-                           capture_output=True, text=True, check=True)  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, decoder.bundle.root, tmp_path, repr(IDS[:40])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert child.stdout.splitlines() == [f"{tokens} warm 1", rows]
 
 
@@ -144,10 +162,16 @@ def test_what_cannot_go_back_is_found_whole_or_not_at_all(exports, tmp_path):
     kept = Store(tmp_path, decoder, block=16)
     kept.save("a", filled(decoder, IDS[:40]))
     assert kept.find(IDS[:41]).snapshot.offset == 40
-    assert kept.find(IDS[:40]) is None and kept.find(IDS[:39]) is None and kept.find(IDS[:32] + [1] * 20) is None
+    assert (
+        kept.find(IDS[:40]) is None
+        and kept.find(IDS[:39]) is None
+        and kept.find(IDS[:32] + [1] * 20) is None
+    )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_find_is_the_longest_beginning_that_can_be_used(llama, tmp_path_factory, data):
     """Against a plain comparison of every stored sequence, over an alphabet of two tokens."""
@@ -159,7 +183,9 @@ def test_find_is_the_longest_beginning_that_can_be_used(llama, tmp_path_factory,
     prompt = data.draw(bits)
     best = 0
     for ids in stored:
-        common = next((i for i, (a, b) in enumerate(zip(ids, prompt)) if a != b), min(len(ids), len(prompt)))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(ids, prompt)) if a != b), min(len(ids), len(prompt))
+        )
         best = max(best, min(common if common == len(ids) else common // 4 * 4, len(prompt) - 1))
     hit = kept.find(prompt)
     assert (hit.snapshot.offset if hit else 0) == best
@@ -168,8 +194,16 @@ def test_find_is_the_longest_beginning_that_can_be_used(llama, tmp_path_factory,
 def test_any_difference_in_identity_is_a_miss(llama, exports, tmp_path):
     """Another precision, checkpoint, export option, compression or tokenizer; another batch alone is the same."""
     Store(tmp_path, llama).save("chat", filled(llama, IDS[:40]))
-    assert Store(tmp_path, trained.decoder(exports, "tiny-llama", trained.BATCH)).find(IDS[:41]).snapshot.offset == 40
-    others = [trained.decoder(exports, "tiny-llama", precision="declared"), trained.decoder(exports, "tiny-qwen2")]
+    assert (
+        Store(tmp_path, trained.decoder(exports, "tiny-llama", trained.BATCH))
+        .find(IDS[:41])
+        .snapshot.offset
+        == 40
+    )
+    others = [
+        trained.decoder(exports, "tiny-llama", precision="declared"),
+        trained.decoder(exports, "tiny-qwen2"),
+    ]
     for other in others:
         kept = Store(tmp_path, other)
         assert kept.find(IDS[:41]) is None and "identity" in kept.refused["chat"]
@@ -177,9 +211,16 @@ def test_any_difference_in_identity_is_a_miss(llama, exports, tmp_path):
             kept.load("chat")
     manifest = llama.manifest
     files = [f.model_copy(update={"sha256": "0" * 64}) for f in manifest.tokens.files]
-    options = [manifest.options.model_copy(update=u) for u in ({"max_seq_len": 64}, {"t_max": 4}, {"compress": "int8-tensor"})]
-    changed = [*({"options": o} for o in options), {"tokens": manifest.tokens.model_copy(update={"files": files})}, {"family": "qwen3"},
-               {"checkpoint": manifest.checkpoint | {"sha256": "0" * 64}}]  # fmt: skip
+    options = [
+        manifest.options.model_copy(update=u)
+        for u in ({"max_seq_len": 64}, {"t_max": 4}, {"compress": "int8-tensor"})
+    ]
+    changed = [
+        *({"options": o} for o in options),
+        {"tokens": manifest.tokens.model_copy(update={"files": files})},
+        {"family": "qwen3"},
+        {"checkpoint": manifest.checkpoint | {"sha256": "0" * 64}},
+    ]
     found = {snapshot.identity(manifest.model_copy(update=c), "exact") for c in [{}, *changed]}
     assert len(found) == 7
 
@@ -195,7 +236,9 @@ def damaged(path: Path, header=None, body=None) -> None:
     if header:
         header(found)
     packed = json.dumps(found).encode()
-    path.write_bytes(struct.pack("<Q", len(packed)) + packed + (body or (lambda b: b))(data[8 + length :]))
+    path.write_bytes(
+        struct.pack("<Q", len(packed)) + packed + (body or (lambda b: b))(data[8 + length :])
+    )
 
 
 def meta(**changed):
@@ -214,8 +257,14 @@ FAULTS = {
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-5]), "whole snapshot"),
     "empty": (lambda p: p.write_bytes(b""), "whole snapshot"),
     "garbage": (lambda p: p.write_bytes(os.urandom(999)), "whole snapshot"),
-    "flipped": (lambda p: damaged(p, body=lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]), "digest"),
-    "two saves mixed": (lambda p: damaged(p, body=lambda b: b[: len(b) // 2] + bytes(len(b) - len(b) // 2)), "digest"),
+    "flipped": (
+        lambda p: damaged(p, body=lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]),
+        "digest",
+    ),
+    "two saves mixed": (
+        lambda p: damaged(p, body=lambda b: b[: len(b) // 2] + bytes(len(b) - len(b) // 2)),
+        "digest",
+    ),
     "another save id": (lambda p: damaged(p, meta(save_id="0" * 32)), "digest"),
     "unknown version": (lambda p: damaged(p, meta(version="2")), "version '2'"),
     "unknown format": (lambda p: damaged(p, meta(format="pickle")), "format 'pickle'"),
@@ -224,12 +273,21 @@ FAULTS = {
     "huge offset": (lambda p: damaged(p, meta(offset="9" * 40)), "offset"),
     "no offset": (lambda p: damaged(p, meta(offset="-1")), "offset"),
     "dtype": (lambda p: damaged(p, meta(dtype="object")), "dtype 'object'"),
-    "a tensor too few": (lambda p: damaged(p, lambda h: h.update({"x": h.pop("layers.0.k_state")})), "missing or unknown"),
+    "a tensor too few": (
+        lambda p: damaged(p, lambda h: h.update({"x": h.pop("layers.0.k_state")})),
+        "missing or unknown",
+    ),
     "other shape": (lambda p: damaged(p, swap_shape), "layers.0.k_state as"),
     "outside": (lambda p: damaged(p, point_outside), "whole snapshot"),
-    "huge header": (lambda p: p.write_bytes(struct.pack("<Q", 1 << 40) + p.read_bytes()[8:]), "header"),
-    "symlink": (lambda p: (p.rename(p.with_suffix(".kept")), p.symlink_to(p.with_suffix(".kept"))), "symlink"),
-}  # fmt: skip
+    "huge header": (
+        lambda p: p.write_bytes(struct.pack("<Q", 1 << 40) + p.read_bytes()[8:]),
+        "header",
+    ),
+    "symlink": (
+        lambda p: (p.rename(p.with_suffix(".kept")), p.symlink_to(p.with_suffix(".kept"))),
+        "symlink",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -249,7 +307,9 @@ def test_a_damaged_file_is_refused_with_the_reason_and_nothing_else_happens(name
     assert kept.find(IDS[:41]).name == "good"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_changes_what_is_loaded(llama, tmp_path, at, bit):
     kept, given_ = Store(tmp_path, llama), filled(llama, IDS[:3])
@@ -279,7 +339,9 @@ def test_nothing_of_another_decoder_and_nothing_empty_is_saved(llama, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["safetensors.numpy.save_file", "os.fsync", "os.replace"])
-def test_a_full_disk_keeps_the_old_snapshot_and_leaves_no_litter(step, llama, tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_old_snapshot_and_leaves_no_litter(
+    step, llama, tmp_path, monkeypatch
+):
     kept = Store(tmp_path, llama)
     kept.save("chat", filled(llama, IDS[:9]))
 
@@ -314,7 +376,10 @@ def test_a_disk_that_fills_up_for_real(llama, tmp_path):
 def stand_in(decoder):
     """What a store asks of a decoder, small enough to hand to another process."""
     return SimpleNamespace(
-        identity=decoder.identity, manifest=decoder.manifest, runtime=decoder.runtime, precision=decoder.precision
+        identity=decoder.identity,
+        manifest=decoder.manifest,
+        runtime=decoder.runtime,
+        precision=decoder.precision,
     )
 
 
@@ -361,7 +426,9 @@ print(len(found))
 
 def test_killed_while_saving_the_old_or_the_new_is_there_never_a_mixture(llama, tmp_path):
     """200 kills at every moment of a save; what they leave behind goes once it is old."""
-    done = subprocess.run([sys.executable, "-c", KILLS, llama.bundle.root, tmp_path], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, llama.bundle.root, tmp_path], capture_output=True, text=True
+    )
     assert done.returncode == 0 and int(done.stdout) > 20, done.stderr
     for file in tmp_path.glob(".*"):
         os.utime(file, (0, 0))

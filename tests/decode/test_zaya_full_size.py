@@ -3,8 +3,17 @@
 import pytest
 import tiny
 
-FULL = {"hidden_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "num_experts": 16,
-        "moe_intermediate_size": 2048, "router_hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 1009}  # fmt: skip
+FULL = {
+    "hidden_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_experts": 16,
+    "moe_intermediate_size": 2048,
+    "router_hidden_size": 256,
+    "num_hidden_layers": 1,
+    "vocab_size": 1009,
+}
 
 
 @pytest.mark.slow
@@ -17,4 +26,6 @@ def test_a_layer_of_full_size_decodes_as_hugging_face(tmp_path):
     for sizes in ([1], [2], [3], [4]):
         assert tiny.cosine(tiny.isolated(exact, 0, g, sizes, width=4), g.updates[0]) > 0.999999
     assert tiny.relative(tiny.chained(exact, g.ids, [4]), g.logits) < 1e-5
-    assert tiny.cosine(tiny.chained(own.decoder(checkpoint, "declared"), g.ids, [4]), g.logits) > 0.999
+    assert (
+        tiny.cosine(tiny.chained(own.decoder(checkpoint, "declared"), g.ids, [4]), g.logits) > 0.999
+    )

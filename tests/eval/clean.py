@@ -27,20 +27,43 @@ FAMILIES, PRESETS = sorted(DIMS), sorted(LIMITS)
 def draw(seed: int) -> tuple[str, dict, dict]:
     """A family, changes to its tiny dimensions, and export options; families and presets take turns."""
     rng = np.random.default_rng(seed)
-    changes = {"seed": seed, "hidden_size": int(rng.choice([64, 96, 128])), "num_hidden_layers": int(rng.choice([2, 3]))}
+    changes = {
+        "seed": seed,
+        "hidden_size": int(rng.choice([64, 96, 128])),
+        "num_hidden_layers": int(rng.choice([2, 3])),
+    }
     family = FAMILIES[seed % len(FAMILIES)]
     if family == "gemma3_text":
-        changes["layer_types"] = rng.choice(["sliding_attention", "full_attention"], changes["num_hidden_layers"]).tolist()
+        changes["layer_types"] = rng.choice(
+            ["sliding_attention", "full_attention"], changes["num_hidden_layers"]
+        ).tolist()
     if family in ("llama", "qwen2", "qwen3"):
-        heads = [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]  # Llama's must divide the width
-        changes |= dict(zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True))
+        heads = (
+            [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]
+        )  # Llama's must divide the width
+        changes |= dict(
+            zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True)
+        )
     compress = PRESETS[seed // len(FAMILIES) % len(PRESETS)]
-    if changes.get("num_attention_heads") == 3 and (changes["hidden_size"] == 64 or compress == "int4-block32"):
-        changes["hidden_size"] = 96  # three heads of another width have an odd one, or give no whole blocks
-    options = {"compress": compress, "t_max": int(rng.choice([2, 4])),
-               "layers_per_shard": int(rng.choice([1, 2])), "kv_write": str(rng.choice(["mask", "slice"])),
-               "layout": str(rng.choice(["bct1", "bc1t"])), "states": str(rng.choice(["separate", "packed"]))}  # fmt: skip
-    return family, changes, Options(max_seq_len=32, **options).model_dump(include={"max_seq_len", *options})
+    if changes.get("num_attention_heads") == 3 and (
+        changes["hidden_size"] == 64 or compress == "int4-block32"
+    ):
+        changes["hidden_size"] = (
+            96  # three heads of another width have an odd one, or give no whole blocks
+        )
+    options = {
+        "compress": compress,
+        "t_max": int(rng.choice([2, 4])),
+        "layers_per_shard": int(rng.choice([1, 2])),
+        "kv_write": str(rng.choice(["mask", "slice"])),
+        "layout": str(rng.choice(["bct1", "bc1t"])),
+        "states": str(rng.choice(["separate", "packed"])),
+    }
+    return (
+        family,
+        changes,
+        Options(max_seq_len=32, **options).model_dump(include={"max_seq_len", *options}),
+    )
 
 
 def judge(exports: Exports, seed: int) -> dict[str, str]:
@@ -57,14 +80,19 @@ def main(count: int, first: int = 0) -> int:
     import torch
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "states of width")  # odd head widths are drawn too; the portable runtime takes them
+    warnings.filterwarnings(
+        "ignore", "states of width"
+    )  # odd head widths are drawn too; the portable runtime takes them
     red = 0
     with tempfile.TemporaryDirectory() as folder:
         exports = Exports(Path(folder))
         for seed in range(first, first + count):
             found = judge(exports, seed)
             family, changes, options = draw(seed)
-            print(f"{seed:3} {'RED' if found else 'clean'} {family} {changes} {options} {found or ''}", flush=True)
+            print(
+                f"{seed:3} {'RED' if found else 'clean'} {family} {changes} {options} {found or ''}",
+                flush=True,
+            )
             red += bool(found)
     print(f"{count - red} of {count} clean bundles without a RED gate")
     return int(red > 0)

@@ -25,4 +25,6 @@ def llama_golden(tiny_llama):
     from workbench.check import tasks
 
     prompt = tasks.load_tasks(DATA / "tasks" / "heldout.jsonl")[0]["prompt"]
-    return golden.make_golden(tiny_llama, tasks.load_tokenizer(tiny_llama.path).encode(prompt)[:IDS])
+    return golden.make_golden(
+        tiny_llama, tasks.load_tokenizer(tiny_llama.path).encode(prompt)[:IDS]
+    )

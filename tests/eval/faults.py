@@ -54,9 +54,11 @@ def steps(decoder: Decoder, layer: int, kind: str, module: str = ""):
     """Steps of one single-layer shard by MIL op and source module (a suffix of its path)."""
     model = decoder.layers[layer]
     found = [
-        s for s in model.executable.body.steps
-        if s.op.kind == kind and model.shard.modules.get(s.outputs[0][0] if s.outputs else "", "").endswith(module)
-    ]  # fmt: skip
+        s
+        for s in model.executable.body.steps
+        if s.op.kind == kind
+        and model.shard.modules.get(s.outputs[0][0] if s.outputs else "", "").endswith(module)
+    ]
     assert found, (kind, module)
     return found
 
@@ -84,7 +86,9 @@ def host(decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int],
     decoder.host.inputs = inputs
 
 
-def constant(decoder: Decoder, layer: int, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def constant(
+    decoder: Decoder, layer: int, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Changes a weight of a layer in every step that uses it, and in the shard's table of constants."""
     model = decoder.layers[layer]
     name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
@@ -135,13 +139,18 @@ def tokens_dropped_when_the_chunk_is_long(decoder):
 @fault("same_for_every_T")
 def tokens_of_a_chunk_written_in_reverse(decoder):
     # the same rows change, each with another token's content: only T > 1 shows it
-    host(decoder, lambda made, o, c, T: made.update(kv_write_mask=made["kv_write_mask"][..., ::-1].copy()))
+    host(
+        decoder,
+        lambda made, o, c, T: made.update(kv_write_mask=made["kv_write_mask"][..., ::-1].copy()),
+    )
 
 
 @fault("write_address", bundle="fixed")
 def padding_written_as_content(decoder):
     original = decoder.host.inputs
-    decoder.host.inputs = lambda offsets, counts, T: original(offsets, np.minimum(T, decoder.options.max_seq_len - offsets), T)
+    decoder.host.inputs = lambda offsets, counts, T: original(
+        offsets, np.minimum(T, decoder.options.max_seq_len - offsets), T
+    )
 
 
 @fault("state_is_used")
@@ -205,7 +214,9 @@ def all_states_of_a_model_are_one(decoder):
 def position_past_the_cache_is_clamped(decoder):
     inputs = decoder.host.inputs
     S = decoder.options.max_seq_len
-    decoder.host.inputs = lambda offsets, counts, T, *rest: inputs(np.minimum(offsets, S - T), counts, T, *rest)
+    decoder.host.inputs = lambda offsets, counts, T, *rest: inputs(
+        np.minimum(offsets, S - T), counts, T, *rest
+    )
 
 
 @fault("nan_in_state_is_noticed")
@@ -226,7 +237,9 @@ def cache_rows_rounded_again_at_every_call(decoder):
             made = predict(inputs, state)
             for name in state.shard.states:
                 rows = state.read(name)
-                state.write(name, (rows * (1 + 0.02 * rng.standard_normal(rows.shape))).astype(rows.dtype))
+                state.write(
+                    name, (rows * (1 + 0.02 * rng.standard_normal(rows.shape))).astype(rows.dtype)
+                )
             return made
 
         model.predict = worn
@@ -236,8 +249,12 @@ def cache_rows_rounded_again_at_every_call(decoder):
 def rope_base_slightly_off(decoder):
     # keys drift further from the golden's with every position
     def drift(made, offsets, counts, T):
-        angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * np.array(decoder.manifest.rope[0].inv_freq) ** 1.02
-        made.update(rope_cos=np.cos(angles).astype(np.float32), rope_sin=np.sin(angles).astype(np.float32))
+        angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * np.array(
+            decoder.manifest.rope[0].inv_freq
+        ) ** 1.02
+        made.update(
+            rope_cos=np.cos(angles).astype(np.float32), rope_sin=np.sin(angles).astype(np.float32)
+        )
 
     host(decoder, drift)
 
@@ -253,7 +270,10 @@ def rope_of_the_wrong_base(decoder):
     def inputs(offsets, counts, T, *rest):
         made = table(offsets, counts, T, *rest)
         angles = (offsets[:, None] + np.arange(T))[:, None, :, None] * inv**1.2
-        return made | {"rope_cos": np.cos(angles).astype(np.float32), "rope_sin": np.sin(angles).astype(np.float32)}
+        return made | {
+            "rope_cos": np.cos(angles).astype(np.float32),
+            "rope_sin": np.sin(angles).astype(np.float32),
+        }
 
     decoder.host.inputs = inputs
 
@@ -263,7 +283,9 @@ def rope_uses_the_offset_after_the_update(decoder):
     original = decoder.host.inputs
 
     def inputs(offsets, counts, T, *rest):
-        late = original(np.minimum(offsets + counts, decoder.options.max_seq_len - T), counts, T, *rest)
+        late = original(
+            np.minimum(offsets + counts, decoder.options.max_seq_len - T), counts, T, *rest
+        )
         ropes = {n: v for n, v in late.items() if n.startswith("rope")}
         return original(offsets, counts, T, *rest) | ropes
 
@@ -294,14 +316,26 @@ def rope_frequencies_in_reverse(decoder):
 
 @fault("kv")
 def rope_left_out(decoder):
-    host(decoder, lambda made, o, c, T: made.update(rope_cos=np.ones_like(made["rope_cos"]), rope_sin=made["rope_sin"] * 0))
+    host(
+        decoder,
+        lambda made, o, c, T: made.update(
+            rope_cos=np.ones_like(made["rope_cos"]), rope_sin=made["rope_sin"] * 0
+        ),
+    )
 
 
 @fault("update")
 def rope_on_keys_but_not_on_queries(decoder):
     for step in steps(decoder, 1, "concat", "self_attn")[:1]:  # queries are rotated first
         halves = step.arrays[0][1]
-        a, b = (next(s for s in decoder.layers[1].executable.body.steps if s.outputs and s.outputs[0][0] == h) for h in halves)
+        a, b = (
+            next(
+                s
+                for s in decoder.layers[1].executable.body.steps
+                if s.outputs and s.outputs[0][0] == h
+            )
+            for h in halves
+        )
         wrap(a, before=lambda g: {"x": g["x"] * 1, "y": g["y"] * 0})
         wrap(b, before=lambda g: {"x": g["x"], "y": g["y"] * 0})
 
@@ -311,7 +345,10 @@ def rope_on_keys_but_not_on_queries(decoder):
 
 @fault("update")
 def mask_of_ones_and_zeros(decoder):
-    host(decoder, lambda made, o, c, T: made.update(attn_mask=(made["attn_mask"] == 0).astype(np.float32)))
+    host(
+        decoder,
+        lambda made, o, c, T: made.update(attn_mask=(made["attn_mask"] == 0).astype(np.float32)),
+    )
 
 
 @fault("update")
@@ -339,7 +376,9 @@ def a_token_does_not_see_itself(decoder):
 @fault("update")
 def window_of_eight_tokens(decoder):
     def window(made, offsets, counts, T):
-        behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(made["attn_mask"].shape[-1])
+        behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(
+            made["attn_mask"].shape[-1]
+        )
         made["attn_mask"] = np.where(behind < 8, made["attn_mask"], np.float32(-1e4))
 
     host(decoder, window)

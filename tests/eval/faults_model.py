@@ -82,7 +82,9 @@ def gate_and_up_exchanged(decoder):
     kept = {}
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: kept.setdefault("gate", w))
     model = decoder.layers[1]
-    up = model.executable.body.constants[model.shard.weights["model.layers.1.mlp.up_proj.weight"]].clone()
+    up = model.executable.body.constants[
+        model.shard.weights["model.layers.1.mlp.up_proj.weight"]
+    ].clone()
     constant(decoder, 1, "mlp.up_proj.weight", lambda w: kept["gate"].clone())
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
 
@@ -97,7 +99,13 @@ def weights_scaled_along_the_wrong_axis(decoder):
     # per-channel scales applied to inputs instead of outputs
     def wrong(w):
         scale = w.abs().amax(dim=(1, 2, 3), keepdim=True)
-        return w / scale * scale.mean() * scale.flatten()[: w.shape[1]].reshape(1, -1, 1, 1) / scale.mean()
+        return (
+            w
+            / scale
+            * scale.mean()
+            * scale.flatten()[: w.shape[1]].reshape(1, -1, 1, 1)
+            / scale.mean()
+        )
 
     constant(decoder, 0, "self_attn.o_proj.weight", wrong)
 

@@ -69,7 +69,13 @@ def appends_at_the_longest_row_after_one_left(patch, decoder, together):
 def rope_uses_the_offset_after_the_update(patch, decoder, together):
     def later(made, offsets, counts, T, original):
         if offsets.min() and (offsets + counts + T).max() <= together.options.max_seq_len:
-            made.update({n: v for n, v in original(offsets + counts, counts, T).items() if n.startswith("rope")})
+            made.update(
+                {
+                    n: v
+                    for n, v in original(offsets + counts, counts, T).items()
+                    if n.startswith("rope")
+                }
+            )
 
     host(patch, together, later)
     host(patch, decoder, later)
@@ -77,13 +83,19 @@ def rope_uses_the_offset_after_the_update(patch, decoder, together):
 
 @fault
 def trim_goes_by_the_buffer_s_size(patch, decoder, together):
-    patch.setattr(Snapshot, "trim", lambda self, count: replace(self, ids=self.ids[: self.offset - count]))
+    patch.setattr(
+        Snapshot, "trim", lambda self, count: replace(self, ids=self.ids[: self.offset - count])
+    )
 
 
 @fault
 def trim_takes_the_first_tokens(patch, decoder, together):
     def trim(self, count):
-        return replace(self, ids=self.ids[: self.offset - count], states={n: v[:, count:] for n, v in self.states.items()})
+        return replace(
+            self,
+            ids=self.ids[: self.offset - count],
+            states={n: v[:, count:] for n, v in self.states.items()},
+        )
 
     patch.setattr(Snapshot, "trim", trim)
 
@@ -95,7 +107,9 @@ def padding_is_saved_as_content(patch, decoder, together):
     def padded(self, name, snapshot, format="fp16"):
         more = -snapshot.offset % 8
         states = {n: np.pad(v, ((0, 0), (0, more), (0, 0))) for n, v in snapshot.states.items()}
-        return save(self, name, replace(snapshot, ids=(*snapshot.ids, *[0] * more), states=states), format)
+        return save(
+            self, name, replace(snapshot, ids=(*snapshot.ids, *[0] * more), states=states), format
+        )
 
     patch.setattr(Store, "save", padded)
 
@@ -139,7 +153,13 @@ def an_empty_chunk_after_a_hit(patch, decoder, together):
 @fault
 def a_hit_leaves_nothing_to_run(patch, decoder, together):
     original = Store._usable
-    patch.setattr(Store, "_usable", lambda self, held, keys, wanted, chain: original(self, held, keys, np.append(wanted, 0), chain))
+    patch.setattr(
+        Store,
+        "_usable",
+        lambda self, held, keys, wanted, chain: original(
+            self, held, keys, np.append(wanted, 0), chain
+        ),
+    )
 
 
 @fault
@@ -156,7 +176,11 @@ def keys_of_one_save_and_values_of_another(patch, decoder, together):
         if not only_ids:
             values = {n: v for n, v in found.tensors.items() if ".v_state" in n}
             found.tensors.update(
-                {n: v[:, : values[n].shape[1]] for n, v in last.items() if n in values and v.shape[1] >= values[n].shape[1]}
+                {
+                    n: v[:, : values[n].shape[1]]
+                    for n, v in last.items()
+                    if n in values and v.shape[1] >= values[n].shape[1]
+                }
             )
             last.update(values)
         return found
@@ -176,8 +200,13 @@ def slots_see_each_other(patch, decoder, together):
 @fault
 def slots_are_swapped_on_restore(patch, decoder, together):
     write = together._write
-    patch.setattr(together, "_write", lambda held, fresh=False: write(
-        dict(zip(held, reversed(held.values()), strict=True)), fresh))  # fmt: skip
+    patch.setattr(
+        together,
+        "_write",
+        lambda held, fresh=False: write(
+            dict(zip(held, reversed(held.values()), strict=True)), fresh
+        ),
+    )
 
 
 @fault
@@ -191,7 +220,11 @@ def generate_takes_a_path_of_its_own(patch, decoder, together):
 @fault
 def an_ended_row_keeps_decoding(patch, decoder, together):
     step = together.decode_one_token
-    patch.setattr(together, "decode_one_token", lambda tokens: step([0 if t is None else t for t in tokens])[::-1])
+    patch.setattr(
+        together,
+        "decode_one_token",
+        lambda tokens: step([0 if t is None else t for t in tokens])[::-1],
+    )
 
 
 @fault
@@ -207,7 +240,9 @@ def scales_of_another_head(patch, decoder, together):
 @zaya
 def side_states_are_not_saved(patch, decoder, together):
     original = decoding.take
-    patch.setattr(decoding, "take", lambda value, name, offset: original(value * is_cache(name), name, offset))
+    patch.setattr(
+        decoding, "take", lambda value, name, offset: original(value * is_cache(name), name, offset)
+    )
 
 
 @fault

@@ -99,7 +99,9 @@ def halved(decoder: Decoder, layer: int):
 
 @fault("update")
 def length_of_queries_left_as_it_is(decoder):
-    peak, norm, *_ = steps(decoder, 1, "real_div", "qk_norm")  # x / peak, then / sqrt(Σ), for queries first
+    peak, norm, *_ = steps(
+        decoder, 1, "real_div", "qk_norm"
+    )  # x / peak, then / sqrt(Σ), for queries first
     for step in (peak, norm):
         step.function = lambda x, y: x
 
@@ -123,7 +125,9 @@ def temperature_left_out(decoder):
 
 @fault("kv")
 def value_not_delayed(decoder):
-    delayed = next(s for s in steps(decoder, 1, "slice_by_index", "qkv_proj") if s.constants["end"][-1] == -1)
+    delayed = next(
+        s for s in steps(decoder, 1, "slice_by_index", "qkv_proj") if s.constants["end"][-1] == -1
+    )
     original = delayed.function
     delayed.function = lambda x, **rest: original(x=x.roll(-1, 3), **rest)
 
@@ -159,7 +163,9 @@ def balancing_biases_left_out(decoder):
 
 @fault("routing")
 def second_best_expert_picked(decoder):
-    steps(decoder, 2, "reduce_argmax")[0].function = lambda x, **_: x.topk(2, 1).indices[:, 1:].int()
+    steps(decoder, 2, "reduce_argmax")[0].function = lambda x, **_: (
+        x.topk(2, 1).indices[:, 1:].int()
+    )
 
 
 @fault("routing")
@@ -191,4 +197,9 @@ def probability_of_the_expert_left_out(decoder):
 @fault("update")
 def gate_and_up_of_the_experts_exchanged(decoder):
     E = 4
-    constant(decoder, 1, "mlp.experts.gate_up_proj", lambda w: w.reshape(E, 2, -1, *w.shape[1:]).flip(1).reshape(w.shape))
+    constant(
+        decoder,
+        1,
+        "mlp.experts.gate_up_proj",
+        lambda w: w.reshape(E, 2, -1, *w.shape[1:]).flip(1).reshape(w.shape),
+    )

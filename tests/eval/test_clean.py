@@ -5,7 +5,9 @@ import pytest
 
 
 @pytest.mark.filterwarnings("ignore:states of width")
-@pytest.mark.parametrize("seed", [4, 6, 12])  # ZAYA in fp16, Gemma int8, one of int8-tensor: see `clean.draw`
+@pytest.mark.parametrize(
+    "seed", [4, 6, 12]
+)  # ZAYA in fp16, Gemma int8, one of int8-tensor: see `clean.draw`
 def test_no_gate_is_red_on_a_clean_bundle(exports, seed):
     assert clean.judge(exports, seed) == {}
 

@@ -32,7 +32,9 @@ def test_parts_add_up_to_the_total_and_their_shares_to_one(splits, mode):
     assert split.residual < gates.TELESCOPE
     assert split.shares().to_numpy().sum() == pytest.approx(1)
     layers = split.layers()
-    assert np.allclose(layers["total"] ** 2, layers["rss"] ** 2 + layers["cross"] * layers["total"] ** 2)
+    assert np.allclose(
+        layers["total"] ** 2, layers["rss"] ** 2 + layers["cross"] * layers["total"] ** 2
+    )
 
 
 def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits):
@@ -46,7 +48,9 @@ def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits)
 def test_storage_is_the_rounding_of_weights_that_fp16_cannot_hold(exports):
     checkpoint = exports.checkpoint("llama", dtype="float32")
     bundle = exports.bundle(checkpoint)
-    split = error.split_error(error.Checkpoint(checkpoint), bundle, bundle, [1, 2, 3, 4])["isolated"]
+    split = error.split_error(error.Checkpoint(checkpoint), bundle, bundle, [1, 2, 3, 4])[
+        "isolated"
+    ]
     layers = split.layers()
     assert layers["storage"].between(1e-5, 1e-3).all()
     assert (layers["reauthoring"] < gates.REAUTHORING).all()
@@ -58,14 +62,20 @@ def test_every_position_of_a_layer_makes_up_the_layer(splits):
     rows = split.positions()
     assert len(rows) == split.reference.shape[0] * len(IDS)
     scale = np.sqrt((split.reference**2).mean(-1)).ravel()
-    layers = np.sqrt(((rows["total"] * scale) ** 2).groupby(rows["layer"]).mean() / (scale**2).reshape(-1, len(IDS)).mean(1))
+    layers = np.sqrt(
+        ((rows["total"] * scale) ** 2).groupby(rows["layer"]).mean()
+        / (scale**2).reshape(-1, len(IDS)).mean(1)
+    )
     assert np.allclose(layers, split.layers()["total"])
 
 
 def test_a_program_that_is_not_hugging_face_s_is_red(splits):
     split = splits["isolated"]
     worse = split.parts | {"reauthoring": split.parts["reauthoring"] + 1e-3 * split.reference}
-    found = {g.name: g.verdict for g in error.error_gates({"isolated": error.Split(split.reference, split.bundle, worse)})}
+    found = {
+        g.name: g.verdict
+        for g in error.error_gates({"isolated": error.Split(split.reference, split.bundle, worse)})
+    }
     assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
 
 
@@ -103,5 +113,7 @@ def test_int8_per_channel_is_what_the_export_stores(exports, tiny_llama, llama_b
     ours = weights.int8_channel(plain.executable.constant(plain.shard.weights[name]))
     theirs = stored.executable.constant(stored.shard.weights[name])
     codes = (ours - theirs).abs() / (theirs.abs().flatten(1).amax(1).reshape(-1, 1, 1, 1) / 127)
-    assert codes.max() < 1.1  # coremltools divides in fp16, so values near the middle of two codes may go the other way
+    assert (
+        codes.max() < 1.1
+    )  # coremltools divides in fp16, so values near the middle of two codes may go the other way
     assert (codes > 0.5).float().mean() < 0.03

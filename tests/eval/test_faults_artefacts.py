@@ -31,10 +31,15 @@ def test_a_cache_that_is_an_input_is_no_state(llama_bundle, monkeypatch):
         state = program.states.pop("k_state")
         program.inputs["k_state"] = replace(state, kind="tensor")
 
-    assert interface(llama_bundle, monkeypatch, as_input) == {"state_shapes": "RED", "kv_are_states": "RED"}
+    assert interface(llama_bundle, monkeypatch, as_input) == {
+        "state_shapes": "RED",
+        "kv_are_states": "RED",
+    }
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "FLOAT32"}, {"shape": (1, 2, 31, 32)}], ids=["dtype", "shape"])
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "FLOAT32"}, {"shape": (1, 2, 31, 32)}], ids=["dtype", "shape"]
+)
 def test_a_state_of_another_shape_or_dtype_is_red(llama_bundle, monkeypatch, wrong):
     def changed(program):
         program.states["v_state"] = replace(program.states["v_state"], **wrong)
@@ -44,7 +49,9 @@ def test_a_state_of_another_shape_or_dtype_is_red(llama_bundle, monkeypatch, wro
 
 def test_a_golden_of_another_checkpoint_is_red(llama_bundle, llama_golden):
     other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
-    found = {g.name: g.verdict for g in validate(Decoder(llama_bundle, "portable"), other, (1,)).gates}
+    found = {
+        g.name: g.verdict for g in validate(Decoder(llama_bundle, "portable"), other, (1,)).gates
+    }
     assert found["golden_is_of_this_checkpoint"] == "RED"
 
 
@@ -57,7 +64,9 @@ def test_cache_rows_of_another_golden_are_red(llama_bundle, llama_golden):
     assert checklist.cache_contents(Decoder(llama_bundle, "portable"), other).verdict == "RED"
 
 
-def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(tiny_llama, tmp_path, exports):
+def test_a_wrong_rope_that_golden_and_bundle_share_shows_only_in_the_answers(
+    tiny_llama, tmp_path, exports
+):
     folder = shutil.copytree(tiny_llama.path, tmp_path / "wrong-rope")
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"]["rope_theta"] = 3.0

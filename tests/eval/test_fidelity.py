@@ -27,7 +27,9 @@ def changed(exports, folder, edit, **dims):
     for name, tensor in tensors.items():
         edit(name, tensor)
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return Checkpoint(folder), export(folder, folder.parent / "bundle", max_seq_len=32, progress=False)
+    return Checkpoint(folder), export(
+        folder, folder.parent / "bundle", max_seq_len=32, progress=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,10 @@ def identity(exports, tmp_path_factory):
     """The second layer hands its input on, as layers do that were added to a trained model or pruned from it."""
 
     def silence(name, tensor):
-        if name in ("model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        if name in (
+            "model.layers.1.self_attn.o_proj.weight",
+            "model.layers.1.mlp.down_proj.weight",
+        ):
             tensor.zero_()
 
     return changed(exports, tmp_path_factory.mktemp("identity") / "checkpoint", silence)
@@ -47,16 +52,28 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
     assert not reference.update[1].any()
     judged = validate(Decoder(bundle, "portable"), reference, (1, 4))
     assert judged.verdict == "GREEN"
-    checked = {g.name: g for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)}
+    checked = {
+        g.name: g for g in checklist.check_bundle(Decoder(bundle, "portable"), golden=reference)
+    }
     assert {g.verdict for g in checked.values()} == {"GREEN"}
-    assert f"skipped: {bundle.shards('layers')[1].name} has all-zero attention weights" in checked["state_is_used"].reason
+    assert (
+        f"skipped: {bundle.shards('layers')[1].name} has all-zero attention weights"
+        in checked["state_is_used"].reason
+    )
 
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
     checkpoint, bundle = identity
     splits = error.split_error(checkpoint, bundle, bundle, prompt(97, 8))
     assert {g.verdict for g in error.error_gates(splits)} == {"GREEN"}
-    assert splits["isolated"].layers().set_index("layer").loc[1, ["storage", "reauthoring", "precision", "total"]].eq(0).all()
+    assert (
+        splits["isolated"]
+        .layers()
+        .set_index("layer")
+        .loc[1, ["storage", "reauthoring", "precision", "total"]]
+        .eq(0)
+        .all()
+    )
 
 
 def test_an_update_where_hugging_face_has_none_is_red(identity):
@@ -64,8 +81,12 @@ def test_an_update_where_hugging_face_has_none_is_red(identity):
     reference = golden.make_golden(checkpoint, prompt(97, 20))
     decoder = Decoder(bundle, "portable")
     predict = decoder.layers[1].predict
-    decoder.layers[1].predict = lambda *given: {name: value * np.float32(1.01) for name, value in predict(*given).items()}
-    assert {g.name: g.verdict for g in validate(decoder, reference, (1, 4)).gates}["update"] == "RED"
+    decoder.layers[1].predict = lambda *given: {
+        name: value * np.float32(1.01) for name, value in predict(*given).items()
+    }
+    assert {g.name: g.verdict for g in validate(decoder, reference, (1, 4)).gates}[
+        "update"
+    ] == "RED"
 
 
 def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path):
@@ -76,7 +97,9 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     checkpoint, bundle = changed(exports, tmp_path / "checkpoint", enlarge)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what overflows says so
-        judged = validate(Decoder(bundle, "portable"), golden.make_golden(checkpoint, prompt(97, 8)), (1, 2))
+        judged = validate(
+            Decoder(bundle, "portable"), golden.make_golden(checkpoint, prompt(97, 8)), (1, 2)
+        )
     verdicts = {g.name: g.verdict for g in judged.gates}
     assert {verdicts[name] for name in ("finite", "kv", "update", "same_for_every_T")} == {"RED"}
     counts = judged.rows.groupby(["layer", "tensor", "mode"])["T"].count()
@@ -84,11 +107,15 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checked = {g.name: g.verdict for g in checklist.check_bundle(Decoder(bundle, "portable"))}
-    assert {checked[name] for name in ("state_is_used", "states_are_independent", "stale_rows")} == {"RED"}
+    assert {
+        checked[name] for name in ("state_is_used", "states_are_independent", "stale_rows")
+    } == {"RED"}
 
 
 def test_a_model_without_attention_leaves_the_use_of_its_state_open(exports, tmp_path):
-    _, bundle = changed(exports, tmp_path / "checkpoint", lambda name, tensor: "o_proj" in name and tensor.zero_())
+    _, bundle = changed(
+        exports, tmp_path / "checkpoint", lambda name, tensor: "o_proj" in name and tensor.zero_()
+    )
     checked = {g.name: g.verdict for g in checklist.lifetime(Decoder(bundle, "portable"))}
     assert checked["state_is_used"] == "not_run"
 
@@ -102,7 +129,10 @@ def test_a_golden_of_other_dimensions_is_refused_before_anything_runs(dims, llam
 
 def test_a_golden_of_another_checkpoint_is_red_in_the_checklist(llama_bundle, llama_golden):
     other = replace(llama_golden, meta=llama_golden.meta | {"checkpoint": "0" * 64})
-    found = {g.name: g.verdict for g in checklist.check_bundle(Decoder(llama_bundle, "portable"), golden=other)}
+    found = {
+        g.name: g.verdict
+        for g in checklist.check_bundle(Decoder(llama_bundle, "portable"), golden=other)
+    }
     assert found["golden_is_of_this_checkpoint"] == "RED"
 
 

@@ -19,7 +19,9 @@ IDS = [5, 17, 3, 88, 61, 2, 40, 9]
 def test_layer_by_layer_equals_the_whole_model(family, exports):
     path = exports.checkpoint(family)
     found = golden.make_golden(path, IDS)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
     assert np.array_equal(found.logits, whole.logits[0].numpy())
@@ -45,7 +47,11 @@ def test_stored_weights_of_a_compressed_bundle_differ_and_explain_its_logits(exp
     decoder.begin()
     made = decoder.prefill(IDS)
     scale = np.abs(stored.logits[-1]).max()
-    assert np.abs(made - stored.logits[-1]).max() < 1e-4 * scale < np.abs(made - plain.logits[-1]).max()
+    assert (
+        np.abs(made - stored.logits[-1]).max()
+        < 1e-4 * scale
+        < np.abs(made - plain.logits[-1]).max()
+    )
 
 
 def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
@@ -53,7 +59,9 @@ def test_a_saved_golden_loads_as_it_was(tmp_path, exports):
     loaded = Golden.load(made.save(tmp_path / "deep" / "g.safetensors"))
     for name in ("ids", "x", "hidden", "k", "v", "logits", "router"):
         assert np.array_equal(getattr(made, name), getattr(loaded, name))
-    assert made.meta == loaded.meta and [p.name for p in (tmp_path / "deep").iterdir()] == ["g.safetensors"]
+    assert made.meta == loaded.meta and [p.name for p in (tmp_path / "deep").iterdir()] == [
+        "g.safetensors"
+    ]
 
 
 def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, exports):
@@ -64,13 +72,17 @@ def test_a_golden_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path, ex
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(tmp_path, exports, monkeypatch):
+def test_a_kept_golden_is_made_once_for_a_checkpoint_its_ids_and_a_version(
+    tmp_path, exports, monkeypatch
+):
     source, made = Checkpoint(exports.checkpoint("llama")), []
     make = golden.make_golden
     monkeypatch.setattr(golden, "make_golden", lambda *given: made.append(given) or make(*given))
     first = golden.stored_golden(source, IDS, tmp_path)
     again = golden.stored_golden(source, IDS, tmp_path)
-    assert len(made) == 1 and np.array_equal(first.logits, again.logits) and first.meta == again.meta
+    assert (
+        len(made) == 1 and np.array_equal(first.logits, again.logits) and first.meta == again.meta
+    )
     golden.stored_golden(source, IDS[:3], tmp_path)
     golden.stored_golden(Checkpoint(exports.checkpoint("qwen2")), IDS, tmp_path)
     monkeypatch.setattr(golden, "version", lambda package: "another")
@@ -87,7 +99,9 @@ def test_a_kept_golden_that_cannot_be_read_is_made_again(tmp_path, exports):
     assert np.array_equal(Golden.load(path).logits, logits)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"nonsense that is long enough to look at"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"nonsense that is long enough to look at"]
+)
 def test_what_is_no_golden_is_refused(tmp_path, content):
     (tmp_path / "g").write_bytes(content)
     with pytest.raises(InputError, match="golden"):

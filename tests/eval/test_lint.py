@@ -30,7 +30,9 @@ def op(kind: str, out: Type | None = X, name: str | None = None, **inputs) -> Op
 CONV = op("conv", x="x", weight=WEIGHT)
 
 
-def graph(*ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about) -> rule.LintGraph:
+def graph(
+    *ops: Op, inputs=None, states=None, outputs=("conv_out",), weights=5_000_000, **about
+) -> rule.LintGraph:
     made = program([CONV, *ops], {"x": X} | (inputs or {}), list(outputs), states)
     return rule.LintGraph(made, weights, **about)
 
@@ -43,10 +45,15 @@ def written(source: str) -> Op:
     return op("write_state", None, data=source, input="k_state")
 
 
-INT8 = {"data": np.arange(-64, 64, dtype=np.int8).reshape(2, 64), "scale": np.ones((2, 1), np.float16)}
+INT8 = {
+    "data": np.arange(-64, 64, dtype=np.int8).reshape(2, 64),
+    "scale": np.ones((2, 1), np.float16),
+}
 INT4 = {"data": np.full((64, 64), 7, np.int8), "scale": np.ones((64, 2), np.float16)}
 W = half(64, 64)
-WIDE = np.ones((4096, 2048, 1, 1), np.float16)[:2048].reshape(2048, 2048, 1, 1).repeat(2, axis=1)  # 2048×4096: a whole MiB
+WIDE = (
+    np.ones((4096, 2048, 1, 1), np.float16)[:2048].reshape(2048, 2048, 1, 1).repeat(2, axis=1)
+)  # 2048×4096: a whole MiB
 KV = half(1, 2, 64, 32)
 
 # rule → (a program that breaks it, what must be named)
@@ -54,21 +61,76 @@ BROKEN = {
     "T1": (graph(op("add", Type("FLOAT32", (1, 64, 1, 32)), x="x", y="x")), "add"),
     "T2": (graph(op("cast", Type("FLOAT32", (1, 64, 1, 32)), x="x", dtype="fp32")), "cast"),
     "T3": (graph(op("cast", Type("INT32", (1, 64, 1, 32)), x="x", dtype="int32")), "cast"),
-    "T4": (graph(op("reshape", half(1, 2, 2, 2, 8, 32), x="x", shape=np.ones(6, np.int32))), "reshape"),
-    "T5": (graph(op("transpose", half(1, 1, 2, 4, 32), x="z", perm=np.array([0, 1, 3, 2, 4], np.int32)),
-                 op("matmul", half(1, 1, 2, 4, 4), x="transpose_out", y="z"), inputs={"z": half(1, 1, 4, 2, 32)}), "matmul"),
-    "T6": (graph(op("scaled_dot_product_attention", half(1, 1, 2, 4, 32), query="q", key="q", value="q"),
-                 inputs={"q": half(1, 1, 2, 4, 32)}), "scaled_dot_product_attention"),
-    "T7": (graph(op("gather", half(1, 32), x="table", indices=np.array([1]), axis=0), inputs={"table": half(70000, 32)}), "gather"),
+    "T4": (
+        graph(op("reshape", half(1, 2, 2, 2, 8, 32), x="x", shape=np.ones(6, np.int32))),
+        "reshape",
+    ),
+    "T5": (
+        graph(
+            op("transpose", half(1, 1, 2, 4, 32), x="z", perm=np.array([0, 1, 3, 2, 4], np.int32)),
+            op("matmul", half(1, 1, 2, 4, 4), x="transpose_out", y="z"),
+            inputs={"z": half(1, 1, 4, 2, 32)},
+        ),
+        "matmul",
+    ),
+    "T6": (
+        graph(
+            op("scaled_dot_product_attention", half(1, 1, 2, 4, 32), query="q", key="q", value="q"),
+            inputs={"q": half(1, 1, 2, 4, 32)},
+        ),
+        "scaled_dot_product_attention",
+    ),
+    "T7": (
+        graph(
+            op("gather", half(1, 32), x="table", indices=np.array([1]), axis=0),
+            inputs={"table": half(70000, 32)},
+        ),
+        "gather",
+    ),
     "S1": (graph(inputs={"narrow": half(1, 64, 1, 4)}), "narrow"),
-    "S2": (graph(op("linear", half(1, 4, 64), x="rows", weight=W, bias=None), inputs={"rows": half(1, 4, 64)}), "linear"),
-    "S4": (graph(op("add", half(1, 70000, 1, 32), x="big", y="big"), inputs={"big": half(1, 70000, 1, 32)}), "add"),
-    "S6": (graph(op("conv", name="wide", x="x", weight=np.ones((64, 64, 1, 17), np.float16))), "wide"),
-    "S7": (graph(op("conv", name="deep", x="x", weight=np.ones((1280, 1, 1, 2), np.float16), groups=np.array(1280))), "deep"),
+    "S2": (
+        graph(
+            op("linear", half(1, 4, 64), x="rows", weight=W, bias=None),
+            inputs={"rows": half(1, 4, 64)},
+        ),
+        "linear",
+    ),
+    "S4": (
+        graph(
+            op("add", half(1, 70000, 1, 32), x="big", y="big"),
+            inputs={"big": half(1, 70000, 1, 32)},
+        ),
+        "add",
+    ),
+    "S6": (
+        graph(op("conv", name="wide", x="x", weight=np.ones((64, 64, 1, 17), np.float16))),
+        "wide",
+    ),
+    "S7": (
+        graph(
+            op(
+                "conv",
+                name="deep",
+                x="x",
+                weight=np.ones((1280, 1, 1, 2), np.float16),
+                groups=np.array(1280),
+            )
+        ),
+        "deep",
+    ),
     "S9": (graph(op("conv", name="tile", x="x", weight=WIDE)), "tile"),
-    "S10": (graph(op("transpose", half(1, 64, 32, 1), x="x", perm=np.array([0, 1, 3, 2]))), "transpose"),
-    "S11": (graph(op("slice_by_index", half(1, 64, 1, 32), x="long", begin="at", end="at"),
-                  inputs={"long": half(1, 64, 1, 5000), "at": Type("INT32", (4,))}, generation=2), "slice_by_index"),
+    "S10": (
+        graph(op("transpose", half(1, 64, 32, 1), x="x", perm=np.array([0, 1, 3, 2]))),
+        "transpose",
+    ),
+    "S11": (
+        graph(
+            op("slice_by_index", half(1, 64, 1, 32), x="long", begin="at", end="at"),
+            inputs={"long": half(1, 64, 1, 5000), "at": Type("INT32", (4,))},
+            generation=2,
+        ),
+        "slice_by_index",
+    ),
     "D1": (graph(inputs={"t": half(1, 64, 1, None)}), "t"),
     "D2": (graph(), "x"),
     "D3": (graph(inputs={"t": half(1, 64, 1, None)}), "t"),
@@ -76,40 +138,131 @@ BROKEN = {
     "D6": (graph(states=state(1, 2, None, 32)), "k_state"),
     "K1": (graph(states=state(1, 2, 64, 32, dtype="FLOAT32")), "k_state"),
     "K2": (graph(states=state(1, 2, 64, 48)), "k_state"),
-    "K3": (graph(states={n: Type("FLOAT16", (1, 2, 64, 32), "state") for n in ("a", "b", "c")}), "a"),
-    "K4": (graph(inputs={"x": half(1, 64, 4, 32)}, states=state(1, 2, 64, 32), functions=2), "k_state"),
-    "K5": (graph(op("slice_update", x="x", update="x", begin=np.zeros(4), end=np.zeros(4))), "slice_update"),
-    "K6": (graph(op("concat", KV, values=[Ref("x"), Ref("x")], axis=2), op("slice_by_index", KV, x="concat_out", begin=np.zeros(4)),
-                 written("slice_by_index_out"), states=state(1, 2, 64, 32)), "write_state"),
+    "K3": (
+        graph(states={n: Type("FLOAT16", (1, 2, 64, 32), "state") for n in ("a", "b", "c")}),
+        "a",
+    ),
+    "K4": (
+        graph(inputs={"x": half(1, 64, 4, 32)}, states=state(1, 2, 64, 32), functions=2),
+        "k_state",
+    ),
+    "K5": (
+        graph(op("slice_update", x="x", update="x", begin=np.zeros(4), end=np.zeros(4))),
+        "slice_update",
+    ),
+    "K6": (
+        graph(
+            op("concat", KV, values=[Ref("x"), Ref("x")], axis=2),
+            op("slice_by_index", KV, x="concat_out", begin=np.zeros(4)),
+            written("slice_by_index_out"),
+            states=state(1, 2, 64, 32),
+        ),
+        "write_state",
+    ),
     "K9": (graph(op("scatter_nd", data="x", indices="x", updates="x")), "scatter_nd"),
-    "K10": (graph(op("constexpr_lut_to_dense", W, lut=np.zeros((1, 1, 16, 1), np.float16), indices=np.zeros((64, 64), np.uint8)),
-                  states=state(1, 2, 64, 32)), "constexpr_lut_to_dense"),
+    "K10": (
+        graph(
+            op(
+                "constexpr_lut_to_dense",
+                W,
+                lut=np.zeros((1, 1, 16, 1), np.float16),
+                indices=np.zeros((64, 64), np.uint8),
+            ),
+            states=state(1, 2, 64, 32),
+        ),
+        "constexpr_lut_to_dense",
+    ),
     "K12": (graph(states=state(1, 2, 2048, 32)), "k_state"),
     "O1": (graph(op("cumsum", x="x")), "cumsum"),
     "O2": (graph(op("gather_nd", x="x", indices="x")), "gather_nd"),
     "O3": (graph(op("cos", x="x"), generation=2), "cos"),
     "O4": (graph(op("matmul", x="x", y=W)), "matmul"),
     "O5": (graph(op("conv", name="dynamic", x="x", weight="x")), "dynamic"),
-    "O7": (graph(*(op("scaled_dot_product_attention", name=n, query="x", key="x", value="x") for n in "ab")), "conv"),
-    "O8": (graph(op("scaled_dot_product_attention", query="x", key="x", value="x")), "scaled_dot_product_attention"),
-    "O11": (graph(op("layer_norm", x="x", gamma=np.linspace(0, 1, 1024, dtype=np.float16), axes=np.array([1]))), "layer_norm"),
+    "O7": (
+        graph(
+            *(
+                op("scaled_dot_product_attention", name=n, query="x", key="x", value="x")
+                for n in "ab"
+            )
+        ),
+        "conv",
+    ),
+    "O8": (
+        graph(op("scaled_dot_product_attention", query="x", key="x", value="x")),
+        "scaled_dot_product_attention",
+    ),
+    "O11": (
+        graph(
+            op(
+                "layer_norm",
+                x="x",
+                gamma=np.linspace(0, 1, 1024, dtype=np.float16),
+                axes=np.array([1]),
+            )
+        ),
+        "layer_norm",
+    ),
     "O15": (graph(op("softmax", x="x", axis=np.array(-1))), "softmax"),
     "G1": (graph(weights=100_000), "conv"),
     "G2": (graph(weights=3_000_000_000), "conv"),
-    "Q1": (graph(op("constexpr_lut_to_dense", W, lut=np.zeros((32, 1, 64, 1), np.float16), indices=np.zeros((64, 64), np.uint8))),
-           "constexpr_lut_to_dense"),
-    "Q2": (graph(op("constexpr_blockwise_shift_scale", W, **(INT8 | {"scale": np.ones((2, 2), np.float16)})),
-                 op("matmul", x="x", y="constexpr_blockwise_shift_scale_out")), "constexpr_blockwise_shift_scale"),
-    "Q3": (graph(op("constexpr_blockwise_shift_scale", W, **INT4), op("matmul", x="x", y="constexpr_blockwise_shift_scale_out")), "matmul"),
-    "Q4": (graph(op("constexpr_blockwise_shift_scale", W, **INT8), op("matmul", x="x", y="constexpr_blockwise_shift_scale_out")), "matmul"),
+    "Q1": (
+        graph(
+            op(
+                "constexpr_lut_to_dense",
+                W,
+                lut=np.zeros((32, 1, 64, 1), np.float16),
+                indices=np.zeros((64, 64), np.uint8),
+            )
+        ),
+        "constexpr_lut_to_dense",
+    ),
+    "Q2": (
+        graph(
+            op(
+                "constexpr_blockwise_shift_scale",
+                W,
+                **(INT8 | {"scale": np.ones((2, 2), np.float16)}),
+            ),
+            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
+        ),
+        "constexpr_blockwise_shift_scale",
+    ),
+    "Q3": (
+        graph(
+            op("constexpr_blockwise_shift_scale", W, **INT4),
+            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
+        ),
+        "matmul",
+    ),
+    "Q4": (
+        graph(
+            op("constexpr_blockwise_shift_scale", W, **INT8),
+            op("matmul", x="x", y="constexpr_blockwise_shift_scale_out"),
+        ),
+        "matmul",
+    ),
     "N1": (graph(op("add", x="x", y=np.array([0, -np.inf], np.float16))), "add"),
     "N3": (graph(op("mul", x="x", y="x")), "mul"),
     "N5": (graph(op("rsqrt", x="x", epsilon=np.array(1e-6))), "rsqrt"),
     "N7": (graph(op("softplus", x="x")), "softplus"),
-    "N8": (graph(op("reduce_sum", half(1, 1, 1, 32), x="tall", axes=np.array([1])), inputs={"tall": half(1, 4096, 1, 32)}), "reduce_sum"),
-}  # fmt: skip
-BROKEN["D2"][0].program.description = SimpleNamespace(input=[SimpleNamespace(
-    name="x", type=SimpleNamespace(multiArrayType=SimpleNamespace(enumeratedShapes=SimpleNamespace(shapes=[0] * 129))))])  # fmt: skip
+    "N8": (
+        graph(
+            op("reduce_sum", half(1, 1, 1, 32), x="tall", axes=np.array([1])),
+            inputs={"tall": half(1, 4096, 1, 32)},
+        ),
+        "reduce_sum",
+    ),
+}
+BROKEN["D2"][0].program.description = SimpleNamespace(
+    input=[
+        SimpleNamespace(
+            name="x",
+            type=SimpleNamespace(
+                multiArrayType=SimpleNamespace(enumeratedShapes=SimpleNamespace(shapes=[0] * 129))
+            ),
+        )
+    ]
+)
 
 
 def found(g: rule.LintGraph) -> dict[str, tuple[str, ...]]:
@@ -124,20 +277,37 @@ def test_every_rule_fires_on_a_program_that_breaks_it(id):
 
 def test_a_program_that_breaks_none_is_clean():
     assert found(graph()) == {}
-    assert found(graph(op("mul", name="scaled", x="x", y=np.array(0.5, np.float16)), op("mul", x="scaled_out", y="scaled_out"),
-                       op("add", x="mul_out", y=np.array(0.5, np.float16)), op("rsqrt", x="add_out", epsilon=np.array(1e-12)),
-                       op("slice_update", KV, x="k_state", update="x", begin=np.zeros(4), end=np.zeros(4)),
-                       written("slice_update_out"), states=state(1, 2, 64, 32))) == {}  # fmt: skip
+    assert (
+        found(
+            graph(
+                op("mul", name="scaled", x="x", y=np.array(0.5, np.float16)),
+                op("mul", x="scaled_out", y="scaled_out"),
+                op("add", x="mul_out", y=np.array(0.5, np.float16)),
+                op("rsqrt", x="add_out", epsilon=np.array(1e-12)),
+                op("slice_update", KV, x="k_state", update="x", begin=np.zeros(4), end=np.zeros(4)),
+                written("slice_update_out"),
+                states=state(1, 2, 64, 32),
+            )
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize("id", rule.RULES)
 def test_every_rule_says_where_it_is_from_and_what_to_do(id):
     r = rule.RULES[id]
-    assert r.effect in ("cpu", "stays", "fails", "wrong", "slow") and r.confidence in "HML" and r.advice
+    assert (
+        r.effect in ("cpu", "stays", "fails", "wrong", "slow")
+        and r.confidence in "HML"
+        and r.advice
+    )
     assert all(word.partition("#")[0] in rule.RULE_SOURCES for word in r.source.split())
 
 
-@pytest.mark.parametrize(("id", "eligible", "ane"), [("O1", 1, 1), ("G1", 1, 0), ("K2", 1, 0), ("N7", 2, 2), ("D3", 1, 1)])
+@pytest.mark.parametrize(
+    ("id", "eligible", "ane"),
+    [("O1", 1, 1), ("G1", 1, 0), ("K2", 1, 0), ("N7", 2, 2), ("D3", 1, 1)],
+)
 def test_eligible_and_expected_are_told_apart(id, eligible, ane):
     placed = placement.place_operations("shard", BROKEN[id][0])
     assert placed.source == "predicted" and (placed.eligible, placed.ane) == (eligible, ane)
@@ -148,7 +318,9 @@ def test_a_disputed_rule_is_shown_and_moves_nothing():
     for id, r in rule.RULES.items():
         if r.disputed:
             others = [
-                x for x in placement.place_operations("s", BROKEN[id][0]).rules if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")
+                x
+                for x in placement.place_operations("s", BROKEN[id][0]).rules
+                if x["id"] != id and x["effect"] in ("cpu", "stays", "fails")
             ]
             assert others == [] and placement.place_operations("s", BROKEN[id][0]).cpu == 0, id
 
@@ -160,13 +332,19 @@ def attention_shard(folder):
     """Experiment 30's shard: four 1×1 convolutions of ZAYA1's dimensions, int8 per tensor, RangeDim T, two states."""
     import coremltools as ct
     import torch
-    from coremltools.optimize.coreml import OpLinearQuantizerConfig, OptimizationConfig, linear_quantize_weights
+    from coremltools.optimize.coreml import (
+        OpLinearQuantizerConfig,
+        OptimizationConfig,
+        linear_quantize_weights,
+    )
 
     class Attention(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.q, self.k, self.v, self.o = (torch.nn.Conv2d(*c, 1, bias=False) for c in
-                                              ((2048, 1024), (2048, 256), (2048, 256), (1024, 2048)))  # fmt: skip
+            self.q, self.k, self.v, self.o = (
+                torch.nn.Conv2d(*c, 1, bias=False)
+                for c in ((2048, 1024), (2048, 256), (2048, 256), (1024, 2048))
+            )
             self.register_buffer("k_state", torch.zeros(1, 2, 2048, 128))
             self.register_buffer("v_state", torch.zeros(1, 2, 2048, 128))
 
@@ -182,11 +360,24 @@ def attention_shard(folder):
 
     T = ct.RangeDim(1, 4, default=1)
     shapes = {"x": (1, 2048, T, 1), "attn_mask": (1, 1, T, 2048), "kv_write_mask": (1, 1, 2048, T)}
-    traced = torch.jit.trace(Attention().half().float(), [torch.zeros([2 if n is T else n for n in s]) for s in shapes.values()])
-    states = [ct.StateType(ct.TensorType(shape=(1, 2, 2048, 128), dtype=np.float16), name=n) for n in ("k_state", "v_state")]
-    model = ct.convert(traced, inputs=[ct.TensorType(n, s, dtype=np.float16) for n, s in shapes.items()], states=states,
-                       minimum_deployment_target=ct.target.macOS15, skip_model_load=True)  # fmt: skip
-    config = OptimizationConfig(OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", granularity="per_tensor"))
+    traced = torch.jit.trace(
+        Attention().half().float(),
+        [torch.zeros([2 if n is T else n for n in s]) for s in shapes.values()],
+    )
+    states = [
+        ct.StateType(ct.TensorType(shape=(1, 2, 2048, 128), dtype=np.float16), name=n)
+        for n in ("k_state", "v_state")
+    ]
+    model = ct.convert(
+        traced,
+        inputs=[ct.TensorType(n, s, dtype=np.float16) for n, s in shapes.items()],
+        states=states,
+        minimum_deployment_target=ct.target.macOS15,
+        skip_model_load=True,
+    )
+    config = OptimizationConfig(
+        OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8", granularity="per_tensor")
+    )
     linear_quantize_weights(model, config).save(str(folder / "attention.mlpackage"))
     return folder / "attention.mlpackage"
 
@@ -199,15 +390,21 @@ def test_experiment_30_s_shard_keeps_its_four_convolutions(tmp_path):
     with quiet():
         package = attention_shard(tmp_path)
     weights = sum(p.stat().st_size for p in package.rglob("*.bin"))
-    placed = placement.place_operations("attention", rule.LintGraph(miltorch.read(package), weights))
+    placed = placement.place_operations(
+        "attention", rule.LintGraph(miltorch.read(package), weights)
+    )
     assert placed.convolutions == (4, 4) and placement.contradictions([placed]) == []
     disputed = {r["id"]: r["disputed"] for r in placed.rules if r["disputed"]}
-    assert set(disputed) == {"D3", "Q4"} and all("experiment 30" in words for words in disputed.values())
+    assert set(disputed) == {"D3", "Q4"} and all(
+        "experiment 30" in words for words in disputed.values()
+    )
 
 
 def test_a_prediction_against_experiment_30_says_so(exports, llama_bundle):
     placed = placement.predicted_placement(llama_bundle)
-    assert all(p.convolutions[0] == 0 for p in placed) and {"G1", "D3"} <= {r["id"] for r in placed[0].rules}
+    assert all(p.convolutions[0] == 0 for p in placed) and {"G1", "D3"} <= {
+        r["id"] for r in placed[0].rules
+    }
     (words,) = placement.contradictions(placed)
     assert "because of G1" in words and "experiment 30 counted 4 of 4" in words
     assert any("predicted placement" in line for line in placement.lines(placed))

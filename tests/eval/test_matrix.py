@@ -17,24 +17,40 @@ def start(outcomes: dict[str, str]):
     def child(command: list[str]) -> subprocess.CompletedProcess:
         outcome = outcomes.get(command[6], "GREEN")
         if outcome.isdigit():
-            return subprocess.CompletedProcess(command, -int(outcome), "", "loading\nSegmentation fault")
-        found = {"verdict": outcome, "gates": GATES if outcome == "RED" else [], "min_cosine": 0.9, "logits": {"kl_max": 0.1}}
+            return subprocess.CompletedProcess(
+                command, -int(outcome), "", "loading\nSegmentation fault"
+            )
+        found = {
+            "verdict": outcome,
+            "gates": GATES if outcome == "RED" else [],
+            "min_cosine": 0.9,
+            "logits": {"kl_max": 0.1},
+        }
         return subprocess.CompletedProcess(command, 0, json.dumps(found), "")
 
     return child
 
 
 def table(llama_bundle, llama_golden, outcomes, device=True):
-    return units.validate_units(llama_bundle, llama_golden, device=device, start=start(outcomes)).set_index("unit")
+    return units.validate_units(
+        llama_bundle, llama_golden, device=device, start=start(outcomes)
+    ).set_index("unit")
 
 
-@pytest.mark.parametrize(("outcomes", "unit", "blame"), [
-    ({"CPU_ONLY": "RED"}, "CPU_ONLY", "runtime"),
-    ({"exact": "RED", "declared": "RED", "CPU_ONLY": "RED"}, "CPU_ONLY", "program or weights"),
-    ({"declared": "RED"}, "portable declared", "precision"),
-    ({"narrow": "RED", "CPU_ONLY": "RED"}, "CPU_ONLY", "the unit's arithmetic, within what narrow sums would do"),
-    ({"ALL": "11"}, "ALL", "runtime"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outcomes", "unit", "blame"),
+    [
+        ({"CPU_ONLY": "RED"}, "CPU_ONLY", "runtime"),
+        ({"exact": "RED", "declared": "RED", "CPU_ONLY": "RED"}, "CPU_ONLY", "program or weights"),
+        ({"declared": "RED"}, "portable declared", "precision"),
+        (
+            {"narrow": "RED", "CPU_ONLY": "RED"},
+            "CPU_ONLY",
+            "the unit's arithmetic, within what narrow sums would do",
+        ),
+        ({"ALL": "11"}, "ALL", "runtime"),
+    ],
+)
 def test_blame_follows_the_portable_modes(llama_bundle, llama_golden, outcomes, unit, blame):
     found = table(llama_bundle, llama_golden, outcomes)
     assert found.loc[unit, "blame"] == blame
@@ -62,7 +78,9 @@ def test_a_child_that_ends_in_an_error_of_core_ml_says_which(llama_bundle, llama
 
 
 def test_the_reason_of_a_red_unit_is_its_gate(llama_bundle, llama_golden):
-    assert table(llama_bundle, llama_golden, {"ALL": "RED"}).loc["ALL", "reason"] == "update: layer 3"
+    assert (
+        table(llama_bundle, llama_golden, {"ALL": "RED"}).loc["ALL", "reason"] == "update: layer 3"
+    )
 
 
 def test_off_a_mac_only_portable_modes_run_and_say_so(llama_bundle, llama_golden):
@@ -81,20 +99,32 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
             np.save(out, logits[unit])
         return start({})(command)
 
-    found = units.validate_units(llama_bundle, llama_golden, device=True, start=child).set_index("unit")["kl_portable"]
+    found = units.validate_units(llama_bundle, llama_golden, device=True, start=child).set_index(
+        "unit"
+    )["kl_portable"]
     assert found["portable declared"] == 0
     assert found["CPU_ONLY"] > 0.1
     assert np.isnan(found["ALL"])
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "verdict"), [({}, "GREEN"), ({"narrow": "RED"}, "GREEN"), ({"exact": "RED"}, "RED"), ({"ALL": "11"}, "RED")]
+    ("outcomes", "verdict"),
+    [
+        ({}, "GREEN"),
+        ({"narrow": "RED"}, "GREEN"),
+        ({"exact": "RED"}, "RED"),
+        ({"ALL": "11"}, "RED"),
+    ],
 )
-def test_the_verdict_is_of_units_and_not_of_the_bound(llama_bundle, llama_golden, outcomes, verdict):
+def test_the_verdict_is_of_units_and_not_of_the_bound(
+    llama_bundle, llama_golden, outcomes, verdict
+):
     assert units.units_verdict(table(llama_bundle, llama_golden, outcomes).reset_index()) == verdict
 
 
-def test_a_real_child_validates_and_one_that_hangs_is_killed(llama_bundle, llama_golden, tmp_path, monkeypatch):
+def test_a_real_child_validates_and_one_that_hangs_is_killed(
+    llama_bundle, llama_golden, tmp_path, monkeypatch
+):
     path = llama_golden.save(tmp_path / "golden.safetensors")
     row = units.unit_row(llama_bundle, path, "portable", "exact", [1], units.launch)
     assert row["verdict"] == "GREEN"

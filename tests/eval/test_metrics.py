@@ -25,7 +25,11 @@ def test_corners():
     assert np.isnan(metrics.cosine(one, np.array([1, np.nan, 1, 1])))
     assert np.isinf(metrics.psnr_db(one, one))
     assert metrics.relative_rms(zero, zero) == 0 and metrics.relative_rms(zero, one) == 1
-    assert gates.at_least("g", np.nan, 0.5, "").verdict == gates.at_most("g", np.nan, 0.5, "").verdict == "RED"
+    assert (
+        gates.at_least("g", np.nan, 0.5, "").verdict
+        == gates.at_most("g", np.nan, 0.5, "").verdict
+        == "RED"
+    )
 
 
 @given(vectors, vectors)
@@ -35,7 +39,9 @@ def test_kl_is_scipy_s(a, b):
 
 
 def test_psnr_by_hand():
-    assert np.isclose(metrics.psnr_db(np.array([2.0, 0]), np.array([2.0, 0.2])), 10 * np.log10(4 / 0.02))
+    assert np.isclose(
+        metrics.psnr_db(np.array([2.0, 0]), np.array([2.0, 0.2])), 10 * np.log10(4 / 0.02)
+    )
 
 
 def test_near_ties_need_both_sides_to_be_close():
@@ -46,5 +52,13 @@ def test_near_ties_need_both_sides_to_be_close():
 
 
 def test_verdicts():
-    green, red, idle = gates.holds("a", True, ""), gates.holds("b", False, ""), gates.not_run("c", "")
-    assert gates.verdict([green, idle]) == "GREEN" and gates.verdict([green, red]) == "RED" and gates.verdict([idle]) == "not_run"
+    green, red, idle = (
+        gates.holds("a", True, ""),
+        gates.holds("b", False, ""),
+        gates.not_run("c", ""),
+    )
+    assert (
+        gates.verdict([green, idle]) == "GREEN"
+        and gates.verdict([green, red]) == "RED"
+        and gates.verdict([idle]) == "not_run"
+    )

@@ -10,7 +10,9 @@ FAULT = "tokens_of_a_chunk_written_in_reverse"
 
 
 def judge(decoder, golden, Ts=(1, 4)):
-    return rangedim.drift_gate(decoder, {T: fidelity.run_golden(decoder, golden, T) for T in Ts}, golden)
+    return rangedim.drift_gate(
+        decoder, {T: fidelity.run_golden(decoder, golden, T) for T in Ts}, golden
+    )
 
 
 @pytest.fixture

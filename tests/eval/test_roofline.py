@@ -38,8 +38,13 @@ def test_figures_of_another_chip_do_not_move_the_calibration(monkeypatch):
 
 def test_a_fit_finds_the_numbers_that_made_the_figures():
     made = roofline.LinearFit(0.5, 0.8)
-    works = [roofline.Work("", w, s, 0, n) for w, s, n in ((5e6, 2e6, 1), (2e8, 0, 1), (3e9, 3e8, 8), (3e9, 3e8, 32), (6e8, 0, 4))]
-    found = roofline.fit([("m", w, roofline.chip("M4 Max"), made.ms(w, roofline.chip("M4 Max"))) for w in works])
+    works = [
+        roofline.Work("", w, s, 0, n)
+        for w, s, n in ((5e6, 2e6, 1), (2e8, 0, 1), (3e9, 3e8, 8), (3e9, 3e8, 32), (6e8, 0, 4))
+    ]
+    found = roofline.fit(
+        [("m", w, roofline.chip("M4 Max"), made.ms(w, roofline.chip("M4 Max"))) for w in works]
+    )
     assert found.dispatch_ms == pytest.approx(0.5) and found.share == pytest.approx(0.8)
 
 
@@ -59,16 +64,25 @@ def test_work_is_what_the_exported_program_holds(exports, tiny_llama, llama_bund
 def test_more_bytes_states_dispatches_and_slower_chips_take_longer():
     base = roofline.Work("", 10**9, 10**7, 10**9, 4)
     ms = lambda w, chip="M4 Max": roofline.predict_ms([w], chip)["ms"].sum()  # noqa: E731
-    for more in ({"weight_bytes": 2 * 10**9}, {"state_bytes": 10**8}, {"dispatches": 40}, {"flops": 1e12}):
+    for more in (
+        {"weight_bytes": 2 * 10**9},
+        {"state_bytes": 10**8},
+        {"dispatches": 40},
+        {"flops": 1e12},
+    ):
         assert ms(roofline.Work(**(vars(base) | more))) > ms(base)
     assert ms(base, "M1") > ms(base)
 
 
 def test_routed_experts_read_one_of_a_layer(exports):
     path = exports.checkpoint("zaya")
-    dense, routed = (roofline.bundle_work(exports.bundle(path, moe=kind)) for kind in ("dense", "routed"))
+    dense, routed = (
+        roofline.bundle_work(exports.bundle(path, moe=kind)) for kind in ("dense", "routed")
+    )
     assert sum(w.weight_bytes for w in routed) < sum(w.weight_bytes for w in dense)
-    assert sum(w.dispatches for w in routed) == 2 * 3 + 1 and sum(w.dispatches for w in dense) == 3 + 1
+    assert (
+        sum(w.dispatches for w in routed) == 2 * 3 + 1 and sum(w.dispatches for w in dense) == 3 + 1
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "zaya"])
@@ -77,7 +91,10 @@ def test_the_planner_agrees_with_the_exported_bundle(exports, family):
     path = exports.checkpoint(family)
     for kind in ("dense", "routed") if family == "zaya" else ("dense",):
         bundle = exports.bundle(path, moe=kind)
-        planned, made = memory.decode_work(Checkpoint(path), bundle.manifest.options), roofline.bundle_work(bundle)
+        planned, made = (
+            memory.decode_work(Checkpoint(path), bundle.manifest.options),
+            roofline.bundle_work(bundle),
+        )
         for name in ("weight_bytes", "state_bytes", "dispatches"):
             sums = [sum(getattr(w, name) for w in works) for works in (planned, made)]
             assert sums[0] == pytest.approx(sums[1], rel=0.15), (kind, name)

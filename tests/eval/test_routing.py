@@ -13,7 +13,9 @@ from workbench.check.validate import routing, validate
 @pytest.fixture(scope="module")
 def routed(exports):
     checkpoint = exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2)
-    return exports.bundle(checkpoint, moe="routed", t_max=2), golden.make_golden(checkpoint, prompt(109, 20))
+    return exports.bundle(checkpoint, moe="routed", t_max=2), golden.make_golden(
+        checkpoint, prompt(109, 20)
+    )
 
 
 def judge(decoder, reference) -> dict[str, str]:
@@ -23,7 +25,11 @@ def judge(decoder, reference) -> dict[str, str]:
 def worst_scores(decoder) -> Decoder:
     """The host would pick the expert with the lowest score of each layer."""
     for model in decoder.layers:
-        step = next(s for s in model.executable.body.steps if s.outputs and s.outputs[0][0] == "router_scores")
+        step = next(
+            s
+            for s in model.executable.body.steps
+            if s.outputs and s.outputs[0][0] == "router_scores"
+        )
         step.function = lambda original=step.function, **arguments: -original(**arguments)
     return decoder
 
@@ -46,8 +52,14 @@ def test_what_wrong_choices_would_do_is_not_hidden(routed):
 
 @pytest.mark.parametrize(("margin", "verdict"), [(0.009, "GREEN"), (0.011, "RED")])
 def test_only_near_ties_may_be_chosen_differently(margin, verdict):
-    sure = pd.DataFrame({"layer": 0, "position": [0, 1], "run": "chained", "differs": False, "margin": 0.5})
-    tie = pd.DataFrame({"layer": 1, "position": [7], "run": "chained", "differs": True, "margin": margin})
+    sure = pd.DataFrame(
+        {"layer": 0, "position": [0, 1], "run": "chained", "differs": False, "margin": 0.5}
+    )
+    tie = pd.DataFrame(
+        {"layer": 1, "position": [7], "run": "chained", "differs": True, "margin": margin}
+    )
     gate = routing(pd.concat([sure, tie], ignore_index=True), 0.01, {"cosine_min": 0.9})
     assert (gate.verdict, gate.value) == (verdict, margin)
-    assert "1 of 3" in gate.reason and "layer 1, position 7" in gate.reason and "0.9000" in gate.reason
+    assert (
+        "1 of 3" in gate.reason and "layer 1, position 7" in gate.reason and "0.9000" in gate.reason
+    )

@@ -18,8 +18,13 @@ def decoder(llama_bundle):
 def test_samples_hold_every_call_and_their_parts_add_up(decoder):
     samples = timing.measure_speed(decoder, depth=3, n_gen=6, T=2, repetitions=2)
     calls = samples[samples["phase"] == "call"]
-    assert len(calls) == 2 * (timing.WARMUP_CALLS + 3) and calls["warmup"].sum() == 2 * timing.WARMUP_CALLS
-    parts = samples[samples["phase"].isin(["layer", "head", "host"])].groupby("order")["value"].sum()
+    assert (
+        len(calls) == 2 * (timing.WARMUP_CALLS + 3)
+        and calls["warmup"].sum() == 2 * timing.WARMUP_CALLS
+    )
+    parts = (
+        samples[samples["phase"].isin(["layer", "head", "host"])].groupby("order")["value"].sum()
+    )
     assert np.allclose(parts, calls.set_index("order")["value"])
     rates = samples[samples["phase"] == "tokens_per_s"]["value"]
     spent = calls[~calls["warmup"]].groupby("repetition")["value"].sum()
@@ -30,7 +35,11 @@ def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
     decoder = Decoder(exports.bundle(tiny_llama.path, layers_per_shard=2), "portable", fast=True)
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
     table = timing.layer_table(samples, decoder)
-    timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]].groupby("shard")["value"].median()
+    timed = (
+        samples[(samples["phase"] == "layer") & ~samples["warmup"]]
+        .groupby("shard")["value"]
+        .median()
+    )
     assert table["layer"].tolist() == [0, 1, 2, 3]
     assert np.allclose(table.groupby("shard")["layer_ms"].sum(), timed)
 
@@ -53,7 +62,9 @@ def test_the_profile_books_every_operation_once(decoder):
 def test_the_probe_is_part_of_attention(decoder):
     profile = timing.profile(decoder, calls=2)
     shares = conclusions.probe_shares(profile)
-    assert np.isclose(shares["ms"].sum(), profile["ms"].sum()) and np.isclose(shares["share"].sum(), 1)
+    assert np.isclose(shares["ms"].sum(), profile["ms"].sum()) and np.isclose(
+        shares["share"].sum(), 1
+    )
     assert "%" in conclusions.probe_conclusion(shares)
 
 

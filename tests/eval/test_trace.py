@@ -56,7 +56,12 @@ def test_the_first_inf_is_named_with_its_module(llama_bundle, precision):
     decoder = Decoder(llama_bundle, "portable", precision)
     name = plant(decoder, 2, "silu", lambda y: y * 1e6)
     found = ranges(decoder)
-    assert found.first("inf") == {"shard": "layers_02_02", "op": name, "kind": "silu", "module": "layers.2.mlp"}
+    assert found.first("inf") == {
+        "shard": "layers_02_02",
+        "op": name,
+        "kind": "silu",
+        "module": "layers.2.mlp",
+    }
     assert found.first("nan") is not None
 
 

@@ -13,8 +13,16 @@ from workbench.check.validate import trend
 
 def rows(error: np.ndarray, tensor: str = "k") -> pd.DataFrame:
     """Fidelity rows of one layer whose relative errors by position are `error`."""
-    return pd.DataFrame({"mode": "chained", "tensor": tensor, "T": 1, "layer": 0, "position": np.arange(len(error)),
-                         "cosine": 1 - error**2 / 2})  # fmt: skip
+    return pd.DataFrame(
+        {
+            "mode": "chained",
+            "tensor": tensor,
+            "T": 1,
+            "layer": 0,
+            "position": np.arange(len(error)),
+            "cosine": 1 - error**2 / 2,
+        }
+    )
 
 
 @given(seed=st.integers(0, 10_000), level=st.floats(1e-4, 0.1))
@@ -51,6 +59,10 @@ def test_few_positions_say_nothing():
 
 @pytest.mark.parametrize("compress", ["int8-tensor", "int4-block32", "lut4"])
 def test_compression_is_flat(exports, tiny_llama, llama_golden, compress):
-    decoder = Decoder(exports.bundle(tiny_llama.path, max_seq_len=32, compress=compress), "portable")
-    found = fidelity.compare_pass(fidelity.run_golden(decoder, llama_golden, 4, "chained"), llama_golden, T=4, mode="chained")
+    decoder = Decoder(
+        exports.bundle(tiny_llama.path, max_seq_len=32, compress=compress), "portable"
+    )
+    found = fidelity.compare_pass(
+        fidelity.run_golden(decoder, llama_golden, 4, "chained"), llama_golden, T=4, mode="chained"
+    )
     assert trend(found).verdict == "GREEN"

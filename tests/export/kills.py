@@ -38,12 +38,27 @@ def wait(pid: int) -> bool:
 def main(moments: int) -> int:
     warnings.simplefilter("ignore")
     folder = Path(tempfile.mkdtemp())
-    source = checkpoint.random(folder / "c", "llama", hidden_size=64, intermediate_size=96, num_attention_heads=2,
-                               num_key_value_heads=2, head_dim=32, num_hidden_layers=12, vocab_size=40_000)  # fmt: skip
-    export(source, folder / "first", progress=False, max_seq_len=16, compress="int8-tensor")  # warms this process up
+    source = checkpoint.random(
+        folder / "c",
+        "llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=12,
+        vocab_size=40_000,
+    )
+    export(
+        source, folder / "first", progress=False, max_seq_len=16, compress="int8-tensor"
+    )  # warms this process up
     start = time.perf_counter()
     assert wait(child(source, folder / "whole"))
-    seconds, expected, wrong = time.perf_counter() - start, Bundle.open(folder / "whole").identity, 0
+    seconds, expected, wrong = (
+        time.perf_counter() - start,
+        Bundle.open(folder / "whole").identity,
+        0,
+    )
     print(f"an export in peace takes {seconds:.2f} s")
     for i in range(moments):
         target, after = folder / f"b{i}", random.uniform(0, seconds)
@@ -52,9 +67,13 @@ def main(moments: int) -> int:
         os.kill(pid, signal.SIGKILL)
         finished = wait(pid) or target.exists()  # its bundle was in place, only its end was not
         kept = len(list((folder / f".b{i}.partial").glob("*.json")))
-        same = (finished or wait(child(source, target))) and Bundle.open(target).identity == expected
+        same = (finished or wait(child(source, target))) and Bundle.open(
+            target
+        ).identity == expected
         wrong += not same
-        print(f"killed after {after:.2f} s: {'done' if finished else f'{kept} notes kept'}, {'same bytes' if same else 'WRONG'}")
+        print(
+            f"killed after {after:.2f} s: {'done' if finished else f'{kept} notes kept'}, {'same bytes' if same else 'WRONG'}"
+        )
         shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(folder)
     return int(wrong > 0)

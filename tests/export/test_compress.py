@@ -12,7 +12,13 @@ from workbench.export import compress, export
 from workbench.export.weights import Scratch, WeightSource
 from workbench.models.checkpoint import Checkpoint
 
-PRESETS = {"int8-tensor": 8, "int8-channel": 8, "int4-block32": 4, "lut4": 4, "lut6": 6}  # bits per weight
+PRESETS = {
+    "int8-tensor": 8,
+    "int8-channel": 8,
+    "int4-block32": 4,
+    "lut4": 4,
+    "lut6": 6,
+}  # bits per weight
 SIZE = {"num_hidden_layers": 1, "vocab_size": 320}
 
 
@@ -21,14 +27,20 @@ def held(decoder) -> dict[str, torch.Tensor]:
     found = {}
     for model in decoder.layers + decoder.heads:
         for tensor, constant in model.shard.weights.items():
-            found[tensor] = torch.from_numpy(model.constant(constant)) - model.shard.offsets.get(tensor, 0.0)
+            found[tensor] = torch.from_numpy(model.constant(constant)) - model.shard.offsets.get(
+                tensor, 0.0
+            )
     return found
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_compressed_bundle_computes_with_the_weights_it_names(exports, preset):
     checkpoint = exports.checkpoint("llama", tie_word_embeddings=False, **SIZE)
-    decoder, model, source = exports.decoder(checkpoint, compress=preset), tiny.hf(checkpoint), Checkpoint(checkpoint)
+    decoder, model, source = (
+        exports.decoder(checkpoint, compress=preset),
+        tiny.hf(checkpoint),
+        Checkpoint(checkpoint),
+    )
     with torch.no_grad():
         for name, value in held(decoder).items():
             parameter = model.get_parameter(name)
@@ -42,7 +54,9 @@ def test_a_compressed_bundle_computes_with_the_weights_it_names(exports, preset)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compression_makes_the_package_smaller(exports, preset):
     checkpoint = exports.checkpoint("llama", tie_word_embeddings=False, **SIZE)
-    plain, small = (exports.bundle(checkpoint, compress=c).shards("head")[0].bytes for c in ("fp16", preset))
+    plain, small = (
+        exports.bundle(checkpoint, compress=c).shards("head")[0].bytes for c in ("fp16", preset)
+    )
     weights = 320 * 64
     assert plain - small > 0.8 * weights * (16 - PRESETS[preset]) / 8
 
@@ -65,14 +79,23 @@ def test_a_width_that_blocks_do_not_divide_is_refused_by_name(exports, tmp_path)
 
 def theirs(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
     """What coremltools itself makes of a weight [outputs, inputs, 1, 1]."""
-    from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
+    from coremltools.optimize.coreml._quantization_passes import (
+        linear_quantize_weights,
+        palettize_weights,
+    )
 
     if preset.startswith("lut"):
         found = palettize_weights.blockwise_compress(weight, "KMEANS", int(preset[3:]), [0] * 4)
         return {"indices": found.indices, "lut": found.lut}
-    blocks = {"int8-tensor": [0, 0, 0, 0], "int8-channel": [1, 0, 0, 0], "int4-block32": [1, 32, 0, 0]}[preset]
+    blocks = {
+        "int8-tensor": [0, 0, 0, 0],
+        "int8-channel": [1, 0, 0, 0],
+        "int4-block32": [1, 32, 0, 0],
+    }[preset]
     with np.errstate(all="ignore"):
-        found = linear_quantize_weights.blockwise_compress(weight, PRESETS[preset], "LINEAR_SYMMETRIC", True, blocks)
+        found = linear_quantize_weights.blockwise_compress(
+            weight, PRESETS[preset], "LINEAR_SYMMETRIC", True, blocks
+        )
     return {"data": found.data, "scale": found.scale}
 
 
@@ -82,7 +105,9 @@ def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
     if kind == "zero rows":
         weight[:: 1 + seed % 3] = 0
     elif kind == "any bits":  # every finite fp16 that an integer scale can hold
-        weight = rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16).astype(np.float64)
+        weight = (
+            rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(np.float16).astype(np.float64)
+        )
         weight[~(np.abs(weight) <= 32752)] = 0
     elif kind == "subnormal":
         weight *= 3e-7
@@ -99,7 +124,12 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*distinct clusters")
 @pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=25, deadline=None)
-@given(kind=st.sampled_from(KINDS), rows=st.integers(2, 120), blocks=st.integers(1, 5), seed=st.integers(0, 1 << 30))
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.integers(2, 120),
+    blocks=st.integers(1, 5),
+    seed=st.integers(0, 1 << 30),
+)
 @example(kind="normal", rows=400, blocks=16, seed=1)
 @example(kind="any bits", rows=130, blocks=9, seed=2)
 @example(kind="few values", rows=200, blocks=4, seed=3)
@@ -117,7 +147,9 @@ def test_packed_bits_unpack_to_what_they_were(bits, values):
     from miltorch.blob import unpack_bits
 
     array = np.array(values, np.uint8) & ((1 << bits) - 1)
-    assert np.array_equal(unpack_bits(compress.packed(array, bits), bits, len(array), signed=False), array)
+    assert np.array_equal(
+        unpack_bits(compress.packed(array, bits), bits, len(array), signed=False), array
+    )
 
 
 def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
@@ -128,4 +160,6 @@ def test_only_compressed_matrices_are_held_to_the_range_of_a_scale(tmp_path):
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"][0] = 40_000
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    assert export(path, tmp_path / "b", progress=False, max_seq_len=16, compress="int8-tensor").manifest.shards
+    assert export(
+        path, tmp_path / "b", progress=False, max_seq_len=16, compress="int8-tensor"
+    ).manifest.shards

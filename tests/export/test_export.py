@@ -34,21 +34,30 @@ def copy(llama, tmp_path):
 @pytest.mark.parametrize(
     "family, changed, options",
     [
-        ("llama", {}, {}), ("gemma3_text", {}, {"layers_per_shard": 3}), ("zaya", {}, {"layers_per_shard": 3}),
+        ("llama", {}, {}),
+        ("gemma3_text", {}, {"layers_per_shard": 3}),
+        ("zaya", {}, {"layers_per_shard": 3}),
         ("zaya", {"num_hidden_layers": 2, "num_experts": 2}, {"moe": "routed"}),
     ],
-)  # fmt: skip
+)
 def test_every_checkpoint_tensor_is_held_to_the_bit(exports, family, changed, options):
     checkpoint = exports.checkpoint(family, **changed)
     decoder, source = exports.decoder(checkpoint, **options), Checkpoint(checkpoint)
-    held = {"model.input_hidden_states_bias", "model.input_hidden_states_scale"}  # beside the embedding table
+    held = {
+        "model.input_hidden_states_bias",
+        "model.input_hidden_states_scale",
+    }  # beside the embedding table
     experts = [decoder.experts.load(shard) for shard in decoder.bundle.shards("expert")]
     for model in decoder.layers + decoder.heads + experts:
         shard = model.shard
         for tensor, constant in shard.weights.items():
             in_part = ".experts." in tensor and shard.kind == "expert" or "embed" in tensor
-            expected = source.tensor(tensor, slice(*shard.rows) if in_part else None) + shard.offsets.get(tensor, 0.0)
-            assert np.array_equal(model.constant(constant).ravel(), expected.half().float().numpy().ravel()), tensor
+            expected = source.tensor(
+                tensor, slice(*shard.rows) if in_part else None
+            ) + shard.offsets.get(tensor, 0.0)
+            assert np.array_equal(
+                model.constant(constant).ravel(), expected.half().float().numpy().ravel()
+            ), tensor
             held.add(tensor)
     assert held >= set(source.header)
 
@@ -59,7 +68,9 @@ def test_taps_of_a_shard_of_all_layers_are_the_layers_outputs(exports, family):
     one = exports.decoder(checkpoint, layers_per_shard=len(exports.hf(checkpoint).model.layers))
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 4))
     (model,) = one.layers
-    assert set(model.shard.taps) == set(range(*model.shard.layers)) == set(range(one.manifest.dims.L))
+    assert (
+        set(model.shard.taps) == set(range(*model.shard.layers)) == set(range(one.manifest.dims.L))
+    )
     seen = {}
 
     def keep(op, outputs):
@@ -74,7 +85,11 @@ def test_taps_of_a_shard_of_all_layers_are_the_layers_outputs(exports, family):
 def test_program_values_name_the_module_they_came_from(exports, llama):
     for shard in exports.bundle(llama, layers_per_shard=2).shards("layers"):
         paths = set(shard.modules.values())
-        assert {"layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.1.input_layernorm"} <= paths
+        assert {
+            "layers.0.self_attn.q_proj",
+            "layers.1.mlp.down_proj",
+            "layers.1.input_layernorm",
+        } <= paths
 
 
 def test_a_large_vocabulary_is_cut_into_head_slices_that_join_to_the_same_logits(exports):
@@ -113,14 +128,34 @@ def change(path, **tensors):
 @pytest.mark.parametrize(
     "name, edit, options, found",
     [
-        ("model.layers.1.mlp.up_proj.weight", lambda t: None, {}, "no tensor 'model.layers.1.mlp.up_proj.weight'"),
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            lambda t: None,
+            {},
+            "no tensor 'model.layers.1.mlp.up_proj.weight'",
+        ),
         ("model.embed_tokens.weight", lambda t: None, {}, "no tensor 'model.embed_tokens.weight'"),
         ("model.layers.0.self_attn.k_proj.weight", lambda t: t[:32], {}, r"shape \[32, 64\]"),
-        ("model.layers.0.mlp.up_proj.weight", lambda t: t.float() * 1e6, {}, "magnitudes up to 65504"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            lambda t: t.float() * 1e6,
+            {},
+            "magnitudes up to 65504",
+        ),
         ("model.layers.0.mlp.up_proj.weight", lambda t: t / 0, {}, "magnitudes up to 65504"),
         ("model.layers.0.mlp.up_proj.weight", lambda t: t * torch.nan, {}, "a value of nan"),
-        ("model.layers.0.mlp.up_proj.weight", lambda t: t * 0 + 40000, {"compress": "int8-tensor"}, "up to 32752"),
-        ("model.embed_tokens.weight", lambda t: t.float() * 1e6, {}, "beyond fp16|magnitudes up to 65504"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            lambda t: t * 0 + 40000,
+            {"compress": "int8-tensor"},
+            "up to 32752",
+        ),
+        (
+            "model.embed_tokens.weight",
+            lambda t: t.float() * 1e6,
+            {},
+            "beyond fp16|magnitudes up to 65504",
+        ),
     ],
 )
 def test_unusable_weights_are_refused_by_name(copy, tmp_path, name, edit, options, found):
@@ -147,24 +182,39 @@ def test_only_a_full_disk_asks_for_room(llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"), [({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": 5}, [5]), ({}, []), (None, [3])]
+    ("own", "expected"),
+    [({"eos_token_id": [5, 7]}, [5, 7]), ({"eos_token_id": 5}, [5]), ({}, []), (None, [3])],
 )
 def test_a_bundle_stops_where_generate_of_hugging_face_does(exports, tmp_path, own, expected):
     import transformers
 
-    path = shutil.copytree(exports.checkpoint("llama", num_hidden_layers=1, eos_token_id=3), tmp_path / "c")
+    path = shutil.copytree(
+        exports.checkpoint("llama", num_hidden_layers=1, eos_token_id=3), tmp_path / "c"
+    )
     (path / "generation_config.json").unlink(missing_ok=True)
     if own is not None:
         (path / "generation_config.json").write_text(json.dumps(own))
-    eos = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True).generation_config.eos_token_id
+    eos = transformers.AutoModelForCausalLM.from_pretrained(
+        path, local_files_only=True
+    ).generation_config.eos_token_id
     made = export(path, tmp_path / "b", progress=False, max_seq_len=16)
-    assert made.manifest.tokens.eos == expected == (eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assert (
+        made.manifest.tokens.eos
+        == expected
+        == (eos if isinstance(eos, list) else [] if eos is None else [eos])
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"compress": "int8-tensor", "layers_per_shard": 2}])
 def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, options):
-    checkpoint = exports.checkpoint("llama", hidden_size=1, intermediate_size=1, num_attention_heads=1, num_key_value_heads=1,
-                                    head_dim=2)  # fmt: skip
+    checkpoint = exports.checkpoint(
+        "llama",
+        hidden_size=1,
+        intermediate_size=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+    )
     with pytest.warns(UserWarning, match="width 2"):
         decoder = exports.decoder(checkpoint, **options)
     assert not list(decoder.bundle.root.glob("layers*/**/weight.bin"))
@@ -175,10 +225,13 @@ def test_weights_too_small_for_a_weight_file_are_held_by_the_program(exports, op
 @pytest.mark.parametrize(
     "options, found",
     [
-        ({"max_seq_len": 2, "t_max": 4}, "t_max"), ({"compress": "int3"}, "compress"), ({"batch": 0}, "batch"),
-        ({"colour": "red"}, "colour"), ({"kv_write": "scatter"}, "kv_write"),
+        ({"max_seq_len": 2, "t_max": 4}, "t_max"),
+        ({"compress": "int3"}, "compress"),
+        ({"batch": 0}, "batch"),
+        ({"colour": "red"}, "colour"),
+        ({"kv_write": "scatter"}, "kv_write"),
     ],
-)  # fmt: skip
+)
 def test_options_out_of_range_are_refused_by_name(llama, tmp_path, options, found):
     with pytest.raises(InputError, match=found):
         export(llama, tmp_path / "b", progress=False, **options)
@@ -197,7 +250,9 @@ def stop_after(monkeypatch, count: int) -> None:
     monkeypatch.setattr(Writer, "record", record)
 
 
-def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(llama, tmp_path, monkeypatch):
+def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(
+    llama, tmp_path, monkeypatch
+):
     whole = export(llama, tmp_path / "whole", progress=False, max_seq_len=16)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         stop_after(patched, 2)
@@ -205,7 +260,9 @@ def test_an_interrupted_export_keeps_what_was_finished_and_makes_the_rest(llama,
     with pytest.raises(InputError, match="unfinished export"):
         Bundle.open(tmp_path / "b")
     partial = tmp_path / ".b.partial"
-    names = sorted(path.stem for path in partial.glob("*.json") if path.stem not in ("identity", "embedding"))
+    names = sorted(
+        path.stem for path in partial.glob("*.json") if path.stem not in ("identity", "embedding")
+    )
     assert len(names) == 2
     kept, spoilt = (next((partial / f"{n}.mlpackage").rglob("weight.bin")) for n in names)
     spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
@@ -226,17 +283,23 @@ def test_what_another_checkpoint_left_behind_is_not_used(llama, exports, tmp_pat
     bundle = export(other, tmp_path / "b", progress=False, max_seq_len=16)
     assert bundle.identity == exports.bundle(other, max_seq_len=16).identity
     assert {path.name for path in bundle.root.iterdir()} == {
-        "bundle.json", "embedding.safetensors", *(s.path for s in bundle.manifest.shards)
-    }  # fmt: skip
+        "bundle.json",
+        "embedding.safetensors",
+        *(s.path for s in bundle.manifest.shards),
+    }
 
 
 def test_exports_killed_at_any_moment_complete_when_run_again():
-    found = subprocess.run([sys.executable, "-m", "tests.export.kills", "4"], capture_output=True, text=True, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.export.kills", "4"], capture_output=True, text=True, cwd=ROOT
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count("same bytes") == 4
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # coremltools drops what it half wrote
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # coremltools drops what it half wrote
 @pytest.mark.parametrize("limit", [50, 3_000])
 def test_a_full_disk_ends_in_one_message_and_the_next_run_completes(llama, tmp_path, limit):
     """Files may not grow beyond `limit` bytes, which the system reports as it does a full disk."""
@@ -275,5 +338,7 @@ def test_a_bundle_runs_without_the_checkpoint_or_the_export_code(exports, llama,
         "import sys; sys.modules['workbench.export'] = sys.modules['workbench.models'] = None\n"
         f"from workbench import Decoder; print(Decoder({str(bundle)!r}, precision='exact').generate([1, 2, 3], 4, stop=[]))"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == str(exports.decoder(llama).generate([1, 2, 3], 4, stop=[]))

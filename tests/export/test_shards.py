@@ -19,7 +19,9 @@ def plan(family: str, **changed):
 
 
 def test_a_ring_holds_the_window_and_what_a_call_may_add():
-    specs = list(shards.specs(plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", t_max=4)))
+    specs = list(
+        shards.specs(plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", t_max=4))
+    )
     keys = [spec.states[f"layers.{i}.k_state"] for i, spec in enumerate(specs[:3])]
     assert [k.ring for k in keys] == [5 + 4 - 1, None, 8]
     assert [k.shape for k in keys] == [[1, 1, n, 32] for n in (8, 16, 8)]
@@ -27,28 +29,51 @@ def test_a_ring_holds_the_window_and_what_a_call_may_add():
 
 
 def test_layers_of_two_kinds_in_one_shard_tell_their_inputs_apart():
-    (spec, _) = shards.specs(plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", layers_per_shard=3))
-    assert spec.inputs["attn_mask_local"] == [1, 1, "T", 8] and spec.inputs["attn_mask_global"] == [1, 1, "T", 16]
-    assert spec.inputs["kv_write_mask_local"] == [1, 1, 8, "T"] and spec.inputs["kv_write_mask"] == [1, 1, 16, "T"]
+    (spec, _) = shards.specs(
+        plan("gemma3_text"), Options(max_seq_len=16, sliding="ring", layers_per_shard=3)
+    )
+    assert spec.inputs["attn_mask_local"] == [1, 1, "T", 8] and spec.inputs["attn_mask_global"] == [
+        1,
+        1,
+        "T",
+        16,
+    ]
+    assert spec.inputs["kv_write_mask_local"] == [1, 1, 8, "T"] and spec.inputs[
+        "kv_write_mask"
+    ] == [1, 1, 16, "T"]
 
 
 def test_a_ring_is_never_longer_than_the_longest_sequence():
-    (spec, *_) = shards.specs(plan("gemma3_text", sliding_window=15), Options(max_seq_len=16, sliding="ring"))
+    (spec, *_) = shards.specs(
+        plan("gemma3_text", sliding_window=15), Options(max_seq_len=16, sliding="ring")
+    )
     assert spec.states["layers.0.k_state"].shape[2] == 16
 
 
-@pytest.mark.parametrize("family, tensors", [("llama", {"kv_state": [2, 8, 16, 32]}), (
-    "zaya", {"kv_state": [2, 8, 16, 32], "side_state": [2, 2, 2 * 6 * 32 + 32]})])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, tensors",
+    [
+        ("llama", {"kv_state": [2, 8, 16, 32]}),
+        ("zaya", {"kv_state": [2, 8, 16, 32], "side_state": [2, 2, 2 * 6 * 32 + 32]}),
+    ],
+)
 def test_packed_states_are_at_most_two_tensors_of_the_contract_s_shapes(family, tensors):
     chosen = Options(max_seq_len=16, states="packed", batch=2, layers_per_shard=2)
     spec = next(shards.specs(plan(family, num_hidden_layers=2), chosen))
     assert spec.buffers == tensors
 
 
-@given(family=st.sampled_from(["llama", "gemma3_text", "zaya"]), count=st.integers(1, 3), batch=st.integers(1, 3),
-       sliding=st.sampled_from(["mask", "ring"]), states=st.sampled_from(["separate", "packed"]))  # fmt: skip
+@given(
+    family=st.sampled_from(["llama", "gemma3_text", "zaya"]),
+    count=st.integers(1, 3),
+    batch=st.integers(1, 3),
+    sliding=st.sampled_from(["mask", "ring"]),
+    states=st.sampled_from(["separate", "packed"]),
+)
 def test_states_fill_their_tensors_without_overlap(family, count, batch, sliding, states):
-    chosen = Options(max_seq_len=16, layers_per_shard=count, batch=batch, sliding=sliding, states=states)
+    chosen = Options(
+        max_seq_len=16, layers_per_shard=count, batch=batch, sliding=sliding, states=states
+    )
     for spec in shards.specs(plan(family), chosen):
         times_used = {tensor: np.zeros(shape, int) for tensor, shape in spec.buffers.items()}
         for state in spec.states.values():
@@ -64,7 +89,15 @@ def test_every_expert_has_a_shard_and_layers_end_at_their_router():
     specs = list(shards.specs(plan("zaya"), Options(max_seq_len=16, moe="routed")))
     kinds = ["router", *["expert"] * 4] * 3 + ["head"]
     assert [s.kind for s in specs] == kinds
-    assert [(s.layers[0], s.rows[0]) for s in specs if s.kind == "expert"] == [(i, e) for i in range(3) for e in range(4)]
-    assert list(specs[0].outputs) == ["base", "expert_in", "router_probs", "router_scores", "router_state_out"]
+    assert [(s.layers[0], s.rows[0]) for s in specs if s.kind == "expert"] == [
+        (i, e) for i in range(3) for e in range(4)
+    ]
+    assert list(specs[0].outputs) == [
+        "base",
+        "expert_in",
+        "router_probs",
+        "router_scores",
+        "router_state_out",
+    ]
     assert specs[0].outputs["router_scores"] == [1, 5, "T", 1]
     assert specs[1].inputs["expert_weight"] == [1, 1, "T", 1]

@@ -26,25 +26,55 @@ def files(bundle) -> dict[str, list]:
 @pytest.mark.parametrize(
     "family, changed, options, stamped",
     [
-        ("llama", {"tie_word_embeddings": False}, {"compress": "int8-tensor", "kv_write": "slice", "layout": "bc1t"}, 1),
+        (
+            "llama",
+            {"tie_word_embeddings": False},
+            {"compress": "int8-tensor", "kv_write": "slice", "layout": "bc1t"},
+            1,
+        ),
         ("qwen2", {}, {"compress": "lut4"}, 1),
         ("qwen3", {"num_hidden_layers": 4}, {"compress": "int4-block32", "layers_per_shard": 2}, 1),
-        ("gemma3_text", {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-         {"compress": "int8-channel", "sliding": "ring"}, 2),
-        ("zaya", {"num_hidden_layers": 4}, {"compress": "lut6", "layers_per_shard": 2, "states": "packed"}, 1),
-        ("zaya", {"num_experts": 2, "num_hidden_layers": 2}, {"compress": "int8-tensor", "moe": "routed"}, 4),
+        (
+            "gemma3_text",
+            {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            {"compress": "int8-channel", "sliding": "ring"},
+            2,
+        ),
+        (
+            "zaya",
+            {"num_hidden_layers": 4},
+            {"compress": "lut6", "layers_per_shard": 2, "states": "packed"},
+            1,
+        ),
+        (
+            "zaya",
+            {"num_experts": 2, "num_hidden_layers": 2},
+            {"compress": "int8-tensor", "moe": "routed"},
+            4,
+        ),
     ],
-)  # fmt: skip
-def test_every_stamped_shard_is_the_bytes_of_its_conversion(exports, tmp_path, family, changed, options, stamped):
+)
+def test_every_stamped_shard_is_the_bytes_of_its_conversion(
+    exports, tmp_path, family, changed, options, stamped
+):
     source = exports.checkpoint(family, **changed)
-    made = export(source, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16, **options)
+    made = export(
+        source, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16, **options
+    )
     assert list(how(made).values()).count("stamped") == stamped
 
 
 def test_a_vocabulary_of_many_slices_needs_two_conversions(exports, tmp_path):
-    source = exports.checkpoint("llama", vocab_size=2 * 16_384 + 50, num_hidden_layers=1, hidden_size=32)
+    source = exports.checkpoint(
+        "llama", vocab_size=2 * 16_384 + 50, num_hidden_layers=1, hidden_size=32
+    )
     made = export(source, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16)
-    assert how(made) == {"layers_00_00": "converted", "head_00": "converted", "head_01": "stamped", "head_02": "converted"}
+    assert how(made) == {
+        "layers_00_00": "converted",
+        "head_00": "converted",
+        "head_01": "stamped",
+        "head_02": "converted",
+    }
 
 
 def ones(t, at):
@@ -90,19 +120,34 @@ def odd(exports, tmp_path_factory):
 
 def test_weights_that_a_converter_looks_at_are_converted_and_give_the_same_bundle(odd, tmp_path):
     made = export(odd, tmp_path / "stamped", progress=False, max_seq_len=16, compress="int8-tensor")
-    plain = export(odd, tmp_path / "plain", progress=False, plain=True, max_seq_len=16, compress="int8-tensor")
+    plain = export(
+        odd, tmp_path / "plain", progress=False, plain=True, max_seq_len=16, compress="int8-tensor"
+    )
     assert set(how(plain).values()) == {"converted"}
-    assert [how(made)[f"layers_{i:02d}_{i:02d}"] for i in range(8)] == [*["converted"] * 6, "stamped", "converted"]
+    assert [how(made)[f"layers_{i:02d}_{i:02d}"] for i in range(8)] == [
+        *["converted"] * 6,
+        "stamped",
+        "converted",
+    ]
     assert files(made) == files(plain) and made.identity == plain.identity
     for a, b in zip(made.manifest.shards, plain.manifest.shards, strict=True):
         assert a.model_copy(update={"how": "converted"}) == b
 
 
 @pytest.mark.parametrize("guard", ["_refuse_twins", "_neutral"])
-def test_without_its_guard_a_stamped_shard_differs_and_verifying_says_so(odd, tmp_path, monkeypatch, guard):
+def test_without_its_guard_a_stamped_shard_differs_and_verifying_says_so(
+    odd, tmp_path, monkeypatch, guard
+):
     monkeypatch.setattr(template, guard, lambda *_: None)
     with pytest.raises(InputError, match="stamped shard layers_0.*other bytes"):
-        export(odd, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16, compress="int8-tensor")
+        export(
+            odd,
+            tmp_path / "b",
+            progress=False,
+            verify_stamps=ALL,
+            max_seq_len=16,
+            compress="int8-tensor",
+        )
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / ".b.partial").exists()
 
@@ -112,14 +157,24 @@ def test_a_wrong_byte_in_a_stamped_shard_is_found(exports, tmp_path, monkeypatch
 
     def slips(array, bits):
         calls.append(array)
-        return real(array if len(calls) < 20 else array[::-1].copy(), bits)  # right for the template, wrong later
+        return real(
+            array if len(calls) < 20 else array[::-1].copy(), bits
+        )  # right for the template, wrong later
 
     monkeypatch.setattr(template, "packed", slips)
     with pytest.raises(InputError, match="other bytes"):
-        export(exports.checkpoint("llama"), tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16)
+        export(
+            exports.checkpoint("llama"),
+            tmp_path / "b",
+            progress=False,
+            verify_stamps=ALL,
+            max_seq_len=16,
+        )
 
 
-def test_a_template_that_does_not_give_its_own_shard_back_is_not_used(exports, tmp_path, monkeypatch):
+def test_a_template_that_does_not_give_its_own_shard_back_is_not_used(
+    exports, tmp_path, monkeypatch
+):
     real = template.packed
     monkeypatch.setattr(template, "packed", lambda array, bits: real(array[::-1].copy(), bits))
     made = export(exports.checkpoint("llama"), tmp_path / "b", progress=False, max_seq_len=16)
@@ -128,7 +183,9 @@ def test_a_template_that_does_not_give_its_own_shard_back_is_not_used(exports, t
 
 def test_conversions_of_one_process_do_not_depend_on_what_came_before(exports, tmp_path):
     source = exports.checkpoint("llama", num_hidden_layers=1)
-    first, second = (export(source, tmp_path / n, progress=False, plain=True, max_seq_len=16) for n in "ab")
+    first, second = (
+        export(source, tmp_path / n, progress=False, plain=True, max_seq_len=16) for n in "ab"
+    )
     assert files(first) == files(second)
 
 
@@ -154,12 +211,20 @@ def test_a_state_is_renamed_wherever_the_program_names_it():
 
     model = Model_pb2.Model()
     model.description.state.add(name="layers_1_k_state")
-    op = model.mlProgram.functions["main"].block_specializations["CoreML8"].operations.add(type="read_state")
+    op = (
+        model.mlProgram.functions["main"]
+        .block_specializations["CoreML8"]
+        .operations.add(type="read_state")
+    )
     op.inputs["input"].arguments.add(name="layers_1_k_state")
     op.outputs.add(name="layers_1_k_state_read")
     op.outputs.add(name="layers_10_k_state")
     template.rename(model, {"layers_1_k_state": "layers_11_k_state"})
-    assert model.description.state[0].name == op.inputs["input"].arguments[0].name == "layers_11_k_state"
+    assert (
+        model.description.state[0].name
+        == op.inputs["input"].arguments[0].name
+        == "layers_11_k_state"
+    )
     assert [o.name for o in op.outputs] == ["layers_11_k_state_read", "layers_10_k_state"]
 
 
@@ -169,6 +234,13 @@ def test_a_full_tensor_of_zeros_is_stamped_or_converted_alike(exports, tmp_path)
     tensors["model.layers.1.mlp.up_proj.weight"][:] = 0
     tensors["model.layers.1.mlp.down_proj.weight"][::2] = 0
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    made = export(path, tmp_path / "b", progress=False, verify_stamps=ALL, max_seq_len=16, compress="int8-channel")
+    made = export(
+        path,
+        tmp_path / "b",
+        progress=False,
+        verify_stamps=ALL,
+        max_seq_len=16,
+        compress="int8-channel",
+    )
     assert how(made)["layers_01_01"] == "stamped"
     assert np.isfinite(tiny.chained(tiny.Decoder(made, "portable", "exact"), [1, 2], [2])).all()

@@ -22,7 +22,11 @@ SUITES = {
     "core": [f"{OPS}/iOS18", f"{OPS}/coreml_dialect", f"{TORCH}/test_torch_stateful_model.py"],
     "ops": [OPS],
     "torch": [f"{TORCH}/test_torch_ops.py"],
-    "slice": [f"{OPS}/coreml_dialect", f"{OPS}/iOS18/test_states.py", f"{OPS}/iOS18/test_transformers.py"],
+    "slice": [
+        f"{OPS}/coreml_dialect",
+        f"{OPS}/iOS18/test_states.py",
+        f"{OPS}/iOS18/test_transformers.py",
+    ],
 }
 
 
@@ -30,11 +34,33 @@ def run(suite: str, out: Path, options: list[str]) -> tuple[dict, int]:
     """Runs a suite in a process of its own; every case's outcome, by its id, and how many cases were selected."""
     home = Path(find_spec("coremltools").origin).parent
     outcomes = out / f"{suite}.jsonl"
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(home), "-p", "tests.judge.plugin",
-               "-p", "no:cacheprovider", "--runxfail", "--disable-warnings", "--tb=short", "--show-capture=no",
-               "--outcomes", str(outcomes), *options, *(str(home / path) for path in SUITES[suite])]  # fmt: skip
-    environment = os.environ | {"PYMIL_TEST_TARGETS": "mlprogram", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-                                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(home),
+        "-p",
+        "tests.judge.plugin",
+        "-p",
+        "no:cacheprovider",
+        "--runxfail",
+        "--disable-warnings",
+        "--tb=short",
+        "--show-capture=no",
+        "--outcomes",
+        str(outcomes),
+        *options,
+        *(str(home / path) for path in SUITES[suite]),
+    ]
+    environment = os.environ | {
+        "PYMIL_TEST_TARGETS": "mlprogram",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     code = subprocess.run(command, env=environment, stdout=sys.stderr, check=False).returncode
     lines = [json.loads(line) for line in outcomes.read_text().splitlines()]
     found = {line.pop("case"): line for line in lines if "case" in line}

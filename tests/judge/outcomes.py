@@ -56,14 +56,23 @@ def table(suite: str, summary: dict, selected: int) -> str:
     """The report as Markdown: totals, every op in one paragraph, every case that did not pass with its reason."""
     total = summary["total"]
     ran = total["passed"] + total["failed"] + total["explained"]
-    named = [f"{name} {counts['passed']}" + (f"/{counts.total()}" if counts["passed"] < counts.total() else "")
-             for name, counts in sorted(summary["ops"].items())]  # fmt: skip
-    lines = [f"## `python -m tests.judge {suite}`", "",
-             f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); "
-             f"{total['failed']} failed; {total['explained']} did not for a known reason, "
-             f"{total['skipped']} were skipped by their authors; of {selected} selected.", "",
-             f"Passed, by op (of how many, where not all): {', '.join(named)}.", "",
-             "| | cases | reason |", "|---|---|---|"]  # fmt: skip
+    named = [
+        f"{name} {counts['passed']}"
+        + (f"/{counts.total()}" if counts["passed"] < counts.total() else "")
+        for name, counts in sorted(summary["ops"].items())
+    ]
+    lines = [
+        f"## `python -m tests.judge {suite}`",
+        "",
+        f"{total['passed']} of {ran} cases that ran passed ({total['passed'] / max(ran, 1):.2%}); "
+        f"{total['failed']} failed; {total['explained']} did not for a known reason, "
+        f"{total['skipped']} were skipped by their authors; of {selected} selected.",
+        "",
+        f"Passed, by op (of how many, where not all): {', '.join(named)}.",
+        "",
+        "| | cases | reason |",
+        "|---|---|---|",
+    ]
     lines += [
         f"| {kind} | {', '.join(f'{name} {n}' for name, n in sorted(cases.items()))} | {reason.replace('|', '/')} |"
         for (kind, reason), cases in sorted(summary["reasons"].items())

@@ -31,7 +31,9 @@ class Recorder:
 
     def pytest_sessionstart(self):  # after --runxfail has put its own function in place
         pytest.xfail, skip = self._expected, pytest.skip
-        pytest.skip = lambda reason="", **rest: (self._expected if NOT_OURS.search(reason) else skip)(reason, **rest)
+        pytest.skip = lambda reason="", **rest: (
+            self._expected if NOT_OURS.search(reason) else skip
+        )(reason, **rest)
 
     def _expected(self, reason="", **rest):
         self.result.setdefault("expected", reason or "no reason given")
@@ -39,8 +41,11 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         for node in {node for item in items for node in item.listchain()}:
-            node.own_markers = [m for m in node.own_markers if not (
-                m.name.startswith("skip") and NOT_OURS.search(m.kwargs.get("reason", "")))]  # fmt: skip
+            node.own_markers = [
+                m
+                for m in node.own_markers
+                if not (m.name.startswith("skip") and NOT_OURS.search(m.kwargs.get("reason", "")))
+            ]
         self.file.seek(0)
         known = [json.loads(line) for line in self.file]
         self.file.write(json.dumps({"selected": len(items)}) + "\n")
@@ -55,7 +60,10 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
-            self.result |= {"outcome": report.outcome, "reason": "" if report.outcome == "passed" else _reason(report)}
+            self.result |= {
+                "outcome": report.outcome,
+                "reason": "" if report.outcome == "passed" else _reason(report),
+            }
 
     def pytest_runtest_logfinish(self, nodeid):
         self.file.write(json.dumps({"case": nodeid} | self.result) + "\n")
@@ -77,7 +85,9 @@ def _reason(report) -> str:
 
 def pytest_addoption(parser):
     parser.addoption("--outcomes", type=Path, required=True, help="file to append outcomes to")
-    parser.addoption("--sample", type=int, default=0, help="run so many cases, drawn with a fixed seed; 0: all")
+    parser.addoption(
+        "--sample", type=int, default=0, help="run so many cases, drawn with a fixed seed; 0: all"
+    )
 
 
 def pytest_configure(config):
@@ -88,7 +98,9 @@ def pytest_configure(config):
     testing_utils._IS_MACOS = True
     testing_utils.max = torch_testing.max = _tolerance
     _cast_arrays_of_one()
-    config.pluginmanager.register(Recorder(config.getoption("outcomes"), config.getoption("sample")))
+    config.pluginmanager.register(
+        Recorder(config.getoption("outcomes"), config.getoption("sample"))
+    )
 
 
 def _tolerance(hundredfold: float, allowed: float) -> float:

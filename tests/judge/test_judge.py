@@ -29,9 +29,13 @@ def judged(out, *arguments, code=0):
 
 def test_the_slice_passes_whole(tmp_path):
     """State, attention and dialect ops as coremltools' authors test them, predictions compared."""
-    assert [line.get("outcome", "selected") for line in judged(tmp_path, "slice")] == ["selected"] + ["passed"] * 85
+    assert [line.get("outcome", "selected") for line in judged(tmp_path, "slice")] == [
+        "selected"
+    ] + ["passed"] * 85
     assert "85 of 85 cases that ran passed" in (tmp_path / "slice.md").read_text()
-    assert judged(tmp_path, "slice")[86:] == [{"selected": 85}]  # a second run has nothing left to do
+    assert judged(tmp_path, "slice")[86:] == [
+        {"selected": 85}
+    ]  # a second run has nothing left to do
 
 
 def test_a_sample_of_all_op_cases_has_no_failure_without_a_reason(tmp_path):
@@ -52,12 +56,18 @@ def test_outcomes_are_sorted_by_op_and_reason():
         "a.py::TestAdd::test[2]": {"outcome": "failed", "reason": "wrong"},
         "a.py::TestMul::test": {"outcome": "failed", "reason": "wrong", "expected": "rdar://1"},
         "a.py::TestMul::other": {"outcome": "skipped", "reason": "no TensorFlow"},
-        "a.py::TestMul::old": {"outcome": "failed", "reason": "x.mlmodel: found a single .mlmodel file"},
+        "a.py::TestMul::old": {
+            "outcome": "failed",
+            "reason": "x.mlmodel: found a single .mlmodel file",
+        },
     }
     summary = summarize(outcomes)
     assert summary["total"] == {"passed": 1, "failed": 1, "explained": 2, "skipped": 1}
     assert summary["ops"]["Add"] == {"passed": 1, "failed": 1}
     text = table("ops", summary, 7)
-    assert "1 of 4 cases that ran passed (25.00%); 1 failed; 2 did not for a known reason, 1 were skipped" in text
+    assert (
+        "1 of 4 cases that ran passed (25.00%); 1 failed; 2 did not for a known reason, 1 were skipped"
+        in text
+    )
     assert "of 7 selected" in text
     assert "Add 1/2, Mul 0/3." in text and "| failed | Add 1 | wrong |" in text

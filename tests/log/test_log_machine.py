@@ -43,7 +43,10 @@ def test_a_mac_is_read_through_its_own_commands(commands):
     commands(MAC)
     here = log.environment()
     assert (here["chip"], here["model"], here["os_build"]) == ("Apple M4 Max", "Mac16,5", "24F74")
-    assert machine.machine_name(here | {"memory_bytes": (64 << 30) - 4096, "cores": 16}) == "Apple M4 Max, Mac16,5, 64 GiB, 16 cores"
+    assert (
+        machine.machine_name(here | {"memory_bytes": (64 << 30) - 4096, "cores": 16})
+        == "Apple M4 Max, Mac16,5, 64 GiB, 16 cores"
+    )
     assert (here["power_source"], here["thermal"]) == ("Battery Power", "CPU_Speed_Limit = 100")
 
 
@@ -55,7 +58,9 @@ def test_what_the_system_does_not_tell_is_none(commands, monkeypatch):
     assert [here[name] for name in ("chip", "power_source", "thermal", "commit")] == [None] * 4
 
 
-@pytest.mark.parametrize(("plugged", "source"), [(True, "AC Power"), (False, "Battery Power"), (None, None)])
+@pytest.mark.parametrize(
+    ("plugged", "source"), [(True, "AC Power"), (False, "Battery Power"), (None, None)]
+)
 def test_a_laptop_without_pmset_tells_its_power_source(commands, monkeypatch, plugged, source):
     commands({})
     battery = psutil._ntuples.sbattery(80, 3600, plugged)
@@ -69,7 +74,10 @@ def test_the_commit_is_this_checkouts_and_says_when_it_has_changes(tmp_path, mon
     (tmp_path / "pyproject.toml").write_text('name = "workbench"\n')
     monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
     git = f"git -C {tmp_path} -c user.name=x -c user.email=x@x"
-    assert os.system(f"git init -q {tmp_path} && {git} add pyproject.toml && {git} commit -qm first") == 0
+    assert (
+        os.system(f"git init -q {tmp_path} && {git} add pyproject.toml && {git} commit -qm first")
+        == 0
+    )
     clean = log.environment()["commit"]
     assert len(clean) == 40
     (tmp_path / "pyproject.toml").write_text('name = "workbench"\nversion = 2\n')

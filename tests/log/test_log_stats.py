@@ -34,14 +34,28 @@ def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
 
 
 def test_measurements_are_kept_apart_and_null_is_a_key_of_its_own(tmp_path):
-    rows = samples([1.0, 1.0], shard="a") + samples([2.0]) + samples([3.0], T=4) + samples([np.nan], depth=9)
+    rows = (
+        samples([1.0, 1.0], shard="a")
+        + samples([2.0])
+        + samples([3.0], T=4)
+        + samples([np.nan], depth=9)
+    )
     found = summary_of(tmp_path, rows)
     assert sorted(zip(found["median"], found["n"], strict=True)) == [(1.0, 2), (2.0, 1), (3.0, 1)]
 
 
 def test_a_summary_of_nothing_has_every_column(tmp_path):
     found = log.summary(log.load("samples", tmp_path))
-    assert found.empty and {"run_id", "phase", "median", "mad", "n", "drift", "drifting", "unstable"} <= set(found)
+    assert found.empty and {
+        "run_id",
+        "phase",
+        "median",
+        "mad",
+        "n",
+        "drift",
+        "drifting",
+        "unstable",
+    } <= set(found)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +65,11 @@ def test_a_summary_of_nothing_has_every_column(tmp_path):
         ([10.0, 10.1, 9.9, 10.0, 10.1, 9.9], False, False),
         ([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], True, False),
         ([12.5, 12.0, 11.5, 11.0, 10.5, 10.0], True, False),
-        ([10.00, 10.01, 10.02, 10.03, 10.04, 10.05], False, False),  # significant, and too small to matter
+        (
+            [10.00, 10.01, 10.02, 10.03, 10.04, 10.05],
+            False,
+            False,
+        ),  # significant, and too small to matter
         ([10.0, 12.0, 14.0], False, False),  # three points prove no trend
         ([10.0, 10.0, 10.0, 40.0, 10.0, 10.0], False, True),
         ([0.0, 0.0, 0.0, 5.0], False, True),
@@ -78,26 +96,57 @@ def noisy(median: float, n: int = 8) -> list[float]:
 
 def test_only_settings_that_differ_are_shown(tmp_path):
     same = {"max_seq_len": 128, "compress": "fp16", "platform": "x"}
-    a = logged(tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 0}, time=pd.Timestamp(0, tz="UTC"), **same)
-    b = logged(tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 64}, runtime="portable", **same)
+    a = logged(
+        tmp_path,
+        samples([1.0]),
+        config={"n_gen": 16, "depth": 0},
+        time=pd.Timestamp(0, tz="UTC"),
+        **same,
+    )
+    b = logged(
+        tmp_path, samples([1.0]), config={"n_gen": 16, "depth": 64}, runtime="portable", **same
+    )
     found = log.compare(a, b, tmp_path).settings
-    assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {"config.depth": (0, 64), "runtime": (None, "portable")}
+    assert {row.setting: (row.a, row.b) for row in found.itertuples()} == {
+        "config.depth": (0, 64),
+        "runtime": (None, "portable"),
+    }
 
 
-def repeated(root, seed: int, slower: float = 1.0, rounds: int = 6, interleaved: bool = True) -> tuple[str, str]:
+def repeated(
+    root, seed: int, slower: float = 1.0, rounds: int = 6, interleaved: bool = True
+) -> tuple[str, str]:
     """Two settings measured round by round in random order: every process has a speed of its own (2%), the machine
     slows down by 2% meanwhile, calls are noisy and some take twice as long. Returns a run of each."""
     rng = np.random.default_rng(seed)
     order = [side for _ in range(rounds) for side in rng.permutation(["a", "b"])]
     order = order if interleaved else sorted(order)
     for i, side in enumerate(order):
-        speed = np.exp(0.02 * rng.standard_normal()) * (1 + 0.02 * i / len(order)) * (slower if side == "b" else 1.0)
+        speed = (
+            np.exp(0.02 * rng.standard_normal())
+            * (1 + 0.02 * i / len(order))
+            * (slower if side == "b" else 1.0)
+        )
         rows = []
         for phase, ms in {"call": 10.0, "head": 2.0, "host": 0.5, "layer": 1.2}.items():
-            calls = ms * speed * (1 + 0.03 * rng.standard_normal((3, 16))) * np.where(rng.random((3, 16)) < 0.05, 2, 1)
-            rows += [row | {"repetition": r, "order": i} for r in range(3) for i, row in enumerate(samples(calls[r], phase=phase))]
+            calls = (
+                ms
+                * speed
+                * (1 + 0.03 * rng.standard_normal((3, 16)))
+                * np.where(rng.random((3, 16)) < 0.05, 2, 1)
+            )
+            rows += [
+                row | {"repetition": r, "order": i}
+                for r in range(3)
+                for i, row in enumerate(samples(calls[r], phase=phase))
+            ]
         run_id = f"{seed:03}-{i:03}-{side}"
-        log.append("runs", {"status": "ok", "setting": f"{seed}{side}", "round": i // 2, "chip": "x"}, root, run_id)
+        log.append(
+            "runs",
+            {"status": "ok", "setting": f"{seed}{side}", "round": i // 2, "chip": "x"},
+            root,
+            run_id,
+        )
         log.append("samples", rows, root, run_id)
     return f"{seed:03}-{order.index('a'):03}-a", f"{seed:03}-{order.index('b'):03}-b"
 
@@ -105,8 +154,13 @@ def repeated(root, seed: int, slower: float = 1.0, rounds: int = 6, interleaved:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
     found = log.compare(*repeated(tmp_path / "slower", seed, slower=1.1), tmp_path / "slower")
-    assert set(found.measures["phase"]) == {"call", "head", "host", "layer"} and (found.measures["low"] > 1).all()
-    assert found.measures["ratio"].between(1.04, 1.16).all() and (found.measures[["n_a", "n_b"]] == 6).all(axis=None)
+    assert (
+        set(found.measures["phase"]) == {"call", "head", "host", "layer"}
+        and (found.measures["low"] > 1).all()
+    )
+    assert found.measures["ratio"].between(1.04, 1.16).all() and (
+        found.measures[["n_a", "n_b"]] == 6
+    ).all(axis=None)
     same = log.compare(*repeated(tmp_path / "same", seed), tmp_path / "same")
     assert same.measures.empty and same.indistinguishable == 4
 
@@ -114,7 +168,9 @@ def test_a_slow_down_of_a_tenth_is_found_and_none_is_imagined(tmp_path, seed):
 @pytest.mark.parametrize(("rounds", "interleaved"), [(2, True), (6, False)])
 def test_too_few_rounds_or_one_side_after_the_other_are_not_enough(tmp_path, rounds, interleaved):
     found = log.compare(*repeated(tmp_path, 0, 1.5, rounds, interleaved), tmp_path).measures
-    assert set(found["note"]) == {"not enough runs"} and found[["low", "high"]].isna().all(axis=None)
+    assert set(found["note"]) == {"not enough runs"} and found[["low", "high"]].isna().all(
+        axis=None
+    )
     assert (found["ratio"] > 1.3).all()
 
 
@@ -122,7 +178,9 @@ def test_two_runs_of_one_setting_stand_for_themselves(tmp_path):
     repeated(tmp_path, 0)
     first, second, *_ = [run for run in log.load("runs", tmp_path)["run_id"] if run.endswith("a")]
     found = log.compare(first, second, tmp_path)
-    assert (found.measures[["n_a", "n_b"]] == 1).all(axis=None) and set(found.measures["note"]) == {"not enough runs"}
+    assert (found.measures[["n_a", "n_b"]] == 1).all(axis=None) and set(found.measures["note"]) == {
+        "not enough runs"
+    }
 
 
 def test_many_repetitions_of_one_process_are_no_evidence(tmp_path):
@@ -133,12 +191,18 @@ def test_many_repetitions_of_one_process_are_no_evidence(tmp_path):
 
 def test_comparing_turns_the_ratio_round(tmp_path):
     a, b = repeated(tmp_path, 1, slower=3.0)
-    there, back = log.compare(a, b, tmp_path).measures.iloc[0], log.compare(b, a, tmp_path).measures.iloc[0]
+    there, back = (
+        log.compare(a, b, tmp_path).measures.iloc[0],
+        log.compare(b, a, tmp_path).measures.iloc[0],
+    )
     assert there["ratio"] == pytest.approx(1 / back["ratio"])
     assert (there["low"], there["high"]) == pytest.approx((1 / back["high"], 1 / back["low"]))
 
 
-@pytest.mark.parametrize(("values_a", "values_b", "note"), [([1.0], [0.0], "not positive"), ([1.0], [np.nan], "on one side only")])
+@pytest.mark.parametrize(
+    ("values_a", "values_b", "note"),
+    [([1.0], [0.0], "not positive"), ([1.0], [np.nan], "on one side only")],
+)
 def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path, values_a, values_b, note):
     a, b = logged(tmp_path, samples(values_a)), logged(tmp_path, samples(values_b))
     found = log.compare(a, b, tmp_path)
@@ -148,9 +212,14 @@ def test_what_cannot_be_compared_is_shown_without_an_interval(tmp_path, values_a
 
 def test_flags_say_in_words_what_makes_a_run_doubtful():
     rows = pd.DataFrame(
-        samples([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], phase="call") + samples([1.0, 1.0, 1.0, 9.0], phase="tokens_per_s")
+        samples([10.0, 10.5, 11.0, 11.5, 12.0, 12.5], phase="call")
+        + samples([1.0, 1.0, 1.0, 9.0], phase="tokens_per_s")
     )
-    rows = rows.assign(order=range(len(rows)), warmup=False, **dict.fromkeys(("shard", "depth", "n_prompt", "n_gen")))
+    rows = rows.assign(
+        order=range(len(rows)),
+        warmup=False,
+        **dict.fromkeys(("shard", "depth", "n_prompt", "n_gen")),
+    )
     assert log.flags(rows) == ["call drifts by +22%", "tokens_per_s is unstable"]
 
 

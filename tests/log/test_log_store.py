@@ -117,8 +117,13 @@ def test_run_ids_are_unique_and_sort_by_time():
 
 def test_sixteen_writers_killed_at_random_leave_every_finished_run_readable(tmp_path):
     """Each writes runs until it is killed at a moment of its own; what they noted as written must be there, whole."""
-    ended = subprocess.run([sys.executable, Path(__file__).with_name("writers.py"), tmp_path / "log", "40", "0"], check=True,
-                           capture_output=True, text=True, timeout=120)  # fmt: skip
+    ended = subprocess.run(
+        [sys.executable, Path(__file__).with_name("writers.py"), tmp_path / "log", "40", "0"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     noted = {line for notes in tmp_path.glob("notes-*") for line in notes.read_text().splitlines()}
     rows = log.load("layers", tmp_path / "log").groupby("run_id").size()
     assert int(ended.stdout) >= 8 and len(noted) > 100
@@ -168,17 +173,25 @@ def test_gathered_rows_are_not_believed_when_anything_changed(tmp_path, change, 
 
 def test_the_gathered_log_needs_no_right_to_write(tmp_path, monkeypatch):
     filled(tmp_path, cache.WORTH)
-    monkeypatch.setattr(cache.feather, "write_feather", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+    monkeypatch.setattr(
+        cache.feather,
+        "write_feather",
+        lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")),
+    )
     assert len(log.load("layers", tmp_path)) == 2 * cache.WORTH
     assert not [p for p in (tmp_path / "layers").iterdir() if p.name.startswith(".")]
 
 
 def test_logs_of_two_machines_merge_by_copying(tmp_path):
     for machine in ("one", "two"):
-        run = log.append("runs", {"status": "ok", "chip": machine}, tmp_path / machine, f"run-{machine}").stem
+        run = log.append(
+            "runs", {"status": "ok", "chip": machine}, tmp_path / machine, f"run-{machine}"
+        ).stem
         log.append("layers", LAYER, tmp_path / machine, run)
     assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
-    assert log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"  # again changes nothing
+    assert (
+        log.adopt(log.files(tmp_path / "two"), tmp_path / "one") == "run-two"
+    )  # again changes nothing
     shutil.copytree(tmp_path / "one", tmp_path / "two", dirs_exist_ok=True)
     for machine in ("one", "two"):
         assert log.load("runs", tmp_path / machine)["chip"].tolist() == ["one", "two"]
@@ -189,7 +202,9 @@ def test_a_run_is_listed_only_when_its_tables_are_there(tmp_path, monkeypatch):
     log.append("runs", {"status": "ok"}, tmp_path / "a", "r")
     log.append("layers", LAYER, tmp_path / "a", "r")
     written = []
-    monkeypatch.setattr(log.store, "write_whole", lambda path, data: written.append(path.parent.name))
+    monkeypatch.setattr(
+        log.store, "write_whole", lambda path, data: written.append(path.parent.name)
+    )
     log.adopt(log.files(tmp_path / "a"), tmp_path / "b")
     assert written == ["layers", "runs"]
 
@@ -277,7 +292,9 @@ def test_a_torn_file_is_named_not_skipped(tmp_path):
     )
 )
 def test_round_trip_keeps_values_and_nulls(tmp_path_factory, rows):
-    frame = log.load("fidelity", log.append("fidelity", rows, tmp_path_factory.mktemp("log")).parents[1])
+    frame = log.load(
+        "fidelity", log.append("fidelity", rows, tmp_path_factory.mktemp("log")).parents[1]
+    )
     for row, (_, read) in zip(rows, frame.iterrows(), strict=True):
         for name in tables.SCHEMAS["fidelity"].names[1:]:
             value = row.get(name)
@@ -285,14 +302,19 @@ def test_round_trip_keeps_values_and_nulls(tmp_path_factory, rows):
 
 
 def test_a_loaded_frame_can_be_appended_again(tmp_path):
-    rows = [{"layer": 1, "T": None, "layer_ms": np.float32(0.5)}, {"layer": np.int64(2), "layer_ms": np.nan, "n": 3}]
+    rows = [
+        {"layer": 1, "T": None, "layer_ms": np.float32(0.5)},
+        {"layer": np.int64(2), "layer_ms": np.nan, "n": 3},
+    ]
     first = log.load("layers", log.append("layers", rows, tmp_path / "a", "run").parents[1])
     second = log.load("layers", log.append("layers", first, tmp_path / "b", "run").parents[1])
     pd.testing.assert_frame_equal(first, second)
 
 
 def test_nan_is_stored_as_not_measured(tmp_path):
-    path = log.append("layers", [{"layer": 1, "layer_ms": np.nan}, {"layer": 2, "layer_ms": np.inf}], tmp_path)
+    path = log.append(
+        "layers", [{"layer": 1, "layer_ms": np.nan}, {"layer": 2, "layer_ms": np.inf}], tmp_path
+    )
     assert pq.read_table(path)["layer_ms"].to_pylist() == [None, np.inf]
 
 
@@ -306,7 +328,9 @@ def test_a_column_that_the_first_file_lacks_is_not_dropped(tmp_path):
     old = pq.read_table(log.append("layers", LAYER, tmp_path, "a")).drop_columns(["n", "T"])
     pq.write_table(old, tmp_path / "layers" / "a.parquet")
     log.append("layers", LAYER | {"n": 7, "T": 4}, tmp_path, "b")
-    assert "n" not in pd.read_parquet(tmp_path / "layers"), "the trap is gone: the explicit schema may be too"
+    assert "n" not in pd.read_parquet(tmp_path / "layers"), (
+        "the trap is gone: the explicit schema may be too"
+    )
     frame = log.load("layers", tmp_path).set_index("run_id")
     assert frame.loc["b", ["n", "T"]].tolist() == [7, 4]
     assert frame.loc["a", ["n", "T"]].isna().all()
@@ -315,15 +339,23 @@ def test_a_column_that_the_first_file_lacks_is_not_dropped(tmp_path):
 def test_other_readers_see_the_same_rows_through_the_published_schema(tmp_path):
     for _ in range(3):
         log.append("layers", LAYER, tmp_path)
-    other = ds.dataset(tmp_path / "layers", schema=log.SCHEMAS["layers"], format="parquet").to_table()
+    other = ds.dataset(
+        tmp_path / "layers", schema=log.SCHEMAS["layers"], format="parquet"
+    ).to_table()
     assert other.num_rows == len(log.load("layers", tmp_path)) == 3
     assert other["layer_ms"].to_pylist() == [1.5] * 3
 
 
 def test_text_columns_are_pandas_strings_even_when_all_null(tmp_path):
     frame = log.load("layers", log.append("layers", LAYER, tmp_path).parents[1])
-    assert isinstance(frame["shard"].dtype, pd.StringDtype) and isinstance(frame["run_id"].dtype, pd.StringDtype)
-    assert (frame["layer"].dtype, frame["T"].dtype, frame["layer_ms"].dtype) == ("Int64", "Int64", "float64")
+    assert isinstance(frame["shard"].dtype, pd.StringDtype) and isinstance(
+        frame["run_id"].dtype, pd.StringDtype
+    )
+    assert (frame["layer"].dtype, frame["T"].dtype, frame["layer_ms"].dtype) == (
+        "Int64",
+        "Int64",
+        "float64",
+    )
 
 
 def test_json_columns_take_objects_or_text(tmp_path):
@@ -338,7 +370,11 @@ def test_json_columns_take_objects_or_text(tmp_path):
 @pytest.fixture(scope="module")
 def grid(tmp_path_factory):
     root = tmp_path_factory.mktemp("log")
-    rows = [{"layer": i, "T": t, "shard": f"s{i}", "layer_ms": i} for i in range(3) for t in (None, 1, 4)]
+    rows = [
+        {"layer": i, "T": t, "shard": f"s{i}", "layer_ms": i}
+        for i in range(3)
+        for t in (None, 1, 4)
+    ]
     log.append("layers", rows, root)
     return root
 
@@ -363,7 +399,19 @@ def test_filters_keep_what_they_say(grid, where, rows):
 
 
 @pytest.mark.parametrize(
-    "where", [{"depht": 1}, {"T": "four"}, {"shard": 1}, "depht == 1", "T ==", "T + 1", "shard > 3", "import os", "T.foo", 5]
+    "where",
+    [
+        {"depht": 1},
+        {"T": "four"},
+        {"shard": 1},
+        "depht == 1",
+        "T ==",
+        "T + 1",
+        "shard > 3",
+        "import os",
+        "T.foo",
+        5,
+    ],
 )
 def test_filters_that_mean_nothing_are_refused(grid, where):
     with pytest.raises(InputError, match="filter"):
@@ -427,40 +475,95 @@ def test_outside_a_checkout_the_log_is_in_the_working_directory(tmp_path, monkey
 # --- older versions --------------------------------------------------------------------------------------------------
 
 FIRST_VERSION = {
-    "run_id": pa.string(), "time": pa.timestamp("us", tz="UTC"),
-    **dict.fromkeys(("experiment", "command", "status", "reason", "verdict", "config", "checkpoint", "checkpoint_hash", "bundle",
-                     "bundle_hash", "family", "commit", "versions", "platform", "chip", "os_build", "power_source", "thermal"),
-                    pa.string()),
+    "run_id": pa.string(),
+    "time": pa.timestamp("us", tz="UTC"),
+    **dict.fromkeys(
+        (
+            "experiment",
+            "command",
+            "status",
+            "reason",
+            "verdict",
+            "config",
+            "checkpoint",
+            "checkpoint_hash",
+            "bundle",
+            "bundle_hash",
+            "family",
+            "commit",
+            "versions",
+            "platform",
+            "chip",
+            "os_build",
+            "power_source",
+            "thermal",
+        ),
+        pa.string(),
+    ),
     "memory_bytes": pa.int64(),
-    **dict.fromkeys(("runtime", "precision", "compute_units", "placement", "placement_source", "setting"), pa.string()),
-    "round": pa.int64(), "fast": pa.bool_(),
+    **dict.fromkeys(
+        ("runtime", "precision", "compute_units", "placement", "placement_source", "setting"),
+        pa.string(),
+    ),
+    "round": pa.int64(),
+    "fast": pa.bool_(),
     **dict.fromkeys(("max_seq_len", "t_max", "T", "batch", "layers_per_shard"), pa.int64()),
     **dict.fromkeys(("compress", "kv_write", "layout", "states", "moe"), pa.string()),
-}  # fmt: skip
+}
 """The columns of `runs` in its version 1."""
 
-FIRST_CONFIG = {"cell": "c72a5b7199081f03-0", "export": {"t": "range", "sliding": "mask", "max_seq_len": 256},
-                "run": {"T": 1, "compute_units": "CPU_AND_NE", "depth": 64, "fast": True, "hints": {"reshapeFrequency": "Frequent"},
-                        "n_gen": 24, "precision": "declared", "runtime": "auto", "threads": 1}}  # fmt: skip
+FIRST_CONFIG = {
+    "cell": "c72a5b7199081f03-0",
+    "export": {"t": "range", "sliding": "mask", "max_seq_len": 256},
+    "run": {
+        "T": 1,
+        "compute_units": "CPU_AND_NE",
+        "depth": 64,
+        "fast": True,
+        "hints": {"reshapeFrequency": "Frequent"},
+        "n_gen": 24,
+        "precision": "declared",
+        "runtime": "auto",
+        "threads": 1,
+    },
+}
 
 
 def first_version(root: Path, **values) -> None:
     """A `runs` file as version 1 wrote it."""
     (root / "runs").mkdir(parents=True, exist_ok=True)
-    row = {"run_id": "old", "status": "ok", "chip": "AMD EPYC", "memory_bytes": 25276510208, "T": 1, "os_build": "#1"} | values
+    row = {
+        "run_id": "old",
+        "status": "ok",
+        "chip": "AMD EPYC",
+        "memory_bytes": 25276510208,
+        "T": 1,
+        "os_build": "#1",
+    } | values
     columns = [pa.array([row.get(name)], kind) for name, kind in FIRST_VERSION.items()]
-    table = pa.table(columns, names=list(FIRST_VERSION)).replace_schema_metadata({b"workbench.log.version": b"1"})
+    table = pa.table(columns, names=list(FIRST_VERSION)).replace_schema_metadata(
+        {b"workbench.log.version": b"1"}
+    )
     pq.write_table(table, root / "runs" / f"{row['run_id']}.parquet")
 
 
-@pytest.mark.parametrize(("runtime", "hints"), [("portable", None), ("coreml", '{"reshapeFrequency": "Frequent"}')])
+@pytest.mark.parametrize(
+    ("runtime", "hints"), [("portable", None), ("coreml", '{"reshapeFrequency": "Frequent"}')]
+)
 def test_a_sweep_s_run_of_the_first_version_has_its_settings_as_columns(tmp_path, runtime, hints):
     first_version(tmp_path, config=json.dumps(FIRST_CONFIG), runtime=runtime)
     log.append("runs", {"status": "ok", "t": "fixed", "cores": 8}, tmp_path, "young")
     frame = log.load("runs", tmp_path).astype(object).set_index("run_id")
     assert list(log.load("runs", tmp_path)) == log.SCHEMAS["runs"].names
     old = frame.loc["old"].where(frame.loc["old"].notna(), None)
-    assert [old[name] for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")] == ["range", "mask", 1, 64, 24, hints]
+    assert [old[name] for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")] == [
+        "range",
+        "mask",
+        1,
+        64,
+        24,
+        hints,
+    ]
     assert (old["model"], old["cores"], old["chip"], old["T"]) == (None, None, "AMD EPYC", 1)
     assert (frame.loc["young", "t"], frame.loc["young", "cores"]) == ("fixed", 8)
     assert machine_name(old) == "AMD EPYC, 24 GiB"
@@ -470,7 +573,9 @@ def test_a_sweep_s_run_of_the_first_version_has_its_settings_as_columns(tmp_path
 def test_a_run_of_the_first_version_without_settings_reads_as_not_measured(tmp_path, config):
     first_version(tmp_path, config=config)
     (row,) = log.load("runs", tmp_path).to_dict("records")
-    assert all(pd.isna(row[name]) for name in ("t", "sliding", "threads", "depth", "n_gen", "hints"))
+    assert all(
+        pd.isna(row[name]) for name in ("t", "sliding", "threads", "depth", "n_gen", "hints")
+    )
 
 
 # --- shipped runs ------------------------------------------------------------------------------------------------------

@@ -66,11 +66,7 @@ def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch
         process, "call", lambda *_, **__: process.Outcome(None, said, (said, "/Users/jane/x"))
     )
     job = execute._job(
-        next(sweep.cells(grid)),
-        grid,
-        Checkpoint(grid.checkpoint),
-        tmp_path / "bundles",
-        here=True,
+        next(sweep.cells(grid)), grid, Checkpoint(grid.checkpoint), tmp_path / "bundles", here=True
     )
     run_id = log.adopt(cell.run_cell(job), tmp_path / "log")
     (row,) = log.load("runs", tmp_path / "log", {"run_id": run_id}).to_dict("records")

@@ -28,12 +28,21 @@ def models(ct):
     with quiet():
         return {
             "fp16": plain,
-            "int8": stored(cto.linear_quantize_weights, linear(weight_threshold=0, granularity="per_channel")),
-            "int4": stored(cto.linear_quantize_weights,
-                           linear(weight_threshold=0, dtype="int4", granularity="per_block", block_size=32)),
-            "lut6": stored(cto.palettize_weights, cto.OpPalettizerConfig(nbits=6, weight_threshold=0)),
-            "sparse": stored(cto.prune_weights, cto.OpMagnitudePrunerConfig(target_sparsity=0.5, weight_threshold=0)),
-        }  # fmt: skip
+            "int8": stored(
+                cto.linear_quantize_weights, linear(weight_threshold=0, granularity="per_channel")
+            ),
+            "int4": stored(
+                cto.linear_quantize_weights,
+                linear(weight_threshold=0, dtype="int4", granularity="per_block", block_size=32),
+            ),
+            "lut6": stored(
+                cto.palettize_weights, cto.OpPalettizerConfig(nbits=6, weight_threshold=0)
+            ),
+            "sparse": stored(
+                cto.prune_weights,
+                cto.OpMagnitudePrunerConfig(target_sparsity=0.5, weight_threshold=0),
+            ),
+        }
 
 
 @pytest.fixture(scope="session")

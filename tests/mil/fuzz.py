@@ -19,7 +19,11 @@ import torch
 import miltorch
 from workbench.errors import InputError
 
-FILES = {"Data/com.apple.CoreML/model.mlmodel": 0.7, "Data/com.apple.CoreML/weights/weight.bin": 0.2, "Manifest.json": 0.1}
+FILES = {
+    "Data/com.apple.CoreML/model.mlmodel": 0.7,
+    "Data/com.apple.CoreML/weights/weight.bin": 0.2,
+    "Manifest.json": 0.1,
+}
 SECONDS, BYTES = 20, 4 << 30  # for one attempt; of address space beyond what is taken at the start
 
 
@@ -47,8 +51,13 @@ def attempt(package: Path) -> str:
     """Opens and runs a damaged package: `refused` or `ran`; anything but an InputError escapes."""
     try:
         executable = miltorch.Executable(miltorch.read(package))
-        shapes = {n: [2 if d is None else min(d, 64) for d in t.shape] for n, t in executable.program.inputs.items()}
-        executable.run({name: torch.ones(shape) for name, shape in shapes.items()}, executable.make_state())
+        shapes = {
+            n: [2 if d is None else min(d, 64) for d in t.shape]
+            for n, t in executable.program.inputs.items()
+        }
+        executable.run(
+            {name: torch.ones(shape) for name, shape in shapes.items()}, executable.make_state()
+        )
         return "ran"
     except InputError:
         return "refused"

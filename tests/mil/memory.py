@@ -31,9 +31,12 @@ def export():
     ct = coremltools()
     with quiet():
         return ct.convert(
-            torch.jit.trace(Memory().eval(), torch.zeros(1, 2, WIDTH)), skip_model_load=True,
+            torch.jit.trace(Memory().eval(), torch.zeros(1, 2, WIDTH)),
+            skip_model_load=True,
             minimum_deployment_target=ct.target.iOS18,
             inputs=[ct.TensorType("x", (1, ct.RangeDim(1, 4), WIDTH), dtype=np.float16)],
             outputs=[ct.TensorType("y", dtype=np.float16)],
-            states=[ct.StateType(ct.TensorType(shape=(1, ROWS, WIDTH), dtype=np.float16), "memory")],
-        )  # fmt: skip
+            states=[
+                ct.StateType(ct.TensorType(shape=(1, ROWS, WIDTH), dtype=np.float16), "memory")
+            ],
+        )

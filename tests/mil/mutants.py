@@ -165,7 +165,10 @@ def _kind(function, block, random):
     before, op.type = (
         op.type,
         str(
-            _any(sorted({o.type for o in block.operations} | set(miltorch.interpret.OPERATIONS)), random)
+            _any(
+                sorted({o.type for o in block.operations} | set(miltorch.interpret.OPERATIONS)),
+                random,
+            )
             if random.random() < 0.5
             else _any(sorted({o.type for o in block.operations}), random)
         ),

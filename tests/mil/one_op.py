@@ -9,8 +9,14 @@ import torch
 from miltorch import Executable, Program, Type
 from miltorch.program import Block, Op, Ref
 
-MIL = {np.dtype(np.float16): "FLOAT16", np.dtype(np.float32): "FLOAT32", np.dtype(np.int32): "INT32",
-       np.dtype(np.int8): "INT8", np.dtype(np.uint8): "UINT8", np.dtype(np.bool_): "BOOL"}  # fmt: skip
+MIL = {
+    np.dtype(np.float16): "FLOAT16",
+    np.dtype(np.float32): "FLOAT32",
+    np.dtype(np.int32): "INT32",
+    np.dtype(np.int8): "INT8",
+    np.dtype(np.uint8): "UINT8",
+    np.dtype(np.bool_): "BOOL",
+}
 UNKNOWN = (None,)  # a shape of no known size: results of any rank pass
 
 
@@ -20,7 +26,12 @@ def given(*arguments, **named):
     return lambda test: chosen(hypothesis.given(*arguments, **named)(test))
 
 
-def program(ops: list[Op], inputs: dict[str, Type], outputs: list[str], states: dict[str, Type] | None = None) -> Program:
+def program(
+    ops: list[Op],
+    inputs: dict[str, Type],
+    outputs: list[str],
+    states: dict[str, Type] | None = None,
+) -> Program:
     block = Block([], ops, outputs)
     return Program(Path("test.mlpackage"), "main", inputs, states or {}, outputs, block, None)
 
@@ -37,7 +48,9 @@ def literal(value):
 
 def tensor(array: np.ndarray) -> torch.Tensor:
     """An array as the runtime gives it to a program: fp16 in float32."""
-    return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float16 else np.array(array))
+    return torch.from_numpy(
+        array.astype(np.float32) if array.dtype == np.float16 else np.array(array)
+    )
 
 
 def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):

@@ -17,14 +17,21 @@ def versions(ct):
     from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
 
     return {
-        kind: [set(version.input_spec.input_types) for target, version in by_target.items() if target <= ct.target.iOS18]
+        kind: [
+            set(version.input_spec.input_types)
+            for target, version in by_target.items()
+            if target <= ct.target.iOS18
+        ]
         for kind, by_target in SSAOpRegistry.core_ops.items()
     }
 
 
 def test_every_op_has_a_rule(versions):
     assert set(versions) - set(OPERATIONS) == NOT_IN_PACKAGES | NEURAL_NETWORK_ONLY
-    assert set(OPERATIONS) - set(versions) == {"coreml_update_state", "write_state"}  # made when a package is written
+    assert set(OPERATIONS) - set(versions) == {
+        "coreml_update_state",
+        "write_state",
+    }  # made when a package is written
 
 
 def test_rules_take_every_parameter_of_every_version(versions):

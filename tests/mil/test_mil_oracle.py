@@ -27,7 +27,11 @@ def oracle(ct):
     def evaluate(kind, **arguments):
         with Function({}, opset_version=ct.target.iOS18), np.errstate(all="ignore"):
             result = getattr(Builder, kind)(**arguments)
-        return [np.asarray(v.val) for v in result] if isinstance(result, (tuple, list)) else np.asarray(result.val)
+        return (
+            [np.asarray(v.val) for v in result]
+            if isinstance(result, (tuple, list))
+            else np.asarray(result.val)
+        )
 
     return evaluate
 
@@ -41,7 +45,9 @@ def near(found, expected, ulps=2):
     """Within `ulps` fp16 steps of the expected value, or of 1/16 of the largest one where terms cancel."""
     assert found.shape == expected.shape
     scale = np.maximum(np.abs(expected), np.abs(expected).max(initial=0) / 16).astype(np.float16)
-    assert np.all(np.abs(found.astype(np.float64) - expected) <= ulps * np.spacing(scale).astype(np.float64))
+    assert np.all(
+        np.abs(found.astype(np.float64) - expected) <= ulps * np.spacing(scale).astype(np.float64)
+    )
 
 
 ONE_ROUNDING = ("add", "sub", "mul", "real_div", "maximum", "minimum")
@@ -56,7 +62,9 @@ def test_arithmetic_rounds_once(oracle, kind, data):
     same(run(kind, out="FLOAT16", x=x, y=y), oracle(kind, x=x, y=y))
 
 
-@pytest.mark.parametrize("kind", ["equal", "not_equal", "less", "less_equal", "greater", "greater_equal"])
+@pytest.mark.parametrize(
+    "kind", ["equal", "not_equal", "less", "less_equal", "greater", "greater_equal"]
+)
 @given(data=st.data())
 def test_comparison(oracle, kind, data):
     shape = data.draw(SHAPES)
@@ -82,12 +90,20 @@ def test_logic(oracle, kind, data):
     same(run("logical_not", out="BOOL", x=x), oracle("logical_not", x=x))
 
 
-@given(x=arrays((2, 3), elements=st.floats(0.25, 8, width=16)), y=arrays((2, 3), elements=st.floats(-2, 2, width=16)))
+@given(
+    x=arrays((2, 3), elements=st.floats(0.25, 8, width=16)),
+    y=arrays((2, 3), elements=st.floats(-2, 2, width=16)),
+)
 def test_power(oracle, x, y):
-    near(run("pow", out="FLOAT16", x=x, y=y), oracle("pow", x=x.astype(np.float32), y=y.astype(np.float32)))
+    near(
+        run("pow", out="FLOAT16", x=x, y=y),
+        oracle("pow", x=x.astype(np.float32), y=y.astype(np.float32)),
+    )
 
 
-@pytest.mark.parametrize("kind", ["abs", "ceil", "floor", "relu", "relu6", "round", "sign", "sqrt", "square", "identity"])
+@pytest.mark.parametrize(
+    "kind", ["abs", "ceil", "floor", "relu", "relu6", "round", "sign", "sqrt", "square", "identity"]
+)
 @given(x=arrays())
 def test_unary_rounds_once(oracle, kind, x):
     x = np.abs(x) if kind == "sqrt" else x
@@ -98,11 +114,27 @@ def test_unary_rounds_once(oracle, kind, x):
     same(run(kind, out="FLOAT16", x=x), expected)
 
 
-@pytest.mark.parametrize("kind, low, high", [
-    ("acos", -1, 1), ("asin", -1, 1), ("atan", -8, 8), ("atanh", -0.75, 0.75), ("cos", -8, 8), ("cosh", -8, 8),
-    ("erf", -8, 8), ("exp", -8, 8), ("exp2", -8, 8), ("sin", -8, 8), ("sinh", -8, 8), ("tan", -1, 1), ("tanh", -8, 8),
-    ("sigmoid", -8, 8), ("softplus", -8, 8), ("softsign", -8, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, low, high",
+    [
+        ("acos", -1, 1),
+        ("asin", -1, 1),
+        ("atan", -8, 8),
+        ("atanh", -0.75, 0.75),
+        ("cos", -8, 8),
+        ("cosh", -8, 8),
+        ("erf", -8, 8),
+        ("exp", -8, 8),
+        ("exp2", -8, 8),
+        ("sin", -8, 8),
+        ("sinh", -8, 8),
+        ("tan", -1, 1),
+        ("tanh", -8, 8),
+        ("sigmoid", -8, 8),
+        ("softplus", -8, 8),
+        ("softsign", -8, 8),
+    ],
+)
 @given(data=st.data())
 def test_transcendental(oracle, kind, low, high, data):
     x = data.draw(arrays(elements=st.floats(low, high, width=16)))
@@ -111,27 +143,60 @@ def test_transcendental(oracle, kind, low, high, data):
     assert np.all(np.abs(found - expected) <= 2 * ulp)
 
 
-@pytest.mark.parametrize("kind, arguments", [
-    ("rsqrt", {"epsilon": 0.5}), ("inverse", {"epsilon": 0.25}), ("log", {"epsilon": 0.5}), ("elu", {"alpha": 0.5}),
-    ("leaky_relu", {"alpha": 0.25}), ("clip", {"alpha": -1.5, "beta": 2.0}), ("threshold", {"alpha": 0.5}),
-    ("thresholded_relu", {"alpha": 0.5}), ("linear_activation", {"alpha": 0.5, "beta": 2.0}),
-    ("clamped_relu", {"alpha": 0.5, "beta": 2.0}), ("scaled_tanh", {"alpha": 2.0, "beta": 0.5}),
-    ("sigmoid_hard", {"alpha": 0.25, "beta": 0.5}),
-    ("gelu", {"mode": "EXACT"}), ("gelu", {"mode": "TANH_APPROXIMATION"}), ("gelu", {"mode": "SIGMOID_APPROXIMATION"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, arguments",
+    [
+        ("rsqrt", {"epsilon": 0.5}),
+        ("inverse", {"epsilon": 0.25}),
+        ("log", {"epsilon": 0.5}),
+        ("elu", {"alpha": 0.5}),
+        ("leaky_relu", {"alpha": 0.25}),
+        ("clip", {"alpha": -1.5, "beta": 2.0}),
+        ("threshold", {"alpha": 0.5}),
+        ("thresholded_relu", {"alpha": 0.5}),
+        ("linear_activation", {"alpha": 0.5, "beta": 2.0}),
+        ("clamped_relu", {"alpha": 0.5, "beta": 2.0}),
+        ("scaled_tanh", {"alpha": 2.0, "beta": 0.5}),
+        ("sigmoid_hard", {"alpha": 0.25, "beta": 0.5}),
+        ("gelu", {"mode": "EXACT"}),
+        ("gelu", {"mode": "TANH_APPROXIMATION"}),
+        ("gelu", {"mode": "SIGMOID_APPROXIMATION"}),
+    ],
+)
 @given(x=arrays(dtype=np.float32, elements=st.floats(-8, 8, width=16)))
 def test_activations_with_attributes(oracle, kind, arguments, x):
     x = np.abs(x) + 0.125 if kind in ("rsqrt", "inverse", "log") else x
-    expected = oracle(kind, x=x, **{k: np.float32(v) if isinstance(v, float) else v for k, v in arguments.items()})
+    expected = oracle(
+        kind, x=x, **{k: np.float32(v) if isinstance(v, float) else v for k, v in arguments.items()}
+    )
     np.testing.assert_allclose(run(kind, x=x, **arguments), expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "reduce_prod", "reduce_l1_norm",
-                                  "reduce_l2_norm", "reduce_sum_square", "reduce_log_sum", "reduce_log_sum_exp"])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "reduce_sum",
+        "reduce_mean",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_l1_norm",
+        "reduce_l2_norm",
+        "reduce_sum_square",
+        "reduce_log_sum",
+        "reduce_log_sum_exp",
+    ],
+)
 @given(data=st.data())
 def test_reductions(oracle, kind, data):
-    x = data.draw(arrays(hnp.array_shapes(min_dims=2, max_dims=4, max_side=4), np.float32)) + np.float32(9)
-    axes = data.draw(st.lists(st.integers(-x.ndim, x.ndim - 1), min_size=1, max_size=2, unique_by=lambda a: a % x.ndim))
+    x = data.draw(
+        arrays(hnp.array_shapes(min_dims=2, max_dims=4, max_side=4), np.float32)
+    ) + np.float32(9)
+    axes = data.draw(
+        st.lists(
+            st.integers(-x.ndim, x.ndim - 1), min_size=1, max_size=2, unique_by=lambda a: a % x.ndim
+        )
+    )
     keep_dims = data.draw(st.booleans())
     expected = oracle(kind, x=x, axes=axes, keep_dims=keep_dims)
     np.testing.assert_allclose(run(kind, x=x, axes=axes, keep_dims=keep_dims), expected, rtol=3e-6)
@@ -142,30 +207,45 @@ def test_reductions(oracle, kind, data):
 def test_argument_of_extreme(oracle, kind, data):
     x = data.draw(arrays(hnp.array_shapes(min_dims=2, max_dims=3, max_side=4)))
     axis, keep_dims = data.draw(st.integers(-x.ndim, x.ndim - 1)), data.draw(st.booleans())
-    same(run(kind, out="INT32", x=x, axis=axis, keep_dims=keep_dims), oracle(kind, x=x, axis=axis, keep_dims=keep_dims))
+    same(
+        run(kind, out="INT32", x=x, axis=axis, keep_dims=keep_dims),
+        oracle(kind, x=x, axis=axis, keep_dims=keep_dims),
+    )
 
 
 @given(x=arrays(hnp.array_shapes(min_dims=1, max_dims=4, max_side=6)), data=st.data())
 def test_softmax(oracle, x, data):
     axis = data.draw(st.integers(-x.ndim, x.ndim - 1))
-    near(run("softmax", out="FLOAT16", x=x, axis=axis), oracle("softmax", x=x.astype(np.float32), axis=axis))
+    near(
+        run("softmax", out="FLOAT16", x=x, axis=axis),
+        oracle("softmax", x=x.astype(np.float32), axis=axis),
+    )
 
 
 @given(x=arrays(st.tuples(st.integers(1, 3), st.integers(2, 12))))
 def test_layer_norm(oracle, x):
     assume(x.astype(np.float32).std(-1).min() > 0.25)
-    gamma, beta = np.linspace(0.5, 1.5, x.shape[1], dtype=np.float32), np.linspace(-1, 1, x.shape[1], dtype=np.float32)
+    gamma, beta = (
+        np.linspace(0.5, 1.5, x.shape[1], dtype=np.float32),
+        np.linspace(-1, 1, x.shape[1], dtype=np.float32),
+    )
     wide = x.astype(np.float32)
     arguments = {"axes": [1], "epsilon": np.float32(1e-5)}
     expected = oracle("layer_norm", x=wide, gamma=gamma, beta=beta, **arguments)
-    near(run("layer_norm", out="FLOAT16", x=x, gamma=gamma, beta=beta, axes=[1], epsilon=1e-5), expected)
+    near(
+        run("layer_norm", out="FLOAT16", x=x, gamma=gamma, beta=beta, axes=[1], epsilon=1e-5),
+        expected,
+    )
 
 
 @given(data=st.data())
 def test_matmul(oracle, data):
     m, k, n = (data.draw(st.integers(1, 6)) for _ in "mkn")
     flip_x, flip_y = data.draw(st.booleans()), data.draw(st.booleans())
-    x, y = data.draw(arrays((2, k, m) if flip_x else (2, m, k))), data.draw(arrays((2, n, k) if flip_y else (2, k, n)))
+    x, y = (
+        data.draw(arrays((2, k, m) if flip_x else (2, m, k))),
+        data.draw(arrays((2, n, k) if flip_y else (2, k, n))),
+    )
     arguments = dict(x=x, y=y, transpose_x=flip_x, transpose_y=flip_y)
     wide = oracle("matmul", **arguments | {"x": x.astype(np.float32), "y": y.astype(np.float32)})
     near(run("matmul", out="FLOAT16", **arguments), wide)
@@ -174,7 +254,10 @@ def test_matmul(oracle, data):
 @given(x=hnp.arrays(np.int32, (2, 3), elements=st.integers(-9, 9)), y=arrays((3, 4)))
 def test_integers_meet_floats_in_products(x, y):
     near(run("matmul", out="FLOAT16", x=x, y=y), (x.astype(np.float32) @ y.astype(np.float32)))
-    near(run("linear", out="FLOAT16", x=np.ascontiguousarray(y.T), weight=x), y.T.astype(np.float32) @ x.T)
+    near(
+        run("linear", out="FLOAT16", x=np.ascontiguousarray(y.T), weight=x),
+        y.T.astype(np.float32) @ x.T,
+    )
 
 
 @given(x=arrays(st.tuples(st.integers(1, 3), st.just(4))), weight=arrays((5, 4)), bias=arrays((5,)))
@@ -189,11 +272,15 @@ def test_attention(oracle, data, mask):
     query, key, value = (data.draw(arrays((2, n, 4), np.float32)) for n in (length, source, source))
     arguments = dict(query=query, key=key, value=value)
     if mask == "bool":
-        arguments["attn_mask"] = data.draw(hnp.arrays(np.bool_, (2, length, source))) | (np.arange(source) == 0)
+        arguments["attn_mask"] = data.draw(hnp.arrays(np.bool_, (2, length, source))) | (
+            np.arange(source) == 0
+        )
     elif mask == "float":
         arguments["attn_mask"] = data.draw(arrays((2, length, source), np.float32))
     expected = oracle("scaled_dot_product_attention", **arguments)
-    np.testing.assert_allclose(run("scaled_dot_product_attention", **arguments), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        run("scaled_dot_product_attention", **arguments), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @given(x=arrays(hnp.array_shapes(min_dims=2, max_dims=4, max_side=4), np.float32), data=st.data())
@@ -203,10 +290,18 @@ def test_slices(oracle, x, data):
         first = data.draw(st.integers(0, size - 1))
         squeezed, backwards = data.draw(st.booleans()), data.draw(st.booleans())
         begin.append(first if data.draw(st.booleans()) else first - size)
-        last = data.draw(st.integers(0, first)) - 1 if backwards else data.draw(st.integers(first + 1, size))
+        last = (
+            data.draw(st.integers(0, first)) - 1
+            if backwards
+            else data.draw(st.integers(first + 1, size))
+        )
         open_end = last < 0 or data.draw(st.booleans())
         end.append(last), stride.append((-1 if backwards else 1) * data.draw(st.integers(1, 2)))
-        masks["begin_mask"].append(False), masks["end_mask"].append(open_end), masks["squeeze_mask"].append(squeezed)
+        (
+            masks["begin_mask"].append(False),
+            masks["end_mask"].append(open_end),
+            masks["squeeze_mask"].append(squeezed),
+        )
     expected = oracle("slice_by_index", x=x, begin=begin, end=end, stride=stride, **masks)
     same(run("slice_by_index", x=x, begin=begin, end=end, stride=stride, **masks), expected)
 
@@ -214,7 +309,10 @@ def test_slices(oracle, x, data):
 @given(data=st.data())
 def test_slice_update(oracle, data):
     x = data.draw(arrays((4, 5)))
-    (a, b), (c, d) = (sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True))) for n in (4, 5))
+    (a, b), (c, d) = (
+        sorted(data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))
+        for n in (4, 5)
+    )
     arguments = dict(x=x, update=data.draw(arrays((b - a, d - c))), begin=[a, c], end=[b, d])
     same(run("slice_update", out="FLOAT16", **arguments), oracle("slice_update", **arguments))
 
@@ -223,16 +321,31 @@ def test_slice_update(oracle, data):
 def test_moving_data(oracle, x, data):
     perm, axis = data.draw(st.permutations(range(x.ndim))), data.draw(st.integers(0, x.ndim - 1))
     cases = {
-        "transpose": {"perm": list(perm)}, "reverse": {"axes": [axis]}, "expand_dims": {"axes": [axis]},
-        "tile": {"reps": [2] * x.ndim}, "reshape": {"shape": [-1, x.shape[-1]]}, "cumsum": {"axis": axis},
-        "shape": {}, "band_part": {"lower": 1, "upper": 0}, "argsort": {"axis": axis, "ascending": True},
-    }  # fmt: skip
+        "transpose": {"perm": list(perm)},
+        "reverse": {"axes": [axis]},
+        "expand_dims": {"axes": [axis]},
+        "tile": {"reps": [2] * x.ndim},
+        "reshape": {"shape": [-1, x.shape[-1]]},
+        "cumsum": {"axis": axis},
+        "shape": {},
+        "band_part": {"lower": 1, "upper": 0},
+        "argsort": {"axis": axis, "ascending": True},
+    }
     if len(set(x.ravel())) < x.size:
         del cases["argsort"]  # the order of equals is nobody's promise
     for kind, arguments in cases.items():
-        out = "INT32" if kind in ("shape", "argsort") else "FLOAT32" if kind == "cumsum" else "FLOAT16"
+        out = (
+            "INT32"
+            if kind in ("shape", "argsort")
+            else "FLOAT32"
+            if kind == "cumsum"
+            else "FLOAT16"
+        )
         given_x = x.astype(np.float32) if kind == "cumsum" else x
-        found, expected = run(kind, out=out, x=given_x, **arguments), oracle(kind, x=given_x, **arguments)
+        found, expected = (
+            run(kind, out=out, x=given_x, **arguments),
+            oracle(kind, x=given_x, **arguments),
+        )
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6, err_msg=kind)
 
 
@@ -240,9 +353,14 @@ def test_moving_data(oracle, x, data):
 def test_joining_and_parting(oracle, data, axis):
     x, y = data.draw(arrays((2, 4))), data.draw(arrays((2, 4)))
     for kind in ("concat", "stack"):
-        same(run(kind, out="FLOAT16", values=[x, y], axis=axis), oracle(kind, values=[x, y], axis=axis))
+        same(
+            run(kind, out="FLOAT16", values=[x, y], axis=axis),
+            oracle(kind, values=[x, y], axis=axis),
+        )
     for arguments in ({"num_splits": 2, "axis": 1}, {"split_sizes": [1, 3], "axis": 1}):
-        for part, expected in zip(run("split", out=["FLOAT16"] * 2, x=x, **arguments), oracle("split", x=x, **arguments)):
+        for part, expected in zip(
+            run("split", out=["FLOAT16"] * 2, x=x, **arguments), oracle("split", x=x, **arguments)
+        ):
             same(part, expected)
 
 
@@ -250,22 +368,37 @@ def test_joining_and_parting(oracle, data, axis):
 def test_gather(oracle, data, axis):
     x = data.draw(arrays((3, 4)))
     rows = data.draw(hnp.arrays(np.int32, (2, 2), elements=st.integers(0, x.shape[axis] - 1)))
-    same(run("gather", out="FLOAT16", x=x, indices=rows, axis=axis), oracle("gather", x=x, indices=rows, axis=axis))
+    same(
+        run("gather", out="FLOAT16", x=x, indices=rows, axis=axis),
+        oracle("gather", x=x, indices=rows, axis=axis),
+    )
     shape = (2, 4) if axis % 2 == 0 else (3, 2)
     along = data.draw(hnp.arrays(np.int32, shape, elements=st.integers(0, x.shape[axis] - 1)))
     arguments = dict(x=x, indices=along, axis=axis)
-    same(run("gather_along_axis", out="FLOAT16", **arguments), oracle("gather_along_axis", **arguments))
+    same(
+        run("gather_along_axis", out="FLOAT16", **arguments),
+        oracle("gather_along_axis", **arguments),
+    )
 
 
-@given(rows=st.lists(st.permutations(range(6)), min_size=1, max_size=3), k=st.integers(1, 6), ascending=st.booleans())
+@given(
+    rows=st.lists(st.permutations(range(6)), min_size=1, max_size=3),
+    k=st.integers(1, 6),
+    ascending=st.booleans(),
+)
 def test_topk(oracle, rows, k, ascending):
     x = np.array(rows, np.float16)
     arguments = dict(x=x, k=k, axis=1, ascending=ascending)
-    for found, expected in zip(run("topk", out=["FLOAT16", "INT32"], **arguments), oracle("topk", **arguments)):
+    for found, expected in zip(
+        run("topk", out=["FLOAT16", "INT32"], **arguments), oracle("topk", **arguments)
+    ):
         same(found, expected)
 
 
-@given(x=arrays(elements=st.floats(-120, 120, width=16)), dtype=st.sampled_from(["int32", "int8", "bool", "fp32"]))
+@given(
+    x=arrays(elements=st.floats(-120, 120, width=16)),
+    dtype=st.sampled_from(["int32", "int8", "bool", "fp32"]),
+)
 def test_cast(oracle, x, dtype):
     out = {"int32": "INT32", "int8": "INT8", "bool": "BOOL", "fp32": "FLOAT32"}[dtype]
     same(run("cast", out=out, x=x, dtype=dtype), oracle("cast", x=x, dtype=dtype))
@@ -276,13 +409,28 @@ def test_select(oracle, x, y, cond):
     same(run("select", out="FLOAT16", cond=cond, a=x, b=y), oracle("select", cond=cond, a=x, b=y))
 
 
-@given(x=arrays((2, 4), np.float32, st.floats(-40, 40, width=16)), zero=st.integers(-9, 9), by_row=st.booleans())
+@given(
+    x=arrays((2, 4), np.float32, st.floats(-40, 40, width=16)),
+    zero=st.integers(-9, 9),
+    by_row=st.booleans(),
+)
 def test_quantize_and_back(oracle, x, zero, by_row):
     scale = np.array([0.5, 0.25], np.float32) if by_row else np.float32(0.5)
     shift = np.array([zero, -zero], np.int8) if by_row else np.int8(zero)
     axis = {"axis": 0} if by_row else {}
     stored = oracle("quantize", input=x, scale=scale, zero_point=shift, output_dtype="int8", **axis)
     scale, shift = np.asarray(scale), np.asarray(shift)
-    same(run("quantize", out="INT8", input=x, scale=scale, zero_point=shift, output_dtype="int8", **axis), stored)
+    same(
+        run(
+            "quantize",
+            out="INT8",
+            input=x,
+            scale=scale,
+            zero_point=shift,
+            output_dtype="int8",
+            **axis,
+        ),
+        stored,
+    )
     found = run("dequantize", input=stored, scale=scale, zero_point=shift, **axis)
     near(found, (stored.astype(np.float32) - shift.reshape(-1, 1)) * scale.reshape(-1, 1))

@@ -18,7 +18,9 @@ WEIGHTS = "Data/com.apple.CoreML/weights/weight.bin"
 
 def weight(executable):
     """The program's one weight matrix, decompressed."""
-    return next(v for v in executable.body.constants.values() if tuple(np.shape(v)) == (WIDTH, WIDTH)).numpy()
+    return next(
+        v for v in executable.body.constants.values() if tuple(np.shape(v)) == (WIDTH, WIDTH)
+    ).numpy()
 
 
 def run(package, calls, precision="declared"):
@@ -30,7 +32,9 @@ def run(package, calls, precision="declared"):
 @pytest.fixture
 def calls():
     random = np.random.default_rng(1)
-    return [random.normal(size=(1, t, WIDTH)).astype(np.float16).astype(np.float32) for t in (1, 4, 3)]
+    return [
+        random.normal(size=(1, t, WIDTH)).astype(np.float16).astype(np.float32) for t in (1, 4, 3)
+    ]
 
 
 def test_types_inputs_and_states(packages):
@@ -42,7 +46,10 @@ def test_types_inputs_and_states(packages):
 
 
 def test_stored_weights_come_back_to_the_bit(packages):
-    assert np.array_equal(weight(miltorch.Executable(miltorch.read(packages["fp16"]))), Memory().mix.weight.detach().numpy())
+    assert np.array_equal(
+        weight(miltorch.Executable(miltorch.read(packages["fp16"]))),
+        Memory().mix.weight.detach().numpy(),
+    )
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "lut6", "sparse"])
@@ -53,17 +60,25 @@ def test_decompression_equals_coremltools_own(models, packages, tmp_path, name):
         cto.decompress_weights(models[name]).save(str(tmp_path / "dense.mlpackage"))
     dense = weight(miltorch.Executable(miltorch.read(tmp_path / "dense.mlpackage")))
     found = weight(miltorch.Executable(miltorch.read(packages[name])))
-    assert np.array_equal(found, dense) and not np.array_equal(found, Memory().mix.weight.detach().numpy())
+    assert np.array_equal(found, dense) and not np.array_equal(
+        found, Memory().mix.weight.detach().numpy()
+    )
 
 
-@pytest.mark.parametrize("precision, tolerance", [("exact", 1e-6), ("declared", 4e-3), ("narrow", 1e-2)])
+@pytest.mark.parametrize(
+    "precision, tolerance", [("exact", 1e-6), ("declared", 4e-3), ("narrow", 1e-2)]
+)
 def test_a_package_computes_what_its_module_does(packages, calls, precision, tolerance):
     module = Memory()
     outputs, state = run(packages["fp16"], calls, precision)
     with torch.no_grad():
         for x, found in zip(calls, outputs):
-            np.testing.assert_allclose(found, module(torch.from_numpy(x)).numpy(), rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(state["memory"].value.numpy(), module.memory.numpy(), rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(
+                found, module(torch.from_numpy(x)).numpy(), rtol=tolerance, atol=tolerance
+            )
+    np.testing.assert_allclose(
+        state["memory"].value.numpy(), module.memory.numpy(), rtol=tolerance, atol=tolerance
+    )
 
 
 def test_states_are_independent(packages, calls):
@@ -91,14 +106,25 @@ def manifest_naming(package, path):
 
 
 @pytest.mark.parametrize(
-    "path", ["../../outside.mlmodel", "/etc/passwd", "com.apple.CoreML/../../x", "missing", "\0", "a" * 5000, 7]
+    "path",
+    [
+        "../../outside.mlmodel",
+        "/etc/passwd",
+        "com.apple.CoreML/../../x",
+        "missing",
+        "\0",
+        "a" * 5000,
+        7,
+    ],
 )
 def test_a_manifest_cannot_lead_elsewhere(package, path):
     manifest_naming(package, path)
     refused(package, "Next: ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"rootModelIdentifier": 1}', "[" * 100_000, "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"rootModelIdentifier": 1}', "[" * 100_000, "\xff"]
+)
 def test_a_manifest_must_name_a_model(package, text):
     (package / "Manifest.json").write_bytes(text.encode("latin-1"))
     refused(package, "Manifest.json")
@@ -114,7 +140,9 @@ def test_symlinks_are_refused(package, tmp_path, part):
 
 @pytest.mark.parametrize("part", [MODEL, WEIGHTS])
 def test_git_lfs_pointers_are_named(package, part):
-    (package / part).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 99\n")
+    (package / part).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 99\n"
+    )
     refused(package, "Git LFS pointer", "git lfs pull")
 
 

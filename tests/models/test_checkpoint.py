@@ -25,7 +25,9 @@ def copy(whole, tmp_path):
 
 
 def pointer(path):
-    (path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (path / WEIGHTS).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
 
 
 def truncate(path):
@@ -43,7 +45,9 @@ def half(path):
 
 
 def escape(path):
-    (path / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    (path / f"{WEIGHTS}.index.json").write_text(
+        json.dumps({"weight_map": {"a": "../model.safetensors"}})
+    )
 
 
 def foreign(path):
@@ -62,22 +66,36 @@ def empty(path):
 @pytest.mark.parametrize(
     "damage, found",
     [
-        (pointer, "Git LFS pointer"), (truncate, "truncated"), (scramble, "no safetensors header"), (empty, "no safetensors"),
-        (half, "model-00002.*half a download"), (escape, "folder in it"), (foreign, "no-such-model"), (odd, "head_dim.*33.*transformers accepts"),
-        (lambda p: (p / "config.json").write_text("{"), "no JSON"), (lambda p: (p / WEIGHTS).unlink(), "no such file"),
-        (lambda p: (p / "config.json").unlink(), "no config.json"), (shutil.rmtree, "no folder"),
+        (pointer, "Git LFS pointer"),
+        (truncate, "truncated"),
+        (scramble, "no safetensors header"),
+        (empty, "no safetensors"),
+        (half, "model-00002.*half a download"),
+        (escape, "folder in it"),
+        (foreign, "no-such-model"),
+        (odd, "head_dim.*33.*transformers accepts"),
+        (lambda p: (p / "config.json").write_text("{"), "no JSON"),
+        (lambda p: (p / WEIGHTS).unlink(), "no such file"),
+        (lambda p: (p / "config.json").unlink(), "no config.json"),
+        (shutil.rmtree, "no folder"),
     ],
-)  # fmt: skip
+)
 def test_damage_is_named(copy, damage, found):
     damage(copy)
     with pytest.raises(InputError, match=found):
         Checkpoint(copy).config  # noqa: B018
 
 
-@pytest.mark.parametrize("damaged", ["{", "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": true}'])
+@pytest.mark.parametrize(
+    "damaged",
+    ["{", "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1.5]}', '{"eos_token_id": true}'],
+)
 def test_a_damaged_generation_configuration_is_refused(copy, damaged):
     (copy / "generation_config.json").write_text(damaged)
-    with pytest.raises(InputError, match="generation_config.json.*no JSON object|eos_token_id .*a token id, a list of them"):
+    with pytest.raises(
+        InputError,
+        match="generation_config.json.*no JSON object|eos_token_id .*a token id, a list of them",
+    ):
         Checkpoint(copy).eos  # noqa: B018
 
 
@@ -121,5 +139,8 @@ def test_a_random_checkpoint_is_the_same_whole_and_sharded_and_loads_in_transfor
 
 
 def test_a_seed_decides_every_weight(tmp_path):
-    a, b, c = (random(tmp_path / str(i), "llama", seed=s, **tiny.DIMS["llama"]) for i, s in enumerate((1, 1, 2)))
+    a, b, c = (
+        random(tmp_path / str(i), "llama", seed=s, **tiny.DIMS["llama"])
+        for i, s in enumerate((1, 1, 2))
+    )
     assert Checkpoint(a).sha256 == Checkpoint(b).sha256 != Checkpoint(c).sha256

@@ -13,8 +13,14 @@ from workbench import InputError
 from workbench.export import export
 from workbench.models import family_of
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
@@ -35,13 +41,35 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
 @pytest.mark.parametrize(
     "model_type, changed, found",
     [
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "yarn",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "partial",
+        ),
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
-        ("qwen2", {"hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1}, "a rotary width of 21"),
+        (
+            "qwen2",
+            {"hidden_size": 63, "num_attention_heads": 3, "num_key_value_heads": 1},
+            "a rotary width of 21",
+        ),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -50,7 +78,11 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
             "gemma3_text",
             {
                 "rope_parameters": {
-                    "full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+                    "full_attention": {
+                        "rope_type": "default",
+                        "rope_theta": 1e6,
+                        "partial_rotary_factor": 0.5,
+                    },
                     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                 }
             },
@@ -77,7 +109,9 @@ def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
 def test_the_legacy_layout_of_zaya_is_refused_by_name(tmp_path):
     path = tiny.random(tmp_path / "c", "zaya")
     weights = load_file(path / "model.safetensors")
-    weights["model.layers.1.zaya_block.router.down_proj.weight"] = weights.pop("model.layers.1.mlp.gate.down_proj.weight")
+    weights["model.layers.1.zaya_block.router.down_proj.weight"] = weights.pop(
+        "model.layers.1.mlp.gate.down_proj.weight"
+    )
     save_file(weights, path / "model.safetensors")
     with pytest.raises(InputError, match="legacy layout.*zaya_block.router"):
         export(path, tmp_path / "b", progress=False, max_seq_len=16)
@@ -88,26 +122,65 @@ def test_the_text_part_of_a_multimodal_gemma_is_found(exports, tmp_path, prefix)
     path = tiny.random(tmp_path / "c", "gemma3_text", **ONE_LAYER)
     text = json.loads((path / "config.json").read_text())
     g = tiny.golden(tiny.hf(path), tiny.prompt(107, 6))
-    (path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    )
     weights = load_file(path / "model.safetensors")
-    save_file({n.replace("model.", prefix): t for n, t in weights.items()}, path / "model.safetensors")
+    save_file(
+        {n.replace("model.", prefix): t for n, t in weights.items()}, path / "model.safetensors"
+    )
     assert tiny.relative(tiny.chained(exports.decoder(path), g.ids, [4]), g.logits) < 3e-6
 
 
 ODD = [
-    ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96, "hidden_size": 96, "vocab_size": 1013}),
-    ("qwen2", {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 211}),
-    ("qwen3", {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64, "hidden_size": 80, "tie_word_embeddings": True}),
-    ("gemma3_text", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96, "hidden_size": 96}),
-    ("zaya", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "num_experts": 3}),
-    ("zaya", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96, "num_experts": 2}),
-    ("zaya", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128, "num_experts": 1}),
+    (
+        "llama",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 96,
+            "hidden_size": 96,
+            "vocab_size": 1013,
+        },
+    ),
+    (
+        "qwen2",
+        {"hidden_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 211},
+    ),
+    (
+        "qwen3",
+        {
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "hidden_size": 80,
+            "tie_word_embeddings": True,
+        },
+    ),
+    (
+        "gemma3_text",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 96, "hidden_size": 96},
+    ),
+    (
+        "zaya",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64, "num_experts": 3},
+    ),
+    (
+        "zaya",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 96, "num_experts": 2},
+    ),
+    (
+        "zaya",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128, "num_experts": 1},
+    ),
 ]
 
 
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
-    checkpoint = exports.checkpoint(family, **(ONE_LAYER if family == "gemma3_text" else {"num_hidden_layers": 1}), **changed)
+    checkpoint = exports.checkpoint(
+        family, **(ONE_LAYER if family == "gemma3_text" else {"num_hidden_layers": 1}), **changed
+    )
     decoder = exports.decoder(checkpoint)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(decoder.manifest.dims.V, 14))
     for sizes in ([1], [2, 3], [4]):
@@ -122,7 +195,9 @@ def test_scaled_rope_decodes_as_hugging_face(exports, rope):
     assert tiny.relative(tiny.chained(exports.decoder(checkpoint), g.ids, [4, 1]), g.logits) < 2e-6
 
 
-@pytest.mark.parametrize("changed", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    "changed", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False}]
+)
 def test_biases_and_untied_heads_decode_as_hugging_face(exports, changed):
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1, **changed)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 9))
@@ -138,7 +213,9 @@ def test_scores_beyond_fp16_before_scaling_stay_finite(exports, tmp_path):
     weights |= {name("k"): 921 * along, name("q"): 100 * along.repeat(3)}
     save_file(weights, path / "model.safetensors")
     model, queries = tiny.hf(path), []
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *call: queries.append(call[-1]))
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(
+        lambda *call: queries.append(call[-1])
+    )
     g = tiny.golden(model, tiny.prompt(101, 8))
     at_position_0 = queries[0][0, 0].reshape(3, 128).numpy() @ g.keys[0][0, 0]
     assert at_position_0.max() > 65504

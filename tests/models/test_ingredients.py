@@ -33,7 +33,9 @@ class Eager:
         plan = read_plan(source, options)
         self.specs = [s for s in shards.specs(plan, options) if s.kind == "layers"]
         self.stacks = [build(s, source, plan, options)[0] for s in self.specs]
-        self.host = Host(SimpleNamespace(options=options, rope=plan.rope, layers=plan.layers, shards=self.specs))
+        self.host = Host(
+            SimpleNamespace(options=options, rope=plan.rope, layers=plan.layers, shards=self.specs)
+        )
 
     def cosine(self, g: tiny.Golden) -> float:
         """The worst cosine of an update over layers and positions; layers are fed the golden's inputs, but hand their own
@@ -79,21 +81,38 @@ def test_nothing_left_out_passes_the_exact_gate(goldens, family):
 # Parameters set to what would leave them without effect.
 NEUTRAL = {
     "zaya": {
-        "input_layernorm.weight": 1, "post_attention_layernorm.weight": 1, "qk_norm.temp": 1,
-        "conv_qk_depthwise.bias": 0, "conv_qk_grouped.bias": 0,
-        "post_attention_residual_scale.hidden_states_scale": 1, "post_attention_residual_scale.hidden_states_bias": 0,
-        "post_attention_residual_scale.residual_scale": 1, "post_attention_residual_scale.residual_bias": 0,
-        "post_mlp_residual_scale.hidden_states_scale": 1, "post_mlp_residual_scale.hidden_states_bias": 0,
-        "post_mlp_residual_scale.residual_scale": 1, "post_mlp_residual_scale.residual_bias": 0,
-        "gate.down_proj.bias": 0, "gate.router_states_scale": 1, "router_mlp.norm.weight": 1,
-        "router_mlp.fc1.bias": 0, "router_mlp.fc2.bias": 0, "gate.balancing_biases": 0,
+        "input_layernorm.weight": 1,
+        "post_attention_layernorm.weight": 1,
+        "qk_norm.temp": 1,
+        "conv_qk_depthwise.bias": 0,
+        "conv_qk_grouped.bias": 0,
+        "post_attention_residual_scale.hidden_states_scale": 1,
+        "post_attention_residual_scale.hidden_states_bias": 0,
+        "post_attention_residual_scale.residual_scale": 1,
+        "post_attention_residual_scale.residual_bias": 0,
+        "post_mlp_residual_scale.hidden_states_scale": 1,
+        "post_mlp_residual_scale.hidden_states_bias": 0,
+        "post_mlp_residual_scale.residual_scale": 1,
+        "post_mlp_residual_scale.residual_bias": 0,
+        "gate.down_proj.bias": 0,
+        "gate.router_states_scale": 1,
+        "router_mlp.norm.weight": 1,
+        "router_mlp.fc1.bias": 0,
+        "router_mlp.fc2.bias": 0,
+        "gate.balancing_biases": 0,
     },
     "gemma3_text": {
         f"{name}.weight": 1
-        for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                     "post_feedforward_layernorm", "q_norm", "k_norm")
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "q_norm",
+            "k_norm",
+        )
     },
-}  # fmt: skip
+}
 
 
 def leave_out_parameter(eager: Eager, name: str, value: float) -> None:
@@ -186,23 +205,58 @@ METHODS = {
         "value delay": (cca.Projection, "extended", no_delay),
         "order of taps": (layers.Conv, "forward", flipped_taps),
         "means": (cca.Projection, "means", lambda o: lambda self, q, k: (q * 0, k * 0)),
-        "key mean": (cca.Projection, "means", lambda o: lambda self, q, k: (o(self, q, k)[0], k * 0)),
-        "query mean": (cca.Projection, "means", lambda o: lambda self, q, k: (q * 0, o(self, q, k)[1])),
-        "L2 norm": (cca.QKNorm, "over", lambda o: staticmethod(lambda x, reduce: x / x.shape[3] ** 0.25)),
+        "key mean": (
+            cca.Projection,
+            "means",
+            lambda o: lambda self, q, k: (o(self, q, k)[0], k * 0),
+        ),
+        "query mean": (
+            cca.Projection,
+            "means",
+            lambda o: lambda self, q, k: (q * 0, o(self, q, k)[1]),
+        ),
+        "L2 norm": (
+            cca.QKNorm,
+            "over",
+            lambda o: staticmethod(lambda x, reduce: x / x.shape[3] ** 0.25),
+        ),
         "rope": (layers.AttentionGeometry, "rotate", lambda o: lambda self, x, io, width: x),
-        "router state across layers": (moe.Router, "forward", lambda o: lambda self, x, before: o(self, x, before * 0)),
-        "GELU in the router": (moe.RouterMLP, "forward", lambda o: lambda self, x: self.out_proj(
-            torch.relu(self.fc2(torch.relu(self.fc1(self.norm(x))))))),
+        "router state across layers": (
+            moe.Router,
+            "forward",
+            lambda o: lambda self, x, before: o(self, x, before * 0),
+        ),
+        "GELU in the router": (
+            moe.RouterMLP,
+            "forward",
+            lambda o: (
+                lambda self, x: self.out_proj(
+                    torch.relu(self.fc2(torch.relu(self.fc1(self.norm(x)))))
+                )
+            ),
+        ),
         "one expert per token": (moe.Mixture, "dense", dense(lambda p, scores, choice: p)),
-        "probability of the expert": (moe.Mixture, "dense", dense(lambda p, scores, choice: choice)),
-        "bias chooses but does not weigh": (moe.Mixture, "dense", dense(lambda p, scores, choice: scores * choice)),
+        "probability of the expert": (
+            moe.Mixture,
+            "dense",
+            dense(lambda p, scores, choice: choice),
+        ),
+        "bias chooses but does not weigh": (
+            moe.Mixture,
+            "dense",
+            dense(lambda p, scores, choice: scores * choice),
+        ),
         "gate before up": (moe.Experts, "forward", swapped),
     },
     "gemma3_text": {
         "rope": (layers.AttentionGeometry, "rotate", lambda o: lambda self, x, io, width: x),
-        "gate": (layers.GatedMLP, "forward", lambda o: lambda self, x: self.down_proj(self.up_proj(x))),
+        "gate": (
+            layers.GatedMLP,
+            "forward",
+            lambda o: lambda self, x: self.down_proj(self.up_proj(x)),
+        ),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family, name", [(f, n) for f, names in METHODS.items() for n in names])
@@ -260,13 +314,19 @@ def dummies_are_valid(eager):
 EDITS = {
     "zaya": {"validity of columns": dummies_are_valid},
     "gemma3_text": {
-        "norms behind attention and MLP": without("post_attention_layernorm", "post_feedforward_layernorm"),
-        "norm before the MLP": without("pre_feedforward_layernorm"), "norm before attention": without("input_layernorm"),
-        "per-head norms": set_on(layers.Attention, "q_norm", None), "the 1 of 1 + γ": gamma_without_one,
-        "query scalar": set_on(layers.Attention, "scale", 1.0), "GELU": set_on(layers.GatedMLP, "act", torch.relu),
-        "attention window": no_window, "second rope base": one_rope_base,
+        "norms behind attention and MLP": without(
+            "post_attention_layernorm", "post_feedforward_layernorm"
+        ),
+        "norm before the MLP": without("pre_feedforward_layernorm"),
+        "norm before attention": without("input_layernorm"),
+        "per-head norms": set_on(layers.Attention, "q_norm", None),
+        "the 1 of 1 + γ": gamma_without_one,
+        "query scalar": set_on(layers.Attention, "scale", 1.0),
+        "GELU": set_on(layers.GatedMLP, "act", torch.relu),
+        "attention window": no_window,
+        "second rope base": one_rope_base,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family, name", [(f, n) for f, names in EDITS.items() for n in names])
@@ -313,7 +373,9 @@ def test_a_stream_that_outgrows_fp16_is_scaled_and_exact(exports, tmp_path):
     bundle = exports.bundle(path)
     exponent = bundle.manifest.residual_exponent
     assert exponent >= 2 and bundle.manifest.embedding.scale == 64**0.5 * 2.0**-exponent
-    exact, declared = (Decoder(bundle, "portable", precision, fast=True) for precision in ("exact", "declared"))
+    exact, declared = (
+        Decoder(bundle, "portable", precision, fast=True) for precision in ("exact", "declared")
+    )
     assert tiny.relative(tiny.chained(exact, g.ids, [4]), g.logits) < 3e-6
     assert tiny.cosine(tiny.chained(declared, g.ids, [4]), g.logits) > DECLARED
     declared.begin()

@@ -13,12 +13,20 @@ from workbench.check import tasks as answers
 
 DATA = Path(__file__).parents[2] / "data"
 NEW = 12
-PACKED = {"kv_write": "slice", "layout": "bc1t", "states": "packed", "layers_per_shard": 4, "t_max": 2}
+PACKED = {
+    "kv_write": "slice",
+    "layout": "bc1t",
+    "states": "packed",
+    "layers_per_shard": 4,
+    "t_max": 2,
+}
 FIXED = {"t": "fixed", "t_max": 4, "batch": 2}
 OPTIONS = {
-    "llama": [PACKED, FIXED | {"layers_per_shard": 2}], "qwen2": [PACKED, FIXED | {"layers_per_shard": 2}],
-    "gemma3": [PACKED, FIXED | {"sliding": "ring", "layers_per_shard": 3}], "zaya": [PACKED, FIXED | {"moe": "routed"}],
-}  # fmt: skip
+    "llama": [PACKED, FIXED | {"layers_per_shard": 2}],
+    "qwen2": [PACKED, FIXED | {"layers_per_shard": 2}],
+    "gemma3": [PACKED, FIXED | {"sliding": "ring", "layers_per_shard": 3}],
+    "zaya": [PACKED, FIXED | {"moe": "routed"}],
+}
 
 
 def greedy(decoder, prompts: list[list[int]]) -> list[list[int]]:
@@ -26,20 +34,29 @@ def greedy(decoder, prompts: list[list[int]]) -> list[list[int]]:
     decoder.begin()
     made = [decoder.prefill(prompts).reshape(len(prompts), -1).argmax(-1)]
     while len(made) < NEW:
-        made.append(decoder.decode_one_token(made[-1].tolist()).reshape(len(prompts), -1).argmax(-1))
+        made.append(
+            decoder.decode_one_token(made[-1].tolist()).reshape(len(prompts), -1).argmax(-1)
+        )
     return np.stack(made, axis=1).tolist()
 
 
-@pytest.mark.parametrize("name, options", [(name, chosen) for name, both in OPTIONS.items() for chosen in both])
+@pytest.mark.parametrize(
+    "name, options", [(name, chosen) for name, both in OPTIONS.items() for chosen in both]
+)
 def test_options_change_no_token_of_a_trained_checkpoint(exports, name, options):
     folder = DATA / f"tiny-{name}"
     coder = answers.load_tokenizer(folder)
     tasks = answers.load_tasks(DATA / "tasks" / "heldout.jsonl")
-    prompts = [coder.encode(task["prompt"])[: 40 - 8 * i] for i, task in enumerate(tasks[: options.get("batch", 1)])]
+    prompts = [
+        coder.encode(task["prompt"])[: 40 - 8 * i]
+        for i, task in enumerate(tasks[: options.get("batch", 1)])
+    ]
     model = exports.hf(folder)
     with torch.inference_mode():
         wanted = [
-            model.generate(torch.tensor([ids]), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
+            model.generate(
+                torch.tensor([ids]), min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False
+            )[0, len(ids) :].tolist()
             for ids in prompts
         ]
     assert greedy(exports.decoder(folder, max_seq_len=64, **options), prompts) == wanted

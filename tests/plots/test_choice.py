@@ -16,8 +16,13 @@ def close_figures():
 
 def configurations(verdicts) -> pd.DataFrame:
     count = len(verdicts)
-    return pd.DataFrame({"tokens_per_s": np.arange(count, 0, -1) * 10.0, "worst_cosine": 1 - 10.0 ** -np.arange(2, 2 + count),
-                         "verdict": verdicts})  # fmt: skip
+    return pd.DataFrame(
+        {
+            "tokens_per_s": np.arange(count, 0, -1) * 10.0,
+            "worst_cosine": 1 - 10.0 ** -np.arange(2, 2 + count),
+            "verdict": verdicts,
+        }
+    )
 
 
 def lines(ax) -> dict[str, np.ndarray]:
@@ -25,8 +30,15 @@ def lines(ax) -> dict[str, np.ndarray]:
 
 
 def test_every_configuration_is_a_point_and_the_fastest_that_passes_is_ringed():
-    found = lines(plots.speed_against_fidelity(configurations(["RED", "GREEN", "GREEN", "not_run"])))
-    assert {name: len(points) for name, points in found.items()} == {"GREEN": 2, "RED": 1, "not_run": 1, "fastest that passes": 1}
+    found = lines(
+        plots.speed_against_fidelity(configurations(["RED", "GREEN", "GREEN", "not_run"]))
+    )
+    assert {name: len(points) for name, points in found.items()} == {
+        "GREEN": 2,
+        "RED": 1,
+        "not_run": 1,
+        "fastest that passes": 1,
+    }
     assert np.allclose(found["fastest that passes"], [[1e-3, 30]])
     assert np.allclose(found["RED"], [[1e-2, 40]])
 
@@ -37,7 +49,11 @@ def test_where_none_passes_none_is_ringed():
 
 def test_the_roofline_shows_every_figure_by_model_and_its_median_misfit():
     judged = pd.DataFrame(
-        {"figure": ["A, x", "A, y", "B, z"], "published_ms": [1.0, 10.0, 100.0], "predicted_ms": [1.1, 5.0, 100.0]}
+        {
+            "figure": ["A, x", "A, y", "B, z"],
+            "published_ms": [1.0, 10.0, 100.0],
+            "predicted_ms": [1.1, 5.0, 100.0],
+        }
     )
     ax = plots.roofline(judged)
     assert {n: len(points) for n, points in lines(ax).items()} == {"equal": 2, "A": 2, "B": 1}

@@ -27,12 +27,24 @@ def close_figures():
 def fidelity(T=1, **cells) -> pd.DataFrame:
     """1 − cosine of 1e-4 everywhere but in `cells`, e.g. L2_P5=0.5."""
     rows = [
-        {"T": T, "layer": layer, "position": p, "tensor": "update", "mode": "isolated", "finite": True}
+        {
+            "T": T,
+            "layer": layer,
+            "position": p,
+            "tensor": "update",
+            "mode": "isolated",
+            "finite": True,
+        }
         | {"cosine": 1 - cells.get(f"L{layer}_P{p}", 1e-4), "psnr_db": 60.0 + layer, "max_abs": 0.1}
         for layer in LAYERS
         for p in POSITIONS
     ]
-    types = {"T": "Int64", "layer": "Int64", "position": "Int64", "finite": "boolean"}  # as the log loads them
+    types = {
+        "T": "Int64",
+        "layer": "Int64",
+        "position": "Int64",
+        "finite": "boolean",
+    }  # as the log loads them
     return pd.DataFrame(rows).astype(types)
 
 
@@ -75,7 +87,8 @@ def test_cells_beyond_the_threshold_are_crossed_and_the_threshold_is_stated():
 
 
 @pytest.mark.parametrize(
-    ("metric", "threshold", "rows"), [("psnr_db", 63.0, {0, 1}), ("max_abs", 0.05, {0, 1, 2}), ("max_abs", 0.2, set())]
+    ("metric", "threshold", "rows"),
+    [("psnr_db", 63.0, {0, 1}), ("max_abs", 0.05, {0, 1, 2}), ("max_abs", 0.2, set())],
 )
 def test_every_metric_fails_on_its_own_side(metric, threshold, rows):
     ax = plots.fidelity_heatmap(fidelity(), T=1, metric=metric, threshold=threshold)
@@ -114,13 +127,20 @@ def test_logits_belong_to_no_layer():
 
 
 def test_limits_are_fixed_so_that_figures_compare():
-    scales = [plots.fidelity_heatmap(data, T=1).collections[0].get_clim() for data in (fidelity(), fidelity(L0_P0=0.9))]
+    scales = [
+        plots.fidelity_heatmap(data, T=1).collections[0].get_clim()
+        for data in (fidelity(), fidelity(L0_P0=0.9))
+    ]
     assert scales[0] == scales[1] == (1e-6, 1e-1)
-    assert plots.fidelity_heatmap(fidelity(), T=1, limits=(1e-8, 1.0)).collections[0].get_clim() == (1e-8, 1.0)
+    assert plots.fidelity_heatmap(fidelity(), T=1, limits=(1e-8, 1.0)).collections[
+        0
+    ].get_clim() == (1e-8, 1.0)
 
 
 def test_tokens_name_the_positions_with_white_space_shown_and_mathematics_untouched():
-    ax = plots.fidelity_heatmap(fidelity(), T=1, tokens=["<s>", " a", "\n", r"$\x$", "日", "incomprehensible"])
+    ax = plots.fidelity_heatmap(
+        fidelity(), T=1, tokens=["<s>", " a", "\n", r"$\x$", "日", "incomprehensible"]
+    )
     assert ticks(ax.xaxis) == ["<s>", "␣a", "↵", r"$\x$", "□", "incomprehen…"]
     ax.figure.canvas.draw()
 
@@ -131,7 +151,9 @@ def test_many_positions_are_numbered_not_named():
     assert ticks(ax.xaxis) == [str(position) for position in range(0, 65, 5)]
 
 
-@pytest.mark.parametrize("data", [fidelity(T=4), pd.concat([fidelity(), fidelity()])], ids=["no rows", "several rows"])
+@pytest.mark.parametrize(
+    "data", [fidelity(T=4), pd.concat([fidelity(), fidelity()])], ids=["no rows", "several rows"]
+)
 def test_data_that_do_not_say_one_thing_are_refused(data, request):
     with pytest.raises(ValueError, match=request.node.callspec.id):
         plots.fidelity_heatmap(data, T=1)
@@ -153,9 +175,14 @@ def test_the_grid_has_a_panel_per_T_and_one_scale():
     assert [ax.get_title("left") for ax in panels] == ["T = 1", "T = 2", "T = 4"]
     assert [crossed(ax) for ax in panels] == [set(), {(2, 1)}, set()]
     assert len(figure.axes) == 4, "three panels and one colour bar"
-    assert [mesh(ax).shape for ax in panels] == [(3, 6)] * 3, "panels line up although T = 4 has fewer positions"
+    assert [mesh(ax).shape for ax in panels] == [(3, 6)] * 3, (
+        "panels line up although T = 4 has fewer positions"
+    )
     assert np.ma.getmaskarray(mesh(panels[2]))[:, 4:].all()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 − cosine > 0.03", "not measured"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "1 − cosine > 0.03",
+        "not measured",
+    ]
 
 
 # --- ablations and parts of the error --------------------------------------------------------------------------------
@@ -163,7 +190,12 @@ def test_the_grid_has_a_panel_per_T_and_one_scale():
 
 def test_update_bars_mark_what_fails_and_show_the_blind_hidden_state_beside():
     data = pd.DataFrame(
-        [("rope", "update", 0.49), ("rope", "hidden", 0.958), ("all", "update", 0.999), ("all", "hidden", 1.0)],
+        [
+            ("rope", "update", 0.49),
+            ("rope", "hidden", 0.958),
+            ("all", "update", 0.999),
+            ("all", "hidden", 1.0),
+        ],
         columns=["ingredient", "tensor", "cosine"],
     )
     ax = plots.update_cosine_bars(data, threshold=0.97)
@@ -176,13 +208,20 @@ def test_update_bars_mark_what_fails_and_show_the_blind_hidden_state_beside():
 
 
 def test_a_part_without_error_says_so_where_a_log_scale_has_no_place_for_it():
-    parts = pd.DataFrame({"layer": [0, 1], "storage": [0.0, 0.0], "quantization": [0.0, 1e-3], "total": [1e-3, 1e-3]})
+    parts = pd.DataFrame(
+        {"layer": [0, 1], "storage": [0.0, 0.0], "quantization": [0.0, 1e-3], "total": [1e-3, 1e-3]}
+    )
     legend = plots.error_parts(parts).get_legend()
     assert [t.get_text() for t in legend.get_texts()] == ["storage (0)", "quantization", "total"]
 
 
 def test_error_parts_leave_out_what_was_not_measured():
-    parts = {"layer": [1, 0], "storage": [2e-4, 1e-4], "precision": [2e-3, 1e-3], "runtime": [None, None]}
+    parts = {
+        "layer": [1, 0],
+        "storage": [2e-4, 1e-4],
+        "precision": [2e-3, 1e-3],
+        "runtime": [None, None],
+    }
     ax = plots.error_parts(pd.DataFrame(parts | {"total": [4e-3, 3e-3]}))
     drawn = {line.get_label(): line.get_ydata().tolist() for line in ax.lines}
     assert drawn == {"storage": [1e-4, 2e-4], "precision": [1e-3, 2e-3], "total": [3e-3, 4e-3]}
@@ -198,7 +237,11 @@ def samples(**columns) -> pd.DataFrame:
         for T in (1, 4)
         for r in (0, 1, 5, 9)
     ]
-    return pd.DataFrame(rows).assign(**columns).astype({"max_seq_len": "Int64", "T": "Int64", "warmup": "boolean"})
+    return (
+        pd.DataFrame(rows)
+        .assign(**columns)
+        .astype({"max_seq_len": "Int64", "T": "Int64", "warmup": "boolean"})
+    )
 
 
 def test_speed_draws_medians_with_their_range_and_no_warm_ups():
@@ -217,7 +260,9 @@ def test_speed_draws_medians_with_their_range_and_no_warm_ups():
 
 
 def test_speed_compares_any_setting():
-    ax = plots.speed(pd.concat([samples(compress="fp16"), samples(compress="lut4")]), lines="compress")
+    ax = plots.speed(
+        pd.concat([samples(compress="fp16"), samples(compress="lut4")]), lines="compress"
+    )
     assert legend(ax) == ["compress = fp16", "compress = lut4"]
 
 
@@ -231,13 +276,21 @@ def test_layer_ms_writes_the_median_over_layers_into_each_cell():
     ax = plots.layer_ms(pd.DataFrame(rows, columns=["T", "max_seq_len", "layer_ms"]))
     assert mesh(ax).filled(-1).tolist() == [[0.2, -1], [12.34, 1234.0]]
     assert [text.get_text() for text in ax.texts] == ["0.200", "12.3", "1.23e+03"]
-    assert (ticks(ax.yaxis), ticks(ax.xaxis), legend(ax)) == (["1", "4"], ["128", "256"], ["not measured"])
+    assert (ticks(ax.yaxis), ticks(ax.xaxis), legend(ax)) == (
+        ["1", "4"],
+        ["128", "256"],
+        ["not measured"],
+    )
 
 
 def test_memory_stacks_the_parts_against_the_machines():
     gib = 2**30
     parts = pd.DataFrame(
-        [("S 512", "weights", 4 * gib), ("S 512", "KV cache", gib // 2), ("S 4096", "weights", 4 * gib)]
+        [
+            ("S 512", "weights", 4 * gib),
+            ("S 512", "KV cache", gib // 2),
+            ("S 4096", "weights", 4 * gib),
+        ]
         + [("S 4096", "KV cache", 4 * gib)],
         columns=["setting", "part", "bytes"],
     )
@@ -266,8 +319,14 @@ def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
     data.loc[data.eval("call == 1 and slot == 0 and layer == 0"), "changed"] = True
     ax = plots.cache_rows(data)
     drawn = {line.get_label(): list(zip(line.get_ydata(), line.get_xdata())) for line in ax.lines}
-    assert drawn == {"as expected (2)": [(0.5, 0.5), (1.5, 2.5)], "missed (1)": [(0.5, 1.5)], "stray (1)": [(1.5, 0.5)]}
-    assert len({(line.get_marker(), line.get_markerfacecolor() == "none") for line in ax.lines}) == 3
+    assert drawn == {
+        "as expected (2)": [(0.5, 0.5), (1.5, 2.5)],
+        "missed (1)": [(0.5, 1.5)],
+        "stray (1)": [(1.5, 0.5)],
+    }
+    assert (
+        len({(line.get_marker(), line.get_markerfacecolor() == "none") for line in ax.lines}) == 3
+    )
     assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["0 (T = 2)", "1 (T = 1)"], list("0123"))
 
 
@@ -288,7 +347,9 @@ def test_a_figure_saved_in_another_process_has_the_same_bytes(tmp_path):
     for name, seed in (("a", "1"), ("b", "2")):
         (tmp_path / name).mkdir()
         command = [sys.executable, "-c", SAVE, tmp_path / "data.json", tmp_path / name / "figure"]
-        subprocess.run(command, check=True, env=os.environ | {"PYTHONHASHSEED": seed, "MPLBACKEND": "agg"})
+        subprocess.run(
+            command, check=True, env=os.environ | {"PYTHONHASHSEED": seed, "MPLBACKEND": "agg"}
+        )
     files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert set(files) == {"figure.svg", "figure.pdf", "figure.png", "figure.json"}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
@@ -297,10 +358,20 @@ def test_a_figure_saved_in_another_process_has_the_same_bytes(tmp_path):
 
 def test_the_sidecar_says_what_the_figure_shows(tmp_path):
     stem = tmp_path / "f.1" / "grid.v2"
-    paths = plots.save(lambda: plots.fidelity_grid(fidelity(), [1]), stem, run_ids=["a", "b"], alt="x", formats=["png"])
+    paths = plots.save(
+        lambda: plots.fidelity_grid(fidelity(), [1]),
+        stem,
+        run_ids=["a", "b"],
+        alt="x",
+        formats=["png"],
+    )
     assert paths == [tmp_path / "f.1" / "grid.v2.png", tmp_path / "f.1" / "grid.v2.json"]
     sidecar = json.loads(paths[1].read_text())
-    assert (sidecar["run_ids"], sidecar["alt"], sidecar["title"]) == (["a", "b"], "x", "update, isolated")
+    assert (sidecar["run_ids"], sidecar["alt"], sidecar["title"]) == (
+        ["a", "b"],
+        "x",
+        "update, isolated",
+    )
     assert sidecar["written_by"].startswith("matplotlib ")
 
 
@@ -332,27 +403,63 @@ def test_a_backend_that_loads_with_the_first_figure_stays_interactive():
 
 def test_the_split_of_a_layer_has_a_bar_and_a_figure_for_every_part():
     parts = pd.DataFrame(
-        {"layer": [0, 1], "storage": [1e-4, 0], "quantization": [1e-2, 2e-2], "runtime": [None, None], "total": [1e-2, 2e-2]}
+        {
+            "layer": [0, 1],
+            "storage": [1e-4, 0],
+            "quantization": [1e-2, 2e-2],
+            "runtime": [None, None],
+            "total": [1e-2, 2e-2],
+        }
     )
     ax = plots.layer_parts(parts, layer=1)
     said = {label: text.get_text() for label, text in zip(ticks(ax.yaxis), ax.texts)}
-    assert said == {"storage": "0", "quantization": "0.02", "runtime": "not measured", "total": "0.02"}
+    assert said == {
+        "storage": "0",
+        "quantization": "0.02",
+        "runtime": "not measured",
+        "total": "0.02",
+    }
     assert ax.get_title("left") == "error of layer 1, split"
 
 
 def test_a_ratio_without_an_interval_is_hollow():
-    rows = pd.DataFrame({"phase": ["call", "head"], "shard": [None, "head_00"], "T": [1, 1], "depth": [0, 0],
-                         "ratio": [2.0, 0.5], "low": [1.5, np.nan], "high": [2.5, np.nan]})  # fmt: skip
+    rows = pd.DataFrame(
+        {
+            "phase": ["call", "head"],
+            "shard": [None, "head_00"],
+            "T": [1, 1],
+            "depth": [0, 0],
+            "ratio": [2.0, 0.5],
+            "low": [1.5, np.nan],
+            "high": [2.5, np.nan],
+        }
+    )
     ax = plots.ratios(rows)
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert [dot.get_markerfacecolor() for dot in dots] == ["#0072B2", "white"]
-    assert [text.get_text() for text in ax.texts] == ["2×", "0.5×"] and ticks(ax.yaxis)[1] == "head head_00 T 1 depth 0"
+    assert [text.get_text() for text in ax.texts] == ["2×", "0.5×"] and ticks(ax.yaxis)[
+        1
+    ] == "head head_00 T 1 depth 0"
 
 
 def test_a_peer_stands_beside_with_the_ratio_in_words():
-    rows = pd.DataFrame({"name": ["ms_per_token", "bytes_per_token"], "value": [5.0, 4e5], "unit": ["ms", "bytes"],
-                         "peer": "dense", "peer_value": [2.0, 1.6e6], "ratio": [0.4, 4.0]})  # fmt: skip
+    rows = pd.DataFrame(
+        {
+            "name": ["ms_per_token", "bytes_per_token"],
+            "value": [5.0, 4e5],
+            "unit": ["ms", "bytes"],
+            "peer": "dense",
+            "peer_value": [2.0, 1.6e6],
+            "ratio": [0.4, 4.0],
+        }
+    )
     ms, size = plots.against_peer(rows, this="routed").axes
-    assert [bar.get_height() for bar in size.patches] == [4e5, 1.6e6] and ticks(ms.xaxis) == ["routed", "dense"]
-    assert [ax.get_title("left") for ax in (ms, size)] == ["ms per token: 2.5× worse", "bytes per token: 4.0× better"]
+    assert [bar.get_height() for bar in size.patches] == [4e5, 1.6e6] and ticks(ms.xaxis) == [
+        "routed",
+        "dense",
+    ]
+    assert [ax.get_title("left") for ax in (ms, size)] == [
+        "ms per token: 2.5× worse",
+        "bytes per token: 4.0× better",
+    ]
     assert size.yaxis.get_major_formatter()(1.5e6) == "1.5 MB"

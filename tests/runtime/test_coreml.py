@@ -24,15 +24,31 @@ from workbench.studies import cache_reuse
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return checkpoint.random(tmp_path_factory.mktemp("coreml") / "source", "llama", hidden_size=64, intermediate_size=96,
-                             num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=2, vocab_size=97)  # fmt: skip
+    return checkpoint.random(
+        tmp_path_factory.mktemp("coreml") / "source",
+        "llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_hidden_layers=2,
+        vocab_size=97,
+    )
 
 
 @pytest.fixture(scope="module")
 def bundle(source):
     from workbench.export import export
 
-    return export(source, source.parent / "bundle", progress=False, max_seq_len=16, t_max=4, compress="int8-channel")
+    return export(
+        source,
+        source.parent / "bundle",
+        progress=False,
+        max_seq_len=16,
+        t_max=4,
+        compress="int8-channel",
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +66,8 @@ def shard(bundle):
 def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
     prompt = [5, 17, 42, 3, 88]
     records = {
-        runtime: list(Decoder(bundle, runtime=runtime, fast=False).stream(prompt, 6, stop=[])) for runtime in ("coreml", "portable")
+        runtime: list(Decoder(bundle, runtime=runtime, fast=False).stream(prompt, 6, stop=[]))
+        for runtime in ("coreml", "portable")
     }
     assert [r.token for r in records["coreml"]] == [r.token for r in records["portable"]]
     for ours, theirs in zip(records["coreml"], records["portable"], strict=True):
@@ -60,7 +77,11 @@ def test_both_runtimes_generate_the_same_tokens_and_logits(bundle):
 def test_core_ml_is_refused_where_neither_it_nor_the_shim_is(bundle, shard):
     assert resolve("coreml") == "coreml" and resolve() == "portable"
     shim.uninstall()
-    for use in (lambda: resolve("coreml"), lambda: Decoder(bundle, "coreml"), lambda: load_shard(bundle, shard, "coreml")):
+    for use in (
+        lambda: resolve("coreml"),
+        lambda: Decoder(bundle, "coreml"),
+        lambda: load_shard(bundle, shard, "coreml"),
+    ):
         with pytest.raises(InputError, match="runtime 'coreml'.*macOS 15"):
             use()
 
@@ -175,7 +196,9 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle,
     from workbench.models.checkpoint import Checkpoint
 
     (tmp_path / "child.py").write_text(ON_SHIM + fault + "matrix.units_main(*sys.argv[1:])\n")
-    path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(tmp_path / "golden.safetensors")
+    path = golden.make_golden(Checkpoint(source), [5, 17, 42, 3, 88]).save(
+        tmp_path / "golden.safetensors"
+    )
     found = matrix.unit_row(
         bundle,
         path,
@@ -242,7 +265,9 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypat
 def compilations(monkeypatch):
     """Paths that Core ML was asked to compile."""
     made, compile_ = [], shim.Proxy.compileModel
-    monkeypatch.setattr(shim.Proxy, "compileModel", staticmethod(lambda path: made.append(path) or compile_(path)))
+    monkeypatch.setattr(
+        shim.Proxy, "compileModel", staticmethod(lambda path: made.append(path) or compile_(path))
+    )
     return made
 
 
@@ -255,7 +280,9 @@ def forget(bundle, shard):
 def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilations):
     forget(bundle, shard)
     first, second = load_shard(bundle, shard, "coreml"), load_shard(bundle, shard, "coreml")
-    assert len(compilations) == 1 and first.compiled == second.compiled == coreml.compiled_path(bundle, shard)
+    assert len(compilations) == 1 and first.compiled == second.compiled == coreml.compiled_path(
+        bundle, shard
+    )
     assert first.loading_ms["compile"] > 0 and second.loading_ms["compile"] is None
     assert first.loading_ms["load"] > 0 and first.loading_ms["first_predict"] is None
     decoder = Decoder(bundle, "coreml")
@@ -266,11 +293,15 @@ def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilat
 
 
 @pytest.mark.parametrize("changed", ["weights", "macOS", "coremltools"])
-def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(bundle, shard, monkeypatch, changed):
+def test_a_compiled_shard_belongs_to_its_bytes_and_to_what_compiled_it(
+    bundle, shard, monkeypatch, changed
+):
     before = coreml.compiled_path(bundle, shard)
     assert before.parent.parent == bundle.root.parent and not before.is_relative_to(bundle.root)
     if changed == "weights":
-        shard = shard.model_copy(update={"files": [f.model_copy(update={"sha256": "0" * 64}) for f in shard.files]})
+        shard = shard.model_copy(
+            update={"files": [f.model_copy(update={"sha256": "0" * 64}) for f in shard.files]}
+        )
     elif changed == "macOS":
         monkeypatch.setattr(coreml.platform, "mac_ver", lambda: ("26.1", (), ""))
     else:
@@ -284,7 +315,11 @@ def test_an_interrupted_compilation_leaves_nothing_that_could_be_loaded(bundle, 
         patch.setattr(coreml.os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             load_shard(bundle, shard, "coreml")
-    assert not [p for p in coreml.compiled_path(bundle, shard).parent.iterdir() if p.name.startswith(shard.name)]
+    assert not [
+        p
+        for p in coreml.compiled_path(bundle, shard).parent.iterdir()
+        if p.name.startswith(shard.name)
+    ]
     load_shard(bundle, shard, "coreml")
 
 
@@ -316,10 +351,16 @@ def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
         "allowLowPrecisionAccumulationOnGPU": True,
     }
     load_shard(bundle, shard, "coreml", compute_units="CPU_ONLY", hints=hints, function="main")
-    assert seen == {"units": "CPU_ONLY", "function": "main", "hints": {k: str(v) for k, v in hints.items()}}
+    assert seen == {
+        "units": "CPU_ONLY",
+        "function": "main",
+        "hints": {k: str(v) for k, v in hints.items()},
+    }
 
 
-@pytest.mark.parametrize(("hints", "words"), [({"speed": "fast"}, "speed"), ({"reshapeFrequency": "Often"}, "Often")])
+@pytest.mark.parametrize(
+    ("hints", "words"), [({"speed": "fast"}, "speed"), ({"reshapeFrequency": "Often"}, "Often")]
+)
 def test_unknown_hints_are_refused(bundle, shard, hints, words):
     with pytest.raises(InputError, match=words):
         load_shard(bundle, shard, "coreml", hints=hints)
@@ -331,8 +372,14 @@ def test_unknown_hints_are_refused(bundle, shard, hints, words):
 def devices(ct):
     """One object of each of coremltools' device classes, past the checks for native proxies."""
     kinds = ct.models.compute_device
-    return {name: object.__new__(kind) for name, kind in
-            (("ane", kinds.MLNeuralEngineComputeDevice), ("gpu", kinds.MLGPUComputeDevice), ("cpu", kinds.MLCPUComputeDevice))}  # fmt: skip
+    return {
+        name: object.__new__(kind)
+        for name, kind in (
+            ("ane", kinds.MLNeuralEngineComputeDevice),
+            ("gpu", kinds.MLGPUComputeDevice),
+            ("cpu", kinds.MLCPUComputeDevice),
+        )
+    }
 
 
 @pytest.fixture
@@ -343,9 +390,15 @@ def plan(monkeypatch):
 
     def op(name, preferred=None, cost=None, blocks=()):
         made = plans.MLModelStructureProgramOperation(
-            inputs={}, operator_name=name, outputs=[plans.MLModelStructureProgramNamedValueType(name=f"{name}_out", type=None)],
-            blocks=[plans.MLModelStructureProgramBlock(inputs=[], operations=list(b), output_names=[]) for b in blocks],
-            __proxy__=SimpleNamespace(preferred=preferred, cost=cost))  # fmt: skip
+            inputs={},
+            operator_name=name,
+            outputs=[plans.MLModelStructureProgramNamedValueType(name=f"{name}_out", type=None)],
+            blocks=[
+                plans.MLModelStructureProgramBlock(inputs=[], operations=list(b), output_names=[])
+                for b in blocks
+            ],
+            __proxy__=SimpleNamespace(preferred=preferred, cost=cost),
+        )
         return made
 
     class Proxy:
@@ -353,12 +406,16 @@ def plan(monkeypatch):
             block = plans.MLModelStructureProgramBlock(inputs=[], operations=ops, output_names=[])
             function = plans.MLModelStructureProgramFunction(inputs=[], block=block)
             program = plans.MLModelStructureProgram(functions={"main": function})
-            self.model_structure = plans.MLModelStructure(neuralnetwork=None, program=program, pipeline=None)
+            self.model_structure = plans.MLModelStructure(
+                neuralnetwork=None, program=program, pipeline=None
+            )
 
         def get_compute_device_usage_for_mlprogram_operation(self, operation):
             preferred = operation.__proxy__.preferred
             return preferred and plans.MLComputePlanDeviceUsage(
-                preferred_compute_device=unit[preferred], supported_compute_devices=[unit["cpu"], unit[preferred]])  # fmt: skip
+                preferred_compute_device=unit[preferred],
+                supported_compute_devices=[unit["cpu"], unit[preferred]],
+            )
 
         def get_estimated_cost_for_mlprogram_operation(self, operation):
             cost = operation.__proxy__.cost
@@ -367,7 +424,9 @@ def plan(monkeypatch):
     def install(ops):
         asked = []
         native = SimpleNamespace(
-            get_compute_plan=lambda path, units: asked.append((path, units)) or plans.MLComputePlan(Proxy(ops))
+            get_compute_plan=lambda path, units: (
+                asked.append((path, units)) or plans.MLComputePlan(Proxy(ops))
+            )
         )
         monkeypatch.setattr(plans, "_MLComputePlanProxy", Proxy)
         monkeypatch.setattr(plans, "_MLModelProxy", native)
@@ -378,13 +437,25 @@ def plan(monkeypatch):
 
 def test_the_plan_counts_every_compute_operation_and_no_constant(bundle, shard, plan):
     inner = plan.op("ios18.add", "cpu", 0.1)
-    asked = plan.install([plan.op("const"), plan.op("ios18.constexpr_blockwise_shift_scale"), plan.op("ios18.conv", "ane", 0.5),
-                          plan.op("ios18.conv", "gpu", 0.2), plan.op("ios16.cond", "cpu", 0.0, [[inner]]), plan.op("ios18.mul")])  # fmt: skip
+    asked = plan.install(
+        [
+            plan.op("const"),
+            plan.op("ios18.constexpr_blockwise_shift_scale"),
+            plan.op("ios18.conv", "ane", 0.5),
+            plan.op("ios18.conv", "gpu", 0.2),
+            plan.op("ios16.cond", "cpu", 0.0, [[inner]]),
+            plan.op("ios18.mul"),
+        ]
+    )
     model = load_shard(bundle, shard, "coreml")
     found = placement.count_units(shard.name, model.plan())
     assert asked == [(str(model.compiled), "CPU_AND_NE")] and model.compiled.suffix == ".mlmodelc"
     assert (found.source, found.ops, found.ane, found.gpu, found.cpu) == ("measured", 5, 1, 1, 2)
-    assert found.convolutions == (1, 2) and found.eligible == 1 and found.cost_ane == pytest.approx(0.5 / 0.8)
+    assert (
+        found.convolutions == (1, 2)
+        and found.eligible == 1
+        and found.cost_ane == pytest.approx(0.5 / 0.8)
+    )
     assert not found.rules
 
 
@@ -397,9 +468,17 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
         return list(inspect.signature(function).parameters)
 
     assert names(plans.MLComputePlan.load_from_path) == ["path", "compute_units"]
-    for method in ("get_compute_device_usage_for_mlprogram_operation", "get_estimated_cost_for_mlprogram_operation"):
+    for method in (
+        "get_compute_device_usage_for_mlprogram_operation",
+        "get_estimated_cost_for_mlprogram_operation",
+    ):
         assert names(getattr(plans.MLComputePlan, method)) == ["self", "operation"]
-    assert names(models.CompiledMLModel.__init__)[1:5] == ["path", "compute_units", "function_name", "optimization_hints"]
+    assert names(models.CompiledMLModel.__init__)[1:5] == [
+        "path",
+        "compute_units",
+        "function_name",
+        "optimization_hints",
+    ]
     assert names(models.CompiledMLModel.predict) == ["self", "data", "state"]
     assert names(models.CompiledMLModel.make_state) == ["self"]
     assert names(models.utils.compile_model) == ["model", "destination_path"]
@@ -408,7 +487,11 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
         inspect.signature(models.model.MLState.read_state).parameters,
     )
     assert [list(p)[:2] for p in state] == [["self", "name"], ["self", "name"]]
-    calls = inspect.getsource(models._compiled_model) + inspect.getsource(models.compute_plan) + inspect.getsource(models.utils)
+    calls = (
+        inspect.getsource(models._compiled_model)
+        + inspect.getsource(models.compute_plan)
+        + inspect.getsource(models.utils)
+    )
     for native in (
         "_MLModelProxy(",
         "_proxy.newState()",
@@ -416,14 +499,20 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
         "_MLModelProxy.compileModel(",
     ):
         assert native in calls
-    assert {"reshapeFrequency", "specializationStrategy", "allowLowPrecisionAccumulationOnGPU"} == set(coreml.HINTS)
+    assert {
+        "reshapeFrequency",
+        "specializationStrategy",
+        "allowLowPrecisionAccumulationOnGPU",
+    } == set(coreml.HINTS)
     assert all(hasattr(ct, kind) for kind in coreml.HINTS.values() if kind)
 
 
 # --- the whole path, in children -------------------------------------------------------------------------------------
 
 
-def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(bundle, source, plan, tmp_path, monkeypatch):
+def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
+    bundle, source, plan, tmp_path, monkeypatch
+):
     """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr, and at
     T = 3 Core ML complains and runs all the same, elsewhere than it was told to."""
     (tmp_path / "on_shim.py").write_text(
@@ -431,18 +520,41 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(bundle, sourc
         "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"
         "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
-        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure_cell(job)\n")  # fmt: skip
+        "        os.write(2, b'E5RT: ANECCompile() FAILED (11)\\n')\n    cell.measure_cell(job)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16], "t_max": [3]},
-                            "run": {"T": [1, 2, 3], "n_gen": 2, "repetitions": 1, "runtime": ["coreml"], "compute_units": ["CPU_ONLY"],
-                                    "hints": [{"reshapeFrequency": "Infrequent"}]}})  # fmt: skip
-    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path, progress=False, measure="on_shim:measure")
+    grid = sweep.make_grid(
+        {
+            "checkpoint": str(source),
+            "export": {"max_seq_len": [16], "t_max": [3]},
+            "run": {
+                "T": [1, 2, 3],
+                "n_gen": 2,
+                "repetitions": 1,
+                "runtime": ["coreml"],
+                "compute_units": ["CPU_ONLY"],
+                "hints": [{"reshapeFrequency": "Infrequent"}],
+            },
+        }
+    )
+    counts = sweep.sweep(
+        grid, root=tmp_path / "log", bundles=tmp_path, progress=False, measure="on_shim:measure"
+    )
     assert (counts["done"], counts["failed"]) == (1, 2)
     runs = log.load("runs", root=tmp_path / "log").set_index("T")
-    assert (runs.loc[3, "status"], runs.loc[3, "reason"]) == ("invalid", "E5RT: ANECCompile() FAILED (11)")
-    assert runs.loc[2, "reason"] == "killed by SIGABRT" and "MILCompilerForANE error" in runs.loc[2, "config"]
+    assert (runs.loc[3, "status"], runs.loc[3, "reason"]) == (
+        "invalid",
+        "E5RT: ANECCompile() FAILED (11)",
+    )
+    assert (
+        runs.loc[2, "reason"] == "killed by SIGABRT"
+        and "MILCompilerForANE error" in runs.loc[2, "config"]
+    )
     assert (runs.loc[1, "runtime"], runs.loc[1, "compute_units"]) == ("coreml", "CPU_ONLY")
     assert json.loads(runs.loc[1, "config"])["run"]["hints"] == {"reshapeFrequency": "Infrequent"}
-    assert runs["placement"].isna().all() and "MLComputePlan" in json.loads(runs.loc[1, "config"])["placement"]
+    assert (
+        runs["placement"].isna().all()
+        and "MLComputePlan" in json.loads(runs.loc[1, "config"])["placement"]
+    )
     phases = set(log.load("samples", root=tmp_path / "log")["phase"])
     assert {"compile", "load", "first_predict", "call", "layer", "head", "host"} <= phases

@@ -36,7 +36,10 @@ def more_slots(count: int):
         manifest["options"]["max_seq_len"] = count
         for shard in manifest["shards"]:
             for shape in shard["inputs"].values():
-                shape[:] = [count if n == SLOTS and i >= 2 and len(shape) == 4 else n for i, n in enumerate(shape)]
+                shape[:] = [
+                    count if n == SLOTS and i >= 2 and len(shape) == 4 else n
+                    for i, n in enumerate(shape)
+                ]
             for state in shard["states"].values():
                 state["shape"][2] = count
 
@@ -59,11 +62,24 @@ def layers(manifest) -> dict:
 CHANGES = {
     "an input is missing": (lambda m: layers(m)["inputs"].pop("rope_cos"), "inputs of shard"),
     "an input is unknown": (lambda m: layers(m)["inputs"].update(y=[1]), "inputs of shard"),
-    "an output is missing": (lambda m: layers(m)["outputs"].update(y=layers(m)["outputs"].pop("hidden")), "outputs of shard"),
-    "a state is missing": (lambda m: layers(m)["states"].pop("layers.0.v_state"), "states of shard"),
-    "a state is smaller": (lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]), "layers.0.v_state"),
+    "an output is missing": (
+        lambda m: layers(m)["outputs"].update(y=layers(m)["outputs"].pop("hidden")),
+        "outputs of shard",
+    ),
+    "a state is missing": (
+        lambda m: layers(m)["states"].pop("layers.0.v_state"),
+        "states of shard",
+    ),
+    "a state is smaller": (
+        lambda m: layers(m)["states"]["layers.0.v_state"].update(shape=[1, 2, 31, 32]),
+        "layers.0.v_state",
+    ),
     "a state is a part past the end": (
-        lambda m: layers(m)["states"]["layers.0.k_state"].update(part=[[0, 1], [0, 2], [1, 33], [0, 32]]), "layers.0.k_state"),
+        lambda m: layers(m)["states"]["layers.0.k_state"].update(
+            part=[[0, 1], [0, 2], [1, 33], [0, 32]]
+        ),
+        "layers.0.k_state",
+    ),
     "T reaches further": (lambda m: m["options"].update(t_max=9), "T from 1 to 9"),
 }
 
@@ -77,7 +93,10 @@ def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(change
 
 @pytest.mark.parametrize(
     ("field", "shapes", "words"),
-    [("outputs", {"hidden": [1, 65, "T", 1]}, "output 'hidden'"), ("inputs", {"x": [1, 64, 2, 1]}, "input 'x'")],
+    [
+        ("outputs", {"hidden": [1, 65, "T", 1]}, "output 'hidden'"),
+        ("inputs", {"x": [1, 64, 2, 1]}, "input 'x'"),
+    ],
 )
 def test_a_shape_that_the_package_does_not_have_is_refused(exports, field, shapes, words):
     """Opening a bundle already refuses these; the check of the runtime stands below it."""
@@ -85,7 +104,9 @@ def test_a_shape_that_the_package_does_not_have_is_refused(exports, field, shape
     shard = bundle.shards("layers")[0]
     changed = shard.model_copy(update={field: getattr(shard, field) | shapes})
     with pytest.raises(InputError, match=words + ".*in the package"):
-        runtime.portable.check_interface(changed, miltorch.read(bundle.package(shard)), bundle.manifest.options.t_max)
+        runtime.portable.check_interface(
+            changed, miltorch.read(bundle.package(shard)), bundle.manifest.options.t_max
+        )
 
 
 def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):

@@ -29,7 +29,9 @@ def installed(ct):
 def convert(ct, build, path, **options):
     """Saves a program of MIL's builder (a function of placeholders) or a traced torch module as a package."""
     with quiet():
-        model = ct.convert(build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True, **options)
+        model = ct.convert(
+            build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True, **options
+        )
         model.save(str(path))
     return str(path)
 
@@ -38,8 +40,13 @@ def program(ct, *shapes, **dtypes):
     """Decorator: a MIL program whose inputs are float32 unless `dtypes` says otherwise."""
     from coremltools.converters.mil.mil import Builder, types
 
-    specs = [Builder.TensorSpec(shape=s, dtype=dtypes.get(f"x{i}", types.fp32)) for i, s in enumerate(shapes)]
-    return lambda function: Builder.program(input_specs=specs, opset_version=ct.target.iOS18)(function)
+    specs = [
+        Builder.TensorSpec(shape=s, dtype=dtypes.get(f"x{i}", types.fp32))
+        for i, s in enumerate(shapes)
+    ]
+    return lambda function: Builder.program(input_specs=specs, opset_version=ct.target.iOS18)(
+        function
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,14 @@ def counting(ct, path, step=1.0):
         traced = torch.jit.trace(Counter(step).eval(), torch.zeros(1, 32))
     state = ct.StateType(ct.TensorType(shape=(1, 32), dtype=np.float16), "count")
     shape = (ct.RangeDim(1, 4), 32)
-    return convert(ct, traced, path, inputs=[ct.TensorType("x", shape)], outputs=[ct.TensorType("y")], states=[state])
+    return convert(
+        ct,
+        traced,
+        path,
+        inputs=[ct.TensorType("x", shape)],
+        outputs=[ct.TensorType("y")],
+        states=[state],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +109,10 @@ def test_predict_takes_lists_tensors_and_halves(ct, doubling):
 
 def test_a_list_of_inputs_gives_a_list_of_outputs(ct, doubling):
     found = ct.models.MLModel(doubling).predict([{"x": X}, {"x": -X}])
-    assert [np.array_equal(y["doubled"], 2 * x) for y, x in zip(found, (X, -X), strict=True)] == [True, True]
+    assert [np.array_equal(y["doubled"], 2 * x) for y, x in zip(found, (X, -X), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_spec_with_its_weights_loads_too(ct, doubling):
@@ -254,7 +271,9 @@ def test_range_dims_bound_an_input(ct, counter, rows, fits):
     if fits:
         assert model.predict({"x": x}, state)["y"].shape == (rows, 32)
     else:
-        with pytest.raises(RuntimeError, match=r"For input feature 'x', the provided shape 5 \\U00d7 32"):
+        with pytest.raises(
+            RuntimeError, match=r"For input feature 'x', the provided shape 5 \\U00d7 32"
+        ):
             model.predict({"x": x}, state)
 
 
@@ -262,7 +281,13 @@ def test_enumerated_shapes_bound_an_input(ct, tmp_path):
     with quiet():
         traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, 4))
     shapes = ct.EnumeratedShapes(shapes=[[1, 4], [2, 4]], default=[1, 4])
-    path = convert(ct, traced, tmp_path / "relu.mlpackage", inputs=[ct.TensorType("x", shapes)], outputs=[ct.TensorType("y")])
+    path = convert(
+        ct,
+        traced,
+        tmp_path / "relu.mlpackage",
+        inputs=[ct.TensorType("x", shapes)],
+        outputs=[ct.TensorType("y")],
+    )
     model = ct.models.MLModel(path)
     assert model.predict({"x": -np.ones((2, 4))})["y"].tolist() == [[0] * 4] * 2
     with pytest.raises(RuntimeError, match=r"3 \\U00d7 4"):
@@ -284,20 +309,27 @@ def test_an_optional_input_has_its_default(ct, tmp_path):
         traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(2))
     default = np.full(2, 3.0, np.float32)
     given = ct.TensorType("x", (2,), default_value=default)
-    path = convert(ct, traced, tmp_path / "optional.mlpackage", inputs=[given], outputs=[ct.TensorType("y")])
+    path = convert(
+        ct, traced, tmp_path / "optional.mlpackage", inputs=[given], outputs=[ct.TensorType("y")]
+    )
     assert ct.models.MLModel(path).predict({})["y"].tolist() == [3, 3]
 
 
 def test_functions_of_one_package_are_chosen_by_name(ct, tmp_path):
     descriptor = ct.utils.MultiFunctionDescriptor()
     for step in (1.0, 10.0):
-        descriptor.add_function(counting(ct, tmp_path / f"{step}.mlpackage", step), "main", f"by_{step:.0f}")
+        descriptor.add_function(
+            counting(ct, tmp_path / f"{step}.mlpackage", step), "main", f"by_{step:.0f}"
+        )
     descriptor.default_function_name = "by_1"
     with quiet():
         ct.utils.save_multifunction(descriptor, str(tmp_path / "both.mlpackage"))
     for name, expected in (("by_1", 1), ("by_10", 10), (None, 1)):
         model = ct.models.MLModel(str(tmp_path / "both.mlpackage"), function_name=name)
-        assert model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][0, 0] == expected
+        assert (
+            model.predict({"x": np.zeros((1, 32), np.float32)}, model.make_state())["y"][0, 0]
+            == expected
+        )
 
 
 def test_compiled_models_load(ct, counter, tmp_path):
@@ -320,7 +352,9 @@ def test_images_go_in_by_their_channels(ct, tmp_path, layout):
     with quiet():
         traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, channels, 2, 4))
     image = ct.ImageType("x", (1, channels, 2, 4), color_layout=getattr(ct.colorlayout, layout))
-    path = convert(ct, traced, tmp_path / "image.mlpackage", inputs=[image], outputs=[ct.TensorType("y")])
+    path = convert(
+        ct, traced, tmp_path / "image.mlpackage", inputs=[image], outputs=[ct.TensorType("y")]
+    )
     model = ct.models.MLModel(path)
     pixels = np.random.default_rng(0).integers(0, 255, (2, 4, 3), np.uint8)
     picture = Image.fromarray(pixels if channels == 3 else pixels[..., 0])
@@ -334,20 +368,33 @@ def test_images_go_in_by_their_channels(ct, tmp_path, layout):
 def test_images_come_out_as_pillow_images(ct, tmp_path):
     with quiet():
         traced = torch.jit.trace(torch.nn.ReLU(), torch.zeros(1, 3, 2, 4))
-    given, made = ct.TensorType("x", (1, 3, 2, 4)), ct.ImageType("y", color_layout=ct.colorlayout.RGB)
-    model = ct.models.MLModel(convert(ct, traced, tmp_path / "out.mlpackage", inputs=[given], outputs=[made]))
+    given, made = (
+        ct.TensorType("x", (1, 3, 2, 4)),
+        ct.ImageType("y", color_layout=ct.colorlayout.RGB),
+    )
+    model = ct.models.MLModel(
+        convert(ct, traced, tmp_path / "out.mlpackage", inputs=[given], outputs=[made])
+    )
     x = np.random.default_rng(0).uniform(-10, 300, (1, 3, 2, 4)).astype(np.float32)
     found = model.predict({"x": x})["y"]
     assert found.mode == "RGBA" and found.size == (4, 2)
-    assert np.array_equal(np.asarray(found)[..., :3].transpose(2, 0, 1), np.clip(np.round(x[0].astype(np.float16)), 0, 255))
+    assert np.array_equal(
+        np.asarray(found)[..., :3].transpose(2, 0, 1),
+        np.clip(np.round(x[0].astype(np.float16)), 0, 255),
+    )
 
 
 @pytest.mark.parametrize("labels", [["cat", "dog", "eel"], [10, 20, 30]])
 def test_classifiers_give_a_label_and_probabilities(ct, tmp_path, labels):
     with quiet():
         traced = torch.jit.trace(torch.nn.Softmax(-1), torch.zeros(1, 3))
-    path = convert(ct, traced, tmp_path / "classes.mlpackage", inputs=[ct.TensorType("x", (1, 3))],
-                   classifier_config=ct.ClassifierConfig(labels))  # fmt: skip
+    path = convert(
+        ct,
+        traced,
+        tmp_path / "classes.mlpackage",
+        inputs=[ct.TensorType("x", (1, 3))],
+        classifier_config=ct.ClassifierConfig(labels),
+    )
     found = ct.models.MLModel(path).predict({"x": np.array([[0.0, 5, 1]], np.float32)})
     assert found.pop("classLabel") == labels[1]
     (probabilities,) = found.values()
@@ -359,7 +406,9 @@ def test_a_model_that_cannot_run_warns_and_says_why(ct, doubling, tmp_path):
 
     broken = shutil.copytree(doubling, tmp_path / "broken.mlpackage")
     spec = ct.models.MLModel(doubling, skip_model_load=True).get_spec()
-    spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations[-1].type = "made_up"
+    spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations[
+        -1
+    ].type = "made_up"
     (broken / "Data/com.apple.CoreML/model.mlmodel").write_bytes(spec.SerializeToString())
     with pytest.warns(RuntimeWarning, match="operations without a rule: made_up"):
         model = ct.models.MLModel(str(broken))
@@ -385,13 +434,18 @@ def test_precision_is_chosen_at_install(ct, tmp_path):
 
 def test_uninstalling_leaves_coremltools_as_it_was(ct, doubling, counter):
     shim.uninstall()
-    before = {name: vars(ct.models.model)[name] for name in ("_MLModelProxy", "_is_macos", "_macos_version")}
+    before = {
+        name: vars(ct.models.model)[name]
+        for name in ("_MLModelProxy", "_is_macos", "_macos_version")
+    }
     assert before["_MLModelProxy"] is None and not hasattr(ct, "libcoremlpython")
     shim.install()
     shim.install()
     assert ct.models.model._MLModelProxy is shim.Proxy and ct.models.model._is_macos()
     shim.uninstall()
-    assert {name: vars(ct.models.model)[name] for name in before} == before and not hasattr(ct, "libcoremlpython")
+    assert {name: vars(ct.models.model)[name] for name in before} == before and not hasattr(
+        ct, "libcoremlpython"
+    )
     assert "coremltools.libcoremlpython" not in sys.modules
     with pytest.raises(Exception, match="macOS version 10.13"), quiet():
         ct.models.MLModel(doubling).predict({"x": X})

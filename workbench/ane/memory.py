@@ -37,7 +37,10 @@ class Budget:
         return self.weights + self.kv + self.side_states + self.embedding + self.buffers
 
     def json(self) -> dict:
-        return asdict(self) | {"total": self.total, "fits": self.machine and self.total <= self.machine}
+        return asdict(self) | {
+            "total": self.total,
+            "fits": self.machine and self.total <= self.machine,
+        }
 
 
 def machine_bytes() -> int:
@@ -53,7 +56,14 @@ def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     for name, state in (entry for shard in m.shards for entry in shard.states.items()):
         size = 2 * prod(state.shape)
         kv, side = (kv + size, side) if is_cache(name) else (kv, side + size)
-    return Budget(sum(s.bytes for s in m.shards), kv, side, m.embedding.file.bytes, _buffers(m.dims, m.options), machine)
+    return Budget(
+        sum(s.bytes for s in m.shards),
+        kv,
+        side,
+        m.embedding.file.bytes,
+        _buffers(m.dims, m.options),
+        machine,
+    )
 
 
 def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
@@ -72,15 +82,21 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
 def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     """What one call of T tokens would make the shards of a checkpoint do, as `roofline.bundle_work` says of a bundle."""
     plan, elements, embedding = _elements_of(checkpoint)
-    budget, routed, bits = budget_of_checkpoint(checkpoint, options), options.moe == "routed", STORED_BITS[options.compress]
+    budget, routed, bits = (
+        budget_of_checkpoint(checkpoint, options),
+        options.moe == "routed",
+        STORED_BITS[options.compress],
+    )
     head, flops = plan.dims.V * plan.dims.C, 2 * T * options.batch
     experts = sum(n for name, n in elements.items() if ".experts." in name)
     idle = experts * (1 - 1 / plan.experts) if routed else 0
     active = sum(elements.values()) - embedding - (0 if plan.tied else head) - idle
     weights = budget.weights - int(head * bits / 8) - int(idle * bits / 8)
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
-    return [Work("layers", weights, budget.kv + budget.side_states, flops * active, calls),
-            Work("head", int(head * bits / 8), 0, float(flops * head))]  # fmt: skip
+    return [
+        Work("layers", weights, budget.kv + budget.side_states, flops * active, calls),
+        Work("head", int(head * bits / 8), 0, float(flops * head)),
+    ]
 
 
 def _elements_of(checkpoint):
@@ -89,7 +105,11 @@ def _elements_of(checkpoint):
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
     elements = {name: prod(entry.shape) for name, entry in checkpoint.header.items()}
-    return plan, elements, next(n for name, n in elements.items() if name.endswith("embed_tokens.weight"))
+    return (
+        plan,
+        elements,
+        next(n for name, n in elements.items() if name.endswith("embed_tokens.weight")),
+    )
 
 
 def _buffers(d: Dims, options: Options) -> int:
@@ -104,7 +124,9 @@ def parse_bytes(text: str) -> int:
     with suppress(TypeError, ValueError, OverflowError):  # another form, no number, or infinite
         if (total := int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))) > 0:
             return total
-    raise InputError("memory", repr(text), "a size above zero, such as 16G", "write a number and K, M, G or T")
+    raise InputError(
+        "memory", repr(text), "a size above zero, such as 16G", "write a number and K, M, G or T"
+    )
 
 
 def peak_rss() -> int | None:

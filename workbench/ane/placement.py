@@ -44,27 +44,48 @@ def predict_placement(bundle: Bundle, shard: Shard, generation: int = 4) -> Plac
     package = bundle.package(shard)
     weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
     functions = len(read_spec(package).mlProgram.functions)
-    return place_operations(shard.name, LintGraph(miltorch.read(package), weights, functions, generation))
+    return place_operations(
+        shard.name, LintGraph(miltorch.read(package), weights, functions, generation)
+    )
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
     """The placement that follows from the rules a graph breaks; disputed rules are listed and change nothing."""
     findings, kinds = lint(graph), {op.name: op.kind for op in graph.ops}
-    cpu, stays, fails = ({n for f in findings if f.rule.effect == effect and not f.rule.disputed for n in f.names}
-                         for effect in ("cpu", "stays", "fails"))  # fmt: skip
+    cpu, stays, fails = (
+        {n for f in findings if f.rule.effect == effect and not f.rule.disputed for n in f.names}
+        for effect in ("cpu", "stays", "fails")
+    )
     eligible = kinds.keys() - cpu
     ane = set() if fails else eligible - stays
     convolutions = {name for name, kind in kinds.items() if kind == "conv"}
-    return Placement(name, "predicted", len(kinds), len(eligible), len(ane), len(kinds) - len(ane), 0,
-                     (len(convolutions & ane), len(convolutions)), rules=[_rule(f) for f in findings])  # fmt: skip
+    return Placement(
+        name,
+        "predicted",
+        len(kinds),
+        len(eligible),
+        len(ane),
+        len(kinds) - len(ane),
+        0,
+        (len(convolutions & ane), len(convolutions)),
+        rules=[_rule(f) for f in findings],
+    )
 
 
 def _rule(finding: Finding) -> dict:
     r = finding.rule
-    sources = {word: RULE_SOURCES[key] for word in r.source.split() if (key := word.partition("#")[0]) in RULE_SOURCES}
+    sources = {
+        word: RULE_SOURCES[key]
+        for word in r.source.split()
+        if (key := word.partition("#")[0]) in RULE_SOURCES
+    }
     about = {name: getattr(r, name) for name in ("id", "effect", "confidence", "says", "advice")}
-    return about | {"sources": sources, "disputed": r.disputed or None, "count": len(finding.names),
-                    "names": list(finding.names[:5])}  # fmt: skip
+    return about | {
+        "sources": sources,
+        "disputed": r.disputed or None,
+        "count": len(finding.names),
+        "names": list(finding.names[:5]),
+    }
 
 
 def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
@@ -74,42 +95,77 @@ def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
 
 def count_units(name: str, plan: list[Placed]) -> Placement:
     """A plan's operations counted by where they prefer to run; those without an answer count as no unit's."""
-    units, convolutions = Counter(p.preferred for p in plan), Counter(p.preferred for p in plan if p.op == "conv")
-    cost, cost_ane = sum(p.cost or 0 for p in plan), sum(p.cost or 0 for p in plan if p.preferred == "ane")
+    units, convolutions = (
+        Counter(p.preferred for p in plan),
+        Counter(p.preferred for p in plan if p.op == "conv"),
+    )
+    cost, cost_ane = (
+        sum(p.cost or 0 for p in plan),
+        sum(p.cost or 0 for p in plan if p.preferred == "ane"),
+    )
     return Placement(
-        name, "measured", len(plan), sum("ane" in p.supported for p in plan), units["ane"], units["cpu"], units["gpu"],
-        (convolutions["ane"], convolutions.total()), cost_ane / cost if cost else None,
-    )  # fmt: skip
+        name,
+        "measured",
+        len(plan),
+        sum("ane" in p.supported for p in plan),
+        units["ane"],
+        units["cpu"],
+        units["gpu"],
+        (convolutions["ane"], convolutions.total()),
+        cost_ane / cost if cost else None,
+    )
 
 
 def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row."""
-    by_shard = {p.shard: {name: getattr(p, name) for name in ("ops", "ane", "cpu", "gpu")} for p in placements}
+    by_shard = {
+        p.shard: {name: getattr(p, name) for name in ("ops", "ane", "cpu", "gpu")}
+        for p in placements
+    }
     return {"placement": by_shard, "placement_source": placements[0].source}
 
 
 def contradictions(placements: list[Placement]) -> list[str]:
     """Where a prediction contradicts experiment 30, which counted all four convolutions of stateful attention shards,
     int8 and RangeDim, on the Neural Engine of an M4 Max."""
-    off = [p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]]
-    rules = {r["id"] for p in off for r in p.rules if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"]}
-    return [f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
+    off = [
+        p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]
+    ]
+    rules = {
+        r["id"]
+        for p in off
+        for r in p.rules
+        if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"]
+    }
+    return (
+        [
+            f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
             f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
-            "Only a Mac can settle it: a prediction is no measurement."] if off else []  # fmt: skip
+            "Only a Mac can settle it: a prediction is no measurement."
+        ]
+        if off
+        else []
+    )
 
 
 def lines(placements: list[Placement]) -> list[str]:
     """Placements as text: shards that fare alike on one line, then each rule once with its advice."""
     groups: dict[tuple, list[str]] = {}
     for p in placements:
-        groups.setdefault((p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions), []).append(p.shard)
+        groups.setdefault((p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions), []).append(
+            p.shard
+        )
     text = [f"{placements[0].source} placement"]
     for (ops, eligible, ane, cpu, gpu, convolutions), shards in groups.items():
         name = shards[0] if len(shards) == 1 else f"{shards[0]} … {shards[-1]} ({len(shards)})"
-        text.append(f"{name:32}{ane} of {ops} operations on the ANE ({eligible} eligible), {cpu} CPU, {gpu} GPU; "
-                    f"convolutions {convolutions[0]} of {convolutions[1]}")  # fmt: skip
+        text.append(
+            f"{name:32}{ane} of {ops} operations on the ANE ({eligible} eligible), {cpu} CPU, {gpu} GPU; "
+            f"convolutions {convolutions[0]} of {convolutions[1]}"
+        )
     rules = {r["id"]: r for p in placements for r in p.rules}
     for r in rules.values():
-        text.append(f"{r['id']:4}{r['effect']:6}{r['confidence']:3}{r['says']}. {r['advice']}. [{'; '.join(r['sources'].values())}]"
-                    + (f" Disputed: {r['disputed']}." if r["disputed"] else ""))  # fmt: skip
+        text.append(
+            f"{r['id']:4}{r['effect']:6}{r['confidence']:3}{r['says']}. {r['advice']}. [{'; '.join(r['sources'].values())}]"
+            + (f" Disputed: {r['disputed']}." if r["disputed"] else "")
+        )
     return text

@@ -62,8 +62,13 @@ class LinearFit:
     share: float
 
     def ms(self, work: Work, chip: Chip) -> float:
-        stream = (work.weight_bytes / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s) / 1e6
-        return self.dispatch_ms * work.dispatches + max(work.flops / chip.tflops / 1e9, stream) / self.share
+        stream = (
+            work.weight_bytes / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s
+        ) / 1e6
+        return (
+            self.dispatch_ms * work.dispatches
+            + max(work.flops / chip.tflops / 1e9, stream) / self.share
+        )
 
 
 @cache
@@ -75,9 +80,16 @@ def chips() -> dict[str, Chip]:
     rows["chip"] = rows["chip"].replace("Ultra", "M1 Ultra")
     rates = {q: group.set_index("chip")["mean"].to_dict() for q, group in rows.groupby("quantity")}
     activation, peak = rates["activation stream"], rates["fp16 convolution"]
-    return {name: Chip(name, rate, _nearest(activation, name), _nearest(peak, name),
-                       ("states_gb_s",) * (name not in activation) + ("tflops",) * (name not in peak))
-            for name, rate in rates["weight stream through Core ML"].items()}  # fmt: skip
+    return {
+        name: Chip(
+            name,
+            rate,
+            _nearest(activation, name),
+            _nearest(peak, name),
+            ("states_gb_s",) * (name not in activation) + ("tflops",) * (name not in peak),
+        )
+        for name, rate in rates["weight stream through Core ML"].items()
+    }
 
 
 def _nearest(rates: dict[str, float], chip: str) -> float:
@@ -88,21 +100,32 @@ def _nearest(rates: dict[str, float], chip: str) -> float:
 
 def chip(name: str) -> Chip:
     if name not in chips():
-        raise InputError("chip", repr(name), f"one of {', '.join(sorted(chips()))}", "name one of these")
+        raise InputError(
+            "chip", repr(name), f"one of {', '.join(sorted(chips()))}", "name one of these"
+        )
     return chips()[name]
 
 
 def _table(name: str) -> pd.DataFrame:
     path = FIGURE_SOURCES / name
     if not path.is_file():
-        raise InputError("roofline", f"no {path}", "the published figures in data/sources", "run from a checkout")
+        raise InputError(
+            "roofline", f"no {path}", "the published figures in data/sources", "run from a checkout"
+        )
     return pd.read_csv(path, keep_default_na=False)
 
 
 def figures() -> list[Figure]:
     """Every published figure, whichever chip's."""
-    return [(r.model, Work(f"{r.model}, {r.part}", r.weight_bytes, r.state_bytes, r.flops, r.dispatches), chip(r.chip), r.ms)
-            for r in _table("ane_decode.csv").itertuples()]  # fmt: skip
+    return [
+        (
+            r.model,
+            Work(f"{r.model}, {r.part}", r.weight_bytes, r.state_bytes, r.flops, r.dispatches),
+            chip(r.chip),
+            r.ms,
+        )
+        for r in _table("ane_decode.csv").itertuples()
+    ]
 
 
 def fit(figures: Iterable[Figure]) -> LinearFit:
@@ -110,9 +133,14 @@ def fit(figures: Iterable[Figure]) -> LinearFit:
 
     It is calibrated on the figures of one chip alone: times of two chips are not mixed.
     """
-    _, works, on, ms = zip(*(figure for figure in figures if figure[2].name == CALIBRATED_ON), strict=True)
+    _, works, on, ms = zip(
+        *(figure for figure in figures if figure[2].name == CALIBRATED_ON), strict=True
+    )
     models = [LinearFit(float(d), float(s)) for d in DISPATCH_MS for s in SHARES]
-    fixed, calls = np.array(list(map(LinearFit(0.0, 1.0).ms, works, on))), np.array([w.dispatches for w in works])
+    fixed, calls = (
+        np.array(list(map(LinearFit(0.0, 1.0).ms, works, on))),
+        np.array([w.dispatches for w in works]),
+    )
     predicted = np.array([m.dispatch_ms * calls + fixed / m.share for m in models])
     return models[int(np.abs(np.log(predicted / np.array(ms))).mean(1).argmin())]
 
@@ -131,9 +159,18 @@ def misfits(by_model: bool = False) -> pd.DataFrame:
     rows, every = [], figures()
     for figure in every:
         model, work, on, ms = figure
-        predicted = fit(f for f in every if (f[0] != model if by_model else f is not figure)).ms(work, on)
-        rows.append({"figure": work.name, "chip": on.name, "published_ms": ms, "predicted_ms": predicted,
-                     "misfit": predicted / ms - 1})  # fmt: skip
+        predicted = fit(f for f in every if (f[0] != model if by_model else f is not figure)).ms(
+            work, on
+        )
+        rows.append(
+            {
+                "figure": work.name,
+                "chip": on.name,
+                "published_ms": ms,
+                "predicted_ms": predicted,
+                "misfit": predicted / ms - 1,
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -142,17 +179,27 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     layers = [shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
     experts: dict[int, Shard] = {}  # the largest of each layer
     for shard in bundle.shards("expert"):
-        experts[shard.layers[0]] = max(experts.get(shard.layers[0], shard), shard, key=lambda s: s.bytes)
+        experts[shard.layers[0]] = max(
+            experts.get(shard.layers[0], shard), shard, key=lambda s: s.bytes
+        )
     works = [work_of(bundle, shard, T) for shard in [*layers, *experts.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
-    return [*works, Work("head", sum(h.weight_bytes for h in heads), 0, sum(h.flops for h in heads))]
+    return [
+        *works,
+        Work("head", sum(h.weight_bytes for h in heads), 0, sum(h.flops for h in heads)),
+    ]
 
 
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
     """What one call of T tokens makes one shard do, from its program and files."""
     program = miltorch.read(bundle.package(shard))
     states = sum(2 * prod(t.shape) for t in program.states.values())
-    return Work(shard.name, sum(f.bytes for f in shard.files if f.path.endswith(".bin")), states, flops(program, T))
+    return Work(
+        shard.name,
+        sum(f.bytes for f in shard.files if f.path.endswith(".bin")),
+        states,
+        flops(program, T),
+    )
 
 
 def flops(program: miltorch.Program, T: int) -> float:
@@ -164,7 +211,11 @@ def flops(program: miltorch.Program, T: int) -> float:
     varying = dict.fromkeys(types, T)  # value → its size on the axis that varies
 
     def sizes(value) -> list[int]:
-        return [n or varying[value.name] for n in types[value.name].shape] if isinstance(value, Ref) else list(np.shape(value))
+        return (
+            [n or varying[value.name] for n in types[value.name].shape]
+            if isinstance(value, Ref)
+            else list(np.shape(value))
+        )
 
     for op in program.block.walk():
         names = (v.name for v in op.inputs.values() if isinstance(v, Ref))
@@ -175,7 +226,11 @@ def flops(program: miltorch.Program, T: int) -> float:
             types[name], varying[name] = declared, size
         if op.kind in ("conv", "linear", "matmul"):
             output = sizes(Ref(op.outputs[0][0]))
-            terms = prod(sizes(op.inputs["x"])[-2:]) / output[-2] if op.kind == "matmul" else prod(sizes(op.inputs["weight"])[1:])
+            terms = (
+                prod(sizes(op.inputs["x"])[-2:]) / output[-2]
+                if op.kind == "matmul"
+                else prod(sizes(op.inputs["weight"])[1:])
+            )
             total += 2 * prod(output) * terms
     return total
 
@@ -190,5 +245,7 @@ def by_chip(works: Sequence[Work], T: int = 1) -> pd.DataFrame:
     rows = []
     for name, on in sorted(chips().items()):
         ms = predict_ms(works, name)["ms"].sum()
-        rows.append({"chip": name, "ms": ms, "tokens_per_s": T * 1e3 / ms, "assumed": ", ".join(on.assumed)})
+        rows.append(
+            {"chip": name, "ms": ms, "tokens_per_s": T * 1e3 / ms, "assumed": ", ".join(on.assumed)}
+        )
     return pd.DataFrame(rows)

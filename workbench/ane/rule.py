@@ -18,11 +18,20 @@ from miltorch.graph import Graph
 from miltorch.program import Op
 
 RULE_SOURCES = {
-    "NER": "Apple coreai-models, Neural Engine rules", "AP": "Apple, Deploying Transformers on the Neural Engine",
-    "CT": "coremltools documentation, source or issue", "AF": "ANEForge sweeps", "JR": "CoreML-LLM documents",
-    "AB": "ane-book", "ANM": "Anemll", "SMP": "smpanaro's notes", "ET": "ExecuTorch", "STB": "stablehlo-coreml",
-}  # fmt: skip
-EXPERIMENT_30 = "experiment 30 counted 4 of 4 convolutions of such shards on the Neural Engine of an M4 Max"
+    "NER": "Apple coreai-models, Neural Engine rules",
+    "AP": "Apple, Deploying Transformers on the Neural Engine",
+    "CT": "coremltools documentation, source or issue",
+    "AF": "ANEForge sweeps",
+    "JR": "CoreML-LLM documents",
+    "AB": "ane-book",
+    "ANM": "Anemll",
+    "SMP": "smpanaro's notes",
+    "ET": "ExecuTorch",
+    "STB": "stablehlo-coreml",
+}
+EXPERIMENT_30 = (
+    "experiment 30 counted 4 of 4 convolutions of such shards on the Neural Engine of an M4 Max"
+)
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
 ON_ANE = frozenset(
@@ -50,7 +59,9 @@ class LintGraph(Graph):
         generation: of the chip's M series.
     """
 
-    def __init__(self, program: Program, weight_bytes: int, functions: int = 1, generation: int = 4):
+    def __init__(
+        self, program: Program, weight_bytes: int, functions: int = 1, generation: int = 4
+    ):
         super().__init__(program)
         self.weight_bytes, self.functions, self.generation = weight_bytes, functions, generation
         self.maker = self.producers
@@ -69,7 +80,9 @@ class LintGraph(Graph):
     def fixed(self, op: Op, parameter: str) -> bool:
         """Whether an argument is known before the program runs: plain, or a compressed weight."""
         producer = self.source(op, parameter)
-        return producer.constant if producer is not None else self.constant(op, parameter) is not None
+        return (
+            producer.constant if producer is not None else self.constant(op, parameter) is not None
+        )
 
     def shape(self, op: Op, parameter: str) -> tuple:
         """Shape of an argument, None for sizes known only at run time; () where there is none."""
@@ -77,8 +90,16 @@ class LintGraph(Graph):
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
         """(compressed weight, operation that reads it)."""
-        reads = ((self.producer(value), reader) for reader in self.ops for value in reader.inputs.values())
-        return [(weight, reader) for weight, reader in reads if weight is not None and weight.kind in kinds]
+        reads = (
+            (self.producer(value), reader)
+            for reader in self.ops
+            for value in reader.inputs.values()
+        )
+        return [
+            (weight, reader)
+            for weight, reader in reads
+            if weight is not None and weight.kind in kinds
+        ]
 
 
 @dataclass(frozen=True)
@@ -106,7 +127,16 @@ class Finding:
 RULES: dict[str, Rule] = {}
 
 
-def rule(id: str, effect: str, confidence: str, source: str, says: str, advice: str, disputed: str = "", of: str | None = None):
+def rule(
+    id: str,
+    effect: str,
+    confidence: str,
+    source: str,
+    says: str,
+    advice: str,
+    disputed: str = "",
+    of: str | None = None,
+):
     """Registers a rule; a second one of the same id is an error of ours.
 
     The decorated function takes a graph and returns names. With `of` it takes a graph and one `_subjects(graph, of)`, and
@@ -115,7 +145,11 @@ def rule(id: str, effect: str, confidence: str, source: str, says: str, advice: 
 
     def register(test):
         assert id not in RULES, id
-        find = test if of is None else lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]
+        find = (
+            test
+            if of is None
+            else lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]
+        )
         RULES[id] = Rule(id, effect, confidence, source, says, advice, disputed, find)
         return test
 
@@ -128,7 +162,9 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":
-        return (g.program.inputs | {n: g.types[n] for n in g.program.outputs if n in g.types}).items()
+        return (
+            g.program.inputs | {n: g.types[n] for n in g.program.outputs if n in g.types}
+        ).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
     ops = g.maker.values() if of.startswith("constexpr_") else g.ops

@@ -28,15 +28,25 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
             decoder.prefill(ids[:depth])
         return seconds(call) * 1e3
 
-    calls = {"plain": lambda: declared.decode_one_token(ids[0]),
-             "declared": lambda: trace.trace_ranges({"declared": declared}, ids[:1]),
-             "whole": lambda: trace.trace_ranges(decoders, ids[depth:], T)}  # fmt: skip
+    calls = {
+        "plain": lambda: declared.decode_one_token(ids[0]),
+        "declared": lambda: trace.trace_ranges({"declared": declared}, ids[:1]),
+        "whole": lambda: trace.trace_ranges(decoders, ids[depth:], T),
+    }
     samples = in_turn({name: partial(sample, call) for name, call in calls.items()}, rounds)
-    measured = {"trace_declared_ms": samples["declared"], "trace_ms_per_token": [ms / T for ms in samples["whole"]]}
-    return [bench_row(name, values, "ms", "plain decode step", samples["plain"]) for name, values in measured.items()]
+    measured = {
+        "trace_declared_ms": samples["declared"],
+        "trace_ms_per_token": [ms / T for ms in samples["whole"]],
+    }
+    return [
+        bench_row(name, values, "ms", "plain decode step", samples["plain"])
+        for name, values in measured.items()
+    ]
 
 
-def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3) -> list[dict]:
+def validating(
+    bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3
+) -> list[dict]:
     """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
     same tokens."""
     ids = _random_ids(bundle, positions)
@@ -51,7 +61,11 @@ def validating(bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, T
     peers = [forward() for _ in range(rounds)]
     value = seconds(lambda: validate.validate(decoder, reference, Ts)) * 1e3
     peers += [forward() for _ in range(rounds)]
-    return [bench_row("validate_ms", [value], "ms", f"one Hugging Face forward over {positions} tokens", peers)]
+    return [
+        bench_row(
+            "validate_ms", [value], "ms", f"one Hugging Face forward over {positions} tokens", peers
+        )
+    ]
 
 
 def _random_ids(bundle: Bundle, count: int) -> list[int]:

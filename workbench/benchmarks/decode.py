@@ -21,8 +21,16 @@ from workbench.decode import Decoder
 from workbench.sweep import timing
 
 # One layer of ZAYA1-8B as transformers' configuration states it; the vocabulary is small, since no head is timed.
-ZAYA_LAYER = dict(hidden_size=2048, num_attention_heads=8, num_key_value_heads=2, head_dim=128, num_experts=16,
-                  moe_intermediate_size=2048, router_hidden_size=256, vocab_size=4096)  # fmt: skip
+ZAYA_LAYER = dict(
+    hidden_size=2048,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=128,
+    num_experts=16,
+    moe_intermediate_size=2048,
+    router_hidden_size=256,
+    vocab_size=4096,
+)
 
 DEPTHS = (64, 448)
 STEPS = 8  # timed calls of one contestant in one round
@@ -48,7 +56,10 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         contestants[name] = partial(_our_step, Decoder(bundle, "portable", fast=True))
         loading[name] = time.perf_counter() - start
     peers = {"HF fp16": torch.float16, "HF fp32": torch.float32}
-    contestants |= {name: _peer(checkpoint, dtype, first.manifest.options.max_seq_len) for name, dtype in peers.items()}
+    contestants |= {
+        name: _peer(checkpoint, dtype, first.manifest.options.max_seq_len)
+        for name, dtype in peers.items()
+    }
 
     def rate(name: str, depth: int) -> float:
         step = contestants[name](depth)
@@ -56,17 +67,32 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         return 1 / statistics.median(seconds(step) for _ in range(STEPS))
 
     rates = in_turn({key: partial(rate, *key) for key in product(contestants, DEPTHS)}, rounds)
-    rows = [bench_row(f"{name} at {depth}", rates[name, depth], "tok/s", peer, rates[peer, depth])
-            for name, depth, peer in product(bundles, DEPTHS, peers)]  # fmt: skip
+    rows = [
+        bench_row(f"{name} at {depth}", rates[name, depth], "tok/s", peer, rates[peer, depth])
+        for name, depth, peer in product(bundles, DEPTHS, peers)
+    ]
     bandwidth = [read_bandwidth() for _ in range(3)]
     for name, bundle in bundles.items():
-        read = sum(shard.bytes for shard in bundle.manifest.shards)  # a step of a dense bundle reads every shard
-        rows += [bench_row(f"{name} floor", [b / read for b in bandwidth], "tok/s"), bench_row(f"{name} load", [loading[name]], "s"),
-                 bench_row(f"{name} peak memory", [apart(_peak, bundle.root)], "bytes", "stored", [bundle.bytes])]  # fmt: skip
+        read = sum(
+            shard.bytes for shard in bundle.manifest.shards
+        )  # a step of a dense bundle reads every shard
+        rows += [
+            bench_row(f"{name} floor", [b / read for b in bandwidth], "tok/s"),
+            bench_row(f"{name} load", [loading[name]], "s"),
+            bench_row(
+                f"{name} peak memory",
+                [apart(_peak, bundle.root)],
+                "bytes",
+                "stored",
+                [bundle.bytes],
+            ),
+        ]
     return rows
 
 
-def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096), rounds: int = 5) -> list[dict]:
+def growth(
+    make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096), rounds: int = 5
+) -> list[dict]:
     """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to t_max (at the smallest size).
 
     Args:
@@ -82,8 +108,16 @@ def growth(make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096),
         return seconds(step) * 1e3
 
     samples = in_turn({key: partial(sample, *key) for key in depths}, rounds)
-    return [bench_row(f"S={S} T={T} depth={depths[S, T]}", values, "ms", f"S={sizes[0]} T=1", samples[sizes[0], 1])
-            for (S, T), values in samples.items()]  # fmt: skip
+    return [
+        bench_row(
+            f"S={S} T={T} depth={depths[S, T]}",
+            values,
+            "ms",
+            f"S={sizes[0]} T=1",
+            samples[sizes[0], 1],
+        )
+        for (S, T), values in samples.items()
+    ]
 
 
 def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
@@ -107,7 +141,13 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     config, token = model.config, torch.tensor([[7]])
     cache = StaticCache(config=config, max_cache_len=S)
-    cache.early_initialization(1, config.num_key_value_heads, config.hidden_size // config.num_attention_heads, dtype, "cpu")
+    cache.early_initialization(
+        1,
+        config.num_key_value_heads,
+        config.hidden_size // config.num_attention_heads,
+        dtype,
+        "cpu",
+    )
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -149,8 +189,10 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
             profile = timing.profile(decoder, calls=calls, seed=round_)
             times[kind].append(float(profile[profile["part"] == "moe"]["ms"].sum()))
     dense, routed = (moe_bytes(decoder.bundle) for decoder in decoders.values())
-    return [bench_row("moe_ms_per_token", times["routed"], "ms", "dense", times["dense"]),
-            bench_row("moe_bytes_per_token", [routed], "bytes", "dense", [dense])]  # fmt: skip
+    return [
+        bench_row("moe_ms_per_token", times["routed"], "ms", "dense", times["dense"]),
+        bench_row("moe_bytes_per_token", [routed], "bytes", "dense", [dense]),
+    ]
 
 
 def moe_bytes(bundle: Bundle) -> int:
@@ -159,12 +201,19 @@ def moe_bytes(bundle: Bundle) -> int:
     for shard in bundle.shards("expert"):
         layer = shard.layers[0]
         largest[layer] = max(largest.get(layer, 0), _expert_bytes(bundle, shard))
-    return sum(largest.values()) or sum(_expert_bytes(bundle, shard) for shard in bundle.shards("layers"))
+    return sum(largest.values()) or sum(
+        _expert_bytes(bundle, shard) for shard in bundle.shards("layers")
+    )
 
 
 def _expert_bytes(bundle: Bundle, shard) -> int:
     """Stored bytes of the expert tensors in a shard."""
     names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
     ops = miltorch.read(bundle.package(shard)).block.walk()
-    values = [value for op in ops if op.outputs and op.outputs[0][0] in names for value in op.inputs.values()]
+    values = [
+        value
+        for op in ops
+        if op.outputs and op.outputs[0][0] in names
+        for value in op.inputs.values()
+    ]
     return sum(value.nbytes for value in values if hasattr(value, "nbytes"))

@@ -16,10 +16,19 @@ from workbench.errors import InputError
 
 # transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of decoder layers
 MODELS = {
-    "qwen2": (dict(hidden_size=896, intermediate_size=4864, num_attention_heads=14, num_key_value_heads=2,
-                   vocab_size=151936, tie_word_embeddings=True), 24),
+    "qwen2": (
+        dict(
+            hidden_size=896,
+            intermediate_size=4864,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+        ),
+        24,
+    ),
     "zaya": (ZAYA_LAYER | dict(vocab_size=262272), 40),
-}  # fmt: skip
+}
 LAYERS = 7  # decoder layers timed one by one
 BUFFER = bytearray(1 << 20)
 
@@ -27,11 +36,15 @@ BUFFER = bytearray(1 << 20)
 def model(family: str) -> tuple[dict, int]:
     """Dimensions of a layer and its surroundings, and how many decoder layers the model has."""
     if family not in MODELS:
-        raise InputError("--family", repr(family), f"one of {', '.join(MODELS)}", "choose one of them")
+        raise InputError(
+            "--family", repr(family), f"one of {', '.join(MODELS)}", "choose one of them"
+        )
     return MODELS[family]
 
 
-def compare_exports(once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, options: dict) -> dict:
+def compare_exports(
+    once: Callable, layers: Callable | None, source: Path, folder: Path, rounds: int, options: dict
+) -> dict:
     """Rows of stamped export against the disk and, given `layers`, against plain export.
 
     Args:
@@ -47,17 +60,37 @@ def compare_exports(once: Callable, layers: Callable | None, source: Path, folde
             forget(source)
             runs[mode].append(apart(once, str(source), str(folder / "bundle"), plain, options))
         floors.append(floor(source, folder / "floor.bin", runs["stamped"][-1]["bytes"]))
-    times, peaks = ({mode: [run[key] for run in runs[mode]] for mode in modes} for key in ("seconds", "peak_rss_bytes"))
+    times, peaks = (
+        {mode: [run[key] for run in runs[mode]] for mode in modes}
+        for key in ("seconds", "peak_rss_bytes")
+    )
     name, stamped = "_".join(["export", *options.values()]), runs["stamped"]
     over_templates = [run["seconds"] - run["split"]["template"] for run in stamped]
-    rows = [bench_row(f"{name}_seconds_over_templates", over_templates, "s", "disk", [sum(f.values()) for f in floors])]
-    result = {"rows": rows, "same_bytes": None, "split": [run["split"] for run in stamped], "floor": floors,
-              "peak_rss_bytes": peaks, **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")}, "seconds": times}  # fmt: skip
+    rows = [
+        bench_row(
+            f"{name}_seconds_over_templates",
+            over_templates,
+            "s",
+            "disk",
+            [sum(f.values()) for f in floors],
+        )
+    ]
+    result = {
+        "rows": rows,
+        "same_bytes": None,
+        "split": [run["split"] for run in stamped],
+        "floor": floors,
+        "peak_rss_bytes": peaks,
+        **{key: stamped[0][key] for key in ("shards", "stamped", "bytes")},
+        "seconds": times,
+    }
     if layers:
         _empty(folder)
         single = apart(layers, str(source), str(folder / "bundle"), LAYERS, options)
-        rows += [bench_row(f"{name}_{what}", values["stamped"], "s", "plain", values["plain"])
-                 for what, values in (("seconds", times), ("layer_seconds", single))]  # fmt: skip
+        rows += [
+            bench_row(f"{name}_{what}", values["stamped"], "s", "plain", values["plain"])
+            for what, values in (("seconds", times), ("layer_seconds", single))
+        ]
         result["same_bytes"] = len({run["identity"] for mode in modes for run in runs[mode]}) == 1
     shutil.rmtree(folder)
     return result

@@ -2,8 +2,18 @@
 
 from pathlib import Path
 
-WARM_UP = dict(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-               num_experts=2, moe_intermediate_size=64, router_hidden_size=32, num_hidden_layers=2, vocab_size=64)  # fmt: skip
+WARM_UP = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=2,
+    moe_intermediate_size=64,
+    router_hidden_size=32,
+    num_hidden_layers=2,
+    vocab_size=64,
+)
 
 
 def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dict:
@@ -23,10 +33,14 @@ def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dic
     bundle = exports.export(checkpoint, target, progress=False, plain=plain, clock=clock, **options)
     seconds = time.perf_counter() - start
     return {
-        "seconds": seconds, "identity": bundle.identity, "bytes": bundle.bytes,
-        "stamped": sum(s.how == "stamped" for s in bundle.manifest.shards), "shards": len(bundle.manifest.shards),
-        "split": {kind: clock.total(kind) for kind in ("template", "read", "compress", "write")}, "peak_rss_bytes": peak_rss(),
-    }  # fmt: skip
+        "seconds": seconds,
+        "identity": bundle.identity,
+        "bytes": bundle.bytes,
+        "stamped": sum(s.how == "stamped" for s in bundle.manifest.shards),
+        "shards": len(bundle.manifest.shards),
+        "split": {kind: clock.total(kind) for kind in ("template", "read", "compress", "write")},
+        "peak_rss_bytes": peak_rss(),
+    }
 
 
 def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> dict:
@@ -48,7 +62,10 @@ def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> di
         first, *others = [spec for spec in maker.specs if spec.kind == "layers"]
         maker.convert(first)
         for spec in others[:count]:
-            for how, work in (("plain", plainly.convert), ("stamped", lambda spec: maker.stamp(spec) or maker.convert(spec))):
+            for how, work in (
+                ("plain", plainly.convert),
+                ("stamped", lambda spec: maker.stamp(spec) or maker.convert(spec)),
+            ):
                 start = time.perf_counter()
                 work(spec)
                 seconds[how].append(time.perf_counter() - start)

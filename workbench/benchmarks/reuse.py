@@ -20,8 +20,13 @@ from workbench.errors import InputError
 from workbench.prompt_cache import Store
 
 
-def bench_reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 2048), rounds: int = 5,
-                progress: bool = False) -> list[dict]:  # fmt: skip
+def bench_reuse(
+    decoder: Decoder,
+    *,
+    contexts: Sequence[int] = (256, 512, 1024, 2048),
+    rounds: int = 5,
+    progress: bool = False,
+) -> list[dict]:
     """Rows of `workbench bench reuse`; a context of n means a prompt of n tokens, n − 1 of them in the store.
 
     Rows by context: `ttft_warm_ms_n`, `ttft_hot_ms_n` against cold. At the largest: `q4_bytes` against fp16;
@@ -32,13 +37,23 @@ def bench_reuse(decoder: Decoder, *, contexts: Sequence[int] = (256, 512, 1024, 
 
     S = decoder.options.max_seq_len
     if max(contexts) > S or min(contexts) < 2:
-        raise InputError("contexts", f"{list(contexts)}", f"2 to max_seq_len = {S} tokens", "export with a larger --max-seq-len")
+        raise InputError(
+            "contexts",
+            f"{list(contexts)}",
+            f"2 to max_seq_len = {S} tokens",
+            "export with a larger --max-seq-len",
+        )
     rng, rows = np.random.default_rng(0), []
     with tempfile.TemporaryDirectory() as folder:
         for n in tqdm(contexts, desc="bench reuse", unit="context", disable=not progress):
             store = Store(folder, decoder, hot_bytes=1 << 34)
-            times = _ttft(decoder, store, rng.integers(0, decoder.manifest.dims.V, n).tolist(), rounds)
-            rows += [bench_row(f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"]) for kind in ("warm", "hot")]
+            times = _ttft(
+                decoder, store, rng.integers(0, decoder.manifest.dims.V, n).tolist(), rounds
+            )
+            rows += [
+                bench_row(f"ttft_{kind}_ms_{n}", times[kind], "ms", "cold", times["cold"])
+                for kind in ("warm", "hot")
+            ]
         return rows + _bytes_and_bandwidths(decoder, store, rounds)
 
 
@@ -78,16 +93,29 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
     snapshot = store.load("session")
     fp16, q4 = (store.save(format, snapshot, format) for format in ("fp16", "q4"))
     decoder.begin(snapshot)
-    arrays = [np.zeros(entry.shape, np.float32) for state in decoder.states for entry in state.shard.states.values()]
-    size, payload, plain = sum(a.nbytes for a in arrays), os.urandom(fp16.bytes), store.folder / "plain"
+    arrays = [
+        np.zeros(entry.shape, np.float32)
+        for state in decoder.states
+        for entry in state.shard.states.values()
+    ]
+    size, payload, plain = (
+        sum(a.nbytes for a in arrays),
+        os.urandom(fp16.bytes),
+        store.folder / "plain",
+    )
     actions = {
-        "restore": (size, lambda: decoder.begin(snapshot)), "snapshot": (size, decoder.snapshot),
+        "restore": (size, lambda: decoder.begin(snapshot)),
+        "snapshot": (size, decoder.snapshot),
         "copy": (size, lambda: [a.copy() for a in arrays]),
-        "save": (fp16.bytes, lambda: store.save("fp16", snapshot)), "file written": (fp16.bytes, lambda: _plain_write(plain, payload)),
-        "read": (fp16.bytes, lambda: (store.cool(), store.load("fp16"))), "file read": (fp16.bytes, plain.read_bytes),
-    }  # fmt: skip
+        "save": (fp16.bytes, lambda: store.save("fp16", snapshot)),
+        "file written": (fp16.bytes, lambda: _plain_write(plain, payload)),
+        "read": (fp16.bytes, lambda: (store.cool(), store.load("fp16"))),
+        "file read": (fp16.bytes, plain.read_bytes),
+    }
     rate = lambda size, action: size / seconds(action)  # noqa: E731
-    speeds = in_turn({name: partial(rate, *action) for name, action in actions.items()}, 4 * rounds + 1)
+    speeds = in_turn(
+        {name: partial(rate, *action) for name, action in actions.items()}, 4 * rounds + 1
+    )
     pairs = {"restore": "copy", "snapshot": "copy", "save": "file written", "read": "file read"}
     rows = [bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes]) | {"error": q4.error}]
     for name, peer in pairs.items():  # without the first round

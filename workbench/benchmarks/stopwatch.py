@@ -14,7 +14,9 @@ def seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(samplers: Mapping[Hashable, Callable[[], float]], rounds: int) -> dict[Hashable, list[float]]:
+def in_turn(
+    samplers: Mapping[Hashable, Callable[[], float]], rounds: int
+) -> dict[Hashable, list[float]]:
     """The samples of every contestant by its key; each round takes one sample of each, in their order."""
     samples = {key: [] for key in samplers}
     for _ in range(rounds):
@@ -23,14 +25,29 @@ def in_turn(samplers: Mapping[Hashable, Callable[[], float]], rounds: int) -> di
     return samples
 
 
-def bench_row(name: str, values: list[float], unit: str, peer: str | None = None, peer_values: list[float] = ()) -> dict:
+def bench_row(
+    name: str,
+    values: list[float],
+    unit: str,
+    peer: str | None = None,
+    peer_values: list[float] = (),
+) -> dict:
     """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer for rates)."""
     value, ratio = statistics.median(values), None
     peer_value = statistics.median(peer_values) if peer else None
     if peer:
         ratio = value / peer_value if unit.endswith("/s") else peer_value / value
-    return {"name": name, "value": value, "unit": unit, "peer": peer, "peer_value": peer_value, "ratio": ratio,
-            "n": len(values), "samples": values, "peer_samples": list(peer_values)}  # fmt: skip
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "peer": peer,
+        "peer_value": peer_value,
+        "ratio": ratio,
+        "n": len(values),
+        "samples": values,
+        "peer_samples": list(peer_values),
+    }
 
 
 def apart(function: Callable, *arguments):

@@ -1,10 +1,36 @@
 """The bundle: all that passes between an export and everything after it. Knows files and shapes, computes nothing."""
 
 from workbench.bundle.bundle import Bundle, file_entries
-from workbench.bundle.manifest import Dims, Embedding, FileEntry, Layer, Manifest, Options, Rope, Shard, StateEntry, Tokens
+from workbench.bundle.manifest import (
+    Dims,
+    Embedding,
+    FileEntry,
+    Layer,
+    Manifest,
+    Options,
+    Rope,
+    Shard,
+    StateEntry,
+    Tokens,
+)
 from workbench.bundle.presets import PRESETS
 from workbench.bundle.writer import Writer
 from workbench.files import sha256
 
-__all__ = ["PRESETS", "Bundle", "Dims", "Embedding", "FileEntry", "Layer", "Manifest", "Options", "Rope", "Shard", "StateEntry",
-           "Tokens", "Writer", "file_entries", "sha256"]  # fmt: skip
+__all__ = [
+    "PRESETS",
+    "Bundle",
+    "Dims",
+    "Embedding",
+    "FileEntry",
+    "Layer",
+    "Manifest",
+    "Options",
+    "Rope",
+    "Shard",
+    "StateEntry",
+    "Tokens",
+    "Writer",
+    "file_entries",
+    "sha256",
+]

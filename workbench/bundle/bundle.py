@@ -22,7 +22,10 @@ FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable order."""
     files = sorted(f for p in paths for f in ([p] if p.is_file() else p.rglob("*")) if f.is_file())
-    return [FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f)) for f in files]
+    return [
+        FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f))
+        for f in files
+    ]
 
 
 class Bundle:
@@ -105,9 +108,12 @@ class Bundle:
                     if path.is_symlink():
                         raise _damaged(path, "a symlink")
                     if path not in listed and path.name != FINDER and not path.is_dir():
-                        raise InputError(str(path), f"a file that {MANIFEST_NAME} does not list",
-                                         "the files that the export wrote and no others",
-                                         "remove it, or export again")
+                        raise InputError(
+                            str(path),
+                            f"a file that {MANIFEST_NAME} does not list",
+                            "the files that the export wrote and no others",
+                            "remove it, or export again",
+                        )
 
     def _check_embedding(self) -> None:
         """Refuses an embedding whose header does not fit the model; reads the header alone."""
@@ -123,7 +129,9 @@ class Bundle:
         if "weight" not in tensors:
             raise _damaged(path, "no weight")
         if ("bias" in tensors) != ("scale" in tensors):
-            raise _damaged(path, "bias without scale" if "bias" in tensors else "scale without bias")
+            raise _damaged(
+                path, "bias without scale" if "bias" in tensors else "scale without bias"
+            )
         for name, (dtype, shape) in tensors.items():
             expected = [dims.V, dims.C] if name == "weight" else [dims.C]
             if dtype not in ("F16", "F32") or shape != expected:
@@ -136,7 +144,10 @@ class Bundle:
             raise _damaged(path, "no file")
         size = path.stat().st_size
         if size != entry.bytes:
-            raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else f"{size} of {entry.bytes} bytes")
+            raise _damaged(
+                path,
+                "a Git LFS pointer" if is_lfs_pointer(path) else f"{size} of {entry.bytes} bytes",
+            )
 
     def remember_hashes(self) -> None:
         """Notes that every file is as the manifest says, so that the next opening need not hash it."""
@@ -170,7 +181,11 @@ class Bundle:
             self._embedding = safe_open(self.root / self.manifest.embedding.file.path, "numpy")
         table = self._embedding
         rows = table.get_slice("weight")  # read row by row: the table stays in its file
-        hidden = np.concatenate([rows[i : i + 1] for i in np.ravel(ids).tolist()]).reshape(*np.shape(ids), -1).astype(np.float32)
+        hidden = (
+            np.concatenate([rows[i : i + 1] for i in np.ravel(ids).tolist()])
+            .reshape(*np.shape(ids), -1)
+            .astype(np.float32)
+        )
         if "bias" in table.keys():  # a file, not a dict
             hidden = (hidden + table.get_tensor("bias")) * table.get_tensor("scale")
         return hidden * np.float32(self.manifest.embedding.scale)
@@ -181,13 +196,19 @@ def read_manifest(path: Path) -> Manifest:
     if path.is_symlink():
         raise _damaged(path, "a symlink")
     if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise InputError(str(path), f"{path.stat().st_size} bytes", "a manifest under 64 MiB", "export again")
+        raise InputError(
+            str(path), f"{path.stat().st_size} bytes", "a manifest under 64 MiB", "export again"
+        )
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as problem:
         field, error = first_fault(problem, "its contents")
-        raise InputError(str(path), f"{field}: {error['msg']}", f"a bundle of version {MANIFEST_VERSION}",
-                         "export again with this workbench") from None
+        raise InputError(
+            str(path),
+            f"{field}: {error['msg']}",
+            f"a bundle of version {MANIFEST_VERSION}",
+            "export again with this workbench",
+        ) from None
 
 
 def _raise(problem: OSError) -> None:
@@ -195,4 +216,6 @@ def _raise(problem: OSError) -> None:
 
 
 def _damaged(path: Path, actual: str) -> InputError:
-    return InputError(str(path), actual, "the file the export wrote", "export again, or copy the bundle again")
+    return InputError(
+        str(path), actual, "the file the export wrote", "export again, or copy the bundle again"
+    )

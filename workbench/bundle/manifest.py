@@ -37,9 +37,17 @@ def _inside(path: str) -> str:
     pure = PurePosixPath(path)
     longest = max(map(len, pure.parts), default=0)
     if len(path) > MAX_PATH or longest > MAX_NAME or not path.isprintable():
-        raise ValueError(f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
-                         f"{MAX_NAME} in a name")
-    if pure.is_absolute() or ".." in pure.parts or "\\" in path or re.match(r"^[A-Za-z]:", path) or not pure.parts:
+        raise ValueError(
+            f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
+            f"{MAX_NAME} in a name"
+        )
+    if (
+        pure.is_absolute()
+        or ".." in pure.parts
+        or "\\" in path
+        or re.match(r"^[A-Za-z]:", path)
+        or not pure.parts
+    ):
         raise ValueError(f"path {path!r} must stay inside the bundle")
     return path
 
@@ -92,7 +100,9 @@ class Options(ManifestModel):
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
         if self.moe == "routed" and self.layers_per_shard > 1:
-            raise ValueError("moe = routed needs layers_per_shard = 1: the host picks experts between layers")
+            raise ValueError(
+                "moe = routed needs layers_per_shard = 1: the host picks experts between layers"
+            )
         return self
 
     @property
@@ -190,7 +200,9 @@ class Shard(ManifestModel):
     states: dict[str, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
     weights: dict[str, str] = {}  # checkpoint tensor → name of the constant that holds it
-    offsets: dict[str, float] = {}  # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
+    offsets: dict[
+        str, float
+    ] = {}  # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
     modules: dict[str, str] = {}  # program value → source module
     how: Literal["converted", "stamped"] = "converted"
     bytes: Annotated[int, Field(ge=0)]
@@ -233,9 +245,13 @@ class Manifest(ManifestModel):
     def _whole(self):
         if len(self.layers) != self.dims.L:
             raise ValueError(f"{len(self.layers)} layer entries for L = {self.dims.L}")
-        if len({(layer.rope, layer.window) for layer in self.layers}) > len({layer.rope for layer in self.layers}):
+        if len({(layer.rope, layer.window) for layer in self.layers}) > len(
+            {layer.rope for layer in self.layers}
+        ):
             raise ValueError("layers of one rope table differ in their windows")
-        covered = [i for s in self.shards if s.kind in ("layers", "router") for i in range(*s.layers)]
+        covered = [
+            i for s in self.shards if s.kind in ("layers", "router") for i in range(*s.layers)
+        ]
         if covered != list(range(self.dims.L)):
             raise ValueError("the shards do not cover every decoder layer once, in order")
         rows = [s.rows for s in self.shards if s.kind == "head"]
@@ -253,7 +269,9 @@ class Manifest(ManifestModel):
     def _check_rope(self) -> None:
         names, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
         if len(set(names)) < len(names) or not used <= set(names):
-            raise ValueError(f"rope tables {_listed(names)} for layers that use {_listed(sorted(used))}")
+            raise ValueError(
+                f"rope tables {_listed(names)} for layers that use {_listed(sorted(used))}"
+            )
 
     def _check_files(self, shard: Shard) -> None:
         for entry in shard.files:
@@ -270,12 +288,18 @@ class Manifest(ManifestModel):
             expected |= self.options.layer_inputs(layer, halves[layer.rope])
         for name, shape in [*shard.inputs.items(), *shard.outputs.items()]:
             if expected.get(name, shape) != shape:
-                raise ValueError(f"shard {shard.name}: {name} {shape}, but dims and options say {expected[name]}")
+                raise ValueError(
+                    f"shard {shard.name}: {name} {shape}, but dims and options say {expected[name]}"
+                )
 
     def _check_states(self, shard: Shard) -> None:
         for name, state in shard.states.items():
             where, (index, leaf) = f"shard {shard.name}: state {name}", split_layer(name)
-            if index not in range(*shard.layers) or name != f"layers.{index}.{leaf}" or not leaf.isidentifier():
+            if (
+                index not in range(*shard.layers)
+                or name != f"layers.{index}.{leaf}"
+                or not leaf.isidentifier()
+            ):
                 raise ValueError(f"{where} is of none of its layers")
             window = self.layers[index].window
             shape = [self.options.batch, self.dims.H_kv, self.options.slots(window), self.dims.D]
@@ -293,7 +317,9 @@ class Manifest(ManifestModel):
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
     """Name of the field that pydantic refuses first (`whole` for the model itself), and its error: `msg`, `input`, `type`."""
     error = problem.errors(include_url=False)[0]
-    return ".".join(map(str, error["loc"])) or whole, error | {"msg": error["msg"].removeprefix("Value error, ")}
+    return ".".join(map(str, error["loc"])) or whole, error | {
+        "msg": error["msg"].removeprefix("Value error, ")
+    }
 
 
 def _listed(names: list[str]) -> str:

@@ -9,17 +9,28 @@ import re
 
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
-ROPE_COS, ROPE_SIN = "rope_cos", "rope_sin"  # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
+ROPE_COS, ROPE_SIN = (
+    "rope_cos",
+    "rope_sin",
+)  # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
 ATTN_MASK = "attn_mask"  # [B, 1, T, S], added to scores; plus the suffix
-KV_WRITE_MASK = "kv_write_mask"  # [B, 1, S, T], one-hot columns: the cache row that each token takes
+KV_WRITE_MASK = (
+    "kv_write_mask"  # [B, 1, S, T], one-hot columns: the cache row that each token takes
+)
 POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slice
 TAIL_SELECT = "tail_select"  # [B, 2, T], one-hot rows: the last two valid tokens, for `conv_state`
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
-BASE, EXPERT_IN = "base", "expert_in"  # [B, C, T, 1]: the layer's output without its expert, the expert's input
+BASE, EXPERT_IN = (
+    "base",
+    "expert_in",
+)  # [B, C, T, 1]: the layer's output without its expert, the expert's input
 ROUTER_PROBS, ROUTER_SCORES = "router_probs", "router_scores"  # [B, E + 1, T, 1]
 EXPERT_WEIGHT, ACC = "expert_weight", "acc"  # [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
 K_STATE, V_STATE = "k_state", "v_state"  # [B, H_kv, S, D]
-CONV_STATE, V_DELAYED_STATE = "conv_state", "v_delayed_state"  # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
+CONV_STATE, V_DELAYED_STATE = (
+    "conv_state",
+    "v_delayed_state",
+)  # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
 KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
 
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score

@@ -33,8 +33,12 @@ class Writer:
     def __init__(self, target: Path):
         self.target, self.root = target, paths.partial(target)
         self.root.mkdir(parents=True, exist_ok=True)
-        another = InputError(f"bundle {target}", "another export writing to it", "one export to one target",
-                             "wait for that one, or choose another target")  # fmt: skip
+        another = InputError(
+            f"bundle {target}",
+            "another export writing to it",
+            "one export to one target",
+            "wait for that one, or choose another target",
+        )
         with ExitStack() as stack:
             stack.enter_context(locked(self.root, another))
             stack.callback(self._remove_if_empty)
@@ -70,7 +74,9 @@ class Writer:
         """The entry of a shard that an earlier, interrupted export finished, if its files still have its hashes."""
         try:
             shard = Shard.model_validate_json((self.root / f"{name}.json").read_bytes())
-            return shard if all(sha256(self.root / f.path) == f.sha256 for f in shard.files) else None
+            return (
+                shard if all(sha256(self.root / f.path) == f.sha256 for f in shard.files) else None
+            )
         except (OSError, ValueError):
             return None
 

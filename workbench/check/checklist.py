@@ -21,7 +21,13 @@ SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
 
 
-def check_bundle(decoder: Decoder, *, golden: Golden | None = None, machine: int | None = None, progress: bool = False) -> list[Gate]:
+def check_bundle(
+    decoder: Decoder,
+    *,
+    golden: Golden | None = None,
+    machine: int | None = None,
+    progress: bool = False,
+) -> list[Gate]:
     """Runs every gate; each one's reason says what was compared.
 
     Args:
@@ -31,8 +37,17 @@ def check_bundle(decoder: Decoder, *, golden: Golden | None = None, machine: int
     contents = [fidelity.of_this_checkpoint(decoder, golden)] if golden else []
     with decoder.set_aside():
         addresses = _addresses(write_probe(decoder, progress=progress))
-        return [*interface_gates(decoder.bundle), *lifetime(decoder), addresses, *contents, cache_contents(decoder, golden),
-                stale_rows(decoder), nan_is_noticed(decoder), overflow_raises(decoder), fits(decoder.bundle, machine)]  # fmt: skip
+        return [
+            *interface_gates(decoder.bundle),
+            *lifetime(decoder),
+            addresses,
+            *contents,
+            cache_contents(decoder, golden),
+            stale_rows(decoder),
+            nan_is_noticed(decoder),
+            overflow_raises(decoder),
+            fits(decoder.bundle, machine),
+        ]
 
 
 def interface_gates(bundle: Bundle) -> list[Gate]:
@@ -47,32 +62,55 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
                 shapes.append(f"{shard.name}: {name} is {state.dtype if state else 'absent'}")
             elif entry.part is None and list(state.shape) != entry.shape:
                 shapes.append(f"{shard.name}: {name} is {list(state.shape)}, not {entry.shape}")
-            elif is_cache(name) and entry.ring is None and entry.shape != [o.batch, d.H_kv, o.max_seq_len, d.D]:
+            elif (
+                is_cache(name)
+                and entry.ring is None
+                and entry.shape != [o.batch, d.H_kv, o.max_seq_len, d.D]
+            ):
                 shapes.append(f"{shard.name}: {name} is {entry.shape}, not [B, H_kv, S, D]")
         caches = {f"layers.{i}.{n}" for i in range(*shard.layers) for n in ("k_state", "v_state")}
         if missing := caches - shard.states.keys():
             leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
-        leaks += [f"{shard.name}: input {name} has the shape of a cache" for name, kind in program.inputs.items()
-                  if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]]  # fmt: skip
+        leaks += [
+            f"{shard.name}: input {name} has the shape of a cache"
+            for name, kind in program.inputs.items()
+            if list(kind.shape[1:]) == [d.H_kv, o.max_seq_len, d.D]
+        ]
     return [
-        gates.none("state_shapes", shapes, "every state is fp16 and as declared, [B, H_kv, S, D]", sep="; "),
-        gates.none("kv_are_states", leaks, "K and V are states of every layer, not inputs or outputs", sep="; "),
+        gates.none(
+            "state_shapes", shapes, "every state is fp16 and as declared, [B, H_kv, S, D]", sep="; "
+        ),
+        gates.none(
+            "kv_are_states",
+            leaks,
+            "K and V are states of every layer, not inputs or outputs",
+            sep="; ",
+        ),
     ]
 
 
 def lifetime(decoder: Decoder) -> list[Gate]:
     """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets, two do not mix."""
     faults = {model.shard.name: _lifetime_fault(decoder, model) for model in decoder.layers}
-    dirty, unused, mute, mixed = ([shard for shard in faults if fault in faults[shard]] for fault in ("dirty", "unused", "mute", "mixed"))
+    dirty, unused, mute, mixed = (
+        [shard for shard in faults if fault in faults[shard]]
+        for fault in ("dirty", "unused", "mute", "mixed")
+    )
     skipped = "skipped: " + ", ".join(f"{shard} has all-zero attention weights" for shard in mute)
-    reason = "every shard's second token depends on its first through the state" + (f"; {skipped}" if mute else "")
+    reason = "every shard's second token depends on its first through the state" + (
+        f"; {skipped}" if mute else ""
+    )
     used = gates.none("state_is_used", unused, reason, "the first token leaves no trace in: ")
     return [
         gates.not_run("state_is_used", skipped) if len(mute) == len(faults) else used,
         gates.none("fresh_state_is_zero", dirty, "make_state gives zeros", "not zeros: "),
-        gates.none("states_are_independent", mixed, "two states on one model, used in turn, give what each gives alone, bit for bit",
-                   "interleaved states differ in: "),
-    ]  # fmt: skip
+        gates.none(
+            "states_are_independent",
+            mixed,
+            "two states on one model, used in turn, give what each gives alone, bit for bit",
+            "interleaved states differ in: ",
+        ),
+    ]
 
 
 def _lifetime_fault(decoder: Decoder, model) -> set[str]:
@@ -93,8 +131,11 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
 def _mute(decoder: Decoder, shard) -> bool:
     """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do."""
     program = miltorch.Executable(miltorch.read(decoder.bundle.package(shard)), "exact")
-    silent = {tensor.split("layers.")[1].split(".")[0] for tensor, name in shard.weights.items()
-              if tensor.endswith(("v_proj.weight", "o_proj.weight")) and not program.constant(name).any()}  # fmt: skip
+    silent = {
+        tensor.split("layers.")[1].split(".")[0]
+        for tensor, name in shard.weights.items()
+        if tensor.endswith(("v_proj.weight", "o_proj.weight")) and not program.constant(name).any()
+    }
     return len(silent) == len(range(*shard.layers))
 
 
@@ -104,11 +145,15 @@ def probe_points(S: int, t_max: int, whole: bool = False) -> list[tuple[int, int
     Ts = [t_max] if whole else sorted({*fidelity.default_ts(t_max), t_max // 2 or 1})
     if S <= SMALL_STATE:
         return [(T, pos) for T in Ts for pos in range(S - T + 1)]
-    near = {p + d for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2) for d in (-1, 0, 1)}
+    near = {
+        p + d for p in (0, *(2**i for i in range(3, S.bit_length())), S // 2) for d in (-1, 0, 1)
+    }
     return [(T, pos) for T in Ts for pos in sorted({*near, S - T, S - T - 1}) if 0 <= pos <= S - T]
 
 
-def write_probe(decoder: Decoder, points: Iterable[tuple[int, int]] | None = None, progress: bool = False) -> list[dict]:
+def write_probe(
+    decoder: Decoder, points: Iterable[tuple[int, int]] | None = None, progress: bool = False
+) -> list[dict]:
     """Which cache rows each call of T valid tokens at `pos` changed, on caches full of random rows.
 
     Returns:
@@ -117,38 +162,61 @@ def write_probe(decoder: Decoder, points: Iterable[tuple[int, int]] | None = Non
     from tqdm.auto import tqdm
 
     o, records, rng = decoder.options, [], np.random.default_rng(0)
-    points = list(points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed" and o.kv_write == "slice"))
+    points = list(
+        points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed" and o.kv_write == "slice")
+    )
     with decoder.set_aside():
-        for model in tqdm(decoder.layers, desc="write addresses", unit="shard", disable=not progress):
-            full = {n: rng.standard_normal(s.shape).astype(np.float16) for n, s in model.shard.states.items()}
+        for model in tqdm(
+            decoder.layers, desc="write addresses", unit="shard", disable=not progress
+        ):
+            full = {
+                n: rng.standard_normal(s.shape).astype(np.float16)
+                for n, s in model.shard.states.items()
+            }
             state = model.make_state()
             for T, pos in points:
                 for name, value in full.items():
                     state.write(name, value)
                 _call(decoder, model, state, pos, T)
-                records += [_changed(name, model.shard.states[name], value, state.read(name), T, pos)
-                            for name, value in full.items() if is_cache(name)]  # fmt: skip
+                records += [
+                    _changed(name, model.shard.states[name], value, state.read(name), T, pos)
+                    for name, value in full.items()
+                    if is_cache(name)
+                ]
     return records
 
 
 def _changed(name: str, entry, before: np.ndarray, after: np.ndarray, T: int, pos: int) -> dict:
     differs = before.astype(np.float32) != np.asarray(after, np.float32)
     rows = np.flatnonzero(differs.any(axis=(0, 1, 3))).tolist()
-    whole = np.flatnonzero(differs.any(axis=3).all(axis=(0, 1))).tolist()  # rows written in every head of every sequence
+    whole = np.flatnonzero(
+        differs.any(axis=3).all(axis=(0, 1))
+    ).tolist()  # rows written in every head of every sequence
     expected = sorted({p % entry.ring if entry.ring else p for p in range(pos, pos + T)})
     _, layer, state = name.split(".")
-    return {"layer": int(layer), "state": state, "T": T, "pos": pos,
-            "changed": rows, "expected": expected, "right": rows == expected == whole}  # fmt: skip
+    return {
+        "layer": int(layer),
+        "state": state,
+        "T": T,
+        "pos": pos,
+        "changed": rows,
+        "expected": expected,
+        "right": rows == expected == whole,
+    }
 
 
 def _addresses(records: list[dict]) -> Gate:
     wrong = [r for r in records if not r["right"]]
     Ts = sorted({r["T"] for r in wrong or records})
-    reason = (f"exactly rows pos … pos + T − 1 changed, every other row bit-identical: "
-              f"{len(records)} calls, T in {Ts}, {len({r['pos'] for r in records})} positions")  # fmt: skip
+    reason = (
+        f"exactly rows pos … pos + T − 1 changed, every other row bit-identical: "
+        f"{len(records)} calls, T in {Ts}, {len({r['pos'] for r in records})} positions"
+    )
     for r in wrong[:1]:
-        reason = (f"{len(wrong)} of {len(records)} calls (T in {Ts}); first: layer {r['layer']} {r['state']}, T = {r['T']}, "
-                  f"pos = {r['pos']}: rows {r['changed']} changed, expected {r['expected']}")  # fmt: skip
+        reason = (
+            f"{len(wrong)} of {len(records)} calls (T in {Ts}); first: layer {r['layer']} {r['state']}, T = {r['T']}, "
+            f"pos = {r['pos']}: rows {r['changed']} changed, expected {r['expected']}"
+        )
     return gates.holds("write_address", not wrong, reason)
 
 
@@ -161,8 +229,13 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
         rows = fidelity.compare_pass(fidelity.run_golden(decoder, golden, T), golden)
         row = fidelity.worst_row(rows[rows["tensor"].isin(["k", "v"])])
         if not row["cosine"] >= worst:
-            worst, place = row["cosine"], f"layer {row['layer']} {row['tensor']}, position {row['position']}, T = {T}"
-    return gates.at_least("cache_contents", worst, limit, f"worst cache row against the golden's: {place}")
+            worst, place = (
+                row["cosine"],
+                f"layer {row['layer']} {row['tensor']}, position {row['position']}, T = {T}",
+            )
+    return gates.at_least(
+        "cache_contents", worst, limit, f"worst cache row against the golden's: {place}"
+    )
 
 
 def stale_rows(decoder: Decoder) -> Gate:
@@ -174,12 +247,18 @@ def stale_rows(decoder: Decoder) -> Gate:
             state, rng = model.make_state(), np.random.default_rng(1)
             for name, entry in model.shard.states.items():
                 if is_cache(name):
-                    state.write(name, (fill * rng.choice([-1.0, 1.0], entry.shape)).astype(np.float16))
+                    state.write(
+                        name, (fill * rng.choice([-1.0, 1.0], entry.shape)).astype(np.float16)
+                    )
             _call(decoder, model, state, 0)
             streams.append(_call(decoder, model, state, 1))  # the second token reads a cache row
         if not np.array_equal(*streams):
-            differing.append(f"{model.shard.name}: max |Δ| = {np.abs(streams[0] - streams[1]).max():.3g}")
-    return gates.none("stale_rows", differing[:1], "finite values in unwritten rows change nothing, bit for bit")
+            differing.append(
+                f"{model.shard.name}: max |Δ| = {np.abs(streams[0] - streams[1]).max():.3g}"
+            )
+    return gates.none(
+        "stale_rows", differing[:1], "finite values in unwritten rows change nothing, bit for bit"
+    )
 
 
 def nan_is_noticed(decoder: Decoder) -> Gate:
@@ -206,9 +285,16 @@ def overflow_raises(decoder: Decoder) -> Gate:
         try:
             decoder.advance([[0]] * decoder.options.batch, 1)
         except InputError:
-            refused = not any(np.any(state.read(name)) for state in decoder.states for name in state.shard.states)
-    return gates.holds("overflow_raises", refused, "a token past max_seq_len is refused, no state touched"
-                       if refused else "a token past max_seq_len was written")  # fmt: skip
+            refused = not any(
+                np.any(state.read(name)) for state in decoder.states for name in state.shard.states
+            )
+    return gates.holds(
+        "overflow_raises",
+        refused,
+        "a token past max_seq_len is refused, no state touched"
+        if refused
+        else "a token past max_seq_len was written",
+    )
 
 
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:
@@ -223,7 +309,10 @@ def _call(decoder: Decoder, model, state, pos: int, T: int = 1, seed: int = 0) -
     masks and tables and random activations, the same for the same pos and seed."""
     io, width = fidelity.host_inputs(decoder, pos, T)
     rng = np.random.default_rng((seed, pos))
-    activations = {name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
-              for name, shape in model.shard.inputs.items() if name not in io}  # fmt: skip
+    activations = {
+        name: rng.standard_normal([width if n == "T" else n for n in shape]).astype(np.float32)
+        for name, shape in model.shard.inputs.items()
+        if name not in io
+    }
     outputs = model.predict({name: (io | activations)[name] for name in model.shard.inputs}, state)
     return outputs[HIDDEN] if HIDDEN in outputs else outputs[BASE]

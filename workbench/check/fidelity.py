@@ -47,7 +47,14 @@ def default_ts(t_max: int, fixed: bool = False) -> list[int]:
     return [t_max] if fixed else sorted({1, 2, 3, 4, t_max - 1, t_max} & {*range(1, t_max + 1)})
 
 
-def run_golden(decoder: Decoder, golden: Golden, T: int | Sequence[int], mode: str = "isolated", *, forced: bool = True) -> ForwardPass:
+def run_golden(
+    decoder: Decoder,
+    golden: Golden,
+    T: int | Sequence[int],
+    mode: str = "isolated",
+    *,
+    forced: bool = True,
+) -> ForwardPass:
     """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an empty cache.
 
     Args:
@@ -57,12 +64,19 @@ def run_golden(decoder: Decoder, golden: Golden, T: int | Sequence[int], mode: s
     """
     (L, n, C), (_, V), dims = golden.x.shape, golden.logits.shape, decoder.manifest.dims
     if n > decoder.options.max_seq_len:
-        raise InputError("golden", f"{n} tokens", f"at most max_seq_len = {decoder.options.max_seq_len}",
-                         "validate with a shorter prompt, or export with a larger --max-seq-len")  # fmt: skip
+        raise InputError(
+            "golden",
+            f"{n} tokens",
+            f"at most max_seq_len = {decoder.options.max_seq_len}",
+            "validate with a shorter prompt, or export with a larger --max-seq-len",
+        )
     if (L, C, V) != (dims.L, dims.C, dims.V):
-        raise InputError("golden", f"{L} layers of width {C}, vocabulary {V}",
-                         f"the bundle's {dims.L} layers of width {dims.C}, vocabulary {dims.V}",
-                         f"make the golden of {decoder.manifest.checkpoint['name']}")  # fmt: skip
+        raise InputError(
+            "golden",
+            f"{L} layers of width {C}, vocabulary {V}",
+            f"the bundle's {dims.L} layers of width {dims.C}, vocabulary {dims.V}",
+            f"make the golden of {decoder.manifest.checkpoint['name']}",
+        )
     with decoder.set_aside():
         return _Pass(decoder, golden, mode == "isolated", forced).run(T)
 
@@ -72,7 +86,9 @@ class _Pass:
 
     def __init__(self, decoder: Decoder, golden: Golden, isolated: bool, forced: bool):
         self.decoder, self.golden, self.isolated, self.forced = decoder, golden, isolated, forced
-        self.scale = np.float32(2.0**decoder.manifest.residual_exponent)  # the bundle holds hidden / scale
+        self.scale = np.float32(
+            2.0**decoder.manifest.residual_exponent
+        )  # the bundle holds hidden / scale
         self.inputs = golden.x / self.scale  # [L, n, C]
         if isolated and decoder.precision != "exact":
             with np.errstate(over="ignore"):
@@ -89,7 +105,9 @@ class _Pass:
         _read_cache(self.decoder, self.trace)
         if not self.isolated:
             last = self.trace.hidden[len(self.golden.x) - 1] / self.scale
-            self.trace.logits = self.decoder.logits(np.tile(last.T, (self.decoder.options.batch, 1, 1)))[0]
+            self.trace.logits = self.decoder.logits(
+                np.tile(last.T, (self.decoder.options.batch, 1, 1))
+            )[0]
         return self.trace
 
     def call(self, span: slice) -> None:
@@ -127,17 +145,28 @@ class _Pass:
 
         return record_and_replace
 
-    def inner_hidden(self, layer: int, span: slice, hidden: torch.Tensor) -> list[torch.Tensor] | None:
+    def inner_hidden(
+        self, layer: int, span: slice, hidden: torch.Tensor
+    ) -> list[torch.Tensor] | None:
         """Records an inner layer's output; isolated, the next layer reads the golden's input instead, as its shard holds it."""
         self.record(self.trace.hidden, layer, span, hidden.numpy() * self.scale)
         if not self.isolated:
             return None
-        return [torch.from_numpy(self.columns(self.inputs[layer + 1, span], hidden.shape[2:].numel()))]
+        return [
+            torch.from_numpy(self.columns(self.inputs[layer + 1, span], hidden.shape[2:].numel()))
+        ]
 
-    def expert_choice(self, layer: int, span: slice, scores: torch.Tensor) -> list[torch.Tensor] | None:
+    def expert_choice(
+        self, layer: int, span: slice, scores: torch.Tensor
+    ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from scores; forced, both become the golden's."""
         count = scores.shape[1]
-        self.record(self.trace.experts, layer, span, (scores if count == 1 else scores.argmax(1, keepdim=True)).numpy())
+        self.record(
+            self.trace.experts,
+            layer,
+            span,
+            (scores if count == 1 else scores.argmax(1, keepdim=True)).numpy(),
+        )
         if not self.forced:
             return None
         experts = torch.from_numpy(self.golden.expert[layer, span])
@@ -146,10 +175,14 @@ class _Pass:
         replaced[:, :, : len(experts)] = columns.to(scores.dtype)
         return [replaced.reshape(scores.shape)]
 
-    def record(self, layers: dict[int, np.ndarray], layer: int, span: slice, plane: np.ndarray) -> None:
+    def record(
+        self, layers: dict[int, np.ndarray], layer: int, span: slice, plane: np.ndarray
+    ) -> None:
         """Copies the valid columns of the first sequence of a plane [B, W, T, 1] to rows `span` of the layer's [n, W]."""
         rows = plane.reshape(*plane.shape[:2], -1)[0, :, : span.stop - span.start].T
-        layers.setdefault(layer, np.zeros((len(self.golden.ids), rows.shape[1]), rows.dtype))[span] = rows
+        layers.setdefault(layer, np.zeros((len(self.golden.ids), rows.shape[1]), rows.dtype))[
+            span
+        ] = rows
 
     def columns(self, rows: np.ndarray, width: int) -> np.ndarray:
         """[count, C] → the bundle's plane [B, C, width, 1], zero beyond count."""
@@ -182,8 +215,10 @@ def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
     is that of each position's call unless it is among them."""
     parts = []
     for layer, hidden in trace.hidden.items():
-        parts += [_rows(layer, "hidden", golden.hidden[layer], hidden),
-                  _rows(layer, "update", golden.update[layer], hidden - trace.x[layer])]  # fmt: skip
+        parts += [
+            _rows(layer, "hidden", golden.hidden[layer], hidden),
+            _rows(layer, "update", golden.update[layer], hidden - trace.x[layer]),
+        ]
     for name, caches, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
         for layer, cache in caches.items():
             flat = [a.transpose(1, 0, 2).reshape(a.shape[1], -1) for a in (reference[layer], cache)]
@@ -197,16 +232,31 @@ def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
 def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
     """One row per recorded choice of an expert: layer, position, T, `run` (the trace's name), whether it `differs` from
     the golden's, and the `margin` of the golden's."""
-    parts = [pd.DataFrame({"layer": layer, "position": np.arange(len(experts)), "T": trace.T, "run": name,
-                           "differs": experts[:, 0] != golden.expert[layer], "margin": golden.margin[layer]})
-             for name, trace in traces.items() for layer, experts in trace.experts.items()]  # fmt: skip
+    parts = [
+        pd.DataFrame(
+            {
+                "layer": layer,
+                "position": np.arange(len(experts)),
+                "T": trace.T,
+                "run": name,
+                "differs": experts[:, 0] != golden.expert[layer],
+                "margin": golden.margin[layer],
+            }
+        )
+        for name, trace in traces.items()
+        for layer, experts in trace.experts.items()
+    ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
 def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
     """Another checkpoint's golden may have the same dimensions."""
     theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
-    return gates.holds("golden_is_of_this_checkpoint", theirs == ours, f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}")
+    return gates.holds(
+        "golden_is_of_this_checkpoint",
+        theirs == ours,
+        f"golden of checkpoint {theirs[:12]}, bundle of {ours[:12]}",
+    )
 
 
 def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
@@ -223,12 +273,16 @@ def worst_row(rows: pd.DataFrame) -> pd.Series:
 
 
 def _rows(layer: int, tensor: str, reference: np.ndarray, actual: np.ndarray) -> pd.DataFrame:
-    figures = {f.__name__: f(reference, actual) for f in (metrics.cosine, metrics.psnr_db, metrics.max_abs)}
+    figures = {
+        f.__name__: f(reference, actual) for f in (metrics.cosine, metrics.psnr_db, metrics.max_abs)
+    }
     about = {"layer": layer, "position": np.arange(len(actual)), "tensor": tensor}
     return pd.DataFrame(about | figures | {"finite": np.isfinite(actual).all(-1)})
 
 
-def measure_fidelity(decoder: Decoder, golden: Golden, Ts: Iterable[int] | None = None, progress: bool = False):
+def measure_fidelity(
+    decoder: Decoder, golden: Golden, Ts: Iterable[int] | None = None, progress: bool = False
+):
     """Runs every T isolated and all of them chained, and compares.
 
     Returns:
@@ -241,12 +295,16 @@ def measure_fidelity(decoder: Decoder, golden: Golden, Ts: Iterable[int] | None 
     if over := [t for t in Ts if not 1 <= t <= t_max]:
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max")
     bar = tqdm([*Ts, Ts], desc="validate", unit="pass", disable=not progress)
-    *isolated, chained = [run_golden(decoder, golden, T, "chained" if T is Ts else "isolated") for T in bar]
+    *isolated, chained = [
+        run_golden(decoder, golden, T, "chained" if T is Ts else "isolated") for T in bar
+    ]
     traces = dict(zip(Ts, isolated, strict=True))
     frames = [compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()]
     rows = pd.concat([*frames, compare_pass(chained, golden, mode="chained")], ignore_index=True)
     rows = rows.assign(runtime=decoder.runtime, precision=decoder.precision)
     if golden.margin is not None and not chained.experts:
-        rows["routing_tie"] = near_ties(decoder, golden)[rows["layer"], rows["position"]] & (rows["layer"] >= 0)
+        rows["routing_tie"] = near_ties(decoder, golden)[rows["layer"], rows["position"]] & (
+            rows["layer"] >= 0
+        )
     names = {layer: m.shard.name for m in decoder.layers for layer in range(*m.shard.layers)}
     return rows.assign(shard=rows["layer"].map(names).fillna("head")), traces, chained

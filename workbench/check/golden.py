@@ -58,8 +58,15 @@ class Golden:
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {name: np.ascontiguousarray(a) for name, a in vars(self).items() if isinstance(a, np.ndarray)}
-        write_whole(path, lambda file: save_file(arrays, file.name, {"workbench-golden": json.dumps(self.meta)}))
+        arrays = {
+            name: np.ascontiguousarray(a)
+            for name, a in vars(self).items()
+            if isinstance(a, np.ndarray)
+        }
+        write_whole(
+            path,
+            lambda file: save_file(arrays, file.name, {"workbench-golden": json.dumps(self.meta)}),
+        )
         return path
 
     @classmethod
@@ -67,14 +74,23 @@ class Golden:
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
-            raise InputError(f"golden {path}", "no such file", "a golden store", "run: workbench golden CHECKPOINT")
+            raise InputError(
+                f"golden {path}",
+                "no such file",
+                "a golden store",
+                "run: workbench golden CHECKPOINT",
+            )
         try:
             with safe_open(path, framework="np") as file:
                 meta = json.loads(file.metadata()["workbench-golden"])
                 return cls(**{name: file.get_tensor(name) for name in file.keys()}, meta=meta)
         except (SafetensorError, KeyError, TypeError, ValueError) as problem:
-            raise InputError(f"golden {path}", f"no golden ({type(problem).__name__})", "a file that workbench golden wrote",
-                             "run: workbench golden CHECKPOINT") from None  # fmt: skip
+            raise InputError(
+                f"golden {path}",
+                f"no golden ({type(problem).__name__})",
+                "a file that workbench golden wrote",
+                "run: workbench golden CHECKPOINT",
+            ) from None
 
 
 def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
@@ -85,22 +101,29 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     import miltorch
 
     if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
-        raise InputError(f"checkpoint {checkpoint.path.name}", checkpoint.sha256[:12],
-                         f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
-                         "give that checkpoint, or export this one")  # fmt: skip
+        raise InputError(
+            f"checkpoint {checkpoint.path.name}",
+            checkpoint.sha256[:12],
+            f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
+            "give that checkpoint, or export this one",
+        )
     slices: dict[str, list[torch.Tensor]] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:
             executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
             for tensor, constant in shard.weights.items():
-                slices.setdefault(tensor, []).append(executable.constant(constant) - shard.offsets.get(tensor, 0.0))
+                slices.setdefault(tensor, []).append(
+                    executable.constant(constant) - shard.offsets.get(tensor, 0.0)
+                )
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)
         if name not in slices:
             return checkpoint.tensor(name).half().float()
         first, *rest = (part.reshape(-1, *shape[1:]) for part in slices[name])
-        return first.reshape(shape) if first.numel() == np.prod(shape) else torch.cat([first, *rest])  # the final norm is whole
+        return (
+            first.reshape(shape) if first.numel() == np.prod(shape) else torch.cat([first, *rest])
+        )  # the final norm is whole
 
     return read
 
@@ -109,7 +132,10 @@ def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> G
     """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
     token ids and the version of transformers. A file that cannot be read is written again."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
-    path = folder / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
+    path = (
+        folder
+        / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
+    )
     with suppress(InputError):
         return Golden.load(path)
     golden = make_golden(checkpoint, ids)
@@ -117,8 +143,14 @@ def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> G
     return golden
 
 
-def make_golden(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights: WeightReader | None = None,
-         label: str = "source", fed: np.ndarray | None = None, fed_router: np.ndarray | None = None) -> Golden:  # fmt: skip
+def make_golden(
+    checkpoint: Checkpoint | str | Path,
+    ids: Sequence[int],
+    weights: WeightReader | None = None,
+    label: str = "source",
+    fed: np.ndarray | None = None,
+    fed_router: np.ndarray | None = None,
+) -> Golden:
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
     Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
@@ -130,41 +162,63 @@ def make_golden(checkpoint: Checkpoint | str | Path, ids: Sequence[int], weights
     config, prefix, read = checkpoint.config, checkpoint.prefix, weights or checkpoint.tensor
     ids = check_ids(ids, config.vocab_size)
     with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
     base = model.eval().model
     rows, remapped = np.unique(ids, return_inverse=True)
     embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
-    base.embed_tokens.weight = nn.Parameter(embedded if weights is None else embedded.half().float(), False)
+    base.embed_tokens.weight = nn.Parameter(
+        embedded if weights is None else embedded.half().float(), False
+    )
     base.embed_tokens.padding_idx = None
     for name, _ in base.named_parameters():
         if not name.startswith(("layers.", "embed_tokens.")):
             _assign(base, name, read(prefix + name))
-    replaced = [[] for _ in base.layers]  # each layer's first arguments: its input and, from the second layer on, a router state
+    replaced = [
+        [] for _ in base.layers
+    ]  # each layer's first arguments: its input and, from the second layer on, a router state
     for i, arguments in enumerate(replaced if fed is not None else ()):
         arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
         arguments += [torch.from_numpy(array)[None] for array in arrays]
-    records = [_record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i]) for i, layer in enumerate(base.layers)]
+    records = [
+        _record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i])
+        for i, layer in enumerate(base.layers)
+    ]
     with torch.inference_mode():
         cache = _recording_cache(config, records)
-        last = base(input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True)[0][0]
+        last = base(
+            input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
+        )[0][0]
         logits = _logits(checkpoint, last, weights, prefix)
     layers = {name: np.stack([record[name] for record in records]) for name in records[0]}
-    return Golden(ids=ids, logits=logits, **layers,
-                  meta={"checkpoint": checkpoint.sha256, "weights": label, "transformers": transformers.__version__})  # fmt: skip
+    return Golden(
+        ids=ids,
+        logits=logits,
+        **layers,
+        meta={
+            "checkpoint": checkpoint.sha256,
+            "weights": label,
+            "transformers": transformers.__version__,
+        },
+    )
 
 
 def whole_prompt(checkpoint: Checkpoint):
     """Hugging Face's model in fp32 with all its weights loaded."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32, attn_implementation="eager",
-                                                             local_files_only=True).eval()  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
 
 
 def check_ids(ids: Sequence[int], V: int) -> np.ndarray:
     """Token ids [n] of a prompt, at least one, all of them in the vocabulary."""
     if not len(ids):
-        raise InputError("prompt ids", "[]", f"at least one id from 0 to {V - 1}", "check --prompt-ids")
+        raise InputError(
+            "prompt ids", "[]", f"at least one id from 0 to {V - 1}", "check --prompt-ids"
+        )
     return np.array(token_ids(ids, V, "prompt ids"), np.int64)
 
 
@@ -197,7 +251,9 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
-def _record_layer(layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor]) -> dict[str, np.ndarray]:
+def _record_layer(
+    layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor]
+) -> dict[str, np.ndarray]:
     """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left.
 
     `replaced` takes the place of the layer's first arguments.
@@ -239,17 +295,27 @@ def _recording_cache(config, records: list[dict[str, np.ndarray]]):
 
     class Recording(DynamicCache):
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            records[layer_idx].update(k=key_states[0].numpy().copy(), v=value_states[0].numpy().copy())
+            records[layer_idx].update(
+                k=key_states[0].numpy().copy(), v=value_states[0].numpy().copy()
+            )
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     return Recording(config=config)
 
 
-def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None, prefix: str) -> np.ndarray:
+def _logits(
+    checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None, prefix: str
+) -> np.ndarray:
     """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
-    name = f"{prefix}embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
+    name = (
+        f"{prefix}embed_tokens.weight"
+        if checkpoint.config.tie_word_embeddings
+        else "lm_head.weight"
+    )
     if weights:
         return (last @ weights(name).T).numpy()
     V = checkpoint.config.vocab_size
-    slices = (checkpoint.tensor(name, slice(i, min(i + LOGIT_ROWS, V))) for i in range(0, V, LOGIT_ROWS))
+    slices = (
+        checkpoint.tensor(name, slice(i, min(i + LOGIT_ROWS, V))) for i in range(0, V, LOGIT_ROWS)
+    )
     return torch.cat([last @ w.T for w in slices], dim=-1).numpy()

@@ -10,7 +10,9 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-        value = np.where(norms > 0, (a * b).sum(-1) / np.where(norms > 0, norms, 1), ~a.any(-1) & ~b.any(-1))
+        value = np.where(
+            norms > 0, (a * b).sum(-1) / np.where(norms > 0, norms, 1), ~a.any(-1) & ~b.any(-1)
+        )
     return np.where(np.isfinite(b).all(-1), value, np.nan)
 
 
@@ -50,16 +52,22 @@ def near_tie(reference: np.ndarray, actual: np.ndarray) -> bool:
     """Whether two logit vectors [V] that pick different tokens may: each one's token is in the other's top five,
     at most 0.5 nat below its best (the rule vLLM's tests use)."""
     pairs = (reference, actual.argmax()), (actual, reference.argmax())
-    return all((x > x[token]).sum() < 5 and x.max() - x[token] <= NEAR_TIE_NATS for x, token in pairs)
+    return all(
+        (x > x[token]).sum() < 5 and x.max() - x[token] <= NEAR_TIE_NATS for x, token in pairs
+    )
 
 
 def compare_logits(reference: np.ndarray, actual: np.ndarray) -> dict[str, float]:
     """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean overlap of the top five, worst KL, worst cosine."""
-    rows = list(zip(reference, actual, strict=True))  # one at a time: a row of a vocabulary fits the cache, all do not
+    rows = list(
+        zip(reference, actual, strict=True)
+    )  # one at a time: a row of a vocabulary fits the cache, all do not
     same = [np.argmax(a) == np.argmax(b) or near_tie(a, b) for a, b in rows]
     k = min(5, reference.shape[-1])
     tops = [[np.argpartition(-x, k - 1)[:k] for x in pair] for pair in rows]
     return {
-        "top1_agreement": float(np.mean(same)), "top5_overlap": float(np.mean([np.isin(*pair).mean() for pair in tops])),
-        "kl_max": float(np.max([kl(*pair) for pair in rows])), "cosine_min": float(np.min([cosine(*pair) for pair in rows])),
-    }  # fmt: skip
+        "top1_agreement": float(np.mean(same)),
+        "top5_overlap": float(np.mean([np.isin(*pair).mean() for pair in tops])),
+        "kl_max": float(np.max([kl(*pair) for pair in rows])),
+        "cosine_min": float(np.min([cosine(*pair) for pair in rows])),
+    }

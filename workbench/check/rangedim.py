@@ -30,9 +30,15 @@ def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> D
         if (base := traces.get(1)) and T > 1:
             for layer, hidden in trace.hidden.items():
                 x, clear = base.x[layer], slice(None) if trace.experts else ~near_ties[layer]
-                pairs = {"update": ((base.hidden[layer] - x)[clear], (hidden - x)[clear]), "k": (base.k[layer], trace.k[layer]),
-                         "v": (base.v[layer], trace.v[layer])}  # fmt: skip
-                drifts += [Drift(metrics.relative_rms(*pair), T, f"layer {layer}, {name}, T = {T}") for name, pair in pairs.items()]
+                pairs = {
+                    "update": ((base.hidden[layer] - x)[clear], (hidden - x)[clear]),
+                    "k": (base.k[layer], trace.k[layer]),
+                    "v": (base.v[layer], trace.v[layer]),
+                }
+                drifts += [
+                    Drift(metrics.relative_rms(*pair), T, f"layer {layer}, {name}, T = {T}")
+                    for name, pair in pairs.items()
+                ]
     return max(drifts, key=lambda d: math.inf if math.isnan(d.value) else d.value, default=None)
 
 

@@ -20,16 +20,26 @@ def load_tasks(path: str | Path) -> list[dict]:
     """Prompts of a JSON-lines file: `task`, `distance`, `prompt`, `answer`."""
     try:
         tasks = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-        if not tasks or any(not {"task", "distance", "prompt", "answer"} <= t.keys() for t in tasks):
+        if not tasks or any(
+            not {"task", "distance", "prompt", "answer"} <= t.keys() for t in tasks
+        ):
             raise ValueError
     except (OSError, ValueError, AttributeError):
-        raise InputError(f"tasks {path}", "no such file, or not one prompt a line", "JSON lines with task, distance, "
-                         "prompt, answer", "see data/README.md") from None  # fmt: skip
+        raise InputError(
+            f"tasks {path}",
+            "no such file, or not one prompt a line",
+            "JSON lines with task, distance, prompt, answer",
+            "see data/README.md",
+        ) from None
     return tasks
 
 
-def answer(tasks: Sequence[dict], encode: Callable[[str], list[int]], decode: Callable[[list[int]], str],
-           generate: Generate) -> list[bool]:  # fmt: skip
+def answer(
+    tasks: Sequence[dict],
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    generate: Generate,
+) -> list[bool]:
     """Whether greedy decoding continues each task's prompt with its answer."""
 
     def right(task: dict) -> bool:
@@ -43,7 +53,9 @@ def bundle_answers(decoder: Decoder, tasks: Sequence[dict]) -> list[bool]:
     """Answers of a bundle, with the tokenizer it carries."""
     coder = load_tokenizer(decoder.bundle.root / "tokenizer")
     with decoder.set_aside():
-        return answer(tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=()))
+        return answer(
+            tasks, coder.encode, coder.decode, lambda ids, n: decoder.generate(ids, n, stop=())
+        )
 
 
 def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
@@ -52,13 +64,17 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
 
     def generate(ids: list[int], n: int) -> list[int]:
         with torch.inference_mode():
-            tokens = model.generate(torch.tensor([ids]), min_new_tokens=n, max_new_tokens=n, do_sample=False)
+            tokens = model.generate(
+                torch.tensor([ids]), min_new_tokens=n, max_new_tokens=n, do_sample=False
+            )
         return tokens[0, len(ids) :].tolist()
 
     return answer(tasks, coder.encode, coder.decode, generate)
 
 
-def answer_gates(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[gates.Gate]:
+def answer_gates(
+    decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
+) -> list[gates.Gate]:
     """The bundle answers as many prompts as the golden, and the golden as many as the checkpoint's evaluation says.
 
     The second gate is the only one that a fault shared by golden and bundle (a wrong rope in config.json) cannot pass:
@@ -68,9 +84,16 @@ def answer_gates(decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
     if not tasks:
         return [gates.not_run("answers", f"no prompt fits max_seq_len = {S}")]
-    golden, right, count = sum(golden_answers(checkpoint, tasks)), sum(bundle_answers(decoder, tasks)), len(tasks)
+    golden, right, count = (
+        sum(golden_answers(checkpoint, tasks)),
+        sum(bundle_answers(decoder, tasks)),
+        len(tasks),
+    )
     reason = f"{right} of {count} known answers, the golden {golden}"
-    return [gates.at_least("answers", right / count, golden / count, reason), _as_evaluated(checkpoint, golden, count)]
+    return [
+        gates.at_least("answers", right / count, golden / count, reason),
+        _as_evaluated(checkpoint, golden, count),
+    ]
 
 
 def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
@@ -79,7 +102,13 @@ def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
         recorded = json.loads((checkpoint.path / "evaluation.json").read_text())
         expected = recorded["heldout_right"] / recorded["heldout_questions"]
     except (OSError, ValueError, KeyError, TypeError):
-        return gates.not_run("golden_answers", "the checkpoint records no accuracy (evaluation.json)")
+        return gates.not_run(
+            "golden_answers", "the checkpoint records no accuracy (evaluation.json)"
+        )
     slack = 3 * (max(expected * (1 - expected), 0.01) / count) ** 0.5
-    return gates.at_least("golden_answers", right / count, expected - slack,
-                          f"the golden answers {right} of {count}, its evaluation says {expected:.3f}")  # fmt: skip
+    return gates.at_least(
+        "golden_answers",
+        right / count,
+        expected - slack,
+        f"the golden answers {right} of {count}, its evaluation says {expected:.3f}",
+    )

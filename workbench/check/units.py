@@ -36,7 +36,12 @@ def launch(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def validate_units(
-    bundle: Bundle, golden: Golden, *, device: bool | None = None, Ts: Sequence[int] = (), start: Launch = launch
+    bundle: Bundle,
+    golden: Golden,
+    *,
+    device: bool | None = None,
+    Ts: Sequence[int] = (),
+    start: Launch = launch,
 ) -> pd.DataFrame:
     """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
 
@@ -55,31 +60,64 @@ def validate_units(
         units["coreml"] = COMPUTE_UNITS
     with tempfile.TemporaryDirectory() as folder:
         path = golden.save(Path(folder) / "golden.safetensors")
-        rows = [unit_row(bundle, path, runtime, unit, Ts, start) for runtime in units for unit in units[runtime]]
+        rows = [
+            unit_row(bundle, path, runtime, unit, Ts, start)
+            for runtime in units
+            for unit in units[runtime]
+        ]
     verdicts, logits = ({row["unit"]: row[name] for row in rows} for name in ("verdict", "logits"))
     declared = logits["portable declared"]
     for row in rows:
         comparable = declared is not None and row["logits"] is not None
-        row["kl_portable"] = float(metrics.kl(declared, row["logits"]).max()) if comparable else None
+        row["kl_portable"] = (
+            float(metrics.kl(declared, row["logits"]).max()) if comparable else None
+        )
         row["blame"] = None if row["verdict"] == gates.GREEN else blame(row["runtime"], verdicts)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def unit_row(bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch) -> dict:
+def unit_row(
+    bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch
+) -> dict:
     """One unit's row without the comparisons with others: the output of a child process, or how it died."""
     row = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
     out = golden.with_name(f"{runtime}-{unit}.npy")
     child = start(
-        [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden), runtime, unit, str(out), *map(str, Ts)]
+        [
+            sys.executable,
+            "-m",
+            "workbench.check.units",
+            str(bundle.root),
+            str(golden),
+            runtime,
+            unit,
+            str(out),
+            *map(str, Ts),
+        ]
     )
     if child.returncode:
-        how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+        how = (
+            f"signal {-child.returncode}"
+            if child.returncode < 0
+            else f"exit code {child.returncode}"
+        )
         reason = f"{how}: {last_message((child.stderr or '').splitlines())}"
-        return row | {"verdict": "DIED", "min_cosine": None, "kl_max": None, "logits": None, "reason": reason}
+        return row | {
+            "verdict": "DIED",
+            "min_cosine": None,
+            "kl_max": None,
+            "logits": None,
+            "reason": reason,
+        }
     result = json.loads(child.stdout.splitlines()[-1])
     red = [f"{g['name']}: {g['reason']}" for g in result["gates"] if g["verdict"] == gates.RED]
-    return row | {"verdict": result["verdict"], "min_cosine": result["min_cosine"], "kl_max": result["logits"]["kl_max"],
-                  "logits": np.load(out) if out.exists() else None, "reason": [*red, "every gate passes"][0]}  # fmt: skip
+    return row | {
+        "verdict": result["verdict"],
+        "min_cosine": result["min_cosine"],
+        "kl_max": result["logits"]["kl_max"],
+        "logits": np.load(out) if out.exists() else None,
+        "reason": [*red, "every gate passes"][0],
+    }
 
 
 def blame(runtime: str, verdicts: dict[str, str]) -> str:
@@ -89,17 +127,27 @@ def blame(runtime: str, verdicts: dict[str, str]) -> str:
         return "program or weights"
     if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:
         return "precision"
-    return "the unit's arithmetic, within what narrow sums would do" if verdicts["portable narrow"] != gates.GREEN else "runtime"
+    return (
+        "the unit's arithmetic, within what narrow sums would do"
+        if verdicts["portable narrow"] != gates.GREEN
+        else "runtime"
+    )
 
 
 def units_verdict(table: pd.DataFrame) -> str:
     """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only serves `blame`."""
-    return gates.GREEN if (table.loc[table["unit"] != "portable narrow", "verdict"] == gates.GREEN).all() else gates.RED
+    return (
+        gates.GREEN
+        if (table.loc[table["unit"] != "portable narrow", "verdict"] == gates.GREEN).all()
+        else gates.RED
+    )
 
 
 def units_main(root: str, golden: str, runtime: str, unit: str, out: str, *Ts: str) -> None:
     """The child: validates on one unit, keeps the logits in `out` and prints one line of JSON."""
-    decoder = Decoder(root, runtime, **{"precision" if runtime == "portable" else "compute_units": unit})
+    decoder = Decoder(
+        root, runtime, **{"precision" if runtime == "portable" else "compute_units": unit}
+    )
     result = validate(decoder, Golden.load(golden), [int(T) for T in Ts] or None)
     np.save(out, result.chained_logits)
     print(json.dumps(result.json(), default=str))

@@ -39,22 +39,37 @@ class Validation:
     def json(self) -> dict:
         updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
         return {
-            "verdict": self.verdict, "gates": [g.json() for g in self.gates], "worst": self.worst,
-            "min_cosine": float(updates.min()), "mean_cosine": float(updates.mean()), "rows": len(self.rows),
-            "logits": self.logits, "free_logits": self.free_logits,
-        }  # fmt: skip
+            "verdict": self.verdict,
+            "gates": [g.json() for g in self.gates],
+            "worst": self.worst,
+            "min_cosine": float(updates.min()),
+            "mean_cosine": float(updates.mean()),
+            "rows": len(self.rows),
+            "logits": self.logits,
+            "free_logits": self.free_logits,
+        }
 
 
-def validate(decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False) -> Validation:
+def validate(
+    decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False
+) -> Validation:
     """Compares every layer × position × T of a bundle with `golden`, and applies the gates."""
     rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)
-    result = Validation(rows, [], metrics.compare_logits(golden.logits, chained.logits), chained.logits)
-    choices = fidelity.choices({f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden)
+    result = Validation(
+        rows, [], metrics.compare_logits(golden.logits, chained.logits), chained.logits
+    )
+    choices = fidelity.choices(
+        {f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden
+    )
     result.gates = _gates(result, decoder, traces, golden)
     if len(choices):
         free = fidelity.run_golden(decoder, golden, list(traces), "chained", forced=False)
         result.free_logits = metrics.compare_logits(golden.logits, free.logits)
-        result.gates += [routing(choices, gates.LIMITS[decoder.options.compress].routing_margin, result.free_logits)]
+        result.gates += [
+            routing(
+                choices, gates.LIMITS[decoder.options.compress].routing_margin, result.free_logits
+            )
+        ]
     return result
 
 
@@ -67,22 +82,39 @@ def routing(choices: pd.DataFrame, limit: float, free: dict[str, float]) -> Gate
         worst = differ.loc[differ["margin"].idxmax()]
         reason += f", largest golden margin: layer {worst['layer']}, position {worst['position']}, {worst['run']}"
     reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
-    return gates.at_most("routing", float(differ["margin"].max()) if len(differ) else 0.0, limit, reason)
+    return gates.at_most(
+        "routing", float(differ["margin"].max()) if len(differ) else 0.0, limit, reason
+    )
 
 
 def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -> list[Gate]:
     limits, rows, logits = gates.LIMITS[decoder.options.compress], result.rows, result.logits
-    weights = "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
+    weights = (
+        "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
+    )
     update, cached = _worst(rows, "update"), _worst(rows, "k", "v")
     result_gates = [
         fidelity.of_this_checkpoint(decoder, golden),
         gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows)),
-        gates.at_least("update", update["cosine"], limits.update_cosine,
-                       f"worst isolated update against {weights}: {_row_place(update)}{_ties(rows)}"),
-        gates.at_least("kv", cached["cosine"], limits.kv_cosine, f"worst cache row against {weights}: {_row_place(cached)}"),
-        gates.at_most("logits_kl", logits["kl_max"], limits.logits_kl, "worst position, chained, nats"),
-        gates.at_least("logits_cosine", logits["cosine_min"], limits.logits_cosine, "worst position, chained"),
-    ]  # fmt: skip
+        gates.at_least(
+            "update",
+            update["cosine"],
+            limits.update_cosine,
+            f"worst isolated update against {weights}: {_row_place(update)}{_ties(rows)}",
+        ),
+        gates.at_least(
+            "kv",
+            cached["cosine"],
+            limits.kv_cosine,
+            f"worst cache row against {weights}: {_row_place(cached)}",
+        ),
+        gates.at_most(
+            "logits_kl", logits["kl_max"], limits.logits_kl, "worst position, chained, nats"
+        ),
+        gates.at_least(
+            "logits_cosine", logits["cosine_min"], limits.logits_cosine, "worst position, chained"
+        ),
+    ]
     if decoder.options.compress == "fp16":
         reason = "share of positions with the golden's top token, near-ties apart"
         result_gates.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0, reason))
@@ -100,15 +132,27 @@ def trend(rows: pd.DataFrame) -> Gate:
     caches = [tensor for tensor in ("k", "v") if tensor in errors]
     if min((len(errors[tensor]) for tensor in caches), default=0) < gates.TREND_POSITIONS:
         return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
-    trends = [(*_trend(_unexplained(errors[t], errors.get("hidden"))), gates.TREND_GROWTH, f"{t}, the hidden state's apart")
-              for t in caches]  # fmt: skip
+    trends = [
+        (
+            *_trend(_unexplained(errors[t], errors.get("hidden"))),
+            gates.TREND_GROWTH,
+            f"{t}, the hidden state's apart",
+        )
+        for t in caches
+    ]
     trends += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in caches]
     growth, correlation, limit, tensor = max(trends, key=lambda t: (t[0] >= t[2]) * abs(t[1]))
     verdict, words = gates.GREEN, ", flat"
     if growth >= limit and abs(correlation) > gates.TREND:
         verdict, words = gates.RED, ": a fault of the cache"
-    return Gate("trend", verdict, correlation, gates.TREND, f"rank correlation of position and error, {tensor}; "
-                f"newest and oldest quarter differ by a factor of {growth:.2f}{words}")  # fmt: skip
+    return Gate(
+        "trend",
+        verdict,
+        correlation,
+        gates.TREND,
+        f"rank correlation of position and error, {tensor}; "
+        f"newest and oldest quarter differ by a factor of {growth:.2f}{words}",
+    )
 
 
 def _unexplained(error: pd.Series, hidden: pd.Series | None) -> pd.Series:
@@ -154,4 +198,8 @@ def _row_place(row: pd.Series) -> str:
 
 def _nonfinite(rows: pd.DataFrame) -> str:
     bad = rows[~rows["finite"]]
-    return f"{len(bad)} rows hold inf or nan, first: {_row_place(bad.iloc[0])}" if len(bad) else "every value is finite"
+    return (
+        f"{len(bad)} rows hold inf or nan, first: {_row_place(bad.iloc[0])}"
+        if len(bad)
+        else "every value is finite"
+    )

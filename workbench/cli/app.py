@@ -12,7 +12,9 @@ from workbench.cli import bench, check, decode, explain, export, measure, notebo
 from workbench.errors import InputError
 
 RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
-RENAMED["error", "--plain"] = "--fp16-bundle"  # command and old spelling of an option → its spelling now
+RENAMED["error", "--plain"] = (
+    "--fp16-bundle"  # command and old spelling of an option → its spelling now
+)
 
 
 class Commands(TyperGroup):
@@ -22,15 +24,25 @@ class Commands(TyperGroup):
         command, *arguments = args
         for old in (argument.partition("=")[0] for argument in arguments):
             if new := RENAMED.get((command, old)):
-                raise InputError(f"workbench {command}", old, f"{new}, the name of this option now", f"write {new}")
+                raise InputError(
+                    f"workbench {command}",
+                    old,
+                    f"{new}, the name of this option now",
+                    f"write {new}",
+                )
         return super().resolve_command(ctx, args)
 
 
 # Markdown, because Rich's own markup takes "[max_new + 1, V]" in a help text for a tag and drops it
-app = Typer(cls=Commands, rich_markup_mode="markdown", no_args_is_help=True, add_completion=False,
-            pretty_exceptions_enable=False,
-            help="Export transformer layers as stateful Core ML shards, prove them, decode "
-                 "them, measure them.")
+app = Typer(
+    cls=Commands,
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Export transformer layers as stateful Core ML shards, prove them, decode "
+    "them, measure them.",
+)
 app.add_typer(bench.bench, name="bench")
 for module in (measure, export, check, explain, decode, sweeps, notebooks):
     for name, function in vars(module).items():
@@ -39,7 +51,9 @@ for module in (measure, export, check, explain, decode, sweeps, notebooks):
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
+def _options(
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         from importlib.metadata import version as installed
 

@@ -34,24 +34,41 @@ def qwen2_checkpoint(folder: Path, layers: int):
 
 def bundle_of(checkpoint, folder: Path, json: bool, **options):
     """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown unless JSON is printed."""
-    return workbench.sweep.bundle_for(checkpoint, workbench.export.options(**options), folder, progress=not json)
+    return workbench.sweep.bundle_for(
+        checkpoint, workbench.export.options(**options), folder, progress=not json
+    )
 
 
 def show_rows(rows: list[dict], json: bool, **more) -> None:
     """Prints rows and what else was measured; a row as text is its value, and the peer's and the ratio where there is a peer."""
-    lines = [f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
-             + (f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, " if row["peer"] else "")
-             + f"n = {row['n']}" for row in rows]
+    lines = [
+        f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
+        + (
+            f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, "
+            if row["peer"]
+            else ""
+        )
+        + f"n = {row['n']}"
+        for row in rows
+    ]
     show({"rows": rows} | more, json, lines + [f"{name}: {value}" for name, value in more.items()])
 
 
 @bench.command("decode")
 def decode_benchmark(
-    moe: Annotated[bool, Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")] = False,
-    growth: Annotated[bool, Option("--growth", help="ms per call over max_seq_len and T, on two layers.")] = False,
-    layers: Annotated[int | None, Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")] = None,
-    rounds: Rounds = 5, folder: Folder = BUILD, json: Json = False,
-) -> None:  # fmt: skip
+    moe: Annotated[
+        bool, Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")
+    ] = False,
+    growth: Annotated[
+        bool, Option("--growth", help="ms per call over max_seq_len and T, on two layers.")
+    ] = False,
+    layers: Annotated[
+        int | None, Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")
+    ] = None,
+    rounds: Rounds = 5,
+    folder: Folder = BUILD,
+    json: Json = False,
+) -> None:
     """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
 
     Example: workbench bench decode
@@ -59,22 +76,31 @@ def decode_benchmark(
     from workbench.benchmarks import decode
 
     layers = layers or (2 if moe or growth else 24)
-    checkpoint = (random_checkpoint(folder, "zaya", "zaya", layers, **decode.ZAYA_LAYER) if moe
-                  else qwen2_checkpoint(folder, layers))
+    checkpoint = (
+        random_checkpoint(folder, "zaya", "zaya", layers, **decode.ZAYA_LAYER)
+        if moe
+        else qwen2_checkpoint(folder, layers)
+    )
     bundle = partial(bundle_of, checkpoint, folder, json)
     if moe:
         rows = decode.moe(lambda kind: bundle(max_seq_len=128, moe=kind), rounds=rounds)
     elif growth:
         rows = decode.growth(lambda S: bundle(max_seq_len=S, t_max=64), rounds=rounds)
     else:
-        bundles = {kind: bundle(max_seq_len=512, t_max=64, compress=kind) for kind in ("fp16", "int8-tensor")}
+        bundles = {
+            kind: bundle(max_seq_len=512, t_max=64, compress=kind)
+            for kind in ("fp16", "int8-tensor")
+        }
         rows = decode.bench_decode(bundles, checkpoint.path, rounds=rounds)
     show_rows(rows, json)
 
 
 @bench.command("validate")
-def validate_benchmark(layers: Annotated[int, Option(help="Decoder layers of the stack.")] = 24,
-                       folder: Folder = BUILD, json: Json = False) -> None:  # fmt: skip
+def validate_benchmark(
+    layers: Annotated[int, Option(help="Decoder layers of the stack.")] = 24,
+    folder: Folder = BUILD,
+    json: Json = False,
+) -> None:
     """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
 
     Example: workbench bench validate
@@ -90,24 +116,38 @@ def validate_benchmark(layers: Annotated[int, Option(help="Decoder layers of the
 def reuse_benchmark(
     layers: Annotated[int, Option(help="Decoder layers of the stack; 24 are the whole model.")] = 4,
     context: Annotated[int, Option(help="The longest context, in tokens.")] = 2048,
-    rounds: Rounds = 5, folder: Folder = BUILD, json: Json = False,
-) -> None:  # fmt: skip
+    rounds: Rounds = 5,
+    folder: Folder = BUILD,
+    json: Json = False,
+) -> None:
     """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
 
     Example: workbench bench reuse --layers 24
     """
     from workbench.benchmarks.reuse import bench_reuse
 
-    bundle = bundle_of(qwen2_checkpoint(folder, layers), folder, json, max_seq_len=context, t_max=64)
+    bundle = bundle_of(
+        qwen2_checkpoint(folder, layers), folder, json, max_seq_len=context, t_max=64
+    )
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
-    show_rows(bench_reuse(workbench.Decoder(bundle, fast=True), contexts=contexts, rounds=rounds, progress=not json), json)
+    show_rows(
+        bench_reuse(
+            workbench.Decoder(bundle, fast=True),
+            contexts=contexts,
+            rounds=rounds,
+            progress=not json,
+        ),
+        json,
+    )
 
 
 @bench.command("log")
 def log_benchmark(
-    runs: Annotated[int, Option(help="Runs in the log.")] = 10_000, rounds: Rounds = 5, folder: Folder = BUILD,
+    runs: Annotated[int, Option(help="Runs in the log.")] = 10_000,
+    rounds: Rounds = 5,
+    folder: Folder = BUILD,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Loading every run of a large log, against pandas reading the same files.
 
     Example: workbench bench log
@@ -119,13 +159,18 @@ def log_benchmark(
 
 @bench.command("export")
 def export_benchmark(
-    family: Annotated[str, Option(help="qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights.")] = "qwen2",
+    family: Annotated[
+        str,
+        Option(help="qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights."),
+    ] = "qwen2",
     layers: Annotated[int | None, Option(help="Decoder layers (default: the model's own).")] = None,
     compress: Annotated[str, Option(help="As for export.")] = "int8-tensor",
     moe: Annotated[str, Option(help="dense or routed.")] = "dense",
     plain: Annotated[bool, Option(help="Also export plainly and compare times and bytes.")] = True,
-    rounds: Rounds = 1, folder: Folder = BUILD, json: Json = False,
-) -> None:  # fmt: skip
+    rounds: Rounds = 1,
+    folder: Folder = BUILD,
+    json: Json = False,
+) -> None:
     """Stamped against plain export, against the disk, and one layer against one layer.
 
     Example: workbench bench export --compress fp16
@@ -134,7 +179,11 @@ def export_benchmark(
     from workbench.benchmarks.export_runs import export_layers, export_once
 
     dims, count = model(family)
-    path = random_checkpoint(folder, f"{family}-bf16", family, layers or count, dtype="bfloat16", **dims).path
+    path = random_checkpoint(
+        folder, f"{family}-bf16", family, layers or count, dtype="bfloat16", **dims
+    ).path
     options = {"compress": compress} | ({"moe": moe} if family == "zaya" else {})
-    result = compare_exports(export_once, export_layers if plain else None, path, folder / "export", rounds, options)
+    result = compare_exports(
+        export_once, export_layers if plain else None, path, folder / "export", rounds, options
+    )
     show_rows(**result, json=json)

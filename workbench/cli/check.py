@@ -28,9 +28,13 @@ from workbench.errors import InputError
 
 def check_command(
     bundle: Path,
-    golden: Annotated[Path | None, Option(help="Golden store: what the cache holds is checked too.")] = None,
-    memory: Memory = None, runtime: RuntimeName = "auto", json: Json = False,
-) -> None:  # fmt: skip
+    golden: Annotated[
+        Path | None, Option(help="Golden store: what the cache holds is checked too.")
+    ] = None,
+    memory: Memory = None,
+    runtime: RuntimeName = "auto",
+    json: Json = False,
+) -> None:
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
 
     Example: workbench check build/llama --memory 16G
@@ -41,18 +45,30 @@ def check_command(
     from workbench.check.checklist import check_bundle
     from workbench.check.golden import Golden
 
-    checks = check_bundle(workbench.Decoder(opened, runtime), golden=golden and Golden.load(golden),
-                          machine=None if memory is None else parse_bytes(memory), progress=not json)
+    checks = check_bundle(
+        workbench.Decoder(opened, runtime),
+        golden=golden and Golden.load(golden),
+        machine=None if memory is None else parse_bytes(memory),
+        progress=not json,
+    )
     result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
 
 def validate_command(
-    bundle: Path, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
+    bundle: Path,
+    checkpoint: GoldenOf = None,
+    golden: GoldenPath = None,
+    prompt_ids: Ids = None,
     all_t: Annotated[bool, Option("--all-t", help="Every T from 1 to t_max.")] = False,
-    tasks: Annotated[Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")] = None,
-    runtime: RuntimeName = "auto", precision: Precision = "declared", log: Log = False, json: Json = False,
-) -> None:  # fmt: skip
+    tasks: Annotated[
+        Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
+    ] = None,
+    runtime: RuntimeName = "auto",
+    precision: Precision = "declared",
+    log: Log = False,
+    json: Json = False,
+) -> None:
     """Every layer × position × T against the golden.
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --tasks data/tasks/heldout.jsonl
@@ -62,7 +78,12 @@ def validate_command(
     if tasks:
         paths.file("--tasks", tasks, "prompts with answers (JSON lines)", "correct the path")
         if not checkpoint:
-            raise InputError("--tasks", "no --checkpoint", "the checkpoint that also answers them", "give --checkpoint")
+            raise InputError(
+                "--tasks",
+                "no --checkpoint",
+                "the checkpoint that also answers them",
+                "give --checkpoint",
+            )
     decoder = workbench.Decoder(opened, runtime, precision)
     reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
     Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
@@ -76,5 +97,9 @@ def validate_command(
     if log:
         row = {"verdict": validation.verdict, "config": {"gates": result["gates"]}}
         record("validate", result, opened, row, decoder, fidelity=validation.rows)
-    worst = "worst: layer {layer}, position {position}, T = {T}, {tensor}: cosine {cosine:.7f}".format(**result["worst"])
+    worst = (
+        "worst: layer {layer}, position {position}, T = {T}, {tensor}: cosine {cosine:.7f}".format(
+            **result["worst"]
+        )
+    )
     show(result, json, [result["verdict"], *gate_lines(validation.gates), worst])

@@ -41,8 +41,10 @@ def gate_lines(gates: list) -> list[str]:
     """
     foreign = [g for g in gates if (g.name, g.verdict) == ("golden_is_of_this_checkpoint", "RED")]
     note = ": the other gates compare two models (--json has them)" if foreign else ""
-    return [f"{g.verdict:8}{g.name:29}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}{note}"
-            for g in foreign or red_first(gates)]
+    return [
+        f"{g.verdict:8}{g.name:29}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}{note}"
+        for g in foreign or red_first(gates)
+    ]
 
 
 def parse_ids(text: str) -> list[int]:
@@ -50,7 +52,9 @@ def parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
-        raise InputError("--prompt-ids", repr(text), "integers separated by commas", "write 2,42,100") from None
+        raise InputError(
+            "--prompt-ids", repr(text), "integers separated by commas", "write 2,42,100"
+        ) from None
 
 
 def ids_for(prompt_ids: str | None, V: int) -> list[int]:
@@ -79,8 +83,12 @@ def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | 
         return Golden.load(golden)
     if checkpoint:
         return make_golden(checkpoint, ids_for(prompt_ids, V))
-    raise InputError("golden", "neither --golden nor --checkpoint", "one of them",
-                     "run: workbench golden CHECKPOINT --out G, then give --golden G")
+    raise InputError(
+        "golden",
+        "neither --golden nor --checkpoint",
+        "one of them",
+        "run: workbench golden CHECKPOINT --out G, then give --golden G",
+    )
 
 
 def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables) -> None:

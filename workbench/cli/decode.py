@@ -11,43 +11,71 @@ from workbench.errors import InputError
 
 
 def decode_command(
-    bundle: Path, prompt_ids: Ids = None,
+    bundle: Path,
+    prompt_ids: Ids = None,
     prompt: Annotated[str | None, Option(help="Text; needs the tokenizer in the bundle.")] = None,
     max_new: Annotated[int, Option(help="New tokens.", min=0)] = 32,
     temperature: Annotated[float, Option(help="0: always the most likely token.")] = 0.0,
     top_k: Annotated[int, Option(help="Only the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, Option(help="Only the most likely tokens up to this probability.")] = 1.0,
-    seed: int = 0, logits: Annotated[Path | None, Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")] = None,
-    runtime: RuntimeName = "auto", precision: Precision = "declared",
-    literal: Annotated[bool, Option("--literal", help="Run the graph as it stands, not the portable decode path.")] = False,
+    top_p: Annotated[
+        float, Option(help="Only the most likely tokens up to this probability.")
+    ] = 1.0,
+    seed: int = 0,
+    logits: Annotated[
+        Path | None, Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")
+    ] = None,
+    runtime: RuntimeName = "auto",
+    precision: Precision = "declared",
+    literal: Annotated[
+        bool, Option("--literal", help="Run the graph as it stands, not the portable decode path.")
+    ] = False,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Decoding, greedy unless a temperature is given: tokens, tok/s, per-layer ms, head ms.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
     """
     opened = workbench.Bundle.open(bundle)
     if (prompt_ids is None) == (prompt is None):
-        raise InputError("prompt", "both or neither of --prompt-ids and --prompt", "one of them", "give one of them")
+        raise InputError(
+            "prompt",
+            "both or neither of --prompt-ids and --prompt",
+            "one of them",
+            "give one of them",
+        )
     from workbench.decode import Sampling
     from workbench.decode.transcript import load_tokenizer, transcript
 
-    ids = load_tokenizer(opened.root / "tokenizer").encode(prompt) if prompt_ids is None else parse_ids(prompt_ids)
+    ids = (
+        load_tokenizer(opened.root / "tokenizer").encode(prompt)
+        if prompt_ids is None
+        else parse_ids(prompt_ids)
+    )
     sampling = Sampling(temperature, top_k, top_p, seed)
     decoder = workbench.Decoder(opened, runtime, precision, fast=not literal)
     result = transcript(decoder, ids, max_new, logits, sampling)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
-    show(result, json, [result["text"] if result["text"] is not None else ",".join(map(str, result["tokens"])),
-                        f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})"])  # fmt: skip
+    show(
+        result,
+        json,
+        [
+            result["text"] if result["text"] is not None else ",".join(map(str, result["tokens"])),
+            f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})",
+        ],
+    )
 
 
 def reuse_command(
     bundle: Path,
-    batch_bundle: Annotated[Path | None, Option(help="The same export with another --batch.")] = None,
+    batch_bundle: Annotated[
+        Path | None, Option(help="The same export with another --batch.")
+    ] = None,
     max_new: Annotated[int, Option(help="Tokens decoded by each cell.", min=1)] = 6,
-    runtime: RuntimeName = "auto", precision: Precision = "exact", json: Json = False,
-) -> None:  # fmt: skip
+    runtime: RuntimeName = "auto",
+    precision: Precision = "exact",
+    json: Json = False,
+) -> None:
     """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2
@@ -57,6 +85,9 @@ def reuse_command(
 
     decoders = [workbench.Decoder(opened, runtime, precision) for opened in bundles]
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
-    lines = [f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"
-             f"context {c.context:<6}{c.reason}" for c in red_first(matrix.cells)]  # fmt: skip
+    lines = [
+        f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"
+        f"context {c.context:<6}{c.reason}"
+        for c in red_first(matrix.cells)
+    ]
     show(matrix.json(), json, [matrix.verdict, *lines])

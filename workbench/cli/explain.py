@@ -9,22 +9,44 @@ from typer import Argument, Option
 import workbench
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import GoldenOf, GoldenPath, Ids, Json, Log, gate_lines, ids_for, load_golden, look_at, record, show
+from workbench.cli.common import (
+    GoldenOf,
+    GoldenPath,
+    Ids,
+    Json,
+    Log,
+    gate_lines,
+    ids_for,
+    load_golden,
+    look_at,
+    record,
+    show,
+)
 from workbench.errors import InputError
 
 
 def error_command(
-    bundle: Path, checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
+    bundle: Path,
+    checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
-    fp16_bundle: Annotated[Path | None, Option(help="fp16 export with the same options (default: made in data/bundles).")] = None,
-    weights: Annotated[bool, Option(help="Also find which weights' compression costs most.")] = False,
-    log: Log = False, json: Json = False,
-) -> None:  # fmt: skip
+    fp16_bundle: Annotated[
+        Path | None,
+        Option(help="fp16 export with the same options (default: made in data/bundles)."),
+    ] = None,
+    weights: Annotated[
+        bool, Option(help="Also find which weights' compression costs most.")
+    ] = False,
+    log: Log = False,
+    json: Json = False,
+) -> None:
     """The error of every layer's update, split into storage, re-authoring, quantization, precision and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
-    opened, fp16 = workbench.Bundle.open(bundle), workbench.Bundle.open(fp16_bundle) if fp16_bundle else None
+    opened, fp16 = (
+        workbench.Bundle.open(bundle),
+        workbench.Bundle.open(fp16_bundle) if fp16_bundle else None,
+    )
     paths.checkpoint(checkpoint)
     from workbench.check.golden import make_golden
     from workbench.explain import error
@@ -40,19 +62,29 @@ def error_command(
     elif not fp16:
         folder = workbench.log.project() / "data" / "bundles"
         fp16 = workbench.sweep.bundle_for(source, options, folder, progress=not json)
-    splits = error.split_error(source, opened, fp16, ids, device=coreml_available(), progress=not json)
+    splits = error.split_error(
+        source, opened, fp16, ids, device=coreml_available(), progress=not json
+    )
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:
         trial = weighing.WeightTrial(opened, fp16, make_golden(source, ids))
         frames["weights"] = weighing.costs(trial)
         frames["remedies"] = weighing.remedies(trial, frames["weights"])
     checks = error.error_gates(splits)
-    result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks],
-              **{name: gates.records(frame) for name, frame in frames.items()},
-              "shares": splits["isolated"].shares().to_dict(), "residual": max(s.residual for s in splits.values())}
+    result = {
+        "verdict": gates.verdict(checks),
+        "gates": [gate.json() for gate in checks],
+        **{name: gates.records(frame) for name, frame in frames.items()},
+        "shares": splits["isolated"].shares().to_dict(),
+        "residual": max(s.residual for s in splits.values()),
+    }
     if log:
         _record(opened, "error", result)
-    tables = [line for name, frame in frames.items() for line in ("", name, frame.to_string(index=False, float_format="%.3g"))]
+    tables = [
+        line
+        for name, frame in frames.items()
+        for line in ("", name, frame.to_string(index=False, float_format="%.3g"))
+    ]
     show(result, json, [result["verdict"], *gate_lines(checks), *tables])
 
 
@@ -62,10 +94,14 @@ def _record(bundle, command: str, result: dict) -> None:
 
 
 def trace_command(
-    source: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")], prompt_ids: Ids = None,
-    inputs: Annotated[Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")] = None,
-    log: Log = False, json: Json = False,
-) -> None:  # fmt: skip
+    source: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")],
+    prompt_ids: Ids = None,
+    inputs: Annotated[
+        Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")
+    ] = None,
+    log: Log = False,
+    json: Json = False,
+) -> None:
     """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result and with narrow sums.
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
@@ -81,8 +117,20 @@ def trace_command(
     result = ranges.json()
     if log and bundle:
         _record(bundle, "trace", result)
-    worst = [f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{trace.place(w)}" for w in result["worst"]]
-    show(result, json, [result["verdict"], *gate_lines(ranges.gates()), f"{result['ops']} results; the largest:", *worst])
+    worst = [
+        f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{trace.place(w)}"
+        for w in result["worst"]
+    ]
+    show(
+        result,
+        json,
+        [
+            result["verdict"],
+            *gate_lines(ranges.gates()),
+            f"{result['ops']} results; the largest:",
+            *worst,
+        ],
+    )
 
 
 def _package_inputs(path: Path, package: Path) -> dict:
@@ -96,17 +144,35 @@ def _package_inputs(path: Path, package: Path) -> dict:
     subject, names = f"--inputs {path}", miltorch.read(package).inputs
     try:
         arrays = dict(np.load(path).items())
-    except (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile) as problem:  # AttributeError: a single array
-        raise InputError(subject, type(problem).__name__, "arrays by name (.npz)", "write it with numpy.savez") from None
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+    ) as problem:  # AttributeError: a single array
+        raise InputError(
+            subject, type(problem).__name__, "arrays by name (.npz)", "write it with numpy.savez"
+        ) from None
     if unknown := ", ".join(sorted(arrays.keys() - names.keys())):
-        raise InputError(subject, f"inputs {unknown}", f"some of {', '.join(names)}", "correct the names")
-    if text := ", ".join(sorted(name for name, value in arrays.items() if value.dtype.kind not in "biuf")):
+        raise InputError(
+            subject, f"inputs {unknown}", f"some of {', '.join(names)}", "correct the names"
+        )
+    if text := ", ".join(
+        sorted(name for name, value in arrays.items() if value.dtype.kind not in "biuf")
+    ):
         raise InputError(subject, f"no numbers in {text}", "arrays of numbers", "convert them")
     return {name: value.astype(np.float64) for name, value in arrays.items()}
 
 
-def matrix_command(bundle: Path, checkpoint: GoldenOf = None, golden: GoldenPath = None, prompt_ids: Ids = None,
-                   log: Log = False, json: Json = False) -> None:  # fmt: skip
+def matrix_command(
+    bundle: Path,
+    checkpoint: GoldenOf = None,
+    golden: GoldenPath = None,
+    prompt_ids: Ids = None,
+    log: Log = False,
+    json: Json = False,
+) -> None:
     """The validation once per compute unit, each in a process that may die; off a Mac the portable arithmetics alone.
 
     Example: workbench matrix build/llama --checkpoint data/tiny-llama
@@ -115,10 +181,15 @@ def matrix_command(bundle: Path, checkpoint: GoldenOf = None, golden: GoldenPath
     look_at(golden, checkpoint)
     from workbench.check.units import units_verdict, validate_units
 
-    table = validate_units(opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V))
+    table = validate_units(
+        opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
+    )
     device = bool((table["runtime"] == "coreml").any())
-    result = {"verdict": units_verdict(table), "device_measured": device,
-              "units": gates.records(table.astype(object).where(table.notna(), None))}
+    result = {
+        "verdict": units_verdict(table),
+        "device_measured": device,
+        "units": gates.records(table.astype(object).where(table.notna(), None)),
+    }
     if log:
         _record(opened, "matrix", result)
     note = [] if device else ["no compute unit was measured: there is no Core ML here"]

@@ -15,11 +15,15 @@ from workbench.errors import InputError
 
 
 def export_command(
-    checkpoint: Path, bundle: Path,
+    checkpoint: Path,
+    bundle: Path,
     max_seq_len: Annotated[int, Option(help="Cache slots S.")] = 512,
-    t_max: Annotated[int, Option(help="Most tokens a call, T = 1 … t_max.")] = 4, batch: int = 1,
+    t_max: Annotated[int, Option(help="Most tokens a call, T = 1 … t_max.")] = 4,
+    batch: int = 1,
     layers_per_shard: Annotated[int, Option(help="Decoder layers in one .mlpackage.")] = 1,
-    compress: Annotated[str, Option(help="fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.")] = "fp16",
+    compress: Annotated[
+        str, Option(help="fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.")
+    ] = "fp16",
     kv_write: Annotated[str, Option(help="mask or slice.")] = "mask",
     layout: Annotated[str, Option(help="bct1 or bc1t.")] = "bct1",
     states: Annotated[str, Option(help="separate or packed.")] = "separate",
@@ -27,9 +31,11 @@ def export_command(
     t: Annotated[str, Option(help="range (RangeDim 1 … t_max) or fixed (T = t_max).")] = "range",
     sliding: Annotated[str, Option(help="mask or ring.")] = "mask",
     plain: Annotated[bool, Option("--plain", help="Convert every shard; stamp none.")] = False,
-    verify_stamps: Annotated[int, Option(help="Convert so many stamped shards again and compare.", min=0)] = 0,
+    verify_stamps: Annotated[
+        int, Option(help="Convert so many stamped shards again and compare.", min=0)
+    ] = 0,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Hugging Face folder → bundle of stateful shards. Resumes where an interrupted export stopped.
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
@@ -40,24 +46,56 @@ def export_command(
 
     start = time.perf_counter()
     exported = workbench.export.export(
-        checkpoint, bundle, progress=not json, plain=plain, verify_stamps=verify_stamps, max_seq_len=max_seq_len,
-        t_max=t_max, batch=batch, layers_per_shard=layers_per_shard, compress=compress, kv_write=kv_write, layout=layout,
-        states=states, moe=moe, t=t, sliding=sliding)  # fmt: skip
+        checkpoint,
+        bundle,
+        progress=not json,
+        plain=plain,
+        verify_stamps=verify_stamps,
+        max_seq_len=max_seq_len,
+        t_max=t_max,
+        batch=batch,
+        layers_per_shard=layers_per_shard,
+        compress=compress,
+        kv_write=kv_write,
+        layout=layout,
+        states=states,
+        moe=moe,
+        t=t,
+        sliding=sliding,
+    )
     family, layers = exported.manifest.family, exported.manifest.dims.L
     how = [shard.how for shard in exported.manifest.shards]
     stamped, seconds = how.count("stamped"), time.perf_counter() - start
-    result = {"bundle": str(bundle), "family": family, "shards": len(how), "layers": layers, "bytes": exported.bytes,
-              "converted": how.count("converted"), "stamped": stamped, "seconds": round(seconds, 3),
-              "peak_rss_bytes": peak_rss()}
-    show(result, json, [f"{bundle}: {family}, {layers} layers in {len(how)} shards ({stamped} stamped), "
-                        f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"])
+    result = {
+        "bundle": str(bundle),
+        "family": family,
+        "shards": len(how),
+        "layers": layers,
+        "bytes": exported.bytes,
+        "converted": how.count("converted"),
+        "stamped": stamped,
+        "seconds": round(seconds, 3),
+        "peak_rss_bytes": peak_rss(),
+    }
+    show(
+        result,
+        json,
+        [
+            f"{bundle}: {family}, {layers} layers in {len(how)} shards ({stamped} stamped), "
+            f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
+        ],
+    )
 
 
 def golden_command(
-    checkpoint: Path, out: Annotated[Path, Option(help="File to write.")], prompt_ids: Ids = None,
-    bundle: Annotated[Path | None, Option(help="Use the weights this bundle stores instead of the checkpoint's.")] = None,
+    checkpoint: Path,
+    out: Annotated[Path, Option(help="File to write.")],
+    prompt_ids: Ids = None,
+    bundle: Annotated[
+        Path | None, Option(help="Use the weights this bundle stores instead of the checkpoint's.")
+    ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
 
     Example: workbench golden data/tiny-llama --out build/llama.golden
@@ -74,8 +112,12 @@ def golden_command(
     golden = make_golden(source, ids, *weights)
     golden.save(out)
     size = out.stat().st_size
-    show({"golden": str(out), "tokens": len(ids), "layers": len(golden.x), "bytes": size} | golden.meta, json,
-         [f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"])
+    show(
+        {"golden": str(out), "tokens": len(ids), "layers": len(golden.x), "bytes": size}
+        | golden.meta,
+        json,
+        [f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"],
+    )
 
 
 def check_writable(out: Path) -> None:
@@ -84,4 +126,9 @@ def check_writable(out: Path) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         if not out.is_dir() and os.access(out.parent, os.W_OK):
             return
-    raise InputError("--out", str(out), "a file in a folder that can be written", "name a file, such as build/llama.golden")
+    raise InputError(
+        "--out",
+        str(out),
+        "a file in a folder that can be written",
+        "name a file, such as build/llama.golden",
+    )

@@ -18,14 +18,23 @@ def doctor_command(json: Json = False) -> None:
     from workbench.report.doctor import examine
 
     result = examine()
-    lines = [f"{name:20}{'–' if value is None else value}" for name, value in result.items() if name != "notes"]
+    lines = [
+        f"{name:20}{'–' if value is None else value}"
+        for name, value in result.items()
+        if name != "notes"
+    ]
     show(result, json, lines + [f"- {note}" for note in result["notes"]])
 
 
 def memory_command(
-    source: Annotated[Path, Argument(metavar="BUNDLE_OR_CHECKPOINT")], max_seq_len: int = 512, t_max: int = 4,
-    batch: int = 1, compress: str = "fp16", memory: Memory = None, json: Json = False,
-) -> None:  # fmt: skip
+    source: Annotated[Path, Argument(metavar="BUNDLE_OR_CHECKPOINT")],
+    max_seq_len: int = 512,
+    t_max: int = 4,
+    batch: int = 1,
+    compress: str = "fp16",
+    memory: Memory = None,
+    json: Json = False,
+) -> None:
     """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
@@ -42,22 +51,36 @@ def memory_command(
         from workbench.models.checkpoint import Checkpoint
 
         checkpoint = Checkpoint(source)
-        options = workbench.export.options(max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress)
-        budget, works = budgets.budget_of_checkpoint(checkpoint, options, size), budgets.decode_work(checkpoint, options)
+        options = workbench.export.options(
+            max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress
+        )
+        budget, works = (
+            budgets.budget_of_checkpoint(checkpoint, options, size),
+            budgets.decode_work(checkpoint, options),
+        )
     sizes, speeds = budget.json(), roofline.by_chip(works)
     misfit = float(roofline.misfits()["misfit"].abs().median())
-    lines = [f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"]
-    lines += ["fits" if sizes["fits"] else "does not fit", "", f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
-              speeds.to_string(index=False, float_format="%.3g")]  # fmt: skip
+    lines = [
+        f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"
+    ]
+    lines += [
+        "fits" if sizes["fits"] else "does not fit",
+        "",
+        f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
+        speeds.to_string(index=False, float_format="%.3g"),
+    ]
     show(sizes | {"predicted": speeds.to_dict("records"), "predicted_misfit": misfit}, json, lines)
 
 
 def residency_command(
     bundle: Path,
     chip: Annotated[str, Option(help="Chip to predict for, such as M1 or M4 Max.")] = "M4 Max",
-    compute_units: Annotated[str, Option(help="Units that a measured plan may use.")] = "CPU_AND_NE",
-    log: Log = False, json: Json = False,
-) -> None:  # fmt: skip
+    compute_units: Annotated[
+        str, Option(help="Units that a measured plan may use.")
+    ] = "CPU_AND_NE",
+    log: Log = False,
+    json: Json = False,
+) -> None:
     """Where every compute operation runs: Core ML's plan on a Mac; elsewhere what published rules predict, with advice.
 
     Example: workbench residency build/llama --chip M1
@@ -68,13 +91,22 @@ def residency_command(
 
     measured = coreml_available()
     if measured:
-        models = [load_shard(opened, shard, "coreml", compute_units=compute_units) for shard in opened.manifest.shards]
+        models = [
+            load_shard(opened, shard, "coreml", compute_units=compute_units)
+            for shard in opened.manifest.shards
+        ]
         placements = placement.measured_placement(models)
     else:
-        placements = placement.predicted_placement(opened, generation=int(roofline.chip(chip).name[1]))
+        placements = placement.predicted_placement(
+            opened, generation=int(roofline.chip(chip).name[1])
+        )
     facts = placement.contradictions(placements)
-    result = {"source": placements[0].source, "chip": None if measured else chip, "known": facts,
-              "shards": [p.json() for p in placements]}
+    result = {
+        "source": placements[0].source,
+        "chip": None if measured else chip,
+        "known": facts,
+        "shards": [p.json() for p in placements],
+    }
     if log:
         record("residency", result, opened, placement.columns(placements))
     show(result, json, [*placement.lines(placements), *facts])

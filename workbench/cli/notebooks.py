@@ -12,7 +12,10 @@ from workbench.errors import InputError
 def run_command(
     numbers: Annotated[list[str], Argument(help="Numbers of experiments, such as 05 34.")],
     set_: Annotated[
-        list[str], Option("--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several.")
+        list[str],
+        Option(
+            "--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several."
+        ),
     ] = [],  # noqa: B006
     publish: Publish = False,
     json: Json = False,
@@ -27,14 +30,22 @@ def run_command(
 
     parameters = dict(map(_parameter, set_))
     try:
-        results = [run_notebook(number, parameters, progress=not json, publish=publish) for number in numbers]
+        results = [
+            run_notebook(number, parameters, progress=not json, publish=publish)
+            for number in numbers
+        ]
     except CellError as problem:
         echo(f"workbench: {problem}", err=True)
         raise Exit(3) from None
     verdict, lines = "RED" if any(r["verdict"] == "RED" for r in results) else "GREEN", []
     for r in results:
-        lines += [f"{r['verdict']}  experiment {r['experiment']}", *(f"  figure  {p}" for p in r["figures"]),
-                  *(f"  log row {i}" for i in r["runs"]), f"  report  {r['report']}", f"  notebook {r['executed']}"]  # fmt: skip
+        lines += [
+            f"{r['verdict']}  experiment {r['experiment']}",
+            *(f"  figure  {p}" for p in r["figures"]),
+            *(f"  log row {i}" for i in r["runs"]),
+            f"  report  {r['report']}",
+            f"  notebook {r['executed']}",
+        ]
     show({"verdict": verdict, "experiments": results}, json, lines)
 
 
@@ -52,8 +63,10 @@ def _parameter(text: str) -> tuple[str, object]:
 def report_command(
     experiment: Annotated[str, Argument(help="Number of the experiment, such as 05.")],
     run: Annotated[str | None, Option(help="The notebook's run; default: the newest.")] = None,
-    publish: Publish = False, log_dir: LogFolder = None, json: Json = False,
-) -> None:  # fmt: skip
+    publish: Publish = False,
+    log_dir: LogFolder = None,
+    json: Json = False,
+) -> None:
     """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
 
     It goes to experiments/NN_slug/CHECKPOINT, which git ignores.

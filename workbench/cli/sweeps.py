@@ -12,10 +12,14 @@ from workbench.cli.common import Json, LogFolder, show
 
 def sweep_command(
     grid: Annotated[Path, Argument(metavar="GRID.yaml")],
-    log_dir: Annotated[Path | None, Option("--log-dir", "--log", help="Folder of the experiment log.")] = None,
-    scheduler: Annotated[str | None, Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")] = None,
+    log_dir: Annotated[
+        Path | None, Option("--log-dir", "--log", help="Folder of the experiment log.")
+    ] = None,
+    scheduler: Annotated[
+        str | None, Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")
+    ] = None,
     json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
 
     Bundles are kept in data/bundles of the project that the log belongs to, or beside a log of its own.
@@ -23,23 +27,32 @@ def sweep_command(
     Example: workbench sweep grid.yaml
     """
     sweep = workbench.sweep
-    result = sweep.sweep(sweep.load_grid(grid), root=log_dir, scheduler=scheduler, progress=not json)
+    result = sweep.sweep(
+        sweep.load_grid(grid), root=log_dir, scheduler=scheduler, progress=not json
+    )
     show(result, json, [", ".join(f"{k} {v}" for k, v in result.items())])
     if result["failed"]:
         raise Exit(1)
 
 
 def log_command(
-    where: Annotated[str | None, Option(help="A pandas query over runs: \"compress == 'fp16'\".")] = None,
-    table: str = "runs", log_dir: LogFolder = None, json: Json = False,
-) -> None:  # fmt: skip
+    where: Annotated[
+        str | None, Option(help="A pandas query over runs: \"compress == 'fp16'\".")
+    ] = None,
+    table: str = "runs",
+    log_dir: LogFolder = None,
+    json: Json = False,
+) -> None:
     """Rows of the experiment log.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
     """
     rows = workbench.log.load(table, root=log_dir, where=where)
-    echo(rows.to_json(orient="records", date_format="iso") if json else
-               rows.dropna(axis="columns", how="all").to_string(index=False, max_colwidth=32))
+    echo(
+        rows.to_json(orient="records", date_format="iso")
+        if json
+        else rows.dropna(axis="columns", how="all").to_string(index=False, max_colwidth=32)
+    )
 
 
 def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False) -> None:
@@ -48,7 +61,24 @@ def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Jso
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
     comparison = workbench.log.compare(run_a, run_b, log_dir)
-    settings, measures, omitted = comparison.settings, comparison.measures, comparison.indistinguishable
-    result = {"settings": settings.to_dict("records"), "measures": loads(measures.to_json(orient="records")), "hidden": omitted}
+    settings, measures, omitted = (
+        comparison.settings,
+        comparison.measures,
+        comparison.indistinguishable,
+    )
+    result = {
+        "settings": settings.to_dict("records"),
+        "measures": loads(measures.to_json(orient="records")),
+        "hidden": omitted,
+    }
     text = measures.dropna(axis="columns", how="all").to_string(index=False, float_format="%.4g")
-    show(result, json, [settings.to_string(index=False), "", text, f"{omitted} measurements without a difference left out"])
+    show(
+        result,
+        json,
+        [
+            settings.to_string(index=False),
+            "",
+            text,
+            f"{omitted} measurements without a difference left out",
+        ],
+    )

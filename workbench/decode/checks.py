@@ -6,7 +6,9 @@ from operator import index
 from workbench.errors import InputError
 
 
-def whole_number(value, subject: str, needed: str, next_step: str, stop: float = float("inf")) -> int:
+def whole_number(
+    value, subject: str, needed: str, next_step: str, stop: float = float("inf")
+) -> int:
     """`value` as a plain int from 0 to below `stop`. A float would lose its fraction, a negative index count from the end."""
     try:
         number = index(value)

@@ -22,7 +22,17 @@ from workbench.decode import checks
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
-from workbench.decode.snapshot import Snapshot, foreign, identity, layout, put, take, trimmable, untrimmable, without_rows
+from workbench.decode.snapshot import (
+    Snapshot,
+    foreign,
+    identity,
+    layout,
+    put,
+    take,
+    trimmable,
+    untrimmable,
+    without_rows,
+)
 from workbench.errors import InputError
 from workbench.runtime import Model
 
@@ -73,8 +83,15 @@ class Decoder:
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
 
-    def __init__(self, bundle: Bundle | str | Path, runtime: str = "auto", precision: str = "declared",
-                 fast: bool = False, compute_units: str = "CPU_AND_NE", hints: dict | None = None):  # fmt: skip
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        runtime: str = "auto",
+        precision: str = "declared",
+        fast: bool = False,
+        compute_units: str = "CPU_AND_NE",
+        hints: dict | None = None,
+    ):
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
         self.runtime, self.precision, self.fast = runtimes.resolve(runtime), precision, fast
         self.compute_units, self.hints = compute_units, hints or {}
@@ -82,9 +99,18 @@ class Decoder:
         self.host = Host(self.manifest)
         self.plane = self.host.plane
         # nothing here may hold the decoder itself: one that is dropped shall give its memory back at once
-        self._load = partial(runtimes.load_shard, self.bundle, runtime=self.runtime, precision=precision, fast=fast,
-                             compute_units=compute_units, hints=self.hints)  # fmt: skip
-        self.layers = [self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")]
+        self._load = partial(
+            runtimes.load_shard,
+            self.bundle,
+            runtime=self.runtime,
+            precision=precision,
+            fast=fast,
+            compute_units=compute_units,
+            hints=self.hints,
+        )
+        self.layers = [
+            self._load(s) for s in self.manifest.shards if s.kind in ("layers", "router")
+        ]
         self.heads = [self._load(s) for s in self.bundle.shards("head")]
         self.experts = RoutedExperts(self.bundle, self._load, self.plane)
         self.begin()
@@ -141,7 +167,9 @@ class Decoder:
     @cached_property
     def identity(self) -> str:
         """What a snapshot of this decoder is bound to; see `snapshot.identity`."""
-        return identity(self.manifest, self.precision if self.runtime == "portable" else self.runtime)
+        return identity(
+            self.manifest, self.precision if self.runtime == "portable" else self.runtime
+        )
 
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
         """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a list with one or None each).
@@ -150,7 +178,9 @@ class Decoder:
             InputError: a snapshot that does not fit; what ran before is untouched then.
         """
         B = self.options.batch
-        snapshots = {seq: self._fitting(s) for seq, s in enumerate(_each(snapshot, B)) if s is not None}
+        snapshots = {
+            seq: self._fitting(s) for seq, s in enumerate(_each(snapshot, B)) if s is not None
+        }
         self.run = object()  # a stream whose `run` this no longer is must not continue
         self.states = [model.make_state() for model in self.layers]
         self.ids: list[list[int]] = [[] for _ in range(B)]
@@ -162,7 +192,11 @@ class Decoder:
         """A detached copy of one sequence."""
         offset = self._offset(seq)
         assert offset == len(self.ids[seq]), "positions that no token was run for"
-        states = {name: take(state.read(name)[seq], name, offset) for state in self.states for name in state.shard.states}
+        states = {
+            name: take(state.read(name)[seq], name, offset)
+            for state in self.states
+            for name in state.shard.states
+        }
         return Snapshot(tuple(self.ids[seq]), self.identity, states)
 
     def add(self, seq: int, snapshot: Snapshot) -> None:
@@ -175,7 +209,9 @@ class Decoder:
 
     def remove(self, seq: int) -> None:
         """Ends sequence `seq` and clears its states."""
-        empty = {name: np.zeros(shape, np.float32) for name, shape in layout(self.manifest, 0).items()}
+        empty = {
+            name: np.zeros(shape, np.float32) for name, shape in layout(self.manifest, 0).items()
+        }
         self._write({checks.sequence(seq, self.options.batch): Snapshot((), self.identity, empty)})
 
     def trim(self, count: int, seq: int = 0) -> int:
@@ -200,24 +236,37 @@ class Decoder:
         if snapshot.identity != self.identity:
             raise foreign(subject, snapshot.identity, self.identity)
         if snapshot.offset > S:
-            raise InputError(subject, f"{snapshot.offset} rows", f"at most max_seq_len = {S}", "export a larger cache")
+            raise InputError(
+                subject,
+                f"{snapshot.offset} rows",
+                f"at most max_seq_len = {S}",
+                "export a larger cache",
+            )
         shapes = {name: value.shape for name, value in snapshot.states.items()}
         wrong = without_rows(layout(self.manifest, snapshot.offset)) ^ without_rows(shapes)
         if wrong:
-            raise InputError(subject, f"state {min(wrong)[0]} missing, unknown or of another shape", "this bundle's states",
-                             "restore a snapshot as it was taken")  # fmt: skip
+            raise InputError(
+                subject,
+                f"state {min(wrong)[0]} missing, unknown or of another shape",
+                "this bundle's states",
+                "restore a snapshot as it was taken",
+            )
         return snapshot
 
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
         the states are `fresh`."""
-        zeros: dict[tuple, np.ndarray] = {}  # one array of each shape: a runtime copies what is written
+        zeros: dict[
+            tuple, np.ndarray
+        ] = {}  # one array of each shape: a runtime copies what is written
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
                 values = {seq: snapshot.states[name] for seq, snapshot in snapshots.items()}
                 if fresh or len(values) == self.options.batch:
                     dtype = next(iter(values.values())).dtype
-                    batch = zeros.setdefault((is_cache(name), *entry.shape), np.zeros(entry.shape, dtype))
+                    batch = zeros.setdefault(
+                        (is_cache(name), *entry.shape), np.zeros(entry.shape, dtype)
+                    )
                 else:
                     batch = state.read(name)
                     batch[list(values)] = 0
@@ -239,7 +288,9 @@ class Decoder:
         prompts, start = self._prompts(ids), 0
         lengths = [len(prompt) for prompt in prompts]
         self.host.check(self.offsets, lengths)
-        last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)  # hidden state of each last valid token
+        last = np.zeros(
+            (len(prompts), self.manifest.dims.C, 1), np.float32
+        )  # hidden state of each last valid token
         for size in cycle(np.ravel(tile or self.options.t_max).tolist()):
             chunk = [prompt[start : start + size] for prompt in prompts]
             hidden = self.advance(chunk, min(size, max(lengths) - start))
@@ -260,7 +311,12 @@ class Decoder:
         start = time.perf_counter()
         tokens = [token] if np.ndim(token) == 0 else list(token)
         if len(tokens) != self.options.batch:
-            raise InputError("tokens", f"{len(tokens)} of them", f"{self.options.batch}, one for each sequence", "give that many")
+            raise InputError(
+                "tokens",
+                f"{len(tokens)} of them",
+                f"{self.options.batch}, one for each sequence",
+                "give that many",
+            )
         chunk = [checks.token_ids([] if t is None else [t], self.manifest.dims.V) for t in tokens]
         self.times = Times()
         logits = self.logits(self.advance(chunk, 1)[:, :, :1])
@@ -285,7 +341,10 @@ class Decoder:
         stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         snapshots = [None] * B if after == "running" else _each(after, B)
-        plans = [Plan(*values) for values in zip(range(B), prompts, limits, _each(sampling, B), stops, snapshots)]
+        plans = [
+            Plan(*values)
+            for values in zip(range(B), prompts, limits, _each(sampling, B), stops, snapshots)
+        ]
         for plan in plans:
             self._check_room(plan, self.offsets[plan.seq] if after == "running" else 0)
         if after != "running":
@@ -299,12 +358,18 @@ class Decoder:
                 tokens[plan.seq] = plan.sampling.pick(logits[plan.seq], int(self.offsets[plan.seq]))
             for plan in live:
                 yield Record(tokens[plan.seq], logits[plan.seq], times, plan.seq)
-            live = [plan for plan in live if step < plan.limit and tokens[plan.seq] not in plan.stop]
+            live = [
+                plan for plan in live if step < plan.limit and tokens[plan.seq] not in plan.stop
+            ]
             if not live:
                 return
             if self.run is not run:
-                raise InputError("stream", "another sequence begun on its decoder", "a decoder of its own until it ends",
-                                 "drain one stream before the next, or open a second Decoder")  # fmt: skip
+                raise InputError(
+                    "stream",
+                    "another sequence begun on its decoder",
+                    "a decoder of its own until it ends",
+                    "drain one stream before the next, or open a second Decoder",
+                )
             if self.options.kv_write == "mask":  # a slice moves every sequence on, ended or not
                 tokens = [tokens[plan.seq] if plan in live else None for plan in plans]
             logits = self.decode_one_token(tokens).reshape(B, -1)
@@ -339,7 +404,9 @@ class Decoder:
             history.extend(map(int, tokens))
         return io[X].reshape(len(chunk), -1, T)
 
-    def run_layers(self, index: int, io: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, np.ndarray]:
+    def run_layers(
+        self, index: int, io: dict[str, np.ndarray], counts: np.ndarray
+    ) -> dict[str, np.ndarray]:
         """Runs layer shard `index` on its state, routed experts included.
 
         Args:
@@ -351,8 +418,16 @@ class Decoder:
         """
         model, shard = self.layers[index], self.layers[index].shard
         outputs = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
-        hidden = outputs[HIDDEN] if HIDDEN in outputs else self.experts.run(shard.layers[0], outputs, counts)
-        return io | {X: hidden} | ({ROUTER_STATE: outputs[ROUTER_STATE_OUT]} if ROUTER_STATE_OUT in outputs else {})
+        hidden = (
+            outputs[HIDDEN]
+            if HIDDEN in outputs
+            else self.experts.run(shard.layers[0], outputs, counts)
+        )
+        return (
+            io
+            | {X: hidden}
+            | ({ROUTER_STATE: outputs[ROUTER_STATE_OUT]} if ROUTER_STATE_OUT in outputs else {})
+        )
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
@@ -370,8 +445,12 @@ class Decoder:
         batch = self.options.batch
         prompts = [ids] if len(ids) and np.ndim(ids[0]) == 0 else ids
         if len(prompts) != batch or not any(map(len, prompts)):
-            raise InputError("prompt", f"{len(prompts)} sequences of {[len(p) for p in prompts]} tokens",
-                             f"{batch}, one of them of at least one token", "give one prompt per sequence")  # fmt: skip
+            raise InputError(
+                "prompt",
+                f"{len(prompts)} sequences of {[len(p) for p in prompts]} tokens",
+                f"{batch}, one of them of at least one token",
+                "give one prompt per sequence",
+            )
         return [checks.token_ids(prompt, self.manifest.dims.V) for prompt in prompts]
 
     def _check_room(self, plan: Plan, offset: int) -> None:
@@ -379,11 +458,19 @@ class Decoder:
         if plan.snapshot:
             end += plan.snapshot.offset
             if not plan.prompt:
-                raise InputError("prompt after a snapshot", "no token", "at least one, to have logits to go on from",
-                                 "trim the snapshot by a token and give that one")  # fmt: skip
+                raise InputError(
+                    "prompt after a snapshot",
+                    "no token",
+                    "at least one, to have logits to go on from",
+                    "trim the snapshot by a token and give that one",
+                )
         if plan.prompt and end + max(plan.limit - 1, 0) > S:
-            raise InputError("prompt and new tokens", f"{end} + {plan.limit}", f"at most max_seq_len = {S} positions",
-                             "shorten them, or export with a larger --max-seq-len")  # fmt: skip
+            raise InputError(
+                "prompt and new tokens",
+                f"{end} + {plan.limit}",
+                f"at most max_seq_len = {S} positions",
+                "shorten them, or export with a larger --max-seq-len",
+            )
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]
@@ -395,6 +482,10 @@ def _each(value, B: int) -> list:
         return [value] + [None] * (B - 1)
     each = list(value) if isinstance(value, (list, tuple)) else [value] * B
     if len(each) != B:
-        raise InputError("a list with a value for each sequence", f"{len(each)} values", f"{B}, or one value for all",
-                         "give a list as long as the batch")  # fmt: skip
+        raise InputError(
+            "a list with a value for each sequence",
+            f"{len(each)} values",
+            f"{B}, or one value for all",
+            "give a list as long as the batch",
+        )
     return each

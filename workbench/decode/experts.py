@@ -5,7 +5,15 @@ from collections.abc import Callable
 import numpy as np
 
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import ACC, BASE, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_PROBS, ROUTER_SCORES
+from workbench.bundle.names import (
+    ACC,
+    BASE,
+    EXPERT_IN,
+    EXPERT_WEIGHT,
+    HIDDEN,
+    ROUTER_PROBS,
+    ROUTER_SCORES,
+)
 from workbench.runtime import Model
 
 
@@ -18,7 +26,12 @@ class RoutedExperts:
         plane: [B, C, T] → the bundle's layout.
     """
 
-    def __init__(self, bundle: Bundle, load: Callable[[Shard], Model], plane: Callable[[np.ndarray], np.ndarray]):
+    def __init__(
+        self,
+        bundle: Bundle,
+        load: Callable[[Shard], Model],
+        plane: Callable[[np.ndarray], np.ndarray],
+    ):
         self.fixed, self.load, self.plane = bundle.manifest.options.t == "fixed", load, plane
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.bundle import Manifest
-from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, MASKED, POS, ROPE_COS, ROPE_SIN, ROUTER_STATE, TAIL_SELECT
+from workbench.bundle.names import (
+    ATTN_MASK,
+    KV_WRITE_MASK,
+    MASKED,
+    POS,
+    ROPE_COS,
+    ROPE_SIN,
+    ROUTER_STATE,
+    TAIL_SELECT,
+)
 from workbench.errors import InputError
 
 
@@ -18,7 +27,9 @@ class Host:
 
     def __init__(self, manifest: Manifest):
         self.options = manifest.options
-        self.router_state = next((s.inputs[ROUTER_STATE] for s in manifest.shards if ROUTER_STATE in s.inputs), None)
+        self.router_state = next(
+            (s.inputs[ROUTER_STATE] for s in manifest.shards if ROUTER_STATE in s.inputs), None
+        )
         layers = {layer.suffix: layer for layer in manifest.layers}
         ropes = {f"_{rope.name}" if rope.name else "": rope for rope in manifest.rope}
         self.tables = [(suffix, ropes[suffix], layer.window) for suffix, layer in layers.items()]
@@ -28,8 +39,12 @@ class Host:
         S = self.options.max_seq_len
         for seq, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             if count and offset + count > S:
-                raise InputError(f"sequence {seq}", f"position {offset + count - 1}", f"positions below max_seq_len = {S}",
-                                 "shorten the prompt, or export with a larger --max-seq-len")  # fmt: skip
+                raise InputError(
+                    f"sequence {seq}",
+                    f"position {offset + count - 1}",
+                    f"positions below max_seq_len = {S}",
+                    "shorten the prompt, or export with a larger --max-seq-len",
+                )
 
     def plane(self, hidden: np.ndarray) -> np.ndarray:
         """[B, C, T] in the bundle's layout: [B, C, T, 1] or [B, C, 1, T]."""
@@ -58,7 +73,9 @@ class Host:
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
         if self.router_state:
-            inputs[ROUTER_STATE] = np.zeros([T if n == "T" else n for n in self.router_state], np.float32)
+            inputs[ROUTER_STATE] = np.zeros(
+                [T if n == "T" else n for n in self.router_state], np.float32
+            )
         for suffix, rope, window in self.tables:
             angles = positions[:, None, :, None].astype(np.float32) * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
@@ -67,24 +84,34 @@ class Host:
             inputs[ATTN_MASK + suffix] = _attention_mask(positions, offsets + counts, rows, window)
             if mask_write:
                 ring = window is not None and self.options.sliding == "ring"
-                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write_mask(positions, counts, rows)
+                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write_mask(
+                    positions, counts, rows
+                )
         return inputs
 
     def _position(self, offsets, counts, T) -> np.ndarray:
         if len(set(offsets.tolist())) > 1 or (counts != T).any():
-            raise InputError("kv_write=slice", f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
-                             "equal positions and no dummy tokens", "export with --kv-write mask")  # fmt: skip
+            raise InputError(
+                "kv_write=slice",
+                f"positions {offsets.tolist()}, valid tokens {counts.tolist()} of {T}",
+                "equal positions and no dummy tokens",
+                "export with --kv-write mask",
+            )
         return offsets[:1].astype(np.int32)
 
 
-def _attention_mask(positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None) -> np.ndarray:
+def _attention_mask(
+    positions: np.ndarray, ends: np.ndarray, rows: int, window: int | None
+) -> np.ndarray:
     """Additive mask [B, 1, T, rows] once this call's tokens are written, `ends` [B] tokens in all.
 
     Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or, where that is negative, nothing.
     """
     last = ends[:, None] - 1
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row
-    distance = positions[:, :, None] - stored[:, None]  # [B, T, rows]: from each query back to each row
+    distance = (
+        positions[:, :, None] - stored[:, None]
+    )  # [B, T, rows]: from each query back to each row
     visible = (stored[:, None] >= 0) & (distance >= 0) & (distance < (window or np.inf))
     return np.where(visible, np.float32(0), np.float32(MASKED))[:, None]
 

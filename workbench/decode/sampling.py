@@ -24,16 +24,26 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.seed >= 0):
-            raise InputError("sampling", str(self), "temperature, top_k and seed from 0 on, top_p above 0 and up to 1",
-                             "correct the value")  # fmt: skip
+        if not (
+            self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1 and self.seed >= 0
+        ):
+            raise InputError(
+                "sampling",
+                str(self),
+                "temperature, top_k and seed from 0 on, top_p above 0 and up to 1",
+                "correct the value",
+            )
 
     def pick(self, logits: np.ndarray, position: int) -> int:
         """The token picked from logits [V] for `position`. Logits that are not finite are refused."""
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
-            raise InputError(f"logits for position {position}", str(logits[best]), "finite values",
-                             "run workbench trace: it names the operation that made the first inf or NaN")  # fmt: skip
+            raise InputError(
+                f"logits for position {position}",
+                str(logits[best]),
+                "finite values",
+                "run workbench trace: it names the operation that made the first inf or NaN",
+            )
         if self.temperature == 0:
             return best
         order = np.argsort(-logits, kind="stable")[: self.top_k or None]

@@ -47,7 +47,9 @@ class Snapshot:
             InputError: a side state or a ring that has lost rows cannot go back; a negative count.
         """
         count = min(checks.count(count, "tokens to trim"), self.offset)
-        if count and not all(is_cache(n) and v.shape[1] == self.offset for n, v in self.states.items()):
+        if count and not all(
+            is_cache(n) and v.shape[1] == self.offset for n, v in self.states.items()
+        ):
             raise untrimmable(self.offset)
         length = self.offset - count
         states = {n: v[:, :length] for n, v in self.states.items()} if count else self.states
@@ -55,13 +57,21 @@ class Snapshot:
 
 
 def untrimmable(offset: int) -> InputError:
-    return InputError(f"sequence of {offset} tokens", "side states, or a ring buffer that has wrapped",
-                      "caches that hold every row, to go back in", "restore an earlier snapshot")  # fmt: skip
+    return InputError(
+        f"sequence of {offset} tokens",
+        "side states, or a ring buffer that has wrapped",
+        "caches that hold every row, to go back in",
+        "restore an earlier snapshot",
+    )
 
 
 def foreign(subject: str, other: str, own: str) -> InputError:
-    return InputError(subject, f"identity {other[:12]}", f"this bundle's, {own[:12]} (checkpoint, weights, options, tokenizer, "
-                      "precision)", "prefill the tokens again")  # fmt: skip
+    return InputError(
+        subject,
+        f"identity {other[:12]}",
+        f"this bundle's, {own[:12]} (checkpoint, weights, options, tokenizer, precision)",
+        "prefill the tokens again",
+    )
 
 
 def trimmable(manifest: Manifest, offset: int) -> bool:
@@ -82,7 +92,10 @@ def layout(manifest: Manifest, offset: int) -> dict[str, tuple[int, ...]]:
 
 def without_rows(shapes: dict[str, tuple[int, ...]]) -> set[tuple]:
     """Names and shapes of states; of a cache [H_kv, rows, D] without its rows, which a ring of another size may lack."""
-    return {(name, len(shape), *(shape[::2] if len(shape) == 3 else shape)) for name, shape in shapes.items()}
+    return {
+        (name, len(shape), *(shape[::2] if len(shape) == 3 else shape))
+        for name, shape in shapes.items()
+    }
 
 
 def identity(manifest: Manifest, precision: str) -> str:
@@ -90,9 +103,14 @@ def identity(manifest: Manifest, precision: str) -> str:
     batch, weights, embedding, tokenizer, and the arithmetic. Bundles that differ in their batch alone share snapshots."""
     files = [manifest.embedding.file, *manifest.tokens.files]
     files += [f for s in manifest.shards for f in s.files if f.path.endswith("weight.bin")]
-    parts = manifest.model_dump(include={"family", "dims", "rope", "layers", "checkpoint", "residual_exponent"})
-    parts |= {"options": manifest.options.model_dump(exclude={"batch"}), "precision": precision,
-              "files": [(f.path, f.sha256) for f in files]}  # fmt: skip
+    parts = manifest.model_dump(
+        include={"family", "dims", "rope", "layers", "checkpoint", "residual_exponent"}
+    )
+    parts |= {
+        "options": manifest.options.model_dump(exclude={"batch"}),
+        "precision": precision,
+        "files": [(f.path, f.sha256) for f in files],
+    }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -101,7 +119,11 @@ def take(value: np.ndarray, name: str, offset: int) -> np.ndarray:
     if not is_cache(name):
         return value.copy()
     rows = value.shape[1]
-    return value[:, :offset].copy() if offset <= rows else value[:, np.arange(offset - rows, offset) % rows]
+    return (
+        value[:, :offset].copy()
+        if offset <= rows
+        else value[:, np.arange(offset - rows, offset) % rows]
+    )
 
 
 def put(target: np.ndarray, name: str, value: np.ndarray, offset: int) -> None:

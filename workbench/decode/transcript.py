@@ -16,12 +16,22 @@ def load_tokenizer(folder: str | Path):
     from transformers import PreTrainedTokenizerFast
 
     if not (Path(folder) / "tokenizer.json").is_file():
-        raise InputError(f"tokenizer {folder}", "no tokenizer.json", "the checkpoint's tokenizer",
-                         "give --prompt-ids instead of text, or add the tokenizer and export again")  # fmt: skip
+        raise InputError(
+            f"tokenizer {folder}",
+            "no tokenizer.json",
+            "the checkpoint's tokenizer",
+            "give --prompt-ids instead of text, or add the tokenizer and export again",
+        )
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | None = None, sampling: Sampling = GREEDY) -> dict:
+def transcript(
+    decoder: Decoder,
+    ids: list[int],
+    max_new: int,
+    logits: Path | None = None,
+    sampling: Sampling = GREEDY,
+) -> dict:
     """Decodes one prompt and sums up.
 
     Args:
@@ -49,23 +59,41 @@ def transcript(decoder: Decoder, ids: list[int], max_new: int, logits: Path | No
     folder = decoder.bundle.root / "tokenizer"
     samples = [t.total for t in times]
     return {
-        "tokens": tokens, "text": load_tokenizer(folder).decode(tokens) if (folder / "tokenizer.json").exists() else None,
-        "prefill": {"tokens": len(ids), "calls": -(-len(ids) // decoder.options.t_max), "ms": prefill_ms},
-        "decode": {
-            "tokens": len(tokens), "tokens_per_s": 1e3 / float(np.median(samples)) if samples else None,
-            "layer_ms": np.median([t.layers for t in times], axis=0).tolist() if times else None,
-            "head_ms": float(np.median([t.head for t in times])) if times else None, "samples_ms": samples,
+        "tokens": tokens,
+        "text": load_tokenizer(folder).decode(tokens)
+        if (folder / "tokenizer.json").exists()
+        else None,
+        "prefill": {
+            "tokens": len(ids),
+            "calls": -(-len(ids) // decoder.options.t_max),
+            "ms": prefill_ms,
         },
-        "runtime": decoder.runtime, "precision": decoder.precision if decoder.runtime == "portable" else None,
-    }  # fmt: skip
+        "decode": {
+            "tokens": len(tokens),
+            "tokens_per_s": 1e3 / float(np.median(samples)) if samples else None,
+            "layer_ms": np.median([t.layers for t in times], axis=0).tolist() if times else None,
+            "head_ms": float(np.median([t.head for t in times])) if times else None,
+            "samples_ms": samples,
+        },
+        "runtime": decoder.runtime,
+        "precision": decoder.precision if decoder.runtime == "portable" else None,
+    }
 
 
 def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
     """Refuses logits that could not be computed or written: the last token too is run for its row."""
     S = decoder.options.max_seq_len
     if positions > S:
-        raise InputError("prompt and new tokens, with a row of logits for each", f"{positions} tokens",
-                         f"at most max_seq_len = {S}", "ask for fewer, or export with a larger --max-seq-len")  # fmt: skip
+        raise InputError(
+            "prompt and new tokens, with a row of logits for each",
+            f"{positions} tokens",
+            f"at most max_seq_len = {S}",
+            "ask for fewer, or export with a larger --max-seq-len",
+        )
     if logits.is_dir() or not logits.parent.is_dir():
-        raise InputError(f"logits {logits}", "a folder" if logits.is_dir() else f"no folder {logits.parent}",
-                         "a file in a folder that is there", "make the folder, or choose another file")  # fmt: skip
+        raise InputError(
+            f"logits {logits}",
+            "a folder" if logits.is_dir() else f"no folder {logits.parent}",
+            "a file in a folder that is there",
+            "make the folder, or choose another file",
+        )

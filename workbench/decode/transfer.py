@@ -16,10 +16,19 @@ def copy_state(source: Decoder, target: Decoder) -> None:
     """
     a, b = source.manifest, target.manifest
     if a.checkpoint["sha256"] != b.checkpoint["sha256"] or a.options.batch != b.options.batch:
-        raise InputError("bundle to continue in", f"checkpoint {b.checkpoint['name']}, batch {b.options.batch}",
-                         f"checkpoint {a.checkpoint['name']}, batch {a.options.batch}",
-                         "export both bundles from one checkpoint with one --batch")  # fmt: skip
+        raise InputError(
+            "bundle to continue in",
+            f"checkpoint {b.checkpoint['name']}, batch {b.options.batch}",
+            f"checkpoint {a.checkpoint['name']}, batch {a.options.batch}",
+            "export both bundles from one checkpoint with one --batch",
+        )
     if source.offsets.max() > b.options.max_seq_len:
-        raise InputError("bundle to continue in", f"max_seq_len = {b.options.max_seq_len}",
-                         f"room for {source.offsets.max()} tokens", "export it with a larger --max-seq-len")  # fmt: skip
-    target.begin([replace(source.snapshot(seq), identity=target.identity) for seq in range(a.options.batch)])
+        raise InputError(
+            "bundle to continue in",
+            f"max_seq_len = {b.options.max_seq_len}",
+            f"room for {source.offsets.max()} tokens",
+            "export it with a larger --max-seq-len",
+        )
+    target.begin(
+        [replace(source.snapshot(seq), identity=target.identity) for seq in range(a.options.batch)]
+    )

@@ -60,13 +60,18 @@ class Split:
         """Relative RMS of each measured part and of the total per layer and position."""
         scale = _rms(self.reference, -1)  # [L, n]
         layer, position = np.indices(scale.shape)
-        errors = {name: _over(_rms(part, -1), scale).ravel() for name, part in (self.parts | {"total": self.total}).items()}
+        errors = {
+            name: _over(_rms(part, -1), scale).ravel()
+            for name, part in (self.parts | {"total": self.total}).items()
+        }
         return pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()} | errors)
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part table whose cells sum to 1."""
         flat = np.stack([difference.ravel() for difference in self.parts.values()])
-        return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), list(self.parts), list(self.parts))
+        return pd.DataFrame(
+            flat @ flat.T / ((self.total**2).sum() or 1.0), list(self.parts), list(self.parts)
+        )
 
     @property
     def residual(self) -> float:
@@ -86,8 +91,16 @@ def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
         return np.where(error == 0, 0.0, error / scale)
 
 
-def split_error(checkpoint: Checkpoint, bundle: Bundle, plain: Bundle, ids: Sequence[int], *, T: int | None = None,
-            device: bool = False, progress: bool = False) -> dict[str, Split]:  # fmt: skip
+def split_error(
+    checkpoint: Checkpoint,
+    bundle: Bundle,
+    plain: Bundle,
+    ids: Sequence[int],
+    *,
+    T: int | None = None,
+    device: bool = False,
+    progress: bool = False,
+) -> dict[str, Split]:
     """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and chained.
 
     Args:
@@ -100,11 +113,15 @@ def split_error(checkpoint: Checkpoint, bundle: Bundle, plain: Bundle, ids: Sequ
     _check_pair(bundle, plain)
     source = golden.make_golden(checkpoint, ids)
     stages = _stages(checkpoint, bundle, plain, source, T, device)
-    names, stages = zip(*tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True)
+    names, stages = zip(
+        *tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True
+    )
     splits = {}
     for mode, *updates in zip(MODES, *stages, strict=True):
         updates = np.stack([source.update.astype(np.float64), *updates])
-        splits[mode] = Split(updates[0], updates[-1], dict(zip(names, np.diff(updates, axis=0), strict=True)))
+        splits[mode] = Split(
+            updates[0], updates[-1], dict(zip(names, np.diff(updates, axis=0), strict=True))
+        )
     return splits
 
 
@@ -112,20 +129,28 @@ def _check_pair(bundle: Bundle, plain: Bundle) -> None:
     manifest = plain.manifest
     uncompressed = bundle.manifest.options.model_copy(update={"compress": "fp16"})
     if manifest.options != uncompressed or manifest.checkpoint != bundle.manifest.checkpoint:
-        raise InputError(f"bundle {plain.root.name}", f"{manifest.options.compress}, {manifest.checkpoint['name']}",
-                         f"an fp16 export of the checkpoint and options of {bundle.root.name}",
-                         "export it with --compress fp16 and nothing else changed")  # fmt: skip
+        raise InputError(
+            f"bundle {plain.root.name}",
+            f"{manifest.options.compress}, {manifest.checkpoint['name']}",
+            f"an fp16 export of the checkpoint and options of {bundle.root.name}",
+            "export it with --compress fp16 and nothing else changed",
+        )
 
 
 def _stages(checkpoint, bundle, plain, source, T, device) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     weights = golden.stored_weights(checkpoint, plain)
-    goldens = [golden.make_golden(checkpoint, source.ids, weights, "stored", *fed) for fed in ((source.x, source.router), ())]
+    goldens = [
+        golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
+        for fed in ((source.x, source.router), ())
+    ]
     yield "storage", [stored.update.astype(np.float64) for stored in goldens]
     for part, exported, *how in (
-        ("reauthoring", plain, "portable", "exact"), ("quantization", bundle, "portable", "exact"),
-        ("precision", bundle, "portable", "declared"), ("runtime", bundle, "coreml", "declared"),
-    )[: 4 if device else 3]:  # fmt: skip
+        ("reauthoring", plain, "portable", "exact"),
+        ("quantization", bundle, "portable", "exact"),
+        ("precision", bundle, "portable", "declared"),
+        ("runtime", bundle, "coreml", "declared"),
+    )[: 4 if device else 3]:
         decoder = Decoder(exported, *how)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
@@ -138,8 +163,12 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
-        raise InputError(f"bundle {decoder.bundle.root.name}", "layers inside a shard that Core ML does not show",
-                         "one layer a shard", "export with --layers-per-shard 1")  # fmt: skip
+        raise InputError(
+            f"bundle {decoder.bundle.root.name}",
+            "layers inside a shard that Core ML does not show",
+            "one layer a shard",
+            "export with --layers-per-shard 1",
+        )
     after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(np.float64)
     if mode == "isolated":
         return after - trace.x
@@ -153,10 +182,19 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
     return [
-        gates.at_most("reauthoring", float(errors[worst]), gates.REAUTHORING,
-                      f"exact arithmetic on the stored weights against Hugging Face, relative RMS: layer {worst}"),
-        gates.at_most("parts_telescope", residual, gates.TELESCOPE, "sum of the parts against the total, relative RMS"),
-    ]  # fmt: skip
+        gates.at_most(
+            "reauthoring",
+            float(errors[worst]),
+            gates.REAUTHORING,
+            f"exact arithmetic on the stored weights against Hugging Face, relative RMS: layer {worst}",
+        ),
+        gates.at_most(
+            "parts_telescope",
+            residual,
+            gates.TELESCOPE,
+            "sum of the parts against the total, relative RMS",
+        ),
+    ]
 
 
 def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
@@ -164,12 +202,16 @@ def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
     layers, shares = split.layers(), split.shares()
     own = pd.Series(np.diag(shares), shares.index)
     part, worst = own.idxmax(), layers.loc[layers["total"].idxmax()]
-    lines = [f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
-             f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",
-             f"The worst layer is {worst['layer']:.0f}: an error of {worst['total']:.2%} of its update; rounding alone is {worst['precision']:.2%}."]  # fmt: skip
+    lines = [
+        f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
+        f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",
+        f"The worst layer is {worst['layer']:.0f}: an error of {worst['total']:.2%} of its update; rounding alone is {worst['precision']:.2%}.",
+    ]
     for row in remedies.to_dict("records"):
-        lines.append(f"Layer {row['layer']}: storing {row['tensors']} as int8-channel brings {row['error']:.2%} to "
-                     f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}.")  # fmt: skip
+        lines.append(
+            f"Layer {row['layer']}: storing {row['tensors']} as int8-channel brings {row['error']:.2%} to "
+            f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}."
+        )
     if "runtime" not in split.parts:
         lines.append("The device's own part was not measured: there is no Core ML here.")
     return "\n".join(f"- {line}" for line in lines)

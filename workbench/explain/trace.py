@@ -21,7 +21,11 @@ from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
-ORDER = ("exact", "declared", "narrow")  # a departure is the difference of `declared` from the same call in `exact`
+ORDER = (
+    "exact",
+    "declared",
+    "narrow",
+)  # a departure is the difference of `declared` from the same call in `exact`
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
 
@@ -69,7 +73,9 @@ class Ranges:
 
         def record(op, outputs):
             for value, x in _floats(op, outputs):
-                row = self.results.setdefault((shard, value), Range(**_source(shard, op, value, modules), value=value))
+                row = self.results.setdefault(
+                    (shard, value), Range(**_source(shard, op, value, modules), value=value)
+                )
                 row.see(x, self.count)
                 self.count += 1
 
@@ -79,14 +85,20 @@ class Ranges:
         """Where the first `inf` or `nan` occurred, in time."""
         times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
         times.pop(None, None)
-        return {name: getattr(times[min(times)], name) for name in ("shard", "op", "kind", "module")} if times else None
+        return (
+            {name: getattr(times[min(times)], name) for name in ("shard", "op", "kind", "module")}
+            if times
+            else None
+        )
 
     def frame(self) -> pd.DataFrame:
         """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs), inf for zeros, -inf
         where an inf was seen."""
         frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
-            frame["headroom_bits"] = np.where(frame["infs"] > 0, -np.inf, np.log2(MAX_FP16 / frame["max_abs"]))
+            frame["headroom_bits"] = np.where(
+                frame["infs"] > 0, -np.inf, np.log2(MAX_FP16 / frame["max_abs"])
+            )
         return frame
 
 
@@ -112,9 +124,20 @@ class Trace:
     def gates(self) -> list[gates.Gate]:
         """Finite with one rounding per result, and finite with sums rounded on the way."""
         results = []
-        for precision, how in (("declared", "one rounding per result"), ("narrow", "sums rounded to fp16 every 32 terms")):
-            places = [f"{what.replace('_', ' ')} at {place(at)}" for what, at in self._first(precision).items() if at]
-            results.append(gates.none(f"{precision}_is_finite", places, f"{how}: every value is finite", f"{how}: "))
+        for precision, how in (
+            ("declared", "one rounding per result"),
+            ("narrow", "sums rounded to fp16 every 32 terms"),
+        ):
+            places = [
+                f"{what.replace('_', ' ')} at {place(at)}"
+                for what, at in self._first(precision).items()
+                if at
+            ]
+            results.append(
+                gates.none(
+                    f"{precision}_is_finite", places, f"{how}: every value is finite", f"{how}: "
+                )
+            )
         return results
 
     def json(self) -> dict:
@@ -122,15 +145,22 @@ class Trace:
         worst = frame.sort_values("max_abs", ascending=False, kind="stable").head(10)
         columns = ["shard", "op", "kind", "module", "max_abs", "headroom_bits"]
         return {
-            "verdict": gates.verdict(results), "gates": [g.json() for g in results], "ops": len(frame),
-            **self._first("declared"), "narrow": self._first("narrow"), "first_departure": self.departure,
-            "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())), "worst": gates.records(worst[columns]),
-        }  # fmt: skip
+            "verdict": gates.verdict(results),
+            "gates": [g.json() for g in results],
+            "ops": len(frame),
+            **self._first("declared"),
+            "narrow": self._first("narrow"),
+            "first_departure": self.departure,
+            "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
+            "worst": gates.records(worst[columns]),
+        }
 
 
 def place(at: dict) -> str:
     """An operation in words: its MIL name, what it is, and the module it came from."""
-    return f"{at['op']} ({at['kind']}{', ' + at['module'] if at['module'] else ''}) of {at['shard']}"
+    return (
+        f"{at['op']} ({at['kind']}{', ' + at['module'] if at['module'] else ''}) of {at['shard']}"
+    )
 
 
 def _source(shard: str, op, value: str, modules: dict[str, str]) -> dict[str, str]:
@@ -161,15 +191,23 @@ class Departure:
             for value, x in _floats(op, outputs) if self.first is None else ():
                 if precision == "exact":
                     self.exact[shard, value] = x
-                elif precision == "declared" and (reference := self.exact.pop((shard, value), None)) is not None:
+                elif (
+                    precision == "declared"
+                    and (reference := self.exact.pop((shard, value), None)) is not None
+                ):
                     self._compare(_source(shard, op, value, modules), reference, x)
 
         return record_and_compare
 
     def _compare(self, source: dict[str, str], reference: torch.Tensor, x: torch.Tensor) -> None:
-        rounding, error = ROUNDING * float(reference.abs().max()), float((x - reference).abs().max())
+        rounding, error = (
+            ROUNDING * float(reference.abs().max()),
+            float((x - reference).abs().max()),
+        )
         if not error <= rounding and self.first is None:
-            self.first = source | {"roundings": gates.jsonable(error / rounding if rounding else math.inf)}
+            self.first = source | {
+                "roundings": gates.jsonable(error / rounding if rounding else math.inf)
+            }
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
@@ -188,7 +226,9 @@ def trace_decoder(decoder: Decoder, ids: Sequence[int], tile: int | None = None)
         return trace_ranges({decoder.precision: decoder}, ids, tile).ranges[decoder.precision]
 
 
-def trace_ranges(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None) -> Trace:
+def trace_ranges(
+    decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None
+) -> Trace:
     """Continues every decoder's sequences by `ids`, call by call side by side, in the order of `decoders`.
 
     Args:
@@ -198,8 +238,13 @@ def trace_ranges(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | N
     size = tile or next(iter(decoders.values())).options.t_max
     with ExitStack() as hooks:
         for precision, decoder in decoders.items():
-            hooks.enter_context(decoder.hooked(
-                lambda shard, p=precision: departure.hook(p, ranges[p], shard.name, shard.modules)))  # fmt: skip
+            hooks.enter_context(
+                decoder.hooked(
+                    lambda shard, p=precision: departure.hook(
+                        p, ranges[p], shard.name, shard.modules
+                    )
+                )
+            )
         for start in range(0, len(ids), size):
             for decoder in decoders.values():
                 chunk = list(ids[start : start + size])
@@ -208,7 +253,9 @@ def trace_ranges(decoders: dict[str, Decoder], ids: Sequence[int], tile: int | N
     return Trace(ranges, departure.first)
 
 
-def trace_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None, seed: int = 0) -> Trace:
+def trace_package(
+    path: str | Path, inputs: dict[str, np.ndarray] | None = None, seed: int = 0
+) -> Trace:
     """Traces one call of any ML Program package from a fresh state.
 
     Args:
@@ -216,15 +263,24 @@ def trace_package(path: str | Path, inputs: dict[str, np.ndarray] | None = None,
     """
     program, name = miltorch.read(path), Path(path).stem
     rng = np.random.default_rng(seed)
-    tensors = {n: torch.from_numpy(np.array(v)) for n, v in (_random_inputs(program, rng) | (inputs or {})).items()}
+    tensors = {
+        n: torch.from_numpy(np.array(v))
+        for n, v in (_random_inputs(program, rng) | (inputs or {})).items()
+    }
     departure, ranges = Departure(), {p: Ranges() for p in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
-        executable.run(tensors, executable.make_state(), departure.hook(precision, ranges[precision], name, {}))
+        executable.run(
+            tensors, executable.make_state(), departure.hook(precision, ranges[precision], name, {})
+        )
     return Trace(ranges, departure.first)
 
 
 def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:
     shapes = {f.name: list(f.type.multiArrayType.shape) for f in program.description.input}
-    return {name: rng.standard_normal(shapes[name]).astype(np.float32) if kind.dtype.startswith("FLOAT")
-            else np.zeros(shapes[name], np.int32) for name, kind in program.inputs.items()}  # fmt: skip
+    return {
+        name: rng.standard_normal(shapes[name]).astype(np.float32)
+        if kind.dtype.startswith("FLOAT")
+        else np.zeros(shapes[name], np.int32)
+        for name, kind in program.inputs.items()
+    }

@@ -63,7 +63,9 @@ class WeightTrial:
         with ExitStack() as undo:
             for kind, layer, executable, constant, fp16 in list(self._tensors()):
                 if (layer, kind) in tensors:
-                    undo.callback(replace, executable, constant, executable.body.constants[constant])
+                    undo.callback(
+                        replace, executable, constant, executable.body.constants[constant]
+                    )
                     replace(executable, constant, swap(fp16))
             yield
 
@@ -75,9 +77,13 @@ def _models(decoder: Decoder) -> list:
 def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
     old = executable.body.constants[constant]
-    executable.body.constants[constant] = value = value.to(old.dtype)  # fp16 where the steps compute with it so
+    executable.body.constants[constant] = value = value.to(
+        old.dtype
+    )  # fp16 where the steps compute with it so
     for step in executable.body.steps:
-        step.constants.update({name: value for name, constant in step.constants.items() if constant is old})
+        step.constants.update(
+            {name: value for name, constant in step.constants.items() if constant is old}
+        )
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -89,7 +95,10 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     errors, rows = weights.errors(), []
     for kind in weights.kinds:
         with weights.swapped({(layer, kind) for layer in range(len(errors))}):
-            rows += [(layer, kind, *pair) for layer, pair in enumerate(zip(errors, weights.errors(), strict=True))]
+            rows += [
+                (layer, kind, *pair)
+                for layer, pair in enumerate(zip(errors, weights.errors(), strict=True))
+            ]
     frame = pd.DataFrame(rows, columns=["layer", "tensor", "error", "without"])
     frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(frame["error"] > 0, 0.0)
     return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(drop=True)
@@ -99,7 +108,9 @@ def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.D
     """One row per layer: its `tensors` that cost most, its `error`, and what it would be with those few stored as
     `int8-channel` or as `fp16`."""
     few = ranked.groupby("layer").head(worst)
-    frame = few.groupby("layer", as_index=False).agg(tensors=("tensor", ", ".join), error=("error", "first"))
+    frame = few.groupby("layer", as_index=False).agg(
+        tensors=("tensor", ", ".join), error=("error", "first")
+    )
     for name, *swap in (("int8-channel", int8_channel), ("fp16",)):
         with weights.swapped(set(zip(few["layer"], few["tensor"], strict=True)), *swap):
             frame[name] = weights.errors()[frame["layer"]]

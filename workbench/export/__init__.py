@@ -14,7 +14,17 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from miltorch.quiet import coremltools
-from workbench.bundle import Bundle, Embedding, FileEntry, Manifest, Options, Shard, Tokens, Writer, file_entries
+from workbench.bundle import (
+    Bundle,
+    Embedding,
+    FileEntry,
+    Manifest,
+    Options,
+    Shard,
+    Tokens,
+    Writer,
+    file_entries,
+)
 from workbench.bundle.manifest import first_fault
 from workbench.errors import InputError
 from workbench.export import shards
@@ -24,7 +34,11 @@ from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room left: on the disk, for this user, in one file
+FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+)  # no room left: on the disk, for this user, in one file
 THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
@@ -42,11 +56,21 @@ def options(**chosen) -> Options:
             "greater_than_equal": f"at least {limits.get('ge')}",
             "less_than_equal": f"at most {limits.get('le')}",
         }.get(error["type"], error["msg"])
-        raise InputError(name, repr(error.get("input")), needed, "see: workbench export --help") from None
+        raise InputError(
+            name, repr(error.get("input")), needed, "see: workbench export --help"
+        ) from None
 
 
-def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True, plain: bool = False,
-           verify_stamps: int = 0, clock: Clock | None = None, **chosen) -> Bundle:  # fmt: skip
+def export(
+    checkpoint: str | Path,
+    bundle: str | Path,
+    *,
+    progress: bool = True,
+    plain: bool = False,
+    verify_stamps: int = 0,
+    clock: Clock | None = None,
+    **chosen,
+) -> Bundle:
     """Exports the Hugging Face folder `checkpoint` to the new folder `bundle`.
 
     Args:
@@ -84,12 +108,29 @@ def export(checkpoint: str | Path, bundle: str | Path, *, progress: bool = True,
             finished, table = _make(maker, pool, progress)
             maker.verify(finished, verify_stamps)
             signing.result()
-            return writer.finish(Manifest(
-                family=source.config.model_type, dims=plan.dims, options=settings, rope=plan.rope, layers=plan.layers,
-                embedding=Embedding(file=table, scale=plan.embedding_scale),
-                tokens=Tokens(bos=source.config.bos_token_id, eos=eos, files=_copy_tokenizer(source, writer)),
-                checkpoint={"name": source.path.name, "sha256": source.sha256, "dtype": source.dtype},
-                packages=packages, residual_exponent=plan.residual_exponent, shards=finished))  # fmt: skip
+            return writer.finish(
+                Manifest(
+                    family=source.config.model_type,
+                    dims=plan.dims,
+                    options=settings,
+                    rope=plan.rope,
+                    layers=plan.layers,
+                    embedding=Embedding(file=table, scale=plan.embedding_scale),
+                    tokens=Tokens(
+                        bos=source.config.bos_token_id,
+                        eos=eos,
+                        files=_copy_tokenizer(source, writer),
+                    ),
+                    checkpoint={
+                        "name": source.path.name,
+                        "sha256": source.sha256,
+                        "dtype": source.dtype,
+                    },
+                    packages=packages,
+                    residual_exponent=plan.residual_exponent,
+                    shards=finished,
+                )
+            )
     except OSError as problem:
         raise _stopped(bundle, problem) from problem
 
@@ -98,17 +139,28 @@ def _stopped(bundle: str | Path, problem: OSError) -> InputError:
     """What the system refused; only where there is no room would more of it help."""
     reason = f"{problem.strerror or problem}"
     if problem.errno in FULL:
-        return InputError(f"bundle {bundle}", reason, "a writable disk with room for the bundle",
-                          "free some room and run the same export again: it resumes")  # fmt: skip
+        return InputError(
+            f"bundle {bundle}",
+            reason,
+            "a writable disk with room for the bundle",
+            "free some room and run the same export again: it resumes",
+        )
     where = f" ({problem.filename})" if problem.filename else ""
-    return InputError(f"bundle {bundle}", reason + where, "files that can be written and read",
-                      "mend that, or choose another target")  # fmt: skip
+    return InputError(
+        f"bundle {bundle}",
+        reason + where,
+        "files that can be written and read",
+        "mend that, or choose another target",
+    )
 
 
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("coremltools", "numpy", "torch", "transformers", "workbench")}
+    return {
+        name: version(name)
+        for name in ("coremltools", "numpy", "torch", "transformers", "workbench")
+    }
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
@@ -118,7 +170,9 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     if options.moe == "routed" and not plan.experts:
         raise InputError("moe = routed", subject, "a family with experts", "leave out --moe")
     if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
-        raise InputError("sliding = ring", subject, "a family with sliding attention", "leave out --sliding")
+        raise InputError(
+            "sliding = ring", subject, "a family with sliding attention", "leave out --sliding"
+        )
     return family.settle(plan, source) if hasattr(family, "settle") else plan
 
 
@@ -126,8 +180,11 @@ def _warn_widths(plan: Plan, options: Options) -> None:
     widths = {shape[-1] for spec in shards.specs(plan, options) for shape in spec.buffers.values()}
     odd = sorted(width for width in widths if width % 32)
     if odd:
-        warnings.warn(f"states of width {', '.join(map(str, odd))}, no multiple of 32, failed on the Neural Engine "
-                      "(rule K2, CT#2631); the portable runtime takes them", stacklevel=3)  # fmt: skip
+        warnings.warn(
+            f"states of width {', '.join(map(str, odd))}, no multiple of 32, failed on the Neural Engine "
+            "(rule K2, CT#2631); the portable runtime takes them",
+            stacklevel=3,
+        )
 
 
 def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[Shard], FileEntry]:
@@ -135,7 +192,9 @@ def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[
     from tqdm.auto import tqdm
 
     finished, sizes = {}, {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
-    with tqdm(total=sum(sizes.values()), desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
+    with tqdm(
+        total=sum(sizes.values()), desc="export", unit="B", unit_scale=True, disable=not progress
+    ) as bar:
 
         def collect(some: Iterable[Shard]) -> None:
             for shard in some:
@@ -152,7 +211,10 @@ def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntr
     """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never whole in memory."""
     names = {"weight": f"{source.prefix}embed_tokens.weight"}
     if plan.embedding_bias and plan.embedding_factor:
-        names |= {"bias": source.prefix + plan.embedding_bias, "scale": source.prefix + plan.embedding_factor}
+        names |= {
+            "bias": source.prefix + plan.embedding_bias,
+            "scale": source.prefix + plan.embedding_factor,
+        }
     header, end = {}, 0
     for key, name in names.items():
         (dtype, width), shape = ("F16", 2) if key == "weight" else ("F32", 4), source.shape(name)
@@ -165,8 +227,12 @@ def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntr
             for chunk in source.chunks(name):
                 values = chunk.half() if key == "weight" else chunk.float()
                 if not values.isfinite().all():
-                    raise InputError(f"tensor {name}", "values beyond fp16", "finite fp16 values",
-                                     "export a checkpoint whose weights fp16 can hold")  # fmt: skip
+                    raise InputError(
+                        f"tensor {name}",
+                        "values beyond fp16",
+                        "finite fp16 values",
+                        "export a checkpoint whose weights fp16 can hold",
+                    )
                 file.write(values.numpy())
     return file_entries(writer.root, path)[0]
 

@@ -20,7 +20,9 @@ PIECE = 1 << 16
 MINUS_ZERO = 0x8000
 
 
-def stored_arrays(weight: WeightSource, values: torch.Tensor, peak: float, scratch: Scratch) -> dict[str, np.ndarray]:
+def stored_arrays(
+    weight: WeightSource, values: torch.Tensor, peak: float, scratch: Scratch
+) -> dict[str, np.ndarray]:
     """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array element per weight.
 
     Args:
@@ -32,15 +34,23 @@ def stored_arrays(weight: WeightSource, values: torch.Tensor, peak: float, scrat
         return {"val": values.numpy()}
     if not preset.is_integer:
         return palettize(values.numpy(), preset.bits)
-    row = preset.block or len(values) // (weight.shape[0] if preset.granularity == "per_channel" else 1)
+    row = preset.block or len(values) // (
+        weight.shape[0] if preset.granularity == "per_channel" else 1
+    )
     return quantize_weight(values.reshape(-1, row), peak, preset.bits, scratch)
 
 
-def quantize_weight(values: torch.Tensor, peak: float, bits: int, scratch: Scratch) -> dict[str, np.ndarray]:
+def quantize_weight(
+    values: torch.Tensor, peak: float, bits: int, scratch: Scratch
+) -> dict[str, np.ndarray]:
     """Symmetric linear quantization with one scale for each row of `values` [rows, n]."""
     rows, n = values.shape
     limit = 2 ** (bits - 1) - 1
-    amax = torch.full((1, 1), peak) if rows == 1 else torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
+    amax = (
+        torch.full((1, 1), peak)
+        if rows == 1
+        else torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
+    )
     amax.abs_()  # 0, never -0
     scale = (amax * 2 / (2 * limit)).half()
     zero = bool((scale == 0).any())
@@ -85,7 +95,10 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
 
 def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
     """What `stored_arrays` returns, by coremltools' own functions."""
-    from coremltools.optimize.coreml._quantization_passes import linear_quantize_weights, palettize_weights
+    from coremltools.optimize.coreml._quantization_passes import (
+        linear_quantize_weights,
+        palettize_weights,
+    )
 
     array, preset = values.numpy().reshape(weight.shape), weight.preset
     with quiet():
@@ -93,7 +106,9 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
             palette = palettize_weights.blockwise_compress(array, "KMEANS", preset.bits, [0] * 4)
             return {"indices": palette.indices.reshape(-1), "lut": palette.lut.reshape(-1)}
         blocks = [int(preset.granularity != "per_tensor"), preset.block, 0, 0]
-        linear = linear_quantize_weights.blockwise_compress(array, preset.bits, "LINEAR_SYMMETRIC", True, blocks)
+        linear = linear_quantize_weights.blockwise_compress(
+            array, preset.bits, "LINEAR_SYMMETRIC", True, blocks
+        )
     return {"data": linear.data.reshape(-1), "scale": linear.scale.reshape(-1)}
 
 
@@ -107,13 +122,17 @@ def installed(preset: Preset):
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
         peak = max(abs(float(edge)) for edge in values.aminmax())
-        return stored_arrays(WeightSource("", None, weight.shape, preset=preset), values, peak, Scratch())
+        return stored_arrays(
+            WeightSource("", None, weight.shape, preset=preset), values, peak, Scratch()
+        )
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         arrays = compress(weight)
         data = arrays["data"].reshape(weight.shape).astype(types.nptype_from_builtin(dtype))
         blocks = [n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)]
-        return _utils.QuantParams(data, arrays["scale"].reshape(blocks), None, np.uint8(dtype.get_bitwidth()))
+        return _utils.QuantParams(
+            data, arrays["scale"].reshape(blocks), None, np.uint8(dtype.get_bitwidth())
+        )
 
     def palettized(weight, mode, nbits, *_, **__):
         arrays = compress(weight)
@@ -121,8 +140,12 @@ def installed(preset: Preset):
         lut = arrays["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
         return _utils.LutParams(arrays["indices"].reshape(weight.shape).astype(kind), lut, None)
 
-    with (replaced(passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)),
-          replaced(passes.palettize_weights, "blockwise_compress", staticmethod(palettized))):  # fmt: skip
+    with (
+        replaced(
+            passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)
+        ),
+        replaced(passes.palettize_weights, "blockwise_compress", staticmethod(palettized)),
+    ):
         yield
 
 

@@ -18,7 +18,10 @@ from workbench.export.shards import Spec
 
 # These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
 # would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
-FOLDING = [f"common::fuse_{n}" for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")]
+FOLDING = [
+    f"common::fuse_{n}"
+    for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")
+]
 
 
 def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str]):
@@ -45,7 +48,10 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
         kinds = (torch.int32, np.int32) if name == POS else (torch.float32, np.float16)
         examples.append(torch.zeros([length if n == "T" else n for n in shape], dtype=kinds[0]))
         inputs.append(ct.TensorType(name, [t if n == "T" else n for n in shape], dtype=kinds[1]))
-    states = [ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name) for name, shape in spec.buffers.items()]
+    states = [
+        ct.StateType(ct.TensorType(shape=shape, dtype=np.float16), name=name)
+        for name, shape in spec.buffers.items()
+    ]
     pipeline = ct.PassPipeline.DEFAULT
     pipeline.remove_passes(FOLDING)
     if options.preset != FP16:
@@ -56,12 +62,20 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
         try:
             return ct.convert(
-                traced, inputs=inputs, outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs], states=states,
-                minimum_deployment_target=ct.target.macOS15, compute_units=ct.ComputeUnit.CPU_AND_NE, pass_pipeline=pipeline,
-                skip_model_load=True)  # fmt: skip
+                traced,
+                inputs=inputs,
+                outputs=[ct.TensorType(name, dtype=np.float16) for name in spec.outputs],
+                states=states,
+                minimum_deployment_target=ct.target.macOS15,
+                compute_units=ct.ComputeUnit.CPU_AND_NE,
+                pass_pipeline=pipeline,
+                skip_model_load=True,
+            )
         except RuntimeError as problem:  # its writer of weight files gives no other reason
             if "FileWriter" in str(problem):
-                raise OSError(errno.ENOSPC, f"coremltools could not write to {tempfile.gettempdir()}") from problem
+                raise OSError(
+                    errno.ENOSPC, f"coremltools could not write to {tempfile.gettempdir()}"
+                ) from problem
             raise
 
 
@@ -75,9 +89,17 @@ def lean():
     original = FP16ComputePrecision.fp16_overflow
 
     def overflow(op) -> bool:
-        variables = [v for x in op.inputs.values() for v in (x if isinstance(x, list | tuple) else [x])]
-        weights = [v.val for v in variables if isinstance(v.val, np.ndarray) and v.val.dtype == np.float32 and v.val.size]
-        return any(not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights) and original(op)
+        variables = [
+            v for x in op.inputs.values() for v in (x if isinstance(x, list | tuple) else [x])
+        ]
+        weights = [
+            v.val
+            for v in variables
+            if isinstance(v.val, np.ndarray) and v.val.dtype == np.float32 and v.val.size
+        ]
+        return any(
+            not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights
+        ) and original(op)
 
     gc.freeze()
     try:
@@ -112,13 +134,20 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
 
     if preset.is_integer:
         block = {"block_size": preset.block} if preset.block else {}
-        op = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0, dtype=f"int{preset.bits}",
-                                         granularity=preset.granularity, **block)  # fmt: skip
+        op = cto.OpLinearQuantizerConfig(
+            mode="linear_symmetric",
+            weight_threshold=0,
+            dtype=f"int{preset.bits}",
+            granularity=preset.granularity,
+            **block,
+        )
         pass_name = "compression::linear_quantize_weights"
     else:
         op = cto.OpPalettizerConfig(mode="kmeans", nbits=preset.bits, weight_threshold=0)
         pass_name = "compression::palettize_weights"
-    config = cto.OptimizationConfig(op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(excluded))
+    config = cto.OptimizationConfig(
+        op_type_configs={"conv": op}, op_name_configs=dict.fromkeys(excluded)
+    )
     pipeline.append_pass(pass_name)
     pipeline.set_options(pass_name, {"config": config})
 
@@ -139,6 +168,11 @@ def modules(model) -> dict[str, str]:
 
 def constants(model) -> dict[str, str]:
     """Parameter path with underscores for dots → name of the program constant that holds it, after compression."""
-    names = [op.outputs[0].name for op in model._mil_program.functions["main"].operations
-             if op.op_type == "const" or op.op_type.startswith("constexpr_")]  # fmt: skip
-    return {name.split("_to_fp16")[0]: name for name in names}  # fp16 cast and compression append to the parameter's name
+    names = [
+        op.outputs[0].name
+        for op in model._mil_program.functions["main"].operations
+        if op.op_type == "const" or op.op_type.startswith("constexpr_")
+    ]
+    return {
+        name.split("_to_fp16")[0]: name for name in names
+    }  # fp16 cast and compression append to the parameter's name

@@ -24,7 +24,14 @@ from workbench.errors import InputError
 from workbench.export import compress, convert, package
 from workbench.export.shards import Spec, specs
 from workbench.export.template import Template, TemplateMismatch, renamed
-from workbench.export.weights import Clock, Scratch, WeightSource, build, load_values, weight_sources
+from workbench.export.weights import (
+    Clock,
+    Scratch,
+    WeightSource,
+    build,
+    load_values,
+    weight_sources,
+)
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
@@ -32,12 +39,27 @@ from workbench.models.family import Plan
 class Maker:
     """Makes the shards of a model in a writer's folder; `plain` converts each one."""
 
-    def __init__(self, source: Checkpoint, plan: Plan, options: Options, writer: Writer, plain: bool = False,
-                 clock: Clock | None = None):  # fmt: skip
-        self.source, self.plan, self.options, self.writer, self.plain = source, plan, options, writer, plain
+    def __init__(
+        self,
+        source: Checkpoint,
+        plan: Plan,
+        options: Options,
+        writer: Writer,
+        plain: bool = False,
+        clock: Clock | None = None,
+    ):
+        self.source, self.plan, self.options, self.writer, self.plain = (
+            source,
+            plan,
+            options,
+            writer,
+            plain,
+        )
         self.clock, self.scratch = clock or Clock(), Scratch()
         self.specs = list(specs(plan, options))
-        self.weights = {spec.name: weight_sources(spec, source, plan, options) for spec in self.specs}
+        self.weights = {
+            spec.name: weight_sources(spec, source, plan, options) for spec in self.specs
+        }
         self.templates: dict[str, Template] = {}  # by `_shape`
 
     def stored_bytes(self, name: str) -> int:
@@ -82,28 +104,45 @@ class Maker:
         Raises:
             InputError: one differs; then no stamped shard is left for the next run.
         """
-        stamped = [spec for spec, shard in zip(self.specs, shards, strict=True) if shard.how == "stamped"]
+        stamped = [
+            spec for spec, shard in zip(self.specs, shards, strict=True) if shard.how == "stamped"
+        ]
         for spec in random.sample(stamped, min(count, len(stamped))):
             folder = self.writer.root / f"{spec.name}.again"
             self._convert(spec, folder, plain=True)
-            shard, files = self.writer.finished(spec.name), package.entries(self._package(spec, folder))
+            shard, files = (
+                self.writer.finished(spec.name),
+                package.entries(self._package(spec, folder)),
+            )
             shutil.rmtree(folder)
             if not shard or shard.files != files:
                 for other in stamped:
                     self.writer.discard(other.name)
-                raise InputError(f"stamped shard {spec.name}", "other bytes than its conversion gives", "the same bytes",
-                                 "export with --plain, and report this")  # fmt: skip
+                raise InputError(
+                    f"stamped shard {spec.name}",
+                    "other bytes than its conversion gives",
+                    "the same bytes",
+                    "export with --plain, and report this",
+                )
 
     def _shape(self, spec: Spec) -> str:
         """Equal for shards whose conversions differ in nothing but weights and the names of their states."""
         weights = [(w.path, w.shape, w.offset, w.compressed) for w in self.weights[spec.name]]
-        layers = [layer.model_dump() for layer in self.plan.layers[slice(*spec.layers)]] if spec.kind != "expert" else []
-        return json.dumps([spec.kind, spec.inputs, spec.outputs, list(spec.buffers.values()), layers, weights])
+        layers = (
+            [layer.model_dump() for layer in self.plan.layers[slice(*spec.layers)]]
+            if spec.kind != "expert"
+            else []
+        )
+        return json.dumps(
+            [spec.kind, spec.inputs, spec.outputs, list(spec.buffers.values()), layers, weights]
+        )
 
     def _package(self, spec: Spec, folder: Path) -> Path:
         return folder / f"{spec.name}.mlpackage"
 
-    def _convert(self, spec: Spec, folder: Path, plain: bool) -> tuple[dict[str, str], dict[str, str]]:
+    def _convert(
+        self, spec: Spec, folder: Path, plain: bool
+    ) -> tuple[dict[str, str], dict[str, str]]:
         """Converts a shard with coremltools into `folder`; `plain`: with nothing of ours in it.
 
         Returns (parameter path → program value that holds it, program value → module path).
@@ -114,14 +153,20 @@ class Maker:
             if not plain:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
-            model = convert.convert(module, spec, self.options, {w.path for w in weights if w.compressed})
+            model = convert.convert(
+                module, spec, self.options, {w.path for w in weights if w.compressed}
+            )
             package.save_package(model, self._package(spec, folder))
         constants = convert.constants(model)
         names = {w.path: w.path.replace(".", "_") for w in weights}
-        return {path: constants[name] for path, name in names.items() if name in constants}, convert.modules(model)
+        return {
+            path: constants[name] for path, name in names.items() if name in constants
+        }, convert.modules(model)
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
-        return template.press(spec, self.weights[spec.name], self._load, self._package(spec, folder), self.clock)
+        return template.press(
+            spec, self.weights[spec.name], self._load, self._package(spec, folder), self.clock
+        )
 
     def _load(self, weight: WeightSource) -> tuple[torch.Tensor, dict[str, np.ndarray]]:
         """fp16 values of a weight and, by role, the arrays that are stored for it."""
@@ -130,11 +175,19 @@ class Maker:
         with self.clock("compress"):
             return values, compress.stored_arrays(weight, values, peak, self.scratch)
 
-    def _try_template(self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry]) -> None:
+    def _try_template(
+        self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry]
+    ) -> None:
         """Makes a converted shard the template of its shape, if pressing the shard itself gives the same bytes."""
         trial = self.writer.root / f"{spec.name}.trial"
         try:
-            template = Template(spec, self.weights[spec.name], self._package(spec, self.writer.root), constants, modules)
+            template = Template(
+                spec,
+                self.weights[spec.name],
+                self._package(spec, self.writer.root),
+                constants,
+                modules,
+            )
             if self._press(template, spec, trial) == files and self._compresses_alike(spec):
                 self.templates[self._shape(spec)] = template
         except TemplateMismatch:
@@ -144,22 +197,38 @@ class Maker:
 
     def _compresses_alike(self, spec: Spec) -> bool:
         """Whether our compression of the smallest compressed weight is coremltools'."""
-        weight = min((w for w in self.weights[spec.name] if w.compressed), key=lambda w: prod(w.shape), default=None)
+        weight = min(
+            (w for w in self.weights[spec.name] if w.compressed),
+            key=lambda w: prod(w.shape),
+            default=None,
+        )
         if weight is None:
             return True
         values, ours = self._load(weight)
         theirs = compress.reference(weight, values)
         return all(np.array_equal(ours[role], theirs[role]) for role in theirs)
 
-    def _record(self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry], how: str) -> Shard:
-        modules = {value: absolute_layer_path(path, spec.layers[0]) for value, path in modules.items()}
+    def _record(
+        self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry], how: str
+    ) -> Shard:
+        modules = {
+            value: absolute_layer_path(path, spec.layers[0]) for value, path in modules.items()
+        }
         weights = {w.tensor: w for w in self.weights[spec.name] if w.tensor and w.path in constants}
         interface = {name: value for name, value in vars(spec).items() if name != "buffers"}
-        return self.writer.record(Shard(
-            **interface, path=f"{spec.name}.mlpackage", how=how, bytes=sum(f.bytes for f in files), files=files,
-            weights={tensor: constants[w.path] for tensor, w in weights.items()},
-            offsets={tensor: w.offset for tensor, w in weights.items() if w.offset},
-            modules=modules, taps=_taps(modules, spec)))  # fmt: skip
+        return self.writer.record(
+            Shard(
+                **interface,
+                path=f"{spec.name}.mlpackage",
+                how=how,
+                bytes=sum(f.bytes for f in files),
+                files=files,
+                weights={tensor: constants[w.path] for tensor, w in weights.items()},
+                offsets={tensor: w.offset for tensor, w in weights.items() if w.offset},
+                modules=modules,
+                taps=_taps(modules, spec),
+            )
+        )
 
 
 def absolute_layer_path(path: str, first: int) -> str:
@@ -172,5 +241,7 @@ def _taps(modules: dict[str, str], spec: Spec) -> dict[int, str]:
     """Layer → name of the value holding its hidden output: the last value that came from its block."""
     if spec.kind != "layers":
         return {}
-    last = {split_layer(path)[0]: value for value, path in modules.items() if path.startswith("layers.")}
+    last = {
+        split_layer(path)[0]: value for value, path in modules.items() if path.startswith("layers.")
+    }
     return last | {spec.layers[1] - 1: HIDDEN}

@@ -24,8 +24,13 @@ def save_package(model, package: Path) -> None:
     model.save(str(package))
     (package / MODEL).write_bytes(serialize(read_package(package)))
     listed = json.loads((package / MANIFEST).read_text())
-    names = {old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper() for old, item in listed["itemInfoEntries"].items()}
-    listed["itemInfoEntries"] = {names[old]: item for old, item in listed["itemInfoEntries"].items()}
+    names = {
+        old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper()
+        for old, item in listed["itemInfoEntries"].items()
+    }
+    listed["itemInfoEntries"] = {
+        names[old]: item for old, item in listed["itemInfoEntries"].items()
+    }
     listed["rootModelIdentifier"] = names[listed["rootModelIdentifier"]]
     # coremltools rewrites the file in this form when it opens the package, so its bytes stay
     text = json.dumps(listed, indent=4, sort_keys=True) + "\n"

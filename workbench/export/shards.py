@@ -62,10 +62,23 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
         if options.moe == "routed":
             inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
             for e in range(plan.experts):
-                yield Spec(f"expert_{first:02d}_{e:02d}", "expert", inputs, {HIDDEN: C}, (first, first + 1), (e, e + 1))
+                yield Spec(
+                    f"expert_{first:02d}_{e:02d}",
+                    "expert",
+                    inputs,
+                    {HIDDEN: C},
+                    (first, first + 1),
+                    (e, e + 1),
+                )
     for i, start in enumerate(range(0, V, HEAD_ROWS)):
         stop = min(start + HEAD_ROWS, V)
-        yield Spec(f"head_{i:02d}", "head", {X: C}, {LOGITS: options.plane(stop - start)}, rows=(start, stop))
+        yield Spec(
+            f"head_{i:02d}",
+            "head",
+            {X: C},
+            {LOGITS: options.plane(stop - start)},
+            rows=(start, stop),
+        )
 
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
@@ -77,8 +90,18 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
         outputs |= {ROUTER_STATE_OUT: options.plane(plan.router_width)}
-    states, buffers = (packed_states if options.states == "packed" else separate_states)(plan, options, first, last)
-    return Spec(name, kind, layer_inputs(plan, options, first, last), outputs, (first, last), states=states, buffers=buffers)
+    states, buffers = (packed_states if options.states == "packed" else separate_states)(
+        plan, options, first, last
+    )
+    return Spec(
+        name,
+        kind,
+        layer_inputs(plan, options, first, last),
+        outputs,
+        (first, last),
+        states=states,
+        buffers=buffers,
+    )
 
 
 def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, SymbolicShape]:
@@ -143,7 +166,11 @@ class LayerStack(nn.Module):
 
     def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()
-        self.blocks, self.inputs, self.outputs = nn.ModuleList(blocks), list(spec.inputs), list(spec.outputs)
+        self.blocks, self.inputs, self.outputs = (
+            nn.ModuleList(blocks),
+            list(spec.inputs),
+            list(spec.outputs),
+        )
         for tensor, shape in spec.buffers.items():
             self.register_buffer(tensor, torch.zeros(shape))
         self.states = [{} for _ in blocks]

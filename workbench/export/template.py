@@ -23,7 +23,12 @@ from workbench.export.weights import Clock, WeightSource
 
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset in the file
 RECORD_SENTINEL = 0xDEADBEEF
-NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}  # constants that make coremltools drop the operation
+NEUTRAL = {
+    "add": 0.0,
+    "sub": 0.0,
+    "mul": 1.0,
+    "real_div": 1.0,
+}  # constants that make coremltools drop the operation
 PREFIX = 100  # coremltools merges constants of one shape whose first 100 values are equal (and the rest nearly so)
 
 
@@ -45,7 +50,11 @@ def values_of(op) -> dict:
     """Role → Value message of a constant operation."""
     if op.type == "const":
         return {"val": op.attributes["val"]}
-    return {role: bound.arguments[0].value for role, bound in op.inputs.items()} if op.type.startswith("constexpr_") else {}
+    return (
+        {role: bound.arguments[0].value for role, bound in op.inputs.items()}
+        if op.type.startswith("constexpr_")
+        else {}
+    )
 
 
 def operations(model):
@@ -67,34 +76,55 @@ class Template:
         TemplateMismatch: not every float constant of the weight file is one parameter.
     """
 
-    def __init__(self, spec: Spec, weights: list[WeightSource], package: Path, constants: dict[str, str],
-                 modules: dict[str, str]):  # fmt: skip
+    def __init__(
+        self,
+        spec: Spec,
+        weights: list[WeightSource],
+        package: Path,
+        constants: dict[str, str],
+        modules: dict[str, str],
+    ):
         self.spec, self.constants, self.modules = spec, constants, modules
         self.model, self.manifest = read_package(package), (package / MANIFEST).read_bytes()
         if not (package / WEIGHTS).is_file():
             raise TemplateMismatch("weights so small that they stand in the program")
         blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
-        slots = {op.outputs[0].name: _slots(op, i, blob) for i, op in enumerate(ops) if values_of(op)}
+        slots = {
+            op.outputs[0].name: _slots(op, i, blob) for i, op in enumerate(ops) if values_of(op)
+        }
         names = [constants.get(weight.path) for weight in weights]
         if not slots.keys() >= set(names):
             raise TemplateMismatch("a parameter that the program does not hold")
-        places = [(weight.path, slots[name], _neutral(ops, name)) for weight, name in zip(weights, names, strict=True)]
-        self.places = sorted(places, key=lambda place: place[1][-1].stop)  # (path, slots, neutral value), as in the file
+        places = [
+            (weight.path, slots[name], _neutral(ops, name))
+            for weight, name in zip(weights, names, strict=True)
+        ]
+        self.places = sorted(
+            places, key=lambda place: place[1][-1].stop
+        )  # (path, slots, neutral value), as in the file
         in_file = [slot for _, some, _ in self.places for slot in some if slot.stop]
         edges = [0, *(edge for slot in in_file for edge in (slot.start, slot.stop)), len(blob)]
         if edges != sorted(edges):
             raise TemplateMismatch("parameters that share bytes, or lie in another order")
         starts = {slot.start for slot in in_file}
-        if any(slot.stop and slot.is_float and slot.start not in starts for some in slots.values() for slot in some):
+        if any(
+            slot.stop and slot.is_float and slot.start not in starts
+            for some in slots.values()
+            for slot in some
+        ):
             raise TemplateMismatch("a constant in the weight file that is no parameter")
         # between the slots: headers, records, padding, constants that are no parameters
         self.gaps = [blob[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
     def state_names(self, spec: Spec) -> dict[str, str]:
         """State of this template → that of another shard, where they differ."""
-        return {old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new}
+        return {
+            old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new
+        }
 
-    def press(self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock) -> list[FileEntry]:
+    def press(
+        self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock
+    ) -> list[FileEntry]:
         """Writes `package`: this program with other `weights`. Returns its files, hashed while they were written.
 
         Args:
@@ -109,7 +139,10 @@ class Template:
         model.CopyFrom(self.model)
         digest = hashlib.sha256()
         try:
-            with (package / WEIGHTS).open("wb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+            with (
+                (package / WEIGHTS).open("wb", buffering=0) as file,
+                ThreadPoolExecutor(1) as beside,
+            ):
                 for piece in self._payloads(weights, load, operations(model), clock):
                     with clock("write"):
                         hashing = beside.submit(digest.update, piece)
@@ -121,15 +154,29 @@ class Template:
             raise
         if names := self.state_names(spec):
             rename(model, names)
-        entries = [FileEntry(path=f"{package.name}/{WEIGHTS}", bytes=size, sha256=digest.hexdigest())]
+        entries = [
+            FileEntry(path=f"{package.name}/{WEIGHTS}", bytes=size, sha256=digest.hexdigest())
+        ]
         for name, content in ((MODEL, serialize(model)), (MANIFEST, self.manifest)):
             (package / name).write_bytes(content)
-            entries.append(FileEntry(path=f"{package.name}/{name}", bytes=len(content), sha256=hashlib.sha256(content).hexdigest()))
+            entries.append(
+                FileEntry(
+                    path=f"{package.name}/{name}",
+                    bytes=len(content),
+                    sha256=hashlib.sha256(content).hexdigest(),
+                )
+            )
         return sorted(entries, key=lambda entry: Path(entry.path))
 
-    def _payloads(self, weights: list[WeightSource], load: Callable, ops, clock: Clock) -> Iterator[bytes | np.ndarray]:
+    def _payloads(
+        self, weights: list[WeightSource], load: Callable, ops, clock: Clock
+    ) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into the operations `ops`."""
-        beginnings, gaps, by_path = set(), iter(self.gaps), {weight.path: weight for weight in weights}
+        beginnings, gaps, by_path = (
+            set(),
+            iter(self.gaps),
+            {weight.path: weight for weight in weights},
+        )
         yield next(gaps)
         for path, slots, neutral in self.places:
             weight = by_path[path]
@@ -139,11 +186,16 @@ class Template:
             _refuse_twins(beginnings, weight, {"values": values.numpy()} | arrays)
             for slot in slots:
                 with clock("compress"):
-                    payload = packed(arrays[slot.role], weight.preset.bits if slot.role in ("data", "indices") else 16)
+                    payload = packed(
+                        arrays[slot.role],
+                        weight.preset.bits if slot.role in ("data", "indices") else 16,
+                    )
                 if not slot.stop:
                     _inline(values_of(ops[slot.op])[slot.role], payload)
                 elif len(payload) != slot.stop - slot.start:
-                    raise TemplateMismatch(f"{path} takes {len(payload)} bytes, not {slot.stop - slot.start}")
+                    raise TemplateMismatch(
+                        f"{path} takes {len(payload)} bytes, not {slot.stop - slot.start}"
+                    )
                 else:
                     yield payload
                     yield next(gaps)
@@ -167,7 +219,9 @@ def _slots(op, index: int, blob: bytes) -> list[Slot]:
 def _inline(value, payload: np.ndarray) -> None:
     tensor = value.immediateValue.tensor
     if len(tensor.bytes.values) != len(payload):
-        raise TemplateMismatch(f"an inline constant of {len(tensor.bytes.values)} bytes, not {len(payload)}")
+        raise TemplateMismatch(
+            f"an inline constant of {len(tensor.bytes.values)} bytes, not {len(payload)}"
+        )
     tensor.bytes.values = payload.tobytes()
 
 
@@ -181,7 +235,9 @@ def _write_all(file, piece) -> None:
 def _neutral(ops, constant: str) -> float | None:
     """The value that would make the one operation that takes `constant` a no-op."""
     for op in ops:
-        if op.type in NEUTRAL and any(b.name == constant for a in op.inputs.values() for b in a.arguments):
+        if op.type in NEUTRAL and any(
+            b.name == constant for a in op.inputs.values() for b in a.arguments
+        ):
             return NEUTRAL[op.type]
     return None
 
@@ -191,9 +247,16 @@ def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.nd
     for role, array in arrays.items():
         if role == "lut" or len(array) == 1 or weight.tensor is None:
             continue  # too few values for merging; `neutral` covers the zeros that stand for no tensor
-        key = role, weight.shape, len(array), (array[:PREFIX] + array.dtype.type(0)).tobytes()  # -0 counts as 0
+        key = (
+            role,
+            weight.shape,
+            len(array),
+            (array[:PREFIX] + array.dtype.type(0)).tobytes(),
+        )  # -0 counts as 0
         if key in beginnings:
-            raise TemplateMismatch(f"{weight.path} begins like another constant: they could be merged")
+            raise TemplateMismatch(
+                f"{weight.path} begins like another constant: they could be merged"
+            )
         beginnings.add(key)
 
 
@@ -207,7 +270,11 @@ def rename(message, names: dict[str, str]) -> None:
                 setattr(message, field.name, renamed(value, names))
         elif field.type == field.TYPE_MESSAGE:
             if field.message_type.GetOptions().map_entry:
-                inner = list(value.values()) if field.message_type.fields_by_name["value"].message_type else []
+                inner = (
+                    list(value.values())
+                    if field.message_type.fields_by_name["value"].message_type
+                    else []
+                )
             else:
                 inner = value if field.is_repeated else [value]
             for part in inner:

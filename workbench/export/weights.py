@@ -23,7 +23,9 @@ from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
 from workbench.models.family import Plan
 from workbench.models.moe import Router
 
-MAX_SCALED = 32752.0  # coremltools doubles the largest weight in fp16 on the way to an integer scale
+MAX_SCALED = (
+    32752.0  # coremltools doubles the largest weight in fp16 on the way to an integer scale
+)
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,28 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
     return LayerStack([family.layer(plan, i, options) for i in range(*spec.layers)], spec)
 
 
-def weight_sources(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> list[WeightSource]:
+def weight_sources(
+    spec: Spec, source: Checkpoint, plan: Plan, options: Options
+) -> list[WeightSource]:
     """Every parameter of one shard."""
     with torch.device("meta"):
         module = blank(spec, plan, options)
     offset, compressed, weights = offsets(module), matrices(module), []
     for path, parameter in module.named_parameters():
-        tensor = _tensor_name(path, spec, source.prefix, plan.tied) if parameter.requires_grad else None
+        tensor = (
+            _tensor_name(path, spec, source.prefix, plan.tied) if parameter.requires_grad else None
+        )
         in_rows = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
-        weights.append(WeightSource(path, tensor, tuple(parameter.shape), slice(*spec.rows) if in_rows else None,
-                                    offset.get(path, 0.0), options.preset if path in compressed else FP16))  # fmt: skip
+        weights.append(
+            WeightSource(
+                path,
+                tensor,
+                tuple(parameter.shape),
+                slice(*spec.rows) if in_rows else None,
+                offset.get(path, 0.0),
+                options.preset if path in compressed else FP16,
+            )
+        )
     return weights
 
 
@@ -109,16 +123,24 @@ def _tensor_name(path: str, spec: Spec, prefix: str, tied: bool) -> str:
     return f"{prefix}layers.{spec.layers[0] + int(index)}.{rest}"
 
 
-def build(spec: Spec, source: Checkpoint, plan: Plan, options: Options) -> tuple[nn.Module, list[WeightSource]]:
+def build(
+    spec: Spec, source: Checkpoint, plan: Plan, options: Options
+) -> tuple[nn.Module, list[WeightSource]]:
     """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
-    module, weights, scratch = blank(spec, plan, options), weight_sources(spec, source, plan, options), Scratch()
+    module, weights, scratch = (
+        blank(spec, plan, options),
+        weight_sources(spec, source, plan, options),
+        Scratch(),
+    )
     for weight in weights:
         values, _ = load_values(weight, source, scratch)
         module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
     return module.requires_grad_(False), weights
 
 
-def load_values(weight: WeightSource, source: Checkpoint, scratch: Scratch) -> tuple[torch.Tensor, float]:
+def load_values(
+    weight: WeightSource, source: Checkpoint, scratch: Scratch
+) -> tuple[torch.Tensor, float]:
     """The values of a weight, flat, fp16, in `scratch`, and their largest magnitude.
 
     Raises:
@@ -129,10 +151,19 @@ def load_values(weight: WeightSource, source: Checkpoint, scratch: Scratch) -> t
         return values.zero_(), 0.0
     preset, shape, subject = weight.preset, source.shape(weight.tensor), f"tensor {weight.tensor!r}"
     if math.prod(source.shape(weight.tensor, weight.rows)) != math.prod(weight.shape):
-        raise InputError(subject, f"shape {shape}", f"{list(weight.shape)}", "check that config.json belongs to these weights")
+        raise InputError(
+            subject,
+            f"shape {shape}",
+            f"{list(weight.shape)}",
+            "check that config.json belongs to these weights",
+        )
     if preset.block and weight.shape[1] % preset.block:
-        raise InputError(subject, f"{weight.shape[1]} inputs", f"a multiple of {preset.block} for {preset.name}",
-                         "choose another --compress")  # fmt: skip
+        raise InputError(
+            subject,
+            f"{weight.shape[1]} inputs",
+            f"a multiple of {preset.block} for {preset.name}",
+            "choose another --compress",
+        )
     start, extremes = 0, []
     for chunk in source.chunks(weight.tensor, weight.rows, scratch.chunk):
         wide, piece = scratch.wide[: len(chunk)], values[start : start + len(chunk)]
@@ -143,8 +174,12 @@ def load_values(weight: WeightSource, source: Checkpoint, scratch: Scratch) -> t
     peak = float(torch.stack(extremes).abs().max())
     limit = MAX_SCALED if preset.is_integer else MAX_FP16
     if not peak <= limit:  # also catches NaN
-        raise InputError(subject, f"a value of {peak:g} in fp16", f"magnitudes up to {limit:g}",
-                         "export a checkpoint whose weights fp16 can hold")  # fmt: skip
+        raise InputError(
+            subject,
+            f"a value of {peak:g} in fp16",
+            f"magnitudes up to {limit:g}",
+            "export a checkpoint whose weights fp16 can hold",
+        )
     return values, peak
 
 
@@ -159,5 +194,11 @@ def matrices(module: nn.Module) -> set[str]:
     Routers are small, and a changed choice of expert is the largest error there is.
     """
     routers = tuple(f"{n}." for n, m in module.named_modules() if isinstance(m, Router))
-    return {path for path, p in module.named_parameters()
-            if p.dim() == 4 and p.shape[2:] == (1, 1) and min(p.shape[:2]) > 1 and not path.startswith(routers)}  # fmt: skip
+    return {
+        path
+        for path, p in module.named_parameters()
+        if p.dim() == 4
+        and p.shape[2:] == (1, 1)
+        and min(p.shape[:2]) > 1
+        and not path.startswith(routers)
+    }

@@ -8,7 +8,32 @@ came about.
 from workbench.log.machine import environment
 from workbench.log.schema import SCHEMAS
 from workbench.log.stats import Comparison, compare, flags, summary
-from workbench.log.store import SHIPPED, adopt, append, default_root, files, load, new_run_id, project, whole
+from workbench.log.store import (
+    SHIPPED,
+    adopt,
+    append,
+    default_root,
+    files,
+    load,
+    new_run_id,
+    project,
+    whole,
+)
 
-__all__ = ["SCHEMAS", "SHIPPED", "Comparison", "adopt", "append", "compare", "default_root", "environment",
-           "files", "flags", "load", "new_run_id", "project", "summary", "whole"]  # fmt: skip
+__all__ = [
+    "SCHEMAS",
+    "SHIPPED",
+    "Comparison",
+    "adopt",
+    "append",
+    "compare",
+    "default_root",
+    "environment",
+    "files",
+    "flags",
+    "load",
+    "new_run_id",
+    "project",
+    "summary",
+    "whole",
+]

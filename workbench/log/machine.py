@@ -22,7 +22,16 @@ from workbench.errors import InputError
 from workbench.log.store import project_root
 
 MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
-_PACKAGES = ("workbench", "coremltools", "torch", "transformers", "numpy", "pandas", "pyarrow", "scipy")
+_PACKAGES = (
+    "workbench",
+    "coremltools",
+    "torch",
+    "transformers",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "scipy",
+)
 
 
 def environment() -> dict:
@@ -32,14 +41,21 @@ def environment() -> dict:
     has changes; ``versions`` maps ``python`` and the packages that decide a result to their versions.
     """
     return {
-        "time": datetime.now(UTC), "platform": platform.platform(),
+        "time": datetime.now(UTC),
+        "platform": platform.platform(),
         "chip": _command_output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
-        "model": _command_output("sysctl", "-n", "hw.model") or _dmi_model(), "cores": psutil.cpu_count(),
-        "os_build": _command_output("sw_vers", "-buildVersion") or f"{platform.release()} {platform.version()}".strip() or None,
-        "memory_bytes": psutil.virtual_memory().total, "power_source": _power_source(),
-        "thermal": _command_output("pmset", "-g", "therm"), "commit": _commit(),
-        "versions": {"python": platform.python_version()} | {name: _package(name) for name in _PACKAGES},
-    }  # fmt: skip
+        "model": _command_output("sysctl", "-n", "hw.model") or _dmi_model(),
+        "cores": psutil.cpu_count(),
+        "os_build": _command_output("sw_vers", "-buildVersion")
+        or f"{platform.release()} {platform.version()}".strip()
+        or None,
+        "memory_bytes": psutil.virtual_memory().total,
+        "power_source": _power_source(),
+        "thermal": _command_output("pmset", "-g", "therm"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()}
+        | {name: _package(name) for name in _PACKAGES},
+    }
 
 
 def _command_output(*command: str) -> str | None:
@@ -76,7 +92,9 @@ def _commit() -> str | None:
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
-    return _command_output("git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _command_output(
+        "git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )
 
 
 def _package(name: str) -> str | None:
@@ -93,15 +111,30 @@ def machine_name(run: Mapping) -> str:
     rounded to GiB, since systems report a few pages more or less.
     """
     chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
-    words = [chip or "unknown chip", model, memory and f"{round(memory / 2**30)} GiB", cores and f"{int(cores)} cores"]
+    words = [
+        chip or "unknown chip",
+        model,
+        memory and f"{round(memory / 2**30)} GiB",
+        cores and f"{int(cores)} cores",
+    ]
     return ", ".join(str(word) for word in words if word)
 
 
 def software_name(run: Mapping) -> str:
     """What else decides a timing: the system's build, and the versions of coremltools and torch."""
     versions = run.get("versions")
-    versions = json.loads(versions) if isinstance(versions, str) else versions if isinstance(versions, Mapping) else {}
-    words = [f"{package} {versions[package]}" for package in ("coremltools", "torch") if versions.get(package)]
+    versions = (
+        json.loads(versions)
+        if isinstance(versions, str)
+        else versions
+        if isinstance(versions, Mapping)
+        else {}
+    )
+    words = [
+        f"{package} {versions[package]}"
+        for package in ("coremltools", "torch")
+        if versions.get(package)
+    ]
     return ", ".join([str(_value(run, "os_build") or "unknown build"), *words])
 
 
@@ -115,8 +148,14 @@ def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
     """Rows of `runs` with the columns `machine` and `software`."""
     columns = [*MACHINE_COLUMNS, "os_build", "versions"]
     rows = list(runs[columns].itertuples(index=False, name=None))
-    names = {row: (machine_name(run), software_name(run)) for row in set(rows) for run in [dict(zip(columns, row))]}
-    return runs.assign(machine=[names[row][0] for row in rows], software=[names[row][1] for row in rows])
+    names = {
+        row: (machine_name(run), software_name(run))
+        for row in set(rows)
+        for run in [dict(zip(columns, row))]
+    }
+    return runs.assign(
+        machine=[names[row][0] for row in rows], software=[names[row][1] for row in rows]
+    )
 
 
 def machine_names(runs: pd.DataFrame) -> list[str]:
@@ -133,8 +172,12 @@ def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFra
     """
     names = machine_names(runs)
     if machine is not None and machine not in names:
-        raise InputError("machine", repr(machine), f"one of {'; '.join(names) or 'none, no run fits'}",
-                         "name one of these, or none for the default")  # fmt: skip
+        raise InputError(
+            "machine",
+            repr(machine),
+            f"one of {'; '.join(names) or 'none, no run fits'}",
+            "name one of these, or none for the default",
+        )
     if not names:
         return runs
     return runs[runs["machine"] == (machine or (here if here in names else names[0]))]
@@ -148,5 +191,7 @@ def only_machine(rows: pd.DataFrame) -> str:
     """
     names = list(rows["machine"].dropna().unique()) if "machine" in rows else []
     if len(names) > 1:
-        raise ValueError(f"rows of the machines {'; '.join(names)}; times are shown of one machine at a time")
+        raise ValueError(
+            f"rows of the machines {'; '.join(names)}; times are shown of one machine at a time"
+        )
     return names[0] if names else ""

@@ -9,8 +9,13 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-_TYPES = {"text": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(),
-          "time": pa.timestamp("us", tz="UTC")}  # fmt: skip
+_TYPES = {
+    "text": pa.string(),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "time": pa.timestamp("us", tz="UTC"),
+}
 
 
 def _schema(lines: str) -> pa.Schema:
@@ -19,7 +24,9 @@ def _schema(lines: str) -> pa.Schema:
     for line in lines.strip().splitlines():
         kind, names = line.split(":")
         fields += [(name, _TYPES[kind.strip()]) for name in names.split()]
-    return pa.schema([pa.field(name.rstrip("!"), kind, nullable=not name.endswith("!")) for name, kind in fields])
+    return pa.schema(
+        [pa.field(name.rstrip("!"), kind, nullable=not name.endswith("!")) for name, kind in fields]
+    )
 
 
 SCHEMAS: dict[str, pa.Schema] = {
@@ -91,8 +98,10 @@ def _settings_of_config(runs: pa.Table) -> pa.Table:
     for options, names in ((export, ("t", "sliding")), (run, ("threads", "depth", "n_gen"))):
         for name in names:
             runs = runs.append_column(name, pa.array([row.get(name) for row in options]))
-    hints = [json.dumps(row.get("hints", {}), sort_keys=True) if row and runtime == "coreml" else None
-             for row, runtime in zip(run, runs["runtime"].to_pylist())]  # fmt: skip
+    hints = [
+        json.dumps(row.get("hints", {}), sort_keys=True) if row and runtime == "coreml" else None
+        for row, runtime in zip(run, runs["runtime"].to_pylist())
+    ]
     return runs.append_column("hints", pa.array(hints, pa.string()))
 
 

@@ -21,7 +21,15 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 MIN_ROUNDS = 3
 _DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
 _IDENTITY = ["run_id", "time"]
-_INCIDENTAL = {"round", "config.cell", "config.measured", "config.before", "config.flags", "config.load_average", "config.gates"}
+_INCIDENTAL = {
+    "round",
+    "config.cell",
+    "config.measured",
+    "config.before",
+    "config.flags",
+    "config.load_average",
+    "config.gates",
+}
 _SAME = ["setting", "commit", "versions", "platform", "machine", "os_build", "power_source"]
 
 
@@ -42,13 +50,19 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
 def flags(samples: pd.DataFrame) -> list[str]:
     """In words, what makes a run's own samples doubtful: whole calls and rates that drift, or have far outliers."""
     rows = summary(samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this"))
-    drifts = [f"{row.phase} drifts by {row.drift:+.0%}" for row in rows.itertuples() if row.drifting]
+    drifts = [
+        f"{row.phase} drifts by {row.drift:+.0%}" for row in rows.itertuples() if row.drifting
+    ]
     return drifts + [f"{row.phase} is unstable" for row in rows.itertuples() if row.unstable]
 
 
 def _timed(samples: pd.DataFrame) -> pd.DataFrame:
     """Measured values in the order they were taken, without warm-ups."""
-    return samples[~samples["warmup"].fillna(False)].dropna(subset="value").sort_values(["repetition", "order"])
+    return (
+        samples[~samples["warmup"].fillna(False)]
+        .dropna(subset="value")
+        .sort_values(["repetition", "order"])
+    )
 
 
 def _describe(values: np.ndarray) -> dict:
@@ -59,9 +73,17 @@ def _describe(values: np.ndarray) -> dict:
     drift, drifting = 0.0, False
     if median and np.ptp(values):
         drift = stats.theilslopes(values, order).slope * order[-1] / median
-        drifting = bool(abs(drift) > _DRIFT_SIZE and stats.kendalltau(order, values).pvalue < _DRIFT_P)
-    return {"median": median, "mad": stats.median_abs_deviation(values), "n": len(values), "drift": drift,
-            "drifting": drifting, "unstable": bool(values.max() > _OUTLIER * values.mean())}  # fmt: skip
+        drifting = bool(
+            abs(drift) > _DRIFT_SIZE and stats.kendalltau(order, values).pvalue < _DRIFT_P
+        )
+    return {
+        "median": median,
+        "mad": stats.median_abs_deviation(values),
+        "n": len(values),
+        "drift": drift,
+        "drifting": drifting,
+        "unstable": bool(values.max() > _OUTLIER * values.mean()),
+    }
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,9 @@ def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Compariso
         a, b = (runs[runs["run_id"] == run_id] for run_id in (run_a, run_b))
     first, second = (_settings(runs[runs["run_id"] == run_id].iloc[0]) for run_id in (run_a, run_b))
     pairs = [(name, first.get(name), second.get(name)) for name in first | second]
-    settings = pd.DataFrame([p for p in pairs if p[1] != p[2]], columns=["setting", "a", "b"], dtype=object)
+    settings = pd.DataFrame(
+        [p for p in pairs if p[1] != p[2]], columns=["setting", "a", "b"], dtype=object
+    )
     samples = [load("samples", root, {"run_id": group["run_id"].tolist()}) for group in (a, b)]
     measures = _ratios(*samples, rounds(a["run_id"].tolist(), b["run_id"].tolist()))
     if a["machine"].iloc[0] != b["machine"].iloc[0]:
@@ -109,7 +133,9 @@ def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Compariso
 
 def rounds(a: list[str], b: list[str]) -> int:
     """How many interleaved repetitions two sets of runs hold: how often, in time, both had been run equally often."""
-    order = sorted([(run_id, 1) for run_id in a] + [(run_id, -1) for run_id in b])  # run ids sort by time
+    order = sorted(
+        [(run_id, 1) for run_id in a] + [(run_id, -1) for run_id in b]
+    )  # run ids sort by time
     return int((np.cumsum([side for _, side in order]) == 0).sum())
 
 
@@ -150,15 +176,27 @@ def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
     """One value per run: the median over its repetitions of their medians, since calls of one sequence are no evidence."""
-    each = _timed(samples).groupby([*MEASUREMENT, "run_id", "repetition"], dropna=False)["value"].median()
+    each = (
+        _timed(samples)
+        .groupby([*MEASUREMENT, "run_id", "repetition"], dropna=False)["value"]
+        .median()
+    )
     values = each.groupby([*MEASUREMENT, "run_id"], dropna=False).median()
     return values.groupby(MEASUREMENT, dropna=False).agg(list).reset_index()
 
 
 def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) -> dict:
     median_a, median_b = (np.median(values) if len(values) else np.nan for values in (a, b))
-    row = {"n_a": len(a), "n_b": len(b), "median_a": median_a, "median_b": median_b, "ratio": np.nan, "low": np.nan,
-           "high": np.nan, "note": None}  # fmt: skip
+    row = {
+        "n_a": len(a),
+        "n_b": len(b),
+        "median_a": median_a,
+        "median_b": median_b,
+        "ratio": np.nan,
+        "low": np.nan,
+        "high": np.nan,
+        "note": None,
+    }
     if not (len(a) and len(b)):
         return row | {"note": "on one side only"}
     if min(a.min(), b.min()) <= 0:

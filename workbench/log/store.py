@@ -38,7 +38,9 @@ def project_root(start: Path) -> Path | None:
     """The nearest folder at or above `start` that is a checkout of this project, or None."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
-        if file.is_file() and re.search(r'^name = "workbench"$', file.read_text(encoding="utf-8"), re.MULTILINE):
+        if file.is_file() and re.search(
+            r'^name = "workbench"$', file.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             return folder
     return None
 
@@ -61,8 +63,12 @@ def whole(root: Path | str | None = None) -> Path:
     return root.parent if root.name == SHIPPED else root
 
 
-def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: Path | str | None = None,
-           run_id: str | None = None) -> Path:  # fmt: skip
+def append(
+    table: str,
+    rows: pd.DataFrame | Mapping | Sequence[Mapping],
+    root: Path | str | None = None,
+    run_id: str | None = None,
+) -> Path:
     """Write one run's rows of one table and return the new file, whose stem is the run id.
 
     `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a result that was
@@ -74,18 +80,27 @@ def append(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], root: P
     """
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
-        raise InputError("run id", repr(run_id), "letters, digits, '-' and '_'", "take one from new_run_id()")
+        raise InputError(
+            "run id", repr(run_id), "letters, digits, '-' and '_'", "take one from new_run_id()"
+        )
     own, shipped = _folders(table, root)
     path = own / f"{run_id}.parquet"
     data = _to_arrow(table, rows, run_id)
     if path.exists() or (shipped / path.name).exists():
-        raise InputError(f"log table {table}", f"run {run_id} written already", "one file per run", "use a new run id")
+        raise InputError(
+            f"log table {table}",
+            f"run {run_id} written already",
+            "one file per run",
+            "use a new run id",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: pq.write_table(data, file))
     return path
 
 
-def load(table: str, root: Path | str | None = None, where: Mapping | str | None = None) -> pd.DataFrame:
+def load(
+    table: str, root: Path | str | None = None, where: Mapping | str | None = None
+) -> pd.DataFrame:
     """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not measured.
 
     `where` maps columns to a value or a list of values to keep (None keeps what was not measured), or is a pandas query
@@ -97,11 +112,23 @@ def load(table: str, root: Path | str | None = None, where: Mapping | str | None
     """
     folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
-        raise InputError("log filter", repr(where), "columns and values, or a pandas query", "write for example {'T': 4}")
+        raise InputError(
+            "log filter",
+            repr(where),
+            "columns and values, or a pandas query",
+            "write for example {'T': 4}",
+        )
     keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
-    if isinstance(where, Mapping) and where.get("run_id") is not None:  # a file is named after its run
-        own_first = ([folder / f"{run_id}.parquet" for folder in folders] for run_id in _several(where["run_id"]))
-        rows = _read([path for paths in own_first for path in list(filter(Path.is_file, paths))[:1]], table)
+    if (
+        isinstance(where, Mapping) and where.get("run_id") is not None
+    ):  # a file is named after its run
+        own_first = (
+            [folder / f"{run_id}.parquet" for folder in folders]
+            for run_id in _several(where["run_id"])
+        )
+        rows = _read(
+            [path for paths in own_first for path in list(filter(Path.is_file, paths))[:1]], table
+        )
     else:
         version, read = _fingerprint(table), lambda paths: _read(paths, table)
         rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
@@ -148,29 +175,48 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
     schema, latest = SCHEMAS[table], tables.version(table)
     versions = {path: _file_version(path, table) for path in paths}
     current = [path for path, version in versions.items() if version == latest]
-    older = [_migrated(path, table, version) for path, version in versions.items() if version < latest]
-    lifted = pa.concat_tables([schema.empty_table(), *older], promote_options="default").select(schema.names).cast(schema)
-    return pa.concat_tables([lifted, ds.dataset(current, schema=schema, format="parquet").to_table()])
+    older = [
+        _migrated(path, table, version) for path, version in versions.items() if version < latest
+    ]
+    lifted = (
+        pa.concat_tables([schema.empty_table(), *older], promote_options="default")
+        .select(schema.names)
+        .cast(schema)
+    )
+    return pa.concat_tables(
+        [lifted, ds.dataset(current, schema=schema, format="parquet").to_table()]
+    )
 
 
 def _folders(table: str, root: Path | str | None) -> tuple[Path, Path]:
     """Where the log at `root` keeps the files of a table: its own, and those of shipped runs."""
     if table not in SCHEMAS:
-        raise InputError("log table", repr(table), f"one of {', '.join(SCHEMAS)}", "correct the name")
+        raise InputError(
+            "log table", repr(table), f"one of {', '.join(SCHEMAS)}", "correct the name"
+        )
     root = default_root() if root is None else Path(root)
     return root / table, root / SHIPPED / table
 
 
-def _to_arrow(table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str) -> pa.Table:
+def _to_arrow(
+    table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str
+) -> pa.Table:
     """The rows with exactly the table's columns, every value checked."""
     subject, names = f"log table {table}", SCHEMAS[table].names
     frame = _frame(subject, rows)
     if frame.empty:
         raise InputError(subject, "no rows", "at least one", "append only what was measured")
     if unknown := [name for name in frame if name not in names]:
-        raise InputError(subject, f"columns {unknown}", f"some of {names}", "put what has no column into runs.config")
+        raise InputError(
+            subject,
+            f"columns {unknown}",
+            f"some of {names}",
+            "put what has no column into runs.config",
+        )
     if "run_id" in frame and set(frame["run_id"]) != {run_id}:
-        raise InputError(subject, "rows of another run", f"run_id {run_id} in all", "append each run by itself")
+        raise InputError(
+            subject, "rows of another run", f"run_id {run_id} in all", "append each run by itself"
+        )
     frame = frame.assign(run_id=run_id)
     schema = SCHEMAS[table].with_metadata({_VERSION_KEY: str(tables.version(table)).encode()})
     return pa.Table.from_arrays([_column(subject, field, frame) for field in schema], schema=schema)
@@ -181,11 +227,18 @@ def _frame(subject: str, rows: pd.DataFrame | Mapping | Sequence[Mapping]) -> pd
         return rows
     rows = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else [rows]
     if wrong := [row for row in rows if not isinstance(row, Mapping)]:
-        raise InputError(subject, f"{wrong[0]!r} as a row", "mappings from columns to values", "write for example {'T': 4}")
+        raise InputError(
+            subject,
+            f"{wrong[0]!r} as a row",
+            "mappings from columns to values",
+            "write for example {'T': 4}",
+        )
     try:
         return pd.DataFrame(rows)
     except UnicodeEncodeError as error:
-        raise InputError(subject, str(error), "text that UTF-8 can hold", "correct the value") from error
+        raise InputError(
+            subject, str(error), "text that UTF-8 can hold", "correct the value"
+        ) from error
 
 
 def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
@@ -195,13 +248,20 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
         if field.name in JSON_COLUMNS:
             values = values.map(_json_text, na_action="ignore")
         column = pa.array(values, field.type, from_pandas=True)
-    except (TypeError, ValueError, OverflowError, pa.ArrowNotImplementedError) as error:  # Arrow's own are of the first two
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        pa.ArrowNotImplementedError,
+    ) as error:  # Arrow's own are of the first two
         raise InputError(subject, str(error), f"type {field.type}", "correct the value") from error
     if column.null_count and not field.nullable:
         raise InputError(subject, "no value", "one in every row", "say what the row is about")
     allowed = ALLOWED.get(field.name)
     if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
-        raise InputError(subject, ", ".join(sorted(wrong)), f"one of {sorted(allowed)}", "correct the value")
+        raise InputError(
+            subject, ", ".join(sorted(wrong)), f"one of {sorted(allowed)}", "correct the value"
+        )
     return column
 
 
@@ -223,14 +283,23 @@ def _file_version(path: Path, table: str) -> int:
     try:
         schema = pq.read_schema(path)
     except pa.ArrowInvalid as error:
-        raise InputError(subject, str(error), "a whole Parquet file", "move it out of the log") from error
+        raise InputError(
+            subject, str(error), "a whole Parquet file", "move it out of the log"
+        ) from error
     version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
     if version not in map(str, range(1, latest + 1)):
         needed = f"version 1 to {latest} of table {table}"
-        raise InputError(subject, f"schema version {version}", needed, "read it with the release that wrote it")
+        raise InputError(
+            subject, f"schema version {version}", needed, "read it with the release that wrote it"
+        )
     unknown = set(schema.names) - set(SCHEMAS[table].names)
     if int(version) == latest and unknown:
-        raise InputError(subject, f"columns {sorted(unknown)}", f"columns of table {table}", "update the workbench")
+        raise InputError(
+            subject,
+            f"columns {sorted(unknown)}",
+            f"columns of table {table}",
+            "update the workbench",
+        )
     return int(version)
 
 
@@ -246,12 +315,19 @@ def _expression(table: str, where: Mapping) -> ds.Expression:
     schema, keep = SCHEMAS[table], ds.scalar(True)
     for name, value in where.items():
         if name not in schema.names:
-            raise InputError(f"filter on {table}", f"column {name!r}", f"one of {schema.names}", "correct the name")
+            raise InputError(
+                f"filter on {table}",
+                f"column {name!r}",
+                f"one of {schema.names}",
+                "correct the name",
+            )
         kind = schema.field(name).type
         try:
             keep &= ds.field(name).isin(pa.array(_several(value), kind))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise InputError(f"filter on {table}, {name}", repr(value), f"type {kind}", "correct the value") from error
+            raise InputError(
+                f"filter on {table}, {name}", repr(value), f"type {kind}", "correct the value"
+            ) from error
     return keep
 
 
@@ -260,12 +336,24 @@ def _several(value) -> list:
 
 
 # what pandas makes of a query that means nothing
-MEANINGLESS = (ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, SyntaxError, TypeError, ValueError)
+MEANINGLESS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
 
 def _query(frame: pd.DataFrame, where: str) -> pd.DataFrame:
     try:
         return frame.query(where)
     except MEANINGLESS as error:
-        needed, example = f"a pandas query over {', '.join(frame)}", "write for example: T == 4 and depth > 0"
+        needed, example = (
+            f"a pandas query over {', '.join(frame)}",
+            "write for example: T == 4 and depth > 0",
+        )
         raise InputError("log filter", f"{where!r} ({error})", needed, example) from error

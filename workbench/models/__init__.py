@@ -10,13 +10,23 @@ from importlib import import_module
 
 from workbench.errors import InputError
 
-FAMILIES = {"gemma3_text": "gemma3", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "zaya": "zaya"}
+FAMILIES = {
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "zaya": "zaya",
+}
 # model_type of the (text) configuration → module
 
 
 def family_of(config):
     """The module of a configuration's family; refuses the others by name."""
     if config.model_type not in FAMILIES:
-        raise InputError("checkpoint", f"model_type {config.model_type!r}", f"one of {', '.join(FAMILIES)}",
-                         "see docs: how to add a family")  # fmt: skip
+        raise InputError(
+            "checkpoint",
+            f"model_type {config.model_type!r}",
+            f"one of {', '.join(FAMILIES)}",
+            "see docs: how to add a family",
+        )
     return import_module(f".{FAMILIES[config.model_type]}", __name__)

@@ -31,12 +31,16 @@ class Projection(nn.Module):
     def forward(self, x: torch.Tensor, cache: Cache, select: torch.Tensor):
         s = self.shape
         q, k = self.q_proj(x), self.k_proj(x)
-        mixed = self.conv_qk_depthwise(self.extended(CONV_STATE, torch.cat([q, k], 1), cache, select))
+        mixed = self.conv_qk_depthwise(
+            self.extended(CONV_STATE, torch.cat([q, k], 1), cache, select)
+        )
         mixed = self.conv_qk_grouped(mixed)
         mean_q, mean_k = self.means(s.heads(q, s.H), s.heads(k, s.H_kv))
         q = s.heads(mixed[:, : s.H * s.D], s.H) + mean_q
         k = s.heads(mixed[:, s.H * s.D :], s.H_kv) + mean_k
-        delayed = self.extended(V_DELAYED_STATE, self.v_proj_delayed(x), cache, select[:, 1:])[..., :-1]
+        delayed = self.extended(V_DELAYED_STATE, self.v_proj_delayed(x), cache, select[:, 1:])[
+            ..., :-1
+        ]
         v = torch.cat([self.v_proj_current(x).reshape(s.B, s.H_kv * s.D // 2, 1, -1), delayed], 1)
         return q, k, s.heads(v, s.H_kv)
 
@@ -48,18 +52,24 @@ class Projection(nn.Module):
         mean_k = mean_q.mean(1, keepdim=True)
         return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
 
-    def extended(self, name: str, x: torch.Tensor, cache: Cache, select: torch.Tensor) -> torch.Tensor:
+    def extended(
+        self, name: str, x: torch.Tensor, cache: Cache, select: torch.Tensor
+    ) -> torch.Tensor:
         """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state takes the last n.
 
         `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where there are fewer:
         columns that are not valid never enter the state.
         """
         B, width, old = self.shape.B, x.shape[1], cache.read(name)
-        joined = torch.cat([old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3)
+        joined = torch.cat(
+            [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
+        )
         counts = select.sum(-1, keepdim=True)  # [B, n, 1]
         last = counts[:, -1:]
         rows = x.reshape(B, width, -1).transpose(1, 2)
-        cache.write(name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:])  # ends what `old` held
+        cache.write(
+            name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:]
+        )  # ends what `old` held
         return joined
 
 

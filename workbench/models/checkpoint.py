@@ -20,7 +20,12 @@ HASH_BYTES = 1 << 26  # large, so that a thread that hashes rarely asks for the 
 CHUNK_BYTES = 1 << 18  # what stays in a core's cache while it is converted
 
 GENERATION = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 FETCH = f"{paths.fetch()}, or git lfs pull"
 
 
@@ -55,9 +60,13 @@ class Checkpoint:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError):
-            raise InputError(str(index), "no weight_map", "the index of a sharded checkpoint", FETCH) from None
+            raise InputError(
+                str(index), "no weight_map", "the index of a sharded checkpoint", FETCH
+            ) from None
         if any(Path(n).name != n for n in names):
-            raise InputError(str(index), "a file name with a folder in it", "plain file names", FETCH)
+            raise InputError(
+                str(index), "a file name with a folder in it", "plain file names", FETCH
+            )
         return [self.path / n for n in names]
 
     @cached_property
@@ -68,13 +77,21 @@ class Checkpoint:
 
         raw = self.raw_config
         if raw.get("model_type") not in transformers.CONFIG_MAPPING:
-            raise InputError(f"checkpoint {self.path}", f"model_type {raw.get('model_type')!r}",
-                             "a model_type that transformers knows", "see README: supported families")  # fmt: skip
+            raise InputError(
+                f"checkpoint {self.path}",
+                f"model_type {raw.get('model_type')!r}",
+                "a model_type that transformers knows",
+                "see README: supported families",
+            )
         try:
             whole = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
         except (ValueError, TypeError, KeyError, StrictDataclassError) as problem:
-            raise InputError(str(self.path / "config.json"), f"{problem}".strip(), "a configuration that transformers accepts",
-                             FETCH) from problem  # fmt: skip
+            raise InputError(
+                str(self.path / "config.json"),
+                f"{problem}".strip(),
+                "a configuration that transformers accepts",
+                FETCH,
+            ) from problem
         return whole.get_text_config(decoder=True)
 
     @cached_property
@@ -88,15 +105,25 @@ class Checkpoint:
         eos = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
         tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if not all(type(token) is int for token in tokens):
-            raise InputError(f"checkpoint {self.path}", f"eos_token_id {eos!r}", "a token id, a list of them, or null", FETCH)
+            raise InputError(
+                f"checkpoint {self.path}",
+                f"eos_token_id {eos!r}",
+                "a token id, a list of them, or null",
+                FETCH,
+            )
         return tokens
 
     @cached_property
     def sha256(self) -> str:
         """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
-        digest, buffer = hashlib.sha256((self.path / "config.json").read_bytes()), memoryview(bytearray(HASH_BYTES))
+        digest, buffer = (
+            hashlib.sha256((self.path / "config.json").read_bytes()),
+            memoryview(bytearray(HASH_BYTES)),
+        )
         own = self.path / GENERATION
-        if own.is_file() and _read_json(own).get("eos_token_id") != self.raw_config.get("eos_token_id"):
+        if own.is_file() and _read_json(own).get("eos_token_id") != self.raw_config.get(
+            "eos_token_id"
+        ):
             digest.update(own.read_bytes())  # it ends texts where the configuration does not
         for path in self.files:
             of_file = hashlib.sha256()
@@ -131,16 +158,27 @@ class Checkpoint:
 
     def _entry(self, name: str) -> Entry:
         if name not in self.header:
-            raise InputError(f"checkpoint {self.path}", f"no tensor {name!r}",
-                             f"the layout of transformers' {self.raw_config.get('model_type')} models", FETCH)  # fmt: skip
+            raise InputError(
+                f"checkpoint {self.path}",
+                f"no tensor {name!r}",
+                f"the layout of transformers' {self.raw_config.get('model_type')} models",
+                FETCH,
+            )
         return self.header[name]
 
-    def chunks(self, name: str, rows: slice | None = None, buffer: bytearray | None = None) -> Iterator[torch.Tensor]:
+    def chunks(
+        self, name: str, rows: slice | None = None, buffer: bytearray | None = None
+    ) -> Iterator[torch.Tensor]:
         """The values of tensor `name` (or of some rows) in order: flat pieces in the stored dtype, each read into `buffer`
         (its size is theirs), so a piece is gone when the next one comes."""
         file, dtype, shape, first = self._entry(name)
         if dtype not in KINDS:
-            raise InputError(f"tensor {name!r}", f"dtype {dtype}", "F32, F16 or BF16", "convert the checkpoint to one of these")
+            raise InputError(
+                f"tensor {name!r}",
+                f"dtype {dtype}",
+                "F32, F16 or BF16",
+                "convert the checkpoint to one of these",
+            )
         row = math.prod(shape[1:]) * KINDS[dtype].itemsize
         start, stop, _ = (rows or slice(None)).indices(shape[0] if shape else 1)
         view, left = memoryview(buffer or bytearray(CHUNK_BYTES)), (stop - start) * row
@@ -149,7 +187,9 @@ class Checkpoint:
             while left > 0:
                 count = opened.readinto(view[: min(left, len(view))])
                 if count == 0 or count % KINDS[dtype].itemsize:
-                    raise InputError(str(file), "fewer bytes than when it was opened", "the whole file", FETCH)
+                    raise InputError(
+                        str(file), "fewer bytes than when it was opened", "the whole file", FETCH
+                    )
                 yield torch.frombuffer(view[:count], dtype=KINDS[dtype])
                 left -= count
 
@@ -186,13 +226,20 @@ def _reading(path: Path):
     try:
         yield
     except OSError as problem:
-        raise InputError(str(path), f"{problem.strerror or problem}", "a readable file", FETCH) from problem
+        raise InputError(
+            str(path), f"{problem.strerror or problem}", "a readable file", FETCH
+        ) from problem
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, after checking that the file is as long as its header says."""
     if not path.is_file():
-        raise InputError(str(path), "no such file (half a download?)", "every weight file of the checkpoint", FETCH)
+        raise InputError(
+            str(path),
+            "no such file (half a download?)",
+            "every weight file of the checkpoint",
+            FETCH,
+        )
     size = path.stat().st_size
     with _reading(path), path.open("rb") as file:
         if is_lfs_pointer(path):
@@ -203,16 +250,30 @@ def _read_header(path: Path) -> dict[str, Entry]:
         try:
             header = {n: e for n, e in json.loads(file.read(length)).items() if n != "__metadata__"}
             end = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
-            entries = {n: Entry(path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0]) for n, e in header.items()}
+            entries = {
+                n: Entry(path, e["dtype"], e["shape"], 8 + length + e["data_offsets"][0])
+                for n, e in header.items()
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise InputError(str(path), "a damaged safetensors header", "a safetensors file", FETCH) from None
+            raise InputError(
+                str(path), "a damaged safetensors header", "a safetensors file", FETCH
+            ) from None
     if size != end:
-        raise InputError(str(path), f"{size} bytes (truncated?)", f"{end} bytes as its header says", FETCH)
+        raise InputError(
+            str(path), f"{size} bytes (truncated?)", f"{end} bytes as its header says", FETCH
+        )
     return entries
 
 
-def random(path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "float16", shard_bytes: int = 1 << 30,
-           **config) -> Path:  # fmt: skip
+def random(
+    path: str | Path,
+    model_type: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float16",
+    shard_bytes: int = 1 << 30,
+    **config,
+) -> Path:
     """Writes a Hugging Face folder of random weights and any dimensions, never holding more than one shard.
 
     Args:
@@ -247,7 +308,9 @@ def random(path: str | Path, model_type: str, *, seed: int = 0, dtype: str = "fl
     if len(set(index.values())) == 1:
         (path / file).rename(path / "model.safetensors")
     else:
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        (path / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index})
+        )
     return path
 
 
@@ -256,7 +319,9 @@ def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> 
     leaf = name.rsplit(".", 1)[-1]
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise
-    if leaf == "balancing_biases":  # transformers sets the last one, the skip class's, to -1 whenever it loads a model
+    if (
+        leaf == "balancing_biases"
+    ):  # transformers sets the last one, the skip class's, to -1 whenever it loads a model
         return torch.cat([0.1 * noise[:-1], -torch.ones(1)])
     if leaf.endswith("bias"):
         return 0.1 * noise

@@ -37,11 +37,21 @@ class Plan:
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
         d, layer = self.dims, self.layers[index]
-        return AttentionGeometry(options.batch, d.H, d.H_kv, d.D, options.slots(layer.window), options.layout, layer.suffix)
+        return AttentionGeometry(
+            options.batch,
+            d.H,
+            d.H_kv,
+            d.D,
+            options.slots(layer.window),
+            options.layout,
+            layer.suffix,
+        )
 
 
 def refuse(config, actual: str, needed: str) -> NoReturn:
-    raise InputError(f"{config.model_type} checkpoint", actual, needed, "see README: supported families")
+    raise InputError(
+        f"{config.model_type} checkpoint", actual, needed, "see README: supported families"
+    )
 
 
 def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
@@ -56,7 +66,9 @@ def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
     if width % 2:
         refuse(config, f"a rotary width of {width}", "an even one, two halves to rotate")
     if kind == "default":
-        inv_freq = 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width)
+        inv_freq = 1.0 / parameters["rope_theta"] ** (
+            torch.arange(0, width, 2, dtype=torch.float) / width
+        )
         return Rope(name=name, inv_freq=inv_freq.tolist())
     keywords = {"layer_type": layer_type} if layer_type else {}
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, **keywords)
@@ -70,8 +82,15 @@ def alternating(config, full: str, sliding: str) -> tuple[list[Rope], list[Layer
     if unknown:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
     mixed = len(set(config.layer_types)) > 1
-    names = {t: n if mixed else "" for t, n in ((full, "global"), (sliding, "local")) if t in config.layer_types}
-    layers = [Layer(rope=names[t], window=config.sliding_window if t == sliding else None) for t in config.layer_types]
+    names = {
+        t: n if mixed else ""
+        for t, n in ((full, "global"), (sliding, "local"))
+        if t in config.layer_types
+    }
+    layers = [
+        Layer(rope=names[t], window=config.sliding_window if t == sliding else None)
+        for t in config.layer_types
+    ]
     return [rope(config, t, n) for t, n in names.items()], layers
 
 
@@ -80,5 +99,11 @@ def head_dim(config) -> int:
 
 
 def dims(config) -> Dims:
-    return Dims(C=config.hidden_size, H=config.num_attention_heads, H_kv=config.num_key_value_heads,
-                D=head_dim(config), L=config.num_hidden_layers, V=config.vocab_size)  # fmt: skip
+    return Dims(
+        C=config.hidden_size,
+        H=config.num_attention_heads,
+        H_kv=config.num_key_value_heads,
+        D=head_dim(config),
+        L=config.num_hidden_layers,
+        V=config.vocab_size,
+    )

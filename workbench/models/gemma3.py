@@ -17,7 +17,10 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import NORMAL, Attention, GatedMLP, Head, RMSNorm
 
-ADDING = ("post_attention_layernorm", "post_feedforward_layernorm")  # what they return joins the residual stream
+ADDING = (
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)  # what they return joins the residual stream
 CHUNK = 16_384  # rows of the embedding table read at a time
 
 
@@ -28,12 +31,26 @@ class GemmaDecoderLayer(nn.Module):
         super().__init__()
         config, d, e = plan.config, plan.dims, plan.residual_exponent
         norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
-        self.input_layernorm, self.pre_feedforward_layernorm = norm(d.C, exponent=e), norm(d.C, exponent=e)
-        self.post_attention_layernorm, self.post_feedforward_layernorm = norm(d.C, gain=2.0**-e), norm(d.C, gain=2.0**-e)
-        self.self_attn = Attention(d.C, plan.shape(index, options), scale=config.query_pre_attn_scalar**-0.5, rotary=d.D,
-                                   qkv_bias=config.attention_bias, o_bias=config.attention_bias,
-                                   qk_norm=partial(norm, d.D, dim=3))  # fmt: skip
-        self.mlp = GatedMLP(d.C, config.intermediate_size, partial(nn.functional.gelu, approximate="tanh"))
+        self.input_layernorm, self.pre_feedforward_layernorm = (
+            norm(d.C, exponent=e),
+            norm(d.C, exponent=e),
+        )
+        self.post_attention_layernorm, self.post_feedforward_layernorm = (
+            norm(d.C, gain=2.0**-e),
+            norm(d.C, gain=2.0**-e),
+        )
+        self.self_attn = Attention(
+            d.C,
+            plan.shape(index, options),
+            scale=config.query_pre_attn_scalar**-0.5,
+            rotary=d.D,
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            qk_norm=partial(norm, d.D, dim=3),
+        )
+        self.mlp = GatedMLP(
+            d.C, config.intermediate_size, partial(nn.functional.gelu, approximate="tanh")
+        )
 
     def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cache, io))
@@ -43,7 +60,9 @@ class GemmaDecoderLayer(nn.Module):
 def plan(config) -> Plan:
     for softcap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, softcap) is not None:
-            refuse(config, f"{softcap} = {getattr(config, softcap)}", "no softcap (Gemma 3 has none)")
+            refuse(
+                config, f"{softcap} = {getattr(config, softcap)}", "no softcap (Gemma 3 has none)"
+            )
     if config.use_bidirectional_attention:
         refuse(config, "use_bidirectional_attention = true", "causal attention")
     if config.hidden_activation != "gelu_pytorch_tanh":
@@ -51,7 +70,14 @@ def plan(config) -> Plan:
     ropes, layers = alternating(config, "full_attention", "sliding_attention")
     if any(2 * len(rope.inv_freq) != config.head_dim for rope in ropes):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
-    return Plan(config, dims(config), ropes, layers, config.tie_word_embeddings, embedding_scale=config.hidden_size**0.5)
+    return Plan(
+        config,
+        dims(config),
+        ropes,
+        layers,
+        config.tie_word_embeddings,
+        embedding_scale=config.hidden_size**0.5,
+    )
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
@@ -61,19 +87,25 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     """
     bound = torch.zeros(plan.dims.C)
     for start in range(0, plan.dims.V, CHUNK):
-        rows = source.tensor(f"{source.prefix}embed_tokens.weight", slice(start, min(start + CHUNK, plan.dims.V)))
+        rows = source.tensor(
+            f"{source.prefix}embed_tokens.weight", slice(start, min(start + CHUNK, plan.dims.V))
+        )
         bound = torch.maximum(bound, rows.abs().amax(0))
     for i in range(plan.dims.L):
         for name in ADDING:
             bound += (1 + source.tensor(f"{source.prefix}layers.{i}.{name}.weight")).abs()
     peak = float(bound.max()) * plan.dims.C**0.5
     exponent = max(0, math.frexp(peak / NORMAL[1])[1])
-    return replace(plan, residual_exponent=exponent, embedding_scale=plan.embedding_scale * 2.0**-exponent)
+    return replace(
+        plan, residual_exponent=exponent, embedding_scale=plan.embedding_scale * 2.0**-exponent
+    )
 
 
 layer = GemmaDecoderLayer
 
 
 def head(plan: Plan, rows: int) -> nn.Module:
-    norm = RMSNorm(plan.dims.C, plan.config.rms_norm_eps, offset=1.0, exponent=plan.residual_exponent)
+    norm = RMSNorm(
+        plan.dims.C, plan.config.rms_norm_eps, offset=1.0, exponent=plan.residual_exponent
+    )
     return Head(norm, plan.dims.C, rows)

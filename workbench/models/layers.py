@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.names import ATTN_MASK, K_STATE, MAX_FP16, MIN_NORMAL, ROPE_COS, ROPE_SIN, V_STATE
+from workbench.bundle.names import (
+    ATTN_MASK,
+    K_STATE,
+    MAX_FP16,
+    MIN_NORMAL,
+    ROPE_COS,
+    ROPE_SIN,
+    V_STATE,
+)
 from workbench.models.cache import Cache
 
 NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
@@ -46,7 +54,9 @@ def by_peak(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Conv(nn.Module):
     """A convolution with weight [outputs, inputs / groups, *kernel]; by default a linear layer as a 1×1 convolution."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, *, kernel=(1, 1), groups: int = 1):
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = False, *, kernel=(1, 1), groups: int = 1
+    ):
         super().__init__()
         self.groups = groups
         self.weight = nn.Parameter(torch.zeros(outputs, inputs // groups, *kernel))
@@ -65,7 +75,16 @@ class RMSNorm(nn.Module):
         gain: power of two that multiplies the result before its weight does.
     """
 
-    def __init__(self, width: int, eps: float, dim: int = 1, *, offset=0.0, exponent: int = 0, gain: float = 1.0):
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        dim: int = 1,
+        *,
+        offset=0.0,
+        exponent: int = 0,
+        gain: float = 1.0,
+    ):
         super().__init__()
         shape = [1, 1, 1, 1]
         shape[dim] = width
@@ -120,7 +139,9 @@ class AttentionGeometry:
         parts = [a * cos - b * sin, b * cos + a * sin]
         return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, io: dict
+    ) -> torch.Tensor:
         """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v over all of it.
 
         q [B, H, T, D] is already scaled. The query heads of one group are rows of one product, so nothing is repeated
@@ -128,9 +149,13 @@ class AttentionGeometry:
         """
         k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
         mask = io[ATTN_MASK + self.suffix]
-        scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)  # [B, H_kv, H/H_kv·T, S]
+        scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(
+            2, 3
+        )  # [B, H_kv, H/H_kv·T, S]
         weights = torch.softmax(scores.reshape(self.B, self.H, -1, self.S) + mask, dim=-1)
-        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(self.B, self.H, -1, self.D)
+        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(
+            self.B, self.H, -1, self.D
+        )
 
 
 class Attention(nn.Module):
@@ -139,7 +164,17 @@ class Attention(nn.Module):
     Scaling q before q kᵀ keeps scores small in fp16; `qk_norm` is a per-head RMSNorm factory or None.
     """
 
-    def __init__(self, C: int, shape: AttentionGeometry, *, scale, rotary: int, qkv_bias=False, o_bias=False, qk_norm=None):
+    def __init__(
+        self,
+        C: int,
+        shape: AttentionGeometry,
+        *,
+        scale,
+        rotary: int,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=None,
+    ):
         super().__init__()
         self.shape, self.scale, self.rotary = shape, scale, rotary
         H, H_kv, D = shape.H, shape.H_kv, shape.D
@@ -149,7 +184,11 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
         s = self.shape
-        q, k, v = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv), s.heads(self.v_proj(x), s.H_kv)
+        q, k, v = (
+            s.heads(self.q_proj(x), s.H),
+            s.heads(self.k_proj(x), s.H_kv),
+            s.heads(self.v_proj(x), s.H_kv),
+        )
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)

@@ -12,14 +12,32 @@ from workbench.models.layers import Attention, GatedMLP, Head, RMSNorm
 class DecoderLayer(nn.Module):
     """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T]."""
 
-    def __init__(self, plan: Plan, index: int, options: Options, *, qkv_bias=False, o_bias=False, qk_norm=None):
+    def __init__(
+        self,
+        plan: Plan,
+        index: int,
+        options: Options,
+        *,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=None,
+    ):
         super().__init__()
         config, d = plan.config, plan.dims
         self.input_layernorm = RMSNorm(d.C, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(d.C, config.rms_norm_eps)
-        self.self_attn = Attention(d.C, plan.shape(index, options), scale=d.D**-0.5, rotary=d.D,
-                                   qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm)  # fmt: skip
-        self.mlp = GatedMLP(d.C, config.intermediate_size, nn.functional.silu, getattr(config, "mlp_bias", False))
+        self.self_attn = Attention(
+            d.C,
+            plan.shape(index, options),
+            scale=d.D**-0.5,
+            rotary=d.D,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+        )
+        self.mlp = GatedMLP(
+            d.C, config.intermediate_size, nn.functional.silu, getattr(config, "mlp_bias", False)
+        )
 
     def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cache, io)

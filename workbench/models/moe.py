@@ -56,7 +56,9 @@ class Experts(nn.Module):
         """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C, T, 1]."""
         s, E = self.shape, self.count
         both = nn.functional.conv2d(x, self.gate_up_proj).reshape(s.B, E, 2 * self.inner, -1)
-        inner = nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]  # [B, E, inner, T]
+        inner = (
+            nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]
+        )  # [B, E, inner, T]
         down = nn.functional.conv2d(s.plane(inner, E * self.inner), self.down_proj, groups=E)
         weighted = down.reshape(s.B, E, self.C, -1) * weights.reshape(s.B, E, 1, -1)
         return s.plane(weighted.sum(1), self.C)
@@ -69,9 +71,15 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate, self.experts = gate, experts
         classes = gate.balancing_biases.shape[1]
-        self.register_buffer("classes", torch.arange(classes, dtype=torch.int32).reshape(1, -1, 1, 1), persistent=False)
+        self.register_buffer(
+            "classes",
+            torch.arange(classes, dtype=torch.int32).reshape(1, -1, 1, 1),
+            persistent=False,
+        )
 
-    def dense(self, x: torch.Tensor, probabilities: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def dense(
+        self, x: torch.Tensor, probabilities: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
         """Every expert on every token, all but the chosen one weighted zero."""
         chosen = scores.argmax(1, keepdim=True).int() == self.classes
         weights = probabilities * chosen.to(probabilities.dtype)

@@ -24,7 +24,10 @@ from workbench.models.moe import Experts, Mixture, Router
 
 __all__ = ["expert", "head", "layer", "plan", "settle"]
 
-LEGACY = ("zaya_block.", "self_attn.qkv.")  # parts of tensor names in the layout of 80 alternating blocks
+LEGACY = (
+    "zaya_block.",
+    "self_attn.qkv.",
+)  # parts of tensor names in the layout of 80 alternating blocks
 
 
 def vector(width: int) -> nn.Parameter:
@@ -62,18 +65,29 @@ class ZayaDecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(C, eps), RMSNorm(C, eps)
         self.self_attn = CompressedConvAttention(C, shape, rotary=2 * len(rope.inv_freq))
         gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
-        experts = None if self.routed else Experts(plan.experts, C, config.moe_intermediate_size, shape)
+        experts = (
+            None if self.routed else Experts(plan.experts, C, config.moe_intermediate_size, shape)
+        )
         self.mlp = Mixture(gate, experts)
-        self.post_attention_residual_scale, self.post_mlp_residual_scale = ResidualScaling(C), ResidualScaling(C)
+        self.post_attention_residual_scale, self.post_mlp_residual_scale = (
+            ResidualScaling(C),
+            ResidualScaling(C),
+        )
 
     def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
-        x = self.post_attention_residual_scale(self.self_attn(self.input_layernorm(x), cache, io), x)
+        x = self.post_attention_residual_scale(
+            self.self_attn(self.input_layernorm(x), cache, io), x
+        )
         normed = self.post_attention_layernorm(x)
-        state, probabilities, scores = self.mlp.gate(normed, io.get(ROUTER_STATE_OUT, io[ROUTER_STATE]))
+        state, probabilities, scores = self.mlp.gate(
+            normed, io.get(ROUTER_STATE_OUT, io[ROUTER_STATE])
+        )
         io[ROUTER_STATE_OUT] = state
         if not self.routed:
             return self.post_mlp_residual_scale(self.mlp.dense(normed, probabilities, scores), x)
-        base = self.post_mlp_residual_scale(x - x, x)  # zeros that no converter folds into bias · scale
+        base = self.post_mlp_residual_scale(
+            x - x, x
+        )  # zeros that no converter folds into bias · scale
         io |= {BASE: base, EXPERT_IN: normed, ROUTER_PROBS: probabilities, ROUTER_SCORES: scores}
         return base
 
@@ -84,11 +98,16 @@ class Expert(nn.Module):
     def __init__(self, plan: Plan, options: Options):
         super().__init__()
         C = plan.dims.C
-        self.mlp = nn.ModuleDict({"experts": Experts(1, C, plan.config.moe_intermediate_size, plan.shape(0, options))})
+        self.mlp = nn.ModuleDict(
+            {"experts": Experts(1, C, plan.config.moe_intermediate_size, plan.shape(0, options))}
+        )
         self.post_mlp_residual_scale = nn.ParameterDict({"hidden_states_scale": vector(C)})
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
-        return acc + self.mlp["experts"](x, weight) * self.post_mlp_residual_scale["hidden_states_scale"]
+        return (
+            acc
+            + self.mlp["experts"](x, weight) * self.post_mlp_residual_scale["hidden_states_scale"]
+        )
 
 
 def plan(config) -> Plan:
@@ -97,20 +116,40 @@ def plan(config) -> Plan:
     if config.hidden_act != "silu":
         refuse(config, f"activation {config.hidden_act!r}", "silu")
     if (config.cca_time0, config.cca_time1) != (TAPS, TAPS):
-        refuse(config, f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}", f"{TAPS} and {TAPS}")
+        refuse(
+            config,
+            f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}",
+            f"{TAPS} and {TAPS}",
+        )
     ropes, layers = alternating(config, "hybrid", "hybrid_sliding")
     d = dims(config)
-    side = {CONV_STATE: (2 * TAPS - 2, (d.H + d.H_kv) * d.D), V_DELAYED_STATE: (1, d.H_kv * d.D // 2)}
-    return Plan(config, d, ropes, layers, config.tie_word_embeddings, embedding_bias="input_hidden_states_bias",
-                embedding_factor="input_hidden_states_scale", side_states=side, router_width=config.router_hidden_size,
-                experts=config.num_experts)  # fmt: skip
+    side = {
+        CONV_STATE: (2 * TAPS - 2, (d.H + d.H_kv) * d.D),
+        V_DELAYED_STATE: (1, d.H_kv * d.D // 2),
+    }
+    return Plan(
+        config,
+        d,
+        ropes,
+        layers,
+        config.tie_word_embeddings,
+        embedding_bias="input_hidden_states_bias",
+        embedding_factor="input_hidden_states_scale",
+        side_states=side,
+        router_width=config.router_hidden_size,
+        experts=config.num_experts,
+    )
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
     """Refuses the legacy layout."""
     legacy = next((name for name in source.header if any(part in name for part in LEGACY)), None)
     if legacy:
-        refuse(plan.config, f"the legacy layout (tensor {legacy!r})", "transformers' layout (self_attn.qkv_proj, mlp.experts)")
+        refuse(
+            plan.config,
+            f"the legacy layout (tensor {legacy!r})",
+            "transformers' layout (self_attn.qkv_proj, mlp.experts)",
+        )
     return plan
 
 

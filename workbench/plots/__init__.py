@@ -22,7 +22,27 @@ from workbench.plots.overflow import headroom, mask_leaks
 from workbench.plots.reuse import failure_patterns, first_token, reuse_matrix
 
 __all__ = [
-    "against_peer", "cache_rows", "error_by_position", "error_parts", "failure_patterns", "fidelity_grid", "fidelity_heatmap",
-    "first_token", "headroom", "layer_ms", "layer_parts", "mask_leaks", "memory_bar", "parts_bar", "ratios", "reuse_matrix",
-    "roofline", "save", "speed", "speed_against_fidelity", "style", "update_cosine_bars", "writer",
-]  # fmt: skip
+    "against_peer",
+    "cache_rows",
+    "error_by_position",
+    "error_parts",
+    "failure_patterns",
+    "fidelity_grid",
+    "fidelity_heatmap",
+    "first_token",
+    "headroom",
+    "layer_ms",
+    "layer_parts",
+    "mask_leaks",
+    "memory_bar",
+    "parts_bar",
+    "ratios",
+    "reuse_matrix",
+    "roofline",
+    "save",
+    "speed",
+    "speed_against_fidelity",
+    "style",
+    "update_cosine_bars",
+    "writer",
+]

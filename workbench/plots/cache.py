@@ -29,7 +29,10 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, min(1.4 + 0.16 * len(slots), 7), 0.9 + 0.18 * len(calls))
     for kind, look in _CALL_MARKS.items():
         marked = cells[cells[kind]]
-        x, y = slots.get_indexer(marked["slot"]) + 0.5, calls.index.get_indexer(marked["call"]) + 0.5
+        x, y = (
+            slots.get_indexer(marked["slot"]) + 0.5,
+            calls.index.get_indexer(marked["call"]) + 0.5,
+        )
         ax.plot(x, y, ls="", label=f"{kind} ({len(marked)})", **look)
     ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache slot", ylabel="call")
     label_cells(ax.xaxis, slots)

@@ -21,11 +21,26 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     for verdict, (marker, colour) in _VERDICTS.items():
         points = configurations[configurations["verdict"] == verdict]
         if len(points):
-            ax.plot(error[points.index], points["tokens_per_s"], marker, color=colour, label=verdict, alpha=0.8)
+            ax.plot(
+                error[points.index],
+                points["tokens_per_s"],
+                marker,
+                color=colour,
+                label=verdict,
+                alpha=0.8,
+            )
     passing = configurations[configurations["verdict"] == "GREEN"]
     if len(passing):
         best = passing["tokens_per_s"].astype(float).idxmax()
-        ax.plot(error[best], passing.loc[best, "tokens_per_s"], "o", ms=11, mfc="none", mec="black", label="fastest that passes")
+        ax.plot(
+            error[best],
+            passing.loc[best, "tokens_per_s"],
+            "o",
+            ms=11,
+            mfc="none",
+            mec="black",
+            label="fastest that passes",
+        )
     ax.set_xscale("log")
     ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
     ax.set_ylim(bottom=0)
@@ -43,11 +58,24 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ms = predictions[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
-    ax.fill_between([low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%")
-    names = predictions["figure"].str.split(",").str[0] + (", " + predictions["chip"] if "chip" in predictions else "")
+    ax.fill_between(
+        [low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%"
+    )
+    names = predictions["figure"].str.split(",").str[0] + (
+        ", " + predictions["chip"] if "chip" in predictions else ""
+    )
     for name, rows in predictions.groupby(names, sort=False):
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
-    ax.set(xscale="log", yscale="log", xlabel="published ms", ylabel="predicted ms", xlim=(low, high), ylim=(low, high))
-    ax.set_title(f"roofline, median misfit {(predictions['predicted_ms'] / predictions['published_ms'] - 1).abs().median():.0%}")
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="published ms",
+        ylabel="predicted ms",
+        xlim=(low, high),
+        ylim=(low, high),
+    )
+    ax.set_title(
+        f"roofline, median misfit {(predictions['predicted_ms'] / predictions['published_ms'] - 1).abs().median():.0%}"
+    )
     ax.legend(loc="upper left")
     return ax

@@ -39,7 +39,9 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     ``machine`` goes into the title and must name one.
     """
     title = on_machine("speed, median and range", samples)
-    timed = samples[~samples["warmup"].fillna(False).astype(bool)] if "warmup" in samples else samples
+    timed = (
+        samples[~samples["warmup"].fillna(False).astype(bool)] if "warmup" in samples else samples
+    )
     units = timed["unit"].unique()
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
@@ -59,13 +61,21 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     Settings without a measurement are hatched. A column ``machine`` goes into the title and must name one.
     """
     title = on_machine("time of one layer", layers)
-    grid = layers.pivot_table(index="T", columns="max_seq_len", values="layer_ms", aggfunc="median").astype(float)
+    grid = layers.pivot_table(
+        index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
+    ).astype(float)
     ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
     norm = Normalize(0, grid.max(axis=None))
     mesh = grid_cells(ax, grid, norm, matplotlib.colormaps["cividis"])
-    write_cells(ax, grid, lambda ms: f"{ms:#.3g}".rstrip(".") if ms == ms else None,
-                color=lambda ms: "black" if norm(ms) > 0.5 else "white")
-    ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02).outline.set_visible(False)
+    write_cells(
+        ax,
+        grid,
+        lambda ms: f"{ms:#.3g}".rstrip(".") if ms == ms else None,
+        color=lambda ms: "black" if norm(ms) > 0.5 else "white",
+    )
+    ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02).outline.set_visible(
+        False
+    )
     return heading(ax, title, unmeasured_key(grid))
 
 
@@ -83,9 +93,18 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     ax = axes(ax, 6.5, 0.9 + 0.25 * (len(table) + len(machines)))
     totals = _stack(ax, table)
     ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
-    ax.vlines(machines, -0.5, range(len(table), len(table) + len(machines)), "black", "dashed", linewidth=0.8)
+    ax.vlines(
+        machines,
+        -0.5,
+        range(len(table), len(table) + len(machines)),
+        "black",
+        "dashed",
+        linewidth=0.8,
+    )
     for name, total in pd.concat([totals, machines]).items():
-        text = ax.annotate(f"{total:.2f} {unit}", (total, name), (4, 0), textcoords="offset points", va="center")
+        text = ax.annotate(
+            f"{total:.2f} {unit}", (total, name), (4, 0), textcoords="offset points", va="center"
+        )
         text.set_bbox(_ON_LINES)
     bars = len(table) + len(machines)
     ax.set(xlabel=unit, xlim=(0, 1.14 * widest / scale), ylim=(bars - 0.5, -0.5))
@@ -97,7 +116,16 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
     """Draws the columns of `table` as stacked bars, each with a hatch of its own, one bar per row; returns their lengths."""
     left = pd.Series(0.0, table.index)
     for hatch, part in zip(_HATCHES, table):
-        ax.barh(table.index, table[part], 0.6, left, hatch=hatch, edgecolor="white", linewidth=0.5, label=part)
+        ax.barh(
+            table.index,
+            table[part],
+            0.6,
+            left,
+            hatch=hatch,
+            edgecolor="white",
+            linewidth=0.5,
+            label=part,
+        )
         left += table[part]
     return left
 
@@ -122,7 +150,12 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
         ax.bar(
-            [this, row.peer], [row.value, row.peer_value], 0.55, color=["#0072B2", "white"], edgecolor="black", hatch=["", "////"]
+            [this, row.peer],
+            [row.value, row.peer_value],
+            0.55,
+            color=["#0072B2", "white"],
+            edgecolor="black",
+            hatch=["", "////"],
         )
         better = f"{row.ratio:.1f}× better" if row.ratio >= 1 else f"{1 / row.ratio:.1f}× worse"
         ax.set(title=f"{row.name.replace('_', ' ')}: {better}", ylabel=row.unit)
@@ -142,15 +175,28 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     column ``machine`` goes into the title and must name one.
     """
     shown = measures.dropna(subset="ratio")
-    names = [" ".join(str(v) for v in (r.phase, r.shard, f"T {r.T}", f"depth {r.depth}") if "<NA>" not in str(v) and v == v and v)
-             for r in shown.itertuples()]  # fmt: skip
+    names = [
+        " ".join(
+            str(v)
+            for v in (r.phase, r.shard, f"T {r.T}", f"depth {r.depth}")
+            if "<NA>" not in str(v) and v == v and v
+        )
+        for r in shown.itertuples()
+    ]
     ax = axes(ax, 6.0, 1.0 + 0.22 * len(shown))
     for y, row in enumerate(shown.itertuples()):
         sure = row.low == row.low
         if sure:
             ax.plot([row.low, row.high], [y, y], "-", color="#0072B2", marker="|")
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor="#0072B2" if sure else "white")
-        ax.annotate(f"{row.ratio:.3g}×", (row.ratio, y), (0, 5), textcoords="offset points", ha="center", fontsize=7)
+        ax.annotate(
+            f"{row.ratio:.3g}×",
+            (row.ratio, y),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=7,
+        )
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     ax.set_yticks(range(len(shown)), labels=names)
     ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))

@@ -50,9 +50,18 @@ _METRICS = {
 
 
 @style()
-def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, tensor: str = "update", mode: str = "isolated", metric: str = "1-cosine",
-                     tokens: Sequence[str] | None = None, threshold: float | None = None,
-                     limits: tuple[float, float] | None = None, ax: Axes | None = None) -> Axes:  # fmt: skip
+def fidelity_heatmap(
+    fidelity: pd.DataFrame,
+    *,
+    T: int,
+    tensor: str = "update",
+    mode: str = "isolated",
+    metric: str = "1-cosine",
+    tokens: Sequence[str] | None = None,
+    threshold: float | None = None,
+    limits: tuple[float, float] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
     """Layer × position of one metric (``1-cosine``, ``max_abs`` or ``psnr_db``) at one T.
 
     `fidelity` has the columns of the log's table of that name and, for this `T`, `tensor` and `mode`, at most one row
@@ -67,8 +76,17 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, tensor: str = "update", 
 
 
 @style()
-def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], *, tensor: str = "update", mode: str = "isolated",
-                  metric: str = "1-cosine", threshold: float | None = None, columns: int = 2, **options) -> Figure:  # fmt: skip
+def fidelity_grid(
+    fidelity: pd.DataFrame,
+    Ts: Iterable[int],
+    *,
+    tensor: str = "update",
+    mode: str = "isolated",
+    metric: str = "1-cosine",
+    threshold: float | None = None,
+    columns: int = 2,
+    **options,
+) -> Figure:
     """`fidelity_heatmap` at several T as small multiples with one colour scale; `options` are its `tokens` and `limits`."""
     Ts = list(Ts)
     rows = -(-len(Ts) // columns)
@@ -93,7 +111,9 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], *, tensor: str = "u
     return figure
 
 
-def _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=None) -> tuple[QuadMesh, list[Artist]]:
+def _draw(
+    ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=None
+) -> tuple[QuadMesh, list[Artist]]:
     """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur."""
     measured = fidelity[(fidelity["tensor"] == tensor) & (fidelity["mode"] == mode)]
     rows = measured[measured["T"] == T]
@@ -104,9 +124,16 @@ def _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=
     beyond = kind.fails(value, np.nan if threshold is None else threshold)
     off_scale = 2 * norm.vmax if kind.fails(1, 0) else norm.vmin - 1
     cells = _pivot(rows, value.clip(norm.vmin, norm.vmax).mask(infinite, off_scale), measured)
-    mesh = grid_cells(ax, cells, norm, matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"))
+    mesh = grid_cells(
+        ax,
+        cells,
+        norm,
+        matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"),
+    )
     if tokens is not None and len(cells.columns) <= MAX_TOKEN_LABELS:
-        label_cells(ax.xaxis, [_printable(tokens[position]) for position in cells.columns], MAX_TOKEN_LABELS)
+        label_cells(
+            ax.xaxis, [_printable(tokens[position]) for position in cells.columns], MAX_TOKEN_LABELS
+        )
         ax.tick_params(axis="x", rotation=90)
         for text in ax.get_xticklabels():
             text.set_parse_math(False)
@@ -114,7 +141,9 @@ def _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=
         ax.set(ylabel="", yticks=[])
     y, x = np.nonzero(_pivot(rows, beyond | infinite, measured).eq(True).to_numpy())
     dark = mesh.to_rgba(cells.to_numpy()[y, x])[:, :3].mean(axis=1) < 0.5
-    ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=np.where(dark, "white", "black"))
+    ax.scatter(
+        x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=np.where(dark, "white", "black")
+    )
     keys = []
     if beyond.any():
         broken = f"{kind.label} {'>' if kind.fails(1, 0) else '<'} {threshold:g}"
@@ -128,7 +157,9 @@ def _pivot(rows: pd.DataFrame, cell: pd.Series, measured: pd.DataFrame) -> pd.Da
     """Layer × position over whatever was measured at any T, so that figures at several T line up."""
     if rows.empty or rows.duplicated(["layer", "position"]).any():
         problem = "several rows for one layer and position" if len(rows) else "no rows"
-        raise ValueError(f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured")
+        raise ValueError(
+            f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
+        )
     layers, positions = (measured[name].sort_values().unique() for name in ("layer", "position"))
     grid = rows.assign(cell=cell).pivot(index="layer", columns="position", values="cell")
     return grid.reindex(index=layers, columns=positions)
@@ -136,7 +167,9 @@ def _pivot(rows: pd.DataFrame, cell: pd.Series, measured: pd.DataFrame) -> pd.Da
 
 def _scale(mesh: QuadMesh, ax: Axes | list[Axes], metric: str, threshold: float | None) -> None:
     """The colour bar, with a line at the threshold."""
-    bar = mesh.figure.colorbar(mesh, ax=ax, label=_METRICS[metric].label, pad=0.02, extend="neither")
+    bar = mesh.figure.colorbar(
+        mesh, ax=ax, label=_METRICS[metric].label, pad=0.02, extend="neither"
+    )
     bar.outline.set_visible(False)
     if threshold is not None:
         bar.ax.axhline(threshold, color="white", linewidth=2)
@@ -148,11 +181,15 @@ def _printable(token: str) -> str:
     glyphs = get_font(findfont("DejaVu Sans")).get_charmap()
     visible = token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
     short = visible if len(visible) <= 12 else visible[:11] + "…"
-    return "".join(letter if ord(letter) in glyphs and letter.isprintable() else "□" for letter in short)
+    return "".join(
+        letter if ord(letter) in glyphs and letter.isprintable() else "□" for letter in short
+    )
 
 
 @style()
-def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97, ax: Axes | None = None) -> Axes:
+def update_cosine_bars(
+    ablations: pd.DataFrame, *, threshold: float = 0.97, ax: Axes | None = None
+) -> Axes:
     """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of the hidden state.
 
     `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and ``cosine``; one bar
@@ -161,14 +198,29 @@ def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97, ax: 
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
     ax = axes(ax, 5.5, 0.8 + 0.28 * len(table))
     fails = table["update"] < threshold
-    bars = ax.barh(table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update")
+    bars = ax.barh(
+        table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update"
+    )
     for bar, (row, value), failed in zip(bars, table["update"].items(), fails):
         bar.set_hatch("////" if failed else None)
         ax.text(1.03, row, f"{value:.4f}{' ×' if failed else ''}", va="center")
-    limit = ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=f"threshold {threshold:g} (× fails)")
+    limit = ax.axvline(
+        threshold,
+        color="black",
+        linewidth=1,
+        linestyle="--",
+        label=f"threshold {threshold:g} (× fails)",
+    )
     keys = [bars, limit]
     if "hidden" in table:
-        keys += ax.plot(table["hidden"], table.index, "o", color="black", markerfacecolor="white", label="hidden state")
+        keys += ax.plot(
+            table["hidden"],
+            table.index,
+            "o",
+            color="black",
+            markerfacecolor="white",
+            label="hidden state",
+        )
     ax.invert_yaxis()
     ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)), 1.18))
     ax.tick_params(axis="y", length=0)
@@ -203,13 +255,29 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
     `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``, ``cross`` are left out.
     """
-    row = parts[parts["layer"] == layer].iloc[0].drop(["layer", "rss", "cross", "run_id"], errors="ignore").astype(float)
+    row = (
+        parts[parts["layer"] == layer]
+        .iloc[0]
+        .drop(["layer", "rss", "cross", "run_id"], errors="ignore")
+        .astype(float)
+    )
     ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
     least = row[row > 0].min() / 10
-    ax.barh(row.index, row.where(row > 0, least), 0.6, color=["#0072B2" if name != "total" else "0.4" for name in row.index])
+    ax.barh(
+        row.index,
+        row.where(row > 0, least),
+        0.6,
+        color=["#0072B2" if name != "total" else "0.4" for name in row.index],
+    )
     for name, value in row.items():
         text = "not measured" if value != value else f"{value:.2g}"
-        ax.annotate(text, (value if value > 0 else least, name), (4, 0), textcoords="offset points", va="center")
+        ax.annotate(
+            text,
+            (value if value > 0 else least, name),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+        )
     ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
@@ -225,4 +293,6 @@ def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
-    return _part_lines(axes(ax, 6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence")
+    return _part_lines(
+        axes(ax, 6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence"
+    )

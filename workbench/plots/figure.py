@@ -27,13 +27,29 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#0
 
 STYLE = {
     "font.family": "DejaVu Sans",  # the font that matplotlib ships, so figures look alike everywhere
-    "font.size": 8, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
-    "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.prop_cycle": matplotlib.cycler(color=PALETTE, marker=list("os^DvPX")),
-    "grid.color": "0.9", "grid.linewidth": 0.6, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
-    "lines.linewidth": 1.2, "lines.markersize": 4.5, "hatch.linewidth": 0.5, "legend.frameon": False, "legend.borderaxespad": 0,
-    "figure.constrained_layout.use": True, "savefig.dpi": 200, "pdf.fonttype": 42, "svg.hashsalt": "workbench",
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": matplotlib.cycler(color=PALETTE, marker=list("os^DvPX")),
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4.5,
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.borderaxespad": 0,
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 200,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "workbench",
     "svg.fonttype": "none",  # text stays text: searchable, and set in the reader's font
-}  # fmt: skip
+}
 
 _UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
 _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
@@ -45,11 +61,19 @@ def style() -> Iterator[None]:
     with matplotlib.rc_context(STYLE):
         yield
         interactive = matplotlib.is_interactive()
-    matplotlib.interactive(interactive)  # a notebook's backend loads with its first figure: leave on what it turned on
+    matplotlib.interactive(
+        interactive
+    )  # a notebook's backend loads with its first figure: leave on what it turned on
 
 
-def save(draw: Callable[[], Axes | Figure], stem: Path | str, *, run_ids: Sequence[str], alt: str,
-         formats: Sequence[str] = ("svg", "pdf", "png")) -> list[Path]:  # fmt: skip
+def save(
+    draw: Callable[[], Axes | Figure],
+    stem: Path | str,
+    *,
+    run_ids: Sequence[str],
+    alt: str,
+    formats: Sequence[str] = ("svg", "pdf", "png"),
+) -> list[Path]:
     """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths, sidecar last.
 
     `draw` is called afresh for each format, since a figure that has been saved once lays itself out differently: the
@@ -88,7 +112,9 @@ def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) ->
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.patch.set(**_UNMEASURED)
-    mesh = ax.pcolormesh(grid.to_numpy(dtype=float), norm=norm, cmap=cmap, rasterized=grid.size > 1024)
+    mesh = ax.pcolormesh(
+        grid.to_numpy(dtype=float), norm=norm, cmap=cmap, rasterized=grid.size > 1024
+    )
     label_cells(ax.xaxis, grid.columns)
     label_cells(ax.yaxis, grid.index)
     ax.set(xlabel=grid.columns.name, ylabel=grid.index.name, ylim=(len(grid), 0))
@@ -105,8 +131,16 @@ def write_cells(ax: Axes, grid: pd.DataFrame, text: Callable, **looks: Callable)
 
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
     """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are more than `most`."""
-    step = next(step for n in itertools.count() for step in (10**n, 2 * 10**n, 5 * 10**n) if len(labels) <= step * most)
-    axis.set_ticks([i + 0.5 for i in range(0, len(labels), step)], labels=[str(label) for label in labels[::step]])
+    step = next(
+        step
+        for n in itertools.count()
+        for step in (10**n, 2 * 10**n, 5 * 10**n)
+        if len(labels) <= step * most
+    )
+    axis.set_ticks(
+        [i + 0.5 for i in range(0, len(labels), step)],
+        labels=[str(label) for label in labels[::step]],
+    )
     axis.set_tick_params(length=0)
 
 
@@ -118,7 +152,9 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
     """
     machines = data["machine"].dropna().unique() if "machine" in data else []
     if len(machines) > 1:
-        raise ValueError(f"rows of the machines {'; '.join(machines)}; times are shown of one machine at a time")
+        raise ValueError(
+            f"rows of the machines {'; '.join(machines)}; times are shown of one machine at a time"
+        )
     return f"{title}\n{machines[0]}" if len(machines) else title
 
 
@@ -135,17 +171,32 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
     ax.set_title(title, pad=18 if keys else None)
     if keys:
-        ax.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1.01), ncols=len(keys), handlelength=1.4)
+        ax.legend(
+            handles=keys,
+            loc="lower left",
+            bbox_to_anchor=(0, 1.01),
+            ncols=len(keys),
+            handlelength=1.4,
+        )
     return ax
 
 
-def median_range(ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10) -> None:
+def median_range(
+    ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10
+) -> None:
     """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars reach from the least to
     the largest."""
     for name, line in samples.groupby(lines, sort=False):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
         reach = [values["median"] - values["min"], values["max"] - values["median"]]
-        ax.errorbar(values.index, values["median"], yerr=reach, capsize=2.5, elinewidth=0.8, label=label.format(name))
+        ax.errorbar(
+            values.index,
+            values["median"],
+            yerr=reach,
+            capsize=2.5,
+            elinewidth=0.8,
+            label=label.format(name),
+        )
     ax.set_xscale("log", base=base)
     at = sorted(samples[x].unique())
     ax.set_xticks(at, labels=map(str, at))

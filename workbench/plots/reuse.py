@@ -28,14 +28,25 @@ def _marked(ax: Axes, verdicts: pd.DataFrame) -> None:
     grid_cells(ax, marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float), Normalize(0, 1), _HOLDS)
     label_cells(ax.xaxis, verdicts.columns, verdicts.size)
     label_cells(ax.yaxis, verdicts.index, verdicts.size)
-    write_cells(ax, marks, lambda mark: mark or "", weight=lambda mark: "bold" if mark == "✗" else "normal")
+    write_cells(
+        ax, marks, lambda mark: mark or "", weight=lambda mark: "bold" if mark == "✗" else "normal"
+    )
 
 
 @style()
 def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """One mark per cell of the reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
-    label = "batch " + cells["batch"].astype(str) + "  " + cells["cache"] + "  " + cells["format"] + "  " + path
+    label = (
+        "batch "
+        + cells["batch"].astype(str)
+        + "  "
+        + cells["cache"]
+        + "  "
+        + cells["format"]
+        + "  "
+        + path
+    )
     rows = cells.assign(row=label)[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
     table = pivot_in_order(rows, "row", "context", "verdict").sort_index(axis=1)
     ax = axes(ax, 2.4 + 0.55 * len(table.columns), 0.9 + 0.2 * len(table))
@@ -52,12 +63,16 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
     size = (2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(names))
     figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):
-        part = results[results["context"] == context].assign(where=lambda rows: rows["cache"] + ", " + rows["path"])
+        part = results[results["context"] == context].assign(
+            where=lambda rows: rows["cache"] + ", " + rows["path"]
+        )
         _marked(ax, part.pivot(index="hypothesis", columns="where", values="result").loc[names])
         ax.tick_params(axis="x", rotation=60)
         ax.axhline(1, color="black", linewidth=1.2)
         ax.set(title=f"context {context}", xlabel="", ylabel="")
-    figure.suptitle("✗: not the tokens and logits of the session decoded alone", x=0.02, ha="left", fontsize=9)
+    figure.suptitle(
+        "✗: not the tokens and logits of the session decoded alone", x=0.02, ha="left", fontsize=9
+    )
     return figure
 
 

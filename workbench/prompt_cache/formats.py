@@ -39,7 +39,9 @@ class Encoded:
 def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
     """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or quantized."""
     if format not in FORMATS:
-        raise InputError("snapshot format", repr(format), f"one of {', '.join(FORMATS)}", "choose one of these")
+        raise InputError(
+            "snapshot format", repr(format), f"one of {', '.join(FORMATS)}", "choose one of these"
+        )
     tensors, errors = {IDS: np.array(snapshot.ids, np.int32)}, {}
     for name, value in snapshot.states.items():
         parts = {name: value.copy()}
@@ -50,8 +52,14 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
                 parts = {name + part: tensor for part, tensor in zip(PARTS, quantized, strict=True)}
         tensors |= {part: np.ascontiguousarray(tensor) for part, tensor in parts.items()}
     dtype = next(iter(snapshot.states.values())).dtype
-    header = {"format": "workbench-snapshot", "version": FORMAT_VERSION, "identity": snapshot.identity, "values": format,
-              "offset": str(snapshot.offset), "dtype": dtype.name}  # fmt: skip
+    header = {
+        "format": "workbench-snapshot",
+        "version": FORMAT_VERSION,
+        "identity": snapshot.identity,
+        "values": format,
+        "offset": str(snapshot.offset),
+        "dtype": dtype.name,
+    }
     return Encoded(tensors, header, errors)
 
 
@@ -61,13 +69,17 @@ def decode_rows(encoded: Encoded) -> Snapshot:
     for name, value in encoded.tensors.items():
         if name.endswith(CODES):
             name = name.removesuffix(CODES)
-            states[name] = dequantize_groups(*(encoded.tensors[name + part] for part in PARTS)).astype(dtype)
+            states[name] = dequantize_groups(
+                *(encoded.tensors[name + part] for part in PARTS)
+            ).astype(dtype)
         elif name != IDS and not name.endswith((SCALE, LOW)):
             states[name] = value.copy()
     return Snapshot(tuple(encoded.tensors[IDS].tolist()), encoded.header["identity"], states)
 
 
-def shapes(layout: dict[str, tuple[int, ...]], dtype: str, names: set[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def shapes(
+    layout: dict[str, tuple[int, ...]], dtype: str, names: set[str]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtype and shape of every tensor of a snapshot's states; `names`, those of a file, say which caches are quantized."""
     tensors = {}
     for name, shape in layout.items():
@@ -89,8 +101,12 @@ def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     """Rows [..., D] → codes [..., D / 2] uint8 (two values a byte, the first in the low half), scale and low
     [..., D / group] fp16. A group of equal values has scale 0."""
     if rows.shape[-1] % 2 or (rows.size and not np.abs(rows).max() <= MAX_FP16):
-        raise InputError("q4", f"head_dim {rows.shape[-1]}, {(~(np.abs(rows) <= MAX_FP16)).sum()} values beyond fp16",
-                         "finite values in fp16's range and an even head_dim", "save as fp16")  # fmt: skip
+        raise InputError(
+            "q4",
+            f"head_dim {rows.shape[-1]}, {(~(np.abs(rows) <= MAX_FP16)).sum()} values beyond fp16",
+            "finite values in fp16's range and an even head_dim",
+            "save as fp16",
+        )
     grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(rows.shape[-1]))
     low = _fp16(grouped.min(-1), -np.inf)
     scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)

@@ -62,18 +62,39 @@ class Store:
         hot_bytes: memory for hot snapshots; the least recently used leave first.
     """
 
-    def __init__(self, folder: str | Path, decoder: Decoder, *, block: int | None = None, hot_bytes: int = 1 << 28):
+    def __init__(
+        self,
+        folder: str | Path,
+        decoder: Decoder,
+        *,
+        block: int | None = None,
+        hot_bytes: int = 1 << 28,
+    ):
         self.folder, self.identity, self.manifest = Path(folder), decoder.identity, decoder.manifest
         S = self.manifest.options.max_seq_len
-        self.block, self.hot_bytes = block or min(256, max(4, 1 << (S // 4).bit_length() - 1)), hot_bytes
-        self.dtype = "float32" if decoder.runtime == "portable" and decoder.precision == "exact" else "float16"
+        self.block, self.hot_bytes = (
+            block or min(256, max(4, 1 << (S // 4).bit_length() - 1)),
+            hot_bytes,
+        )
+        self.dtype = (
+            "float32"
+            if decoder.runtime == "portable" and decoder.precision == "exact"
+            else "float16"
+        )
         self.hot: OrderedDict[str, tuple[Stamp, Encoded]] = OrderedDict()
-        self.seen: dict[str, tuple[Stamp, np.ndarray, list[bytes]]] = {}  # name → stamp, ids, chained hashes
+        self.seen: dict[
+            str, tuple[Stamp, np.ndarray, list[bytes]]
+        ] = {}  # name → stamp, ids, chained hashes
         self.refused: dict[str, str] = {}  # name → why `find` passed it by
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise InputError(f"store {folder}", problem.strerror, "a folder that can be written", "choose another") from problem
+            raise InputError(
+                f"store {folder}",
+                problem.strerror,
+                "a folder that can be written",
+                "choose another",
+            ) from problem
         for left in self.folder.glob(".tmp*"):
             with contextlib.suppress(FileNotFoundError):  # another process has just finished it
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
@@ -87,13 +108,19 @@ class Store:
         """
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
-            raise InputError(f"snapshot {name!r}", f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
-                             f"at least one token, identity {self.identity[:12]}", "save it with the store of its own decoder")  # fmt: skip
+            raise InputError(
+                f"snapshot {name!r}",
+                f"{snapshot.offset} tokens, identity {snapshot.identity[:12]}",
+                f"at least one token, identity {self.identity[:12]}",
+                "save it with the store of its own decoder",
+            )
         encoded = formats.encode_rows(snapshot, format)
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write_snapshot(path, encoded)
         self._heat(name, stamp, encoded)
-        error = max((e for name, e in encoded.errors.items() if name not in encoded.tensors), default=0.0)
+        error = max(
+            (e for name, e in encoded.errors.items() if name not in encoded.tensors), default=0.0
+        )
         return Saved(path, stamp[1], snapshot.nbytes, error)
 
     def load(self, name: str) -> Snapshot:
@@ -112,7 +139,10 @@ class Store:
         """
         prompt = np.array(ids, np.int32)
         chain = self._chain(prompt)
-        lengths = {name: self._usable(stored, keys, prompt, chain) for name, (_, stored, keys) in self._scan().items()}
+        lengths = {
+            name: self._usable(stored, keys, prompt, chain)
+            for name, (_, stored, keys) in self._scan().items()
+        }
         for name, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0])):
             if not length:
                 break
@@ -122,7 +152,9 @@ class Store:
                 self.refused[name] = str(problem)
                 continue
             snapshot = snapshot.trim(snapshot.offset - length)
-            if snapshot.ids == tuple(ids[:length]):  # else another process has saved the name meanwhile
+            if snapshot.ids == tuple(
+                ids[:length]
+            ):  # else another process has saved the name meanwhile
                 return Hit(snapshot, list(ids[length:]), name, temperature)
         return None
 
@@ -161,15 +193,28 @@ class Store:
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
-            raise InputError("snapshot name", repr(name), "up to 100 letters, digits, '.', '_', '-', no leading '.'",
-                             "choose another name")  # fmt: skip
+            raise InputError(
+                "snapshot name",
+                repr(name),
+                "up to 100 letters, digits, '.', '_', '-', no leading '.'",
+                "choose another name",
+            )
         return self.folder / f"{name}{SUFFIX}"
 
     def _chain(self, ids: np.ndarray) -> list[bytes]:
         """Hash of each whole block and all before it, the bundle's identity first."""
         first = hashlib.sha256(f"{self.identity}:{self.block}".encode()).digest()
-        blocks = (ids[start : start + self.block] for start in range(0, len(ids) - self.block + 1, self.block))
-        return list(accumulate(blocks, lambda last, block: hashlib.sha256(last + block.tobytes()).digest(), initial=first))[1:]
+        blocks = (
+            ids[start : start + self.block]
+            for start in range(0, len(ids) - self.block + 1, self.block)
+        )
+        return list(
+            accumulate(
+                blocks,
+                lambda last, block: hashlib.sha256(last + block.tobytes()).digest(),
+                initial=first,
+            )
+        )[1:]
 
     def _scan(self) -> dict[str, tuple[Stamp, np.ndarray, list[bytes]]]:
         """Ids and hashes of every snapshot on the disk that is this bundle's; reads only the headers of new files."""
@@ -179,7 +224,9 @@ class Store:
                 path, entry = self._path(name), self.seen.get(name)
                 stamp = _stamp(path)
                 if not entry or entry[0] != stamp:
-                    ids = (self._in_memory(name, stamp) or self._read(path, only_ids=True)).tensors[IDS]
+                    ids = (self._in_memory(name, stamp) or self._read(path, only_ids=True)).tensors[
+                        IDS
+                    ]
                     entry = stamp, ids, self._chain(ids)
                 index[name] = entry
                 self.refused.pop(name, None)
@@ -188,9 +235,13 @@ class Store:
         self.seen = index
         return index
 
-    def _usable(self, stored: np.ndarray, keys: list[bytes], prompt: np.ndarray, chain: list[bytes]) -> int:
+    def _usable(
+        self, stored: np.ndarray, keys: list[bytes], prompt: np.ndarray, chain: list[bytes]
+    ) -> int:
         """How many of the tokens `stored` a prompt can use."""
-        blocks = next((i for i, (a, b) in enumerate(zip(keys, chain)) if a != b), min(len(keys), len(chain)))
+        blocks = next(
+            (i for i, (a, b) in enumerate(zip(keys, chain)) if a != b), min(len(keys), len(chain))
+        )
         start, end = blocks * self.block, len(stored)
         if end <= len(prompt) and np.array_equal(stored[start:], prompt[start:end]):
             start = end
@@ -203,7 +254,10 @@ class Store:
 
         if path.is_symlink() or not path.is_file():
             raise _damaged_snapshot(path, "a symlink or no file")
-        most = sum(4 * math.prod(s) for s in layout(self.manifest, self.manifest.options.max_seq_len).values())
+        most = sum(
+            4 * math.prod(s)
+            for s in layout(self.manifest, self.manifest.options.max_seq_len).values()
+        )
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if path.stat().st_size > most + 2 * HEADER_BYTES or length > HEADER_BYTES:
@@ -215,8 +269,12 @@ class Store:
                 for name, (dtype, shape) in expected.items():
                     view = file.get_slice(name)
                     if tuple(view.get_shape()) != shape or _DTYPES.get(view.get_dtype()) != dtype:
-                        raise _damaged_snapshot(path, f"{name} as {view.get_dtype()} {view.get_shape()}")
-                tensors = {name: file.get_tensor(name) for name in ([IDS] if only_ids else expected)}
+                        raise _damaged_snapshot(
+                            path, f"{name} as {view.get_dtype()} {view.get_shape()}"
+                        )
+                tensors = {
+                    name: file.get_tensor(name) for name in ([IDS] if only_ids else expected)
+                }
         except InputError:
             raise
         except (SafetensorError, OSError, ValueError, KeyError) as problem:
@@ -226,19 +284,32 @@ class Store:
             raise _damaged_snapshot(path, "bytes that differ from its digest")
         return encoded
 
-    def _tensors(self, path: Path, header: dict[str, str], names: set[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _tensors(
+        self, path: Path, header: dict[str, str], names: set[str]
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor that a file with this header must hold; refuses a header of another bundle."""
-        if header.get("format") != "workbench-snapshot" or header.get("version") != formats.FORMAT_VERSION:
-            raise _damaged_snapshot(path, f"format {header.get('format')!r}, version {header.get('version')!r}")
+        if (
+            header.get("format") != "workbench-snapshot"
+            or header.get("version") != formats.FORMAT_VERSION
+        ):
+            raise _damaged_snapshot(
+                path, f"format {header.get('format')!r}, version {header.get('version')!r}"
+            )
         if header.get("identity") != self.identity:
             raise foreign(f"snapshot {path}", str(header.get("identity")), self.identity)
         S, offset = self.manifest.options.max_seq_len, header.get("offset", "")
-        if not (re.fullmatch("[0-9]+", offset) and 1 <= int(offset[:9]) <= S and header.get("dtype") == self.dtype):
+        if not (
+            re.fullmatch("[0-9]+", offset)
+            and 1 <= int(offset[:9]) <= S
+            and header.get("dtype") == self.dtype
+        ):
             raise _damaged_snapshot(path, f"offset {offset[:20]!r}, dtype {header.get('dtype')!r}")
         states = formats.shapes(layout(self.manifest, int(offset)), self.dtype, names)
         expected = {IDS: ("int32", (int(offset),))} | states
         if names != expected.keys():
-            raise _damaged_snapshot(path, f"tensors {', '.join(sorted(names ^ expected.keys())[:3])} missing or unknown")
+            raise _damaged_snapshot(
+                path, f"tensors {', '.join(sorted(names ^ expected.keys())[:3])} missing or unknown"
+            )
         return expected
 
 
@@ -261,13 +332,19 @@ def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
         return stamp
     except (OSError, SafetensorError) as problem:
         temporary.unlink(missing_ok=True)
-        raise InputError(f"snapshot {path}", f"{problem}", "a folder that can be written, with room for it",
-                         "free some room, or choose another folder") from problem  # fmt: skip
+        raise InputError(
+            f"snapshot {path}",
+            f"{problem}",
+            "a folder that can be written, with room for it",
+            "free some room, or choose another folder",
+        ) from problem
 
 
 def _digest(encoded: Encoded) -> str:
     """SHA-256 over the header (the digest apart) and every tensor: names, dtypes, shapes, bytes."""
-    digest = hashlib.sha256(repr(sorted((k, v) for k, v in encoded.header.items() if k != "digest")).encode())
+    digest = hashlib.sha256(
+        repr(sorted((k, v) for k, v in encoded.header.items() if k != "digest")).encode()
+    )
     for name, value in sorted(encoded.tensors.items()):
         digest.update(f"{name}{value.dtype.name}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).data)
@@ -278,10 +355,16 @@ def _stamp(path: Path) -> Stamp:
     try:
         status = path.stat()
     except OSError:
-        raise InputError(f"snapshot {path}", "no such file", "a snapshot that was saved", "save it first") from None
+        raise InputError(
+            f"snapshot {path}", "no such file", "a snapshot that was saved", "save it first"
+        ) from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _damaged_snapshot(path: Path, problem: str) -> InputError:
-    return InputError(f"snapshot {path}", problem, f"a whole snapshot of version {formats.FORMAT_VERSION}, as `save` wrote it",
-                      "delete the file and prefill again")  # fmt: skip
+    return InputError(
+        f"snapshot {path}",
+        problem,
+        f"a whole snapshot of version {formats.FORMAT_VERSION}, as `save` wrote it",
+        "delete the file and prefill again",
+    )

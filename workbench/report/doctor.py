@@ -14,19 +14,27 @@ def examine() -> dict:
     machine = log.environment()
     available = runtime.coreml_available()
     return {
-        "platform": platform.platform(), "python": platform.python_version(), "macos": platform.mac_ver()[0] or None,
-        "chip": machine["chip"], "memory_bytes": psutil.virtual_memory().total, "coremltools": version("coremltools"),
-        "torch": version("torch"), "coreml_available": available,
-        "ane_available": available and platform.machine() == "arm64", "default_runtime": runtime.resolve(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "macos": platform.mac_ver()[0] or None,
+        "chip": machine["chip"],
+        "memory_bytes": psutil.virtual_memory().total,
+        "coremltools": version("coremltools"),
+        "torch": version("torch"),
+        "coreml_available": available,
+        "ane_available": available and platform.machine() == "arm64",
+        "default_runtime": runtime.resolve(),
         "notes": _notes(available),
-    }  # fmt: skip
+    }
 
 
 def _notes(available: bool) -> list[str]:
     if available:
-        return ["Core ML runs here: decode, sweep and validate use it unless told --runtime portable.",
-                "Times are this Mac's; a plan says what is preferred, timing each T says what happens.",
-                "Exports, goldens and logs of other machines can be used here as they are."]  # fmt: skip
+        return [
+            "Core ML runs here: decode, sweep and validate use it unless told --runtime portable.",
+            "Times are this Mac's; a plan says what is preferred, timing each T says what happens.",
+            "Exports, goldens and logs of other machines can be used here as they are.",
+        ]
     mac = platform.mac_ver()[0]
     return [
         f"No Core ML here ({f'macOS {mac}' if mac else platform.system()}; it needs macOS 15), so the portable runtime runs the packages.",

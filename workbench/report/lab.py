@@ -6,7 +6,14 @@ from workbench.log import project
 
 EDITOR_KEYS = [
     f"metadata.language_info.{key}"
-    for key in ("codemirror_mode", "file_extension", "mimetype", "nbconvert_exporter", "pygments_lexer", "version")
+    for key in (
+        "codemirror_mode",
+        "file_extension",
+        "mimetype",
+        "nbconvert_exporter",
+        "pygments_lexer",
+        "version",
+    )
 ]
 
 
@@ -24,4 +31,6 @@ def without_outputs(model: dict, path: str, **_) -> None:
     copy = project() / "build" / "notebooks" / Path(path).name
     copy.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, copy)
-    model["content"] = strip_output(notebook, keep_output=False, keep_count=False, extra_keys=EDITOR_KEYS)
+    model["content"] = strip_output(
+        notebook, keep_output=False, keep_count=False, extra_keys=EDITOR_KEYS
+    )

@@ -12,7 +12,9 @@ class CellError(RuntimeError):
     in brackets, the last line of the error, and the executed copy."""
 
 
-def run_notebook(number: str, parameters: dict | None = None, progress: bool = True, publish: bool = False) -> dict:
+def run_notebook(
+    number: str, parameters: dict | None = None, progress: bool = True, publish: bool = False
+) -> dict:
     """Executes the notebook of experiment `number`; a cell that raises ends the run.
 
     Args:
@@ -36,7 +38,12 @@ def run_notebook(number: str, parameters: dict | None = None, progress: bool = T
     name = report.experiment(number).name
     source = log.project(root) / "notebooks" / f"{name}.ipynb"
     if not source.is_file():
-        raise InputError(f"notebook {source}", "no such file", "a checkout of this project", "run inside the checkout")
+        raise InputError(
+            f"notebook {source}",
+            "no such file",
+            "a checkout of this project",
+            "run inside the checkout",
+        )
     notebook = nbformat.read(source, as_version=4)
     set_parameters(notebook, parameters or {})
     before = set(log.load("runs", root=root)["run_id"])
@@ -45,19 +52,31 @@ def run_notebook(number: str, parameters: dict | None = None, progress: bool = T
     bar = tqdm(total=code, desc=name, unit="cell", disable=not progress)
     executed = log.project(root) / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user of this machine could listen
-        kernel = Config(KernelManager={"transport": "ipc", "connection_file": f"{sockets}/kernel.json"})
+    with (
+        tempfile.TemporaryDirectory() as sockets
+    ):  # over TCP, every user of this machine could listen
+        kernel = Config(
+            KernelManager={"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
+        )
         client = nbclient.NotebookClient(
-            notebook, config=kernel, timeout=1800, resources={"metadata": {"path": str(source.parent)}},
+            notebook,
+            config=kernel,
+            timeout=1800,
+            resources={"metadata": {"path": str(source.parent)}},
             on_cell_execute=lambda cell, **_: started.append(cell),
             on_cell_executed=lambda **_: bar.update(),
         )
         try:
             client.execute()
-        except (nbclient.exceptions.CellControlSignal, nbclient.exceptions.DeadKernelError) as problem:
+        except (
+            nbclient.exceptions.CellControlSignal,
+            nbclient.exceptions.DeadKernelError,
+        ) as problem:
             refusal, words = _failure(problem)
             copy = executed.relative_to(log.project(root))
-            raise refusal or CellError(f"{name}, cell [{len(started)}]: {words} (executed copy: {copy})") from None
+            raise refusal or CellError(
+                f"{name}, cell [{len(started)}]: {words} (executed copy: {copy})"
+            ) from None
         finally:
             bar.close()
             nbformat.write(notebook, executed)
@@ -71,7 +90,9 @@ def run_notebook(number: str, parameters: dict | None = None, progress: bool = T
         "experiment": name,
         "verdict": _verdict(runs),
         "executed": str(executed),
-        "figures": sorted(str(path.parent / "figures" / f"{row['name']}.png") for row in exhibits if row["plot"]),
+        "figures": sorted(
+            str(path.parent / "figures" / f"{row['name']}.png") for row in exhibits if row["plot"]
+        ),
         "runs": sorted(runs["run_id"]),
         "report": str(path),
     }
@@ -97,7 +118,11 @@ def set_parameters(notebook, parameters: dict) -> None:
     cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
     names = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
     if unknown := sorted(parameters.keys() - names):
-        raise InputError("notebook parameters", ", ".join(unknown), f"names the notebook sets: {', '.join(sorted(names))}",
-                         "correct the name")  # fmt: skip
+        raise InputError(
+            "notebook parameters",
+            ", ".join(unknown),
+            f"names the notebook sets: {', '.join(sorted(names))}",
+            "correct the name",
+        )
     if cell and parameters:
         cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())

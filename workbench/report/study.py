@@ -64,27 +64,42 @@ class Study:
         self.experiment, self.root = report.experiment(number), log.default_root()
         self.project = log.project(self.root)
         data = self.project / "data"
-        self.bundles, self.goldens, self.tasks = data / "bundles", data / "golden", data / "tasks" / "heldout.jsonl"
+        self.bundles, self.goldens, self.tasks = (
+            data / "bundles",
+            data / "golden",
+            data / "tasks" / "heldout.jsonl",
+        )
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
 
-        self.here = runs.here()  # this machine's name, as the log has it: times in a notebook stand beside it
+        self.here = (
+            runs.here()
+        )  # this machine's name, as the log has it: times in a notebook stand beside it
 
     @staticmethod
     def machine() -> Styler:
         """What this machine is, which runtime it uses, and what it cannot show."""
         facts = doctor.examine()
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
-        return tables.styled(tables.listing({name: fact for name, fact in facts.items() if fact is not None}))
+        return tables.styled(
+            tables.listing({name: fact for name, fact in facts.items() if fact is not None})
+        )
 
     @staticmethod
     def scratch() -> Path:
         """A new folder outside the project, for exports that need not stay."""
         return Path(tempfile.mkdtemp())
 
-    def open(self, checkpoint: str | Path, prompt: int | list[int] = 24, *, precision: str = "declared",
-             fast: bool = False, **options) -> ExportedModel:  # fmt: skip
+    def open(
+        self,
+        checkpoint: str | Path,
+        prompt: int | list[int] = 24,
+        *,
+        precision: str = "declared",
+        fast: bool = False,
+        **options,
+    ) -> ExportedModel:
         """Exports a checkpoint, unless `data/bundles` has its bundle already, and opens it.
 
         Args:
@@ -96,7 +111,11 @@ class Study:
         source = Checkpoint(self.project / checkpoint)
         bundle = sweep.bundle_for(source, export_options(**options), self.bundles, progress=True)
         decoder = Decoder(bundle, precision=precision, fast=fast)
-        ids, tokens = self.prompt(source, prompt) if isinstance(prompt, int) else (prompt, token_texts(source, prompt))
+        ids, tokens = (
+            self.prompt(source, prompt)
+            if isinstance(prompt, int)
+            else (prompt, token_texts(source, prompt))
+        )
         return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens)
 
     def prompt(self, checkpoint: Checkpoint, count: int) -> tuple[list[int], list[str]]:
@@ -108,21 +127,39 @@ class Study:
             ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()
         return ids, token_texts(checkpoint, ids)
 
-    def answers(self, decoder: Decoder, checkpoint: Checkpoint, stride: int = 4) -> list[gates.Gate]:
+    def answers(
+        self, decoder: Decoder, checkpoint: Checkpoint, stride: int = 4
+    ) -> list[gates.Gate]:
         """Every `stride`-th held-out question, asked of bundle and golden; not run without a tokenizer."""
         try:
             return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::stride])
         except InputError as problem:
             return [gates.not_run("answers", f"{problem.subject}: {problem.actual}")]
 
-    def figure(self, name: str, draw: Callable, data: pd.DataFrame, *, alt: str, run_ids: Iterable[str] = (), **options) -> None:
+    def figure(
+        self,
+        name: str,
+        draw: Callable,
+        data: pd.DataFrame,
+        *,
+        alt: str,
+        run_ids: Iterable[str] = (),
+        **options,
+    ) -> None:
         """Draws `data` with a function of `plots` here and keeps both.
 
         `alt` is for those who cannot see the figure; `run_ids` are the runs behind data without a column ``run_id``.
         """
         if draw.__name__ not in plots.__all__:
-            raise InputError(f"figure {name}", f"{draw.__name__}()", "a function of workbench.plots", "add it there")
-        self._exhibits["figure", name] = report.exhibit(name, data, alt, draw.__name__, options, run_ids)
+            raise InputError(
+                f"figure {name}",
+                f"{draw.__name__}()",
+                "a function of workbench.plots",
+                "add it there",
+            )
+        self._exhibits["figure", name] = report.exhibit(
+            name, data, alt, draw.__name__, options, run_ids
+        )
         draw(data, **options)
 
     def table(self, name: str, frame: pd.DataFrame, caption: str) -> Styler:
@@ -136,9 +173,17 @@ class Study:
         self.gates += results
         return tables.styled(tables.gates(results))
 
-    def conclude(self, subject: Bundle | Decoder | None, words: str = "", *, T: int | None = None,
-                 fidelity: pd.DataFrame | None = None, samples: pd.DataFrame | None = None,
-                 layers: pd.DataFrame | None = None, **results) -> Styler:  # fmt: skip
+    def conclude(
+        self,
+        subject: Bundle | Decoder | None,
+        words: str = "",
+        *,
+        T: int | None = None,
+        fidelity: pd.DataFrame | None = None,
+        samples: pd.DataFrame | None = None,
+        layers: pd.DataFrame | None = None,
+        **results,
+    ) -> Styler:
         """Logs the run with its exhibits, writes figures, tables and report, prints the conclusion.
 
         Args:
@@ -153,12 +198,27 @@ class Study:
         bundle = decoder.bundle if decoder else subject
         verdict = [tables.verdict_conclusion(bundle, self.gates)] if self.gates else []
         words = "\n\n".join(filter(None, [words, *verdict]))
-        config = {"parameters": self.parameters, "gates": [g.json() for g in self.gates], "conclusion": words} | results
+        config = {
+            "parameters": self.parameters,
+            "gates": [g.json() for g in self.gates],
+            "conclusion": words,
+        } | results
         row = {"runtime": "portable"} | runs.describe(bundle, decoder) if bundle else {}
-        row |= {"command": f"notebook {self.experiment.number}", "T": T, "config": json.loads(json.dumps(config, default=str)),
-                "verdict": gates.verdict(self.gates) if verdict else None}  # fmt: skip
-        run_id = runs.record_run(self.experiment.number, row, root=self.root, fidelity=fidelity,
-                             samples=samples, layers=layers, exhibits=list(self._exhibits.values()))  # fmt: skip
+        row |= {
+            "command": f"notebook {self.experiment.number}",
+            "T": T,
+            "config": json.loads(json.dumps(config, default=str)),
+            "verdict": gates.verdict(self.gates) if verdict else None,
+        }
+        run_id = runs.record_run(
+            self.experiment.number,
+            row,
+            root=self.root,
+            fidelity=fidelity,
+            samples=samples,
+            layers=layers,
+            exhibits=list(self._exhibits.values()),
+        )
         path = report.write_report(self.experiment.number, self.root, run_id)
         print(words)
         return tables.styled(runs.footer(run_id, report=path.relative_to(self.project)))

@@ -10,7 +10,11 @@ from workbench.ane.placement import Placement
 from workbench.bundle import Bundle
 from workbench.check.gates import Gate
 
-_SIGNS = {"GREEN": "✓\N{NO-BREAK SPACE}GREEN", "RED": "✗\N{NO-BREAK SPACE}RED", "not_run": "–\N{NO-BREAK SPACE}not_run"}
+_SIGNS = {
+    "GREEN": "✓\N{NO-BREAK SPACE}GREEN",
+    "RED": "✗\N{NO-BREAK SPACE}RED",
+    "not_run": "–\N{NO-BREAK SPACE}not_run",
+}
 
 
 def shard_interface(bundle: Bundle) -> pd.DataFrame:
@@ -22,7 +26,9 @@ def shard_interface(bundle: Bundle) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=["role", "name", "dims"])
     frame["shape"] = ["[" + ", ".join(map(str, dims)) + "]" for dims in frame["dims"]]
     frame["dtype"] = ["int32" if name == "pos" else "fp16" for name in frame["name"]]
-    frame["bytes"] = [2 * pd.Series([1 if n == "T" else n for n in dims]).prod() for dims in frame.pop("dims")]
+    frame["bytes"] = [
+        2 * pd.Series([1 if n == "T" else n for n in dims]).prod() for dims in frame.pop("dims")
+    ]
     return frame
 
 
@@ -33,7 +39,9 @@ def styled(frame: pd.DataFrame) -> Styler:
     texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
     look = flat.style.format(lambda v: _SIGNS.get(str(v), v), na_rep="–", subset=texts)
     look = look.format("{:.6g}", subset=floats, na_rep="–").hide(axis="index")
-    look = look.set_properties(texts, **{"text-align": "left", "white-space": "normal", "max-width": "44em"})
+    look = look.set_properties(
+        texts, **{"text-align": "left", "white-space": "normal", "max-width": "44em"}
+    )
     return look.set_table_styles([{"selector": "th", "props": "text-align: left"}])
 
 
@@ -45,15 +53,31 @@ def gates(results: Iterable[Gate]) -> pd.DataFrame:
 
 def budget(sizes: Budget, setting: str) -> pd.DataFrame:
     """Bytes by part, as `plots.memory_bar` draws them."""
-    names = {"weights": "weights", "kv": "KV cache", "side_states": "side states", "embedding": "embedding", "buffers": "buffers"}
-    return pd.DataFrame({"setting": setting, "part": names.values(), "bytes": [getattr(sizes, part) for part in names]})
+    names = {
+        "weights": "weights",
+        "kv": "KV cache",
+        "side_states": "side states",
+        "embedding": "embedding",
+        "buffers": "buffers",
+    }
+    return pd.DataFrame(
+        {
+            "setting": setting,
+            "part": names.values(),
+            "bytes": [getattr(sizes, part) for part in names],
+        }
+    )
 
 
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
     """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what it says, advice."""
     rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
     frame = pd.DataFrame(rows, columns=["id", "confidence", "effect", "shard", "says", "advice"])
-    return frame.groupby(["id", "confidence", "effect", "says", "advice"]).agg(shards=("shard", "nunique")).reset_index()
+    return (
+        frame.groupby(["id", "confidence", "effect", "says", "advice"])
+        .agg(shards=("shard", "nunique"))
+        .reset_index()
+    )
 
 
 def listing(values: dict) -> pd.DataFrame:
@@ -66,9 +90,11 @@ def verdict_conclusion(bundle: Bundle, results: list[Gate]) -> str:
     m = bundle.manifest
     red, idle = ([g for g in results if g.verdict == verdict] for verdict in ("RED", "not_run"))
     what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {m.options.compress}, max_seq_len {m.options.max_seq_len})"
-    lines = [f"RED: {what} fails {len(red)} of {len(results)} gates." if red else
-             f"GREEN: {what} passes all {len(results) - len(idle)} gates that ran."]  # fmt: skip
+    lines = [
+        f"RED: {what} fails {len(red)} of {len(results)} gates."
+        if red
+        else f"GREEN: {what} passes all {len(results) - len(idle)} gates that ran."
+    ]
     lines += [f"- {g.name}: {g.reason}" for g in red]
     lines += [f"- not run: {g.name}, {g.reason}" for g in idle]
     return "\n".join(lines)
-

@@ -38,22 +38,51 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    e.number: e for e in (
-        Experiment("05", "stateful_kv_cache", "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?"),
-        Experiment("29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"),
-        Experiment("30", "zaya_stateful_attention", "Does ZAYA's stateful attention survive the export, judged by Hugging Face?"),
-        Experiment("31", "error_parts", "How much of the error is storage, re-authoring, quantization, precision, device?"),
-        Experiment("32", "fp16_overflow", "Why does Qwen 2.5 give NaN on one compute unit and not on another?"),
-        Experiment("33", "cache_reuse", "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?"),
-        Experiment("34", "decode_sweep", "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?"),
+    e.number: e
+    for e in (
+        Experiment(
+            "05",
+            "stateful_kv_cache",
+            "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?",
+        ),
+        Experiment(
+            "29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"
+        ),
+        Experiment(
+            "30",
+            "zaya_stateful_attention",
+            "Does ZAYA's stateful attention survive the export, judged by Hugging Face?",
+        ),
+        Experiment(
+            "31",
+            "error_parts",
+            "How much of the error is storage, re-authoring, quantization, precision, device?",
+        ),
+        Experiment(
+            "32",
+            "fp16_overflow",
+            "Why does Qwen 2.5 give NaN on one compute unit and not on another?",
+        ),
+        Experiment(
+            "33",
+            "cache_reuse",
+            "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?",
+        ),
+        Experiment(
+            "34",
+            "decode_sweep",
+            "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?",
+        ),
         Experiment("35", "routed_experts", "What does routing experts on the host save?"),
     )
-}  # fmt: skip
+}
 
 
 def experiment(number: str) -> Experiment:
     if number not in EXPERIMENTS:
-        raise InputError("experiment", repr(number), f"one of {', '.join(EXPERIMENTS)}", "name one of these")
+        raise InputError(
+            "experiment", repr(number), f"one of {', '.join(EXPERIMENTS)}", "name one of these"
+        )
     return EXPERIMENTS[number]
 
 
@@ -89,21 +118,37 @@ def subject(runs: Iterable[Mapping]) -> str:
     return "+".join(dict.fromkeys(names)) or "run"
 
 
-def exhibit(name: str, data: pd.DataFrame, caption: str, plot: str | None = None, options: Mapping | None = None,
-            run_ids: Iterable[str] = ()) -> dict:  # fmt: skip
+def exhibit(
+    name: str,
+    data: pd.DataFrame,
+    caption: str,
+    plot: str | None = None,
+    options: Mapping | None = None,
+    run_ids: Iterable[str] = (),
+) -> dict:
     """A row of the log's `exhibits`: everything that draws a figure again (`plot` None: a table).
 
     `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is logged with.
     """
-    flat = data.set_axis([" ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in data.columns], axis=1)
+    flat = data.set_axis(
+        [" ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in data.columns], axis=1
+    )
     flat = flat.reset_index() if data.index.name or data.index.nlevels > 1 else flat
     content = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
     content["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
-    return {"name": name, "caption": caption, "plot": plot, "data": _json(content), "options": _json(options or {})}
+    return {
+        "name": name,
+        "caption": caption,
+        "plot": plot,
+        "data": _json(content),
+        "options": _json(options or {}),
+    }
 
 
 def _json(value: Mapping) -> str:
-    return json.dumps(value, default=lambda v: v.item() if hasattr(v, "item") else list(v), ensure_ascii=False)
+    return json.dumps(
+        value, default=lambda v: v.item() if hasattr(v, "item") else list(v), ensure_ascii=False
+    )
 
 
 def data_of(row: Mapping) -> pd.DataFrame:
@@ -122,16 +167,31 @@ def write_exhibit(row: Mapping, place: Path, number: str) -> list[Path]:
     data, name, caption = data_of(row), row["name"], row["caption"]
     if row["plot"]:
         draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
-        return plots.save(lambda: draw(data, **options), place / "figures" / name, run_ids=runs_of(row), alt=caption)
+        return plots.save(
+            lambda: draw(data, **options),
+            place / "figures" / name,
+            run_ids=runs_of(row),
+            alt=caption,
+        )
     path = place / "tables" / f"{name}.tex"
     path.parent.mkdir(parents=True, exist_ok=True)
     latex_caption = re.sub(r"([&%$#_{}])", r"\\\1", caption)
-    path.write_text(data.to_latex(index=False, escape=True, na_rep="--", float_format="%.4g", caption=latex_caption,
-                                  label=f"tab:{number}-{name}"))  # fmt: skip
+    path.write_text(
+        data.to_latex(
+            index=False,
+            escape=True,
+            na_rep="--",
+            float_format="%.4g",
+            caption=latex_caption,
+            label=f"tab:{number}-{name}",
+        )
+    )
     return [path]
 
 
-def write_report(number: str, root: Path | str | None = None, run: str | None = None, place: Path | None = None) -> Path:
+def write_report(
+    number: str, root: Path | str | None = None, run: str | None = None, place: Path | None = None
+) -> Path:
     """Writes the report of an experiment with its figures and tables from the log at `root`.
 
     Args:
@@ -144,8 +204,12 @@ def write_report(number: str, root: Path | str | None = None, run: str | None = 
     question = experiment(number).question
     runs, exhibits = behind(number, root, run)
     if runs.empty:
-        raise InputError(f"experiment {number}", "no run in the log", "at least one run",
-                         f"run the notebook: workbench run {number}")  # fmt: skip
+        raise InputError(
+            f"experiment {number}",
+            "no run in the log",
+            "at least one run",
+            f"run the notebook: workbench run {number}",
+        )
     notebook = _notebooks(runs).tail(1)
     about = subject((runs if notebook.empty else notebook).to_dict("records"))
     place = place or folder(number, about, root)
@@ -156,9 +220,16 @@ def write_report(number: str, root: Path | str | None = None, run: str | None = 
     config = _config(notebook)
     parameters = config.get("parameters", {})
     settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in parameters.items())
-    parts = [f"# Experiment {number}: {question}", config.get("conclusion", ""), _setup(runs, parameters),
-             _results(exhibits, again), _verdicts(runs), _speed(runs, root), _unmeasured(runs),
-             f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`."]  # fmt: skip
+    parts = [
+        f"# Experiment {number}: {question}",
+        config.get("conclusion", ""),
+        _setup(runs, parameters),
+        _results(exhibits, again),
+        _verdicts(runs),
+        _speed(runs, root),
+        _unmeasured(runs),
+        f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`.",
+    ]
     path = place / "report.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n")
     return path
@@ -175,15 +246,21 @@ def publish(number: str, root: Path | str | None = None, run: str | None = None)
     runs, exhibits = behind(number, root, run)
     notebook = _notebooks(runs).tail(1)
     if notebook.empty or not exhibits:
-        raise InputError(f"experiment {number}", "no notebook's run with figures or tables in the log", "one to publish",
-                         f"run the notebook: workbench run {number} --publish")  # fmt: skip
+        raise InputError(
+            f"experiment {number}",
+            "no notebook's run with figures or tables in the log",
+            "one to publish",
+            f"run the notebook: workbench run {number} --publish",
+        )
     needed = set(runs["run_id"]) | {i for row in exhibits for i in runs_of(row)}
     for run_id in needed:
         names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
         if own := {name: (whole / name).read_bytes() for name in names if (whole / name).is_file()}:
             log.adopt(own, shipped)
     place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place) as fresh:  # the old write-up stays until this one is whole
+    with tempfile.TemporaryDirectory(
+        dir=place
+    ) as fresh:  # the old write-up stays until this one is whole
         report = write_report(number, shipped, notebook["run_id"].item(), Path(fresh))
         for part in ("figures", "tables"):
             shutil.rmtree(place / part, ignore_errors=True)
@@ -217,7 +294,9 @@ def behind(
     notebooks = _notebooks(runs)
     if run is not None and run not in set(notebooks["run_id"]):
         next_step = f"list them: workbench log --where \"command == 'notebook {number}'\""
-        raise InputError(f"run {run}", "no such run in the log", f"a run of notebook {number}", next_step)
+        raise InputError(
+            f"run {run}", "no such run in the log", f"a run of notebook {number}", next_step
+        )
     rows = runs[runs["command"].eq("explorer")]
     if len(notebooks):
         run = run or notebooks["run_id"].max()
@@ -226,8 +305,12 @@ def behind(
         later = [i for i in _notebooks(same)["run_id"] if i > run]
         since = same["run_id"].between(run, min(later, default="~"))  # "~" is later than any
         rows = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
-    table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()}).sort_values("run_id", kind="stable")
-    table = table[~table.assign(plot=table["plot"].isna()).duplicated(["name", "plot"], keep="last")]
+    table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()}).sort_values(
+        "run_id", kind="stable"
+    )
+    table = table[
+        ~table.assign(plot=table["plot"].isna()).duplicated(["name", "plot"], keep="last")
+    ]
     exhibits = table.astype(object).where(table.notna(), None).to_dict("records")
     stood_on = {*rows["run_id"], *(i for row in exhibits for i in runs_of(row))}
     return (runs[runs["run_id"].isin(stood_on)] if len(notebooks) else runs), exhibits
@@ -240,8 +323,18 @@ def _config(notebook: pd.DataFrame) -> dict:
 
 
 def _setup(runs: pd.DataFrame, parameters: dict) -> str:
-    columns = ["checkpoint", "family", "compress", "max_seq_len", "t_max", "runtime", "precision", "platform", "machine",
-               "power_source"]  # fmt: skip
+    columns = [
+        "checkpoint",
+        "family",
+        "compress",
+        "max_seq_len",
+        "t_max",
+        "runtime",
+        "precision",
+        "platform",
+        "machine",
+        "power_source",
+    ]
     runs = with_machines(runs)
     rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
     rows += [(f"parameter {name}", str(value)) for name, value in parameters.items()]
@@ -255,7 +348,10 @@ def _results(exhibits: list[dict], again: str) -> str:
     for row in exhibits:
         name, caption, rows = row["name"], row["caption"], f"Log rows {', '.join(runs_of(row))}"
         if row["plot"]:
-            parts += [f"![{caption}](figures/{name}.svg)", f"{caption} {rows}; drawn again by `{again}`."]
+            parts += [
+                f"![{caption}](figures/{name}.svg)",
+                f"{caption} {rows}; drawn again by `{again}`.",
+            ]
         else:
             table = data_of(row).to_markdown(index=False, floatfmt=".4g")
             parts += [caption, table, f"LaTeX: [`tables/{name}.tex`](tables/{name}.tex). {rows}."]
@@ -264,8 +360,21 @@ def _results(exhibits: list[dict], again: str) -> str:
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
     """The newest run of each setting that says anything."""
-    by = ["checkpoint", "checkpoint_hash", "compress", "max_seq_len", "t_max", "T", "command", "bundle", "setting", "round"]
-    return runs.groupby([*by, *(["machine", "software"] if "machine" in runs else [])], dropna=False).tail(1)
+    by = [
+        "checkpoint",
+        "checkpoint_hash",
+        "compress",
+        "max_seq_len",
+        "t_max",
+        "T",
+        "command",
+        "bundle",
+        "setting",
+        "round",
+    ]
+    return runs.groupby(
+        [*by, *(["machine", "software"] if "machine" in runs else [])], dropna=False
+    ).tail(1)
 
 
 def _verdicts(runs: pd.DataFrame) -> str:
@@ -273,8 +382,10 @@ def _verdicts(runs: pd.DataFrame) -> str:
     parts = ["## Verdicts"]
     for run in latest.to_dict("records"):
         gates = pd.DataFrame(json.loads(run["config"]).get("gates", []))
-        title = (f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
-                 f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (log row {run['run_id']})")  # fmt: skip
+        title = (
+            f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
+            f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (log row {run['run_id']})"
+        )
         parts.append(title)
         if len(gates) and (run["verdict"] == "RED" or len(latest) <= 4):
             table = gates[["verdict", "name", "value", "threshold", "reason"]]
@@ -285,16 +396,24 @@ def _verdicts(runs: pd.DataFrame) -> str:
 def _speed(runs: pd.DataFrame, root) -> str:
     """The speeds of each machine under its name: they are never put into one table."""
     named = with_machines(runs[runs["command"] == "sweep"])
-    parts = [part for name in machine_names(named) if (part := _speed_of(named[named["machine"] == name], name, root))]
+    parts = [
+        part
+        for name in machine_names(named)
+        if (part := _speed_of(named[named["machine"] == name], name, root))
+    ]
     return "\n\n".join(["## Speed", *parts]) if parts else ""
 
 
 def _speed_of(runs: pd.DataFrame, machine: str, root) -> str:
     ids = _latest(runs)["run_id"].tolist()
-    samples = log.load("samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]})
+    samples = log.load(
+        "samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]}
+    )
     options = [c for c in ("checkpoint", "checkpoint_hash", *TIMES, "software") if c not in samples]
     speeds = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
-    speeds["doubtful"] = [" ".join(n for n in ("drifting", "unstable") if row[n]) for row in speeds.to_dict("records")]
+    speeds["doubtful"] = [
+        " ".join(n for n in ("drifting", "unstable") if row[n]) for row in speeds.to_dict("records")
+    ]
     varied = [option for option in options if speeds[option].nunique(dropna=False) > 1]
     columns = [*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]
     table = speeds.sort_values(["phase", *varied, "T"])[columns]
@@ -304,8 +423,10 @@ def _speed_of(runs: pd.DataFrame, machine: str, root) -> str:
 def _unmeasured(runs: pd.DataFrame) -> str:
     missing = []
     if not (runs["runtime"] == "coreml").any():
-        missing.append("No run on Core ML: device values, Neural Engine placement and its tok/s are *not measured*. "
-                       "Times above are the portable runtime's on the machine named above.")  # fmt: skip
+        missing.append(
+            "No run on Core ML: device values, Neural Engine placement and its tok/s are *not measured*. "
+            "Times above are the portable runtime's on the machine named above."
+        )
     if not runs["placement"].notna().any():
         missing.append("Placement (ANE, GPU, CPU): *not measured*.")
     return "## Not measured\n\n" + "\n".join(f"- {m}" for m in missing) if missing else ""

@@ -24,26 +24,52 @@ def _shimmed() -> bool:
 def resolve(runtime: str = "auto") -> str:
     """The runtime that `auto` stands for here; refuses `coreml` where there is none."""
     if runtime not in RUNTIMES:
-        raise InputError("runtime", repr(runtime), f"one of {', '.join(RUNTIMES)}", "choose one of these")
+        raise InputError(
+            "runtime", repr(runtime), f"one of {', '.join(RUNTIMES)}", "choose one of these"
+        )
     if runtime == "auto":
         return "coreml" if coreml_available() else "portable"
     if runtime == "coreml" and not (coreml_available() or _shimmed()):
-        raise InputError("runtime 'coreml'", platform.platform(), "macOS 15 or later", "choose portable, or run this on such a Mac")
+        raise InputError(
+            "runtime 'coreml'",
+            platform.platform(),
+            "macOS 15 or later",
+            "choose portable, or run this on such a Mac",
+        )
     return runtime
 
 
-def load_shard(bundle: Bundle, shard: Shard, runtime: str = "auto", *, precision: str = "declared", fast: bool = False,
-         compute_units: str = "CPU_AND_NE", hints: dict | None = None, function: str | None = None) -> Model:  # fmt: skip
+def load_shard(
+    bundle: Bundle,
+    shard: Shard,
+    runtime: str = "auto",
+    *,
+    precision: str = "declared",
+    fast: bool = False,
+    compute_units: str = "CPU_AND_NE",
+    hints: dict | None = None,
+    function: str | None = None,
+) -> Model:
     """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML."""
     if resolve(runtime) == "portable":
         from workbench.runtime.portable import PortableModel
 
         return PortableModel(bundle, shard, precision, fast)
     if compute_units not in COMPUTE_UNITS:
-        raise InputError("compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one")
+        raise InputError(
+            "compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"
+        )
     from workbench.runtime.coreml import CoreMLModel
 
     return CoreMLModel(bundle, shard, compute_units, hints, function)
 
 
-__all__ = ["COMPUTE_UNITS", "Model", "RUNTIMES", "State", "coreml_available", "load_shard", "resolve"]
+__all__ = [
+    "COMPUTE_UNITS",
+    "Model",
+    "RUNTIMES",
+    "State",
+    "coreml_available",
+    "load_shard",
+    "resolve",
+]

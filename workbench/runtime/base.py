@@ -22,13 +22,17 @@ class Model(Protocol):
     """One loaded shard."""
 
     shard: Shard
-    loading_ms: dict[str, float | None]  # compile, load, first_predict; None where it did not happen or is not known
+    loading_ms: dict[
+        str, float | None
+    ]  # compile, load, first_predict; None where it did not happen or is not known
 
     def make_state(self) -> "State":
         """Fresh state, zeros; it belongs to this model alone."""
         ...
 
-    def predict(self, inputs: dict[str, np.ndarray], state: "State | None" = None) -> dict[str, np.ndarray]:
+    def predict(
+        self, inputs: dict[str, np.ndarray], state: "State | None" = None
+    ) -> dict[str, np.ndarray]:
         """Runs once; advances `state`."""
         ...
 
@@ -44,8 +48,12 @@ class State:
 
     def _entry(self, name: str):
         if name not in self.shard.states:
-            raise InputError(f"state {name!r}", f"no such state in shard {self.shard.name}",
-                             f"one of {', '.join(self.shard.states)}", "name one of these")  # fmt: skip
+            raise InputError(
+                f"state {name!r}",
+                f"no such state in shard {self.shard.name}",
+                f"one of {', '.join(self.shard.states)}",
+                "name one of these",
+            )
         return self.shard.states[name]
 
     def read(self, name: str) -> np.ndarray:
@@ -55,7 +63,12 @@ class State:
     def write(self, name: str, value: np.ndarray) -> None:
         entry = self._entry(name)
         if tuple(value.shape) != tuple(entry.shape):
-            raise InputError(f"state {name!r}", f"shape {list(value.shape)}", f"{entry.shape}", "reshape the array")
+            raise InputError(
+                f"state {name!r}",
+                f"shape {list(value.shape)}",
+                f"{entry.shape}",
+                "reshape the array",
+            )
         if entry.part is not None:
             whole = np.array(self.raw.read(entry.tensor))
             whole[entry.index] = value.reshape(whole[entry.index].shape)
@@ -69,8 +82,12 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
     Core ML checks each input alone: it lets different T through to undefined results.
     """
     if inputs.keys() != shard.inputs.keys():
-        raise InputError(f"inputs of shard {shard.name}", ", ".join(sorted(inputs)), ", ".join(sorted(shard.inputs)),
-                         "give exactly these")  # fmt: skip
+        raise InputError(
+            f"inputs of shard {shard.name}",
+            ", ".join(sorted(inputs)),
+            ", ".join(sorted(shard.inputs)),
+            "give exactly these",
+        )
     T = None
     for name, shape in shard.inputs.items():
         subject, actual = f"input {name!r} of shard {shard.name}", inputs[name].shape
@@ -79,4 +96,6 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
         for m in (m for n, m in zip(shape, actual) if n == "T"):
             T = T or m
             if m != T or m > t_max or not m:
-                raise InputError(subject, f"T = {m}", f"one T for all inputs, 1 to {t_max}", "split the call")
+                raise InputError(
+                    subject, f"T = {m}", f"one T for all inputs, 1 to {t_max}", "split the call"
+                )

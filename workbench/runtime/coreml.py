@@ -27,7 +27,7 @@ HINTS = {
     "reshapeFrequency": "ReshapeFrequency",
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
-}  # fmt: skip  (hint → coremltools' enumeration; None: a bool)
+}  # hint → coremltools' enumeration; None: a bool
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,29 @@ class CoreMLModel:
             in one line; a hint that it does not know.
     """
 
-    def __init__(self, bundle: Bundle, shard: Shard, compute_units: str, hints: dict | None = None, function: str | None = None):
+    def __init__(
+        self,
+        bundle: Bundle,
+        shard: Shard,
+        compute_units: str,
+        hints: dict | None = None,
+        function: str | None = None,
+    ):
         ct = coremltools()
         self.shard, self.t_max = shard, bundle.manifest.options.t_max
         self.function, self.units = function, ct.ComputeUnit[compute_units]
-        self.loading_ms: dict[str, float | None] = {"compile": None, "load": None, "first_predict": None}
+        self.loading_ms: dict[str, float | None] = {
+            "compile": None,
+            "load": None,
+            "first_predict": None,
+        }
         hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled = self._compile(bundle)
             start = time.perf_counter()
-            self.model = ct.models.CompiledMLModel(str(self.compiled), self.units, function, hints or None)
+            self.model = ct.models.CompiledMLModel(
+                str(self.compiled), self.units, function, hints or None
+            )
         self.loading_ms["load"] = (time.perf_counter() - start) * 1e3
 
     def _one_message(self):
@@ -120,7 +133,9 @@ class CoreMLModel:
         temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
         start = time.perf_counter()
         try:
-            coremltools().models.utils.compile_model(str(bundle.package(self.shard)), str(temporary))
+            coremltools().models.utils.compile_model(
+                str(bundle.package(self.shard)), str(temporary)
+            )
             self.loading_ms["compile"] = (time.perf_counter() - start) * 1e3
             os.rename(temporary, target)
         except OSError:
@@ -134,10 +149,15 @@ class CoreMLModel:
         with self._one_message():
             return State(self.shard, Handle(self.model.make_state(), self.shard.name))
 
-    def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
+    def predict(
+        self, inputs: dict[str, np.ndarray], state: State | None = None
+    ) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
         # float32 is what the binding takes: Core ML rounds it to the float16 of its inputs, once
-        typed = {n: np.require(v, v.dtype if v.dtype == np.int32 else np.float32, "CW") for n, v in inputs.items()}
+        typed = {
+            n: np.require(v, v.dtype if v.dtype == np.int32 else np.float32, "CW")
+            for n, v in inputs.items()
+        }
         start = time.perf_counter()
         with self._one_message():
             outputs = self.model.predict(typed, state.raw.state if state else None)
@@ -151,8 +171,12 @@ class CoreMLModel:
         try:
             plan = plans.MLComputePlan.load_from_path(str(self.compiled), self.units)
         except ValueError as problem:  # coremltools' way to say that this system has none
-            raise InputError(f"plan of shard {self.shard.name}", str(problem), "MLComputePlan, from macOS 14.4 on",
-                             "ask for the placement on a Mac") from problem  # fmt: skip
+            raise InputError(
+                f"plan of shard {self.shard.name}",
+                str(problem),
+                "MLComputePlan, from macOS 14.4 on",
+                "ask for the placement on a Mac",
+            ) from problem
         functions = plan.model_structure.program.functions
         return list(_placed(plan, functions[self.function or "main"].block))
 
@@ -169,27 +193,50 @@ def _hints(ct, hints: dict) -> dict:
     """Hints as coremltools takes them."""
     unknown = sorted(hints.keys() - HINTS.keys())
     if unknown:
-        raise InputError("optimization hints", ", ".join(unknown), f"some of {', '.join(HINTS)}", "correct the name")
+        raise InputError(
+            "optimization hints",
+            ", ".join(unknown),
+            f"some of {', '.join(HINTS)}",
+            "correct the name",
+        )
     values = {}
     for name, value in hints.items():
-        members = getattr(ct, HINTS[name]).__members__ if HINTS[name] else {"True": True, "False": False}
+        members = (
+            getattr(ct, HINTS[name]).__members__ if HINTS[name] else {"True": True, "False": False}
+        )
         if str(value) not in members:
-            raise InputError(f"optimization hint {name}", repr(value), f"one of {', '.join(members)}", "choose one")
+            raise InputError(
+                f"optimization hint {name}",
+                repr(value),
+                f"one of {', '.join(members)}",
+                "choose one",
+            )
         values[name] = members[str(value)]
     return values
 
 
 def _placed(plan, block):
     kind = coremltools().models.compute_device
-    devices = {kind.MLNeuralEngineComputeDevice: "ane", kind.MLGPUComputeDevice: "gpu", kind.MLCPUComputeDevice: "cpu"}
+    devices = {
+        kind.MLNeuralEngineComputeDevice: "ane",
+        kind.MLGPUComputeDevice: "gpu",
+        kind.MLCPUComputeDevice: "cpu",
+    }
     for op in block.operations:
         name = op.operator_name.rpartition(".")[2]
         if name != "const" and not name.startswith("constexpr_"):
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
             cost = plan.get_estimated_cost_for_mlprogram_operation(op)
-            yield Placed(name, op.outputs[0].name if op.outputs else "",
-                         devices.get(type(usage.preferred_compute_device)) if usage else None,
-                         tuple(devices[type(d)] for d in usage.supported_compute_devices if type(d) in devices) if usage else (),
-                         cost.weight if cost else None)  # fmt: skip
+            yield Placed(
+                name,
+                op.outputs[0].name if op.outputs else "",
+                devices.get(type(usage.preferred_compute_device)) if usage else None,
+                tuple(
+                    devices[type(d)] for d in usage.supported_compute_devices if type(d) in devices
+                )
+                if usage
+                else (),
+                cost.weight if cost else None,
+            )
         for inner in op.blocks:
             yield from _placed(plan, inner)

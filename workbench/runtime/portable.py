@@ -33,7 +33,9 @@ class Cells:
 
     def write(self, tensor: str, value: np.ndarray) -> None:
         value = torch.from_numpy(np.require(value, requirements="CW"))
-        self.cells[tensor].value = (value.half() if self.half else value).to(torch.float32, copy=True)
+        self.cells[tensor].value = (value.half() if self.half else value).to(
+            torch.float32, copy=True
+        )
 
 
 class PortableModel:
@@ -58,7 +60,11 @@ class PortableModel:
         self.program = self.fast.program if self.fast else program
         if self.fast is None:
             self.executable  # noqa: B018  (a program that cannot run is refused now, not at the first call)
-        self.loading_ms = {"compile": None, "load": (time.perf_counter() - start) * 1e3, "first_predict": None}
+        self.loading_ms = {
+            "compile": None,
+            "load": (time.perf_counter() - start) * 1e3,
+            "first_predict": None,
+        }
 
     @property
     def hook(self) -> Hook | None:
@@ -91,14 +97,23 @@ class PortableModel:
 
     @cached_property
     def executable(self) -> miltorch.Executable:
-        return miltorch.Executable(self.program if self.program.block else miltorch.read(self.package), self.precision)
+        return miltorch.Executable(
+            self.program if self.program.block else miltorch.read(self.package), self.precision
+        )
 
     def make_state(self) -> State:
-        return State(self.shard, Cells(miltorch.make_state(self.program), half=self.precision != "exact"))
+        return State(
+            self.shard, Cells(miltorch.make_state(self.program), half=self.precision != "exact")
+        )
 
-    def predict(self, inputs: dict[str, np.ndarray], state: State | None = None) -> dict[str, np.ndarray]:
+    def predict(
+        self, inputs: dict[str, np.ndarray], state: State | None = None
+    ) -> dict[str, np.ndarray]:
         check_inputs(self.shard, inputs, self.t_max)
-        tensors = {n: torch.from_numpy(v if v.dtype == np.int32 else np.asarray(v, np.float32)) for n, v in inputs.items()}
+        tensors = {
+            n: torch.from_numpy(v if v.dtype == np.int32 else np.asarray(v, np.float32))
+            for n, v in inputs.items()
+        }
         cells = state.raw.cells if state else {}
         if self.fast and self.hook is None:
             outputs = self.fast.run(tensors, cells)
@@ -126,34 +141,72 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
 
     def check(agrees: bool, subject: str, packaged: object, declared: object) -> None:
         if not agrees:
-            raise InputError(f"{subject} of shard {shard.name}", f"{packaged} in the package",
-                             f"{declared}, as bundle.json says", "export or copy the bundle again")  # fmt: skip
+            raise InputError(
+                f"{subject} of shard {shard.name}",
+                f"{packaged} in the package",
+                f"{declared}, as bundle.json says",
+                "export or copy the bundle again",
+            )
 
-    for what, declared, packaged in (("inputs", shard.inputs.keys(), program.inputs), ("outputs", shard.outputs.keys(), outputs),
-                                     ("states", tensors, program.states)):  # fmt: skip
-        check(declared == packaged.keys(), what, ", ".join(sorted(packaged)), ", ".join(sorted(declared)))
+    for what, declared, packaged in (
+        ("inputs", shard.inputs.keys(), program.inputs),
+        ("outputs", shard.outputs.keys(), outputs),
+        ("states", tensors, program.states),
+    ):
+        check(
+            declared == packaged.keys(),
+            what,
+            ", ".join(sorted(packaged)),
+            ", ".join(sorted(declared)),
+        )
     for name, declared in shard.inputs.items():
         subject, kind, ranges = f"input {name!r}", program.inputs[name], _ranges(program, name)
         dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
         check(kind.dtype in dtypes, subject, kind.dtype, " or ".join(dtypes))
         axes = enumerate(zip(declared, ranges))
-        flexible = [axis for axis, (n, (low, high)) in axes if n == "T" and low <= 1 and high >= t_max]
-        shape = [n if n is not None else ranges[axis] if ranges else "?" for axis, n in enumerate(kind.shape)]
-        check(_agree(kind.shape, declared, t_max, flexible), subject, f"shape {shape}", f"{declared}, T from 1 to {t_max}")
+        flexible = [
+            axis for axis, (n, (low, high)) in axes if n == "T" and low <= 1 and high >= t_max
+        ]
+        shape = [
+            n if n is not None else ranges[axis] if ranges else "?"
+            for axis, n in enumerate(kind.shape)
+        ]
+        check(
+            _agree(kind.shape, declared, t_max, flexible),
+            subject,
+            f"shape {shape}",
+            f"{declared}, T from 1 to {t_max}",
+        )
     for name, declared in shard.outputs.items():
         shape = outputs[name].shape if outputs[name] else ()
-        check(_agree(shape, declared, t_max, range(len(shape))), f"output {name!r}", f"shape {list(shape)}", declared)
+        check(
+            _agree(shape, declared, t_max, range(len(shape))),
+            f"output {name!r}",
+            f"shape {list(shape)}",
+            declared,
+        )
     for name, entry in shard.states.items():
         shape, part = program.states[entry.tensor].shape, entry.part
-        agrees = tuple(entry.shape) == shape if part is None else (
-            len(part) == len(shape)
-            and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
-            and math.prod(b - a for a, b in part) == math.prod(entry.shape)
-        )  # fmt: skip
-        check(agrees, f"state {name!r}", f"shape {list(shape)} of {entry.tensor}", f"{entry.shape}" + (f" in {part}" if part else ""))
+        agrees = (
+            tuple(entry.shape) == shape
+            if part is None
+            else (
+                len(part) == len(shape)
+                and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
+                and math.prod(b - a for a, b in part) == math.prod(entry.shape)
+            )
+        )
+        check(
+            agrees,
+            f"state {name!r}",
+            f"shape {list(shape)} of {entry.tensor}",
+            f"{entry.shape}" + (f" in {part}" if part else ""),
+        )
 
 
-def _agree(shape: Sequence[int | None], declared: list, t_max: int, flexible: Collection[int]) -> bool:
+def _agree(
+    shape: Sequence[int | None], declared: list, t_max: int, flexible: Collection[int]
+) -> bool:
     """Whether every size is the declared one, t_max for T, or is left open at one of the axes `flexible`."""
     return len(shape) == len(declared) and all(
         size == (t_max if n == "T" else n) or size is None and axis in flexible
@@ -163,7 +216,9 @@ def _agree(shape: Sequence[int | None], declared: list, t_max: int, flexible: Co
 
 def _ranges(program: miltorch.Program, name: str) -> list[tuple[int, float]]:
     """Smallest and largest size of each axis that the package's description allows an input; none where it says nothing."""
-    described = {value.name: value.type.multiArrayType for value in getattr(program.description, "input", ())}.get(name)
+    described = {
+        value.name: value.type.multiArrayType for value in getattr(program.description, "input", ())
+    }.get(name)
     ranges = described.shapeRange.sizeRanges if described is not None else ()
     return [(r.lowerBound, r.upperBound if r.upperBound >= 0 else math.inf) for r in ranges]
 

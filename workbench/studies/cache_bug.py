@@ -23,8 +23,13 @@ from workbench.prompt_cache import Store, formats
 from workbench.studies.cache_reuse import PATHS, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
-REPORTED_PATTERN = {*product(("warm", "hot"), PATHS, (1024,)), ("hot", "generate", 2048)}  # no output
-Replace = Callable[[object, str, Callable], None]  # owner, name of its function, the function in its place
+REPORTED_PATTERN = {
+    *product(("warm", "hot"), PATHS, (1024,)),
+    ("hot", "generate", 2048),
+}  # no output
+Replace = Callable[
+    [object, str, Callable], None
+]  # owner, name of its function, the function in its place
 Plant = Callable[[Replace, Decoder], None]
 HYPOTHESES: dict[str, tuple[str, Plant]] = {}
 
@@ -37,7 +42,9 @@ def hypothesis(says: str):
     return register
 
 
-@hypothesis("H1: rows read through a strided view of a buffer that grows in steps, as if it were contiguous")
+@hypothesis(
+    "H1: rows read through a strided view of a buffer that grows in steps, as if it were contiguous"
+)
 def strided_view(replace: Replace, decoder: Decoder) -> None:
     original = decoding.put
 
@@ -50,7 +57,9 @@ def strided_view(replace: Replace, decoder: Decoder) -> None:
     replace(decoding, "put", put)
 
 
-@hypothesis("H1': a merged buffer has no room, and tokens that do not fit are dropped: min(new, room)")
+@hypothesis(
+    "H1': a merged buffer has no room, and tokens that do not fit are dropped: min(new, room)"
+)
 def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
     write, inputs, room = decoder._write, decoder.host.inputs, [decoder.options.max_seq_len]
 
@@ -69,7 +78,9 @@ def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
     replace(decoder.host, "inputs", short)
 
 
-@hypothesis("aliased entry: memory hands out the stored arrays themselves, and a request clears what it has taken in")
+@hypothesis(
+    "aliased entry: memory hands out the stored arrays themselves, and a request clears what it has taken in"
+)
 def aliased_entry(replace: Replace, decoder: Decoder) -> None:
     def shared(encoded: formats.Encoded) -> Snapshot:
         if not hasattr(encoded, "shared"):
@@ -103,7 +114,9 @@ def invalidated(replace: Replace, decoder: Decoder) -> None:
     replace(Store, "cool", write_back)
 
 
-@hypothesis("H3: quantization groups run along tokens, and a slice loses the scales of a group it cuts")
+@hypothesis(
+    "H3: quantization groups run along tokens, and a slice loses the scales of a group it cuts"
+)
 def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
     decode = formats.decode_rows
 
@@ -112,7 +125,9 @@ def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
         result = np.zeros_like(rows)
         if whole:
             turned = np.ascontiguousarray(rows[:, :whole].swapaxes(1, 2))
-            result[:, :whole] = formats.dequantize_groups(*formats.quantize_groups(turned)).swapaxes(1, 2)
+            result[:, :whole] = formats.dequantize_groups(
+                *formats.quantize_groups(turned)
+            ).swapaxes(1, 2)
         return result
 
     def cut(encoded):
@@ -133,8 +148,14 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
         yield
 
 
-def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3,
-             progress: bool = False) -> pd.DataFrame:  # fmt: skip
+def scenario(
+    alone: Decoder,
+    together: Decoder,
+    contexts: Sequence[int],
+    *,
+    new: int = 3,
+    progress: bool = False,
+) -> pd.DataFrame:
     """Every configuration under every hypothesis.
 
     Args:
@@ -166,13 +187,25 @@ def scenario(alone: Decoder, together: Decoder, contexts: Sequence[int], *, new:
                         result = _two_requests(store, together, ids[-1], path, reference)
                     store.cool()
                     states = store.load("session").states
-                result["entry_ok"] = all(np.array_equal(value, stored.states[n]) for n, value in states.items())
-                rows.append({"hypothesis": name or "none", "format": format, "cache": cache, "path": path,
-                             "context": context, **result})
+                result["entry_ok"] = all(
+                    np.array_equal(value, stored.states[n]) for n, value in states.items()
+                )
+                rows.append(
+                    {
+                        "hypothesis": name or "none",
+                        "format": format,
+                        "cache": cache,
+                        "path": path,
+                        "context": context,
+                        **result,
+                    }
+                )
     return pd.DataFrame(rows)
 
 
-def _two_requests(store: Store, decoder: Decoder, token: int, path: str, reference: list[Record]) -> dict:
+def _two_requests(
+    store: Store, decoder: Decoder, token: int, path: str, reference: list[Record]
+) -> dict:
     """Every sequence restores the one session, then all decode; compared with the session decoded alone."""
     try:
         decoder.begin()
@@ -184,11 +217,24 @@ def _two_requests(store: Store, decoder: Decoder, token: int, path: str, referen
         store.cool("session")
         sequences = greedy(decoder, token, len(reference))
     except Exception as problem:  # a planted fault may raise anything
-        return {"ok": False, "first_token_ok": False, "apart": np.nan, "reason": f"{type(problem).__name__}: {problem}"}
-    first, reasons = reference[0], [differs(records, reference, decoder.precision) for records in sequences]
-    return {"ok": not any(reasons), "first_token_ok": all(records[0].token == first.token for records in sequences),
-            "reason": next(filter(None, reasons), ""),
-            "apart": max(metrics.relative_rms(first.logits, records[0].logits) for records in sequences)}
+        return {
+            "ok": False,
+            "first_token_ok": False,
+            "apart": np.nan,
+            "reason": f"{type(problem).__name__}: {problem}",
+        }
+    first, reasons = (
+        reference[0],
+        [differs(records, reference, decoder.precision) for records in sequences],
+    )
+    return {
+        "ok": not any(reasons),
+        "first_token_ok": all(records[0].token == first.token for records in sequences),
+        "reason": next(filter(None, reasons), ""),
+        "apart": max(
+            metrics.relative_rms(first.logits, records[0].logits) for records in sequences
+        ),
+    }
 
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
@@ -197,7 +243,10 @@ def patterns(rows: pd.DataFrame) -> pd.DataFrame:
     q4 = rows[rows["format"] == "q4"]
     nominal = dict(zip(sorted(q4["context"].unique()), (1024, 2048)))
     report = q4[q4["hypothesis"] == "none"].assign(hypothesis="the report")
-    report["ok"] = [(r.cache, r.path, nominal.get(r.context)) not in REPORTED_PATTERN for r in report.itertuples()]
+    report["ok"] = [
+        (r.cache, r.path, nominal.get(r.context)) not in REPORTED_PATTERN
+        for r in report.itertuples()
+    ]
     both = pd.concat([report, q4], ignore_index=True)
     both["result"] = np.where(both["ok"], "ok", "FAIL")
     return both[["hypothesis", "context", "cache", "path", "result"]]
@@ -205,26 +254,51 @@ def patterns(rows: pd.DataFrame) -> pd.DataFrame:
 
 def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
     """Nothing fails unharmed, and every hypothesis fails somewhere: a scenario that shows no planted fault shows nothing."""
-    unharmed, failed = rows.loc[rows["hypothesis"] == "none", "ok"], set(rows.loc[~rows["ok"], "hypothesis"])
+    unharmed, failed = (
+        rows.loc[rows["hypothesis"] == "none", "ok"],
+        set(rows.loc[~rows["ok"], "hypothesis"]),
+    )
     silent = ", ".join(name for name in HYPOTHESES if name not in failed)
-    return [gates.holds("unharmed", "none" not in failed, f"{len(unharmed)} configurations, "
-                        f"{(~unharmed).sum()} differ from the session decoded alone"),
-            gates.holds("faults_show", not silent, f"never seen: {silent}" if silent else
-                        "every planted hypothesis fails in some configuration")]
+    return [
+        gates.holds(
+            "unharmed",
+            "none" not in failed,
+            f"{len(unharmed)} configurations, "
+            f"{(~unharmed).sum()} differ from the session decoded alone",
+        ),
+        gates.holds(
+            "faults_show",
+            not silent,
+            f"never seen: {silent}"
+            if silent
+            else "every planted hypothesis fails in some configuration",
+        ),
+    ]
 
 
 def cache_bug_conclusion(rows: pd.DataFrame) -> str:
     """Which configurations each hypothesis breaks, and how that compares with the report's table, in words."""
-    table = patterns(rows).pivot(index="hypothesis", columns=["context", "cache", "path"], values="result")
+    table = patterns(rows).pivot(
+        index="hypothesis", columns=["context", "cache", "path"], values="result"
+    )
     agrees, columns, lines = (table == table.loc["the report"]).sum(axis=1), table.shape[1], []
     for name, (says, _) in HYPOTHESES.items():
         tried = rows[rows["hypothesis"] == name]
         broken = tried[~tried["ok"]]
-        where = ", ".join(f"{axis} {'/'.join(map(str, values))}" for axis in ("format", "cache", "path", "context")
-                          if 0 < len(values := broken[axis].unique()) < rows[axis].nunique())
-        lines.append(f"- {says}. Breaks {len(broken)} of {len(tried)} configurations"
-                     f"{f', only {where}' if where else ''}; as reported in {agrees[name]} of {columns}.")  # fmt: skip
+        where = ", ".join(
+            f"{axis} {'/'.join(map(str, values))}"
+            for axis in ("format", "cache", "path", "context")
+            if 0 < len(values := broken[axis].unique()) < rows[axis].nunique()
+        )
+        lines.append(
+            f"- {says}. Breaks {len(broken)} of {len(tried)} configurations"
+            f"{f', only {where}' if where else ''}; as reported in {agrees[name]} of {columns}."
+        )
     best = agrees[list(HYPOTHESES)].max()
-    lines.append(f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {columns}): 'sole root cause' "
-                 "does not follow from it." if best < columns else "One hypothesis gives the report's whole pattern.")  # fmt: skip
+    lines.append(
+        f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {columns}): 'sole root cause' "
+        "does not follow from it."
+        if best < columns
+        else "One hypothesis gives the report's whole pattern."
+    )
     return "\n".join(lines)

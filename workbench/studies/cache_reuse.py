@@ -68,9 +68,13 @@ class Matrix:
     def gate(self, name: str) -> Gate:
         count, red = len(self.ran), [cell for cell in self.cells if cell.verdict == RED]
         green = count - len(red)
-        reason = f"{green} of {count} cells hold; {sum(c.batch > 1 for c in self.ran)} ran in a batch"
+        reason = (
+            f"{green} of {count} cells hold; {sum(c.batch > 1 for c in self.ran)} ran in a batch"
+        )
         for c in red[:1]:
-            reason += f"; first: batch {c.batch}, {c.cache}, {c.format}, context {c.context}: {c.reason}"
+            reason += (
+                f"; first: batch {c.batch}, {c.cache}, {c.format}, context {c.context}: {c.reason}"
+            )
         return Gate(name, self.verdict, float(green), float(count), reason)
 
     def json(self) -> dict:
@@ -93,8 +97,14 @@ def contexts(block: int) -> list[int]:
     return [edge + step for edge in (block, 2 * block) for step in (-1, 0, 1)]
 
 
-def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: Sequence[int] = (), max_new: int = 6,
-                progress: bool = False) -> Matrix:  # fmt: skip
+def check_reuse(
+    decoder: Decoder,
+    together: Decoder | None = None,
+    *,
+    lengths: Sequence[int] = (),
+    max_new: int = 6,
+    progress: bool = False,
+) -> Matrix:
     """Runs the matrix.
 
     Args:
@@ -106,16 +116,21 @@ def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: S
 
     decoders = {d.options.batch: d for d in (decoder, together) if d}
     if decoder.options.batch != 1 or (together and together.identity != decoder.identity):
-        raise InputError("bundles", f"batch {decoder.options.batch}" + (f", {together.options.batch}" if together else ""),
-                         "one of batch 1, and another export of the same checkpoint that differs in --batch alone",
-                         "export them so")  # fmt: skip
+        raise InputError(
+            "bundles",
+            f"batch {decoder.options.batch}" + (f", {together.options.batch}" if together else ""),
+            "one of batch 1, and another export of the same checkpoint that differs in --batch alone",
+            "export them so",
+        )
     cells, S = [], decoder.options.max_seq_len
     with tempfile.TemporaryDirectory() as folder:
         stores = {f: Store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
         axes = list(product(every, decoders, FORMATS, CACHES, PATHS))
         references: dict[int, list[Reference]] = {}
-        for n, batch, format, cache, path in tqdm(axes, desc="reuse", unit="cell", disable=not progress):
+        for n, batch, format, cache, path in tqdm(
+            axes, desc="reuse", unit="cell", disable=not progress
+        ):
             cell = ReuseCell(batch, cache, path == "stream", n, format)
             if n + max_new > S or n <= max(decoders):
                 cell = replace(cell, reason=f"{n} + {max_new} tokens do not fit max_seq_len = {S}")
@@ -123,14 +138,19 @@ def check_reuse(decoder: Decoder, together: Decoder | None = None, *, lengths: S
                 cell = replace(cell, reason="a cold run restores nothing")
             else:
                 if n not in references:
-                    references[n] = [_reference(decoder, stores, n, seq, max_new)
-                                     for seq in range(max(decoders))]
-                cell = _run_cell(cell, decoder, decoders[batch], stores[format], references[n][:batch], max_new)
+                    references[n] = [
+                        _reference(decoder, stores, n, seq, max_new) for seq in range(max(decoders))
+                    ]
+                cell = _run_cell(
+                    cell, decoder, decoders[batch], stores[format], references[n][:batch], max_new
+                )
             cells.append(cell)
     return Matrix(cells, list(decoders))
 
 
-def _reference(decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max_new: int) -> Reference:
+def _reference(
+    decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max_new: int
+) -> Reference:
     """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens, or all but the last
     where a token cannot be taken back.
 
@@ -159,7 +179,14 @@ def _reference(decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max
     return Reference(name, ids, cold, states)
 
 
-def _run_cell(cell: ReuseCell, alone: Decoder, decoder: Decoder, store: Store, sequences: list[Reference], max_new: int) -> ReuseCell:
+def _run_cell(
+    cell: ReuseCell,
+    alone: Decoder,
+    decoder: Decoder,
+    store: Store,
+    sequences: list[Reference],
+    max_new: int,
+) -> ReuseCell:
     """The cell with its verdict; whatever it raises is its reason to be RED."""
     limits = [max_new] * len(sequences)
     if len(limits) > 1:
@@ -169,10 +196,14 @@ def _run_cell(cell: ReuseCell, alone: Decoder, decoder: Decoder, store: Store, s
     except Exception as problem:  # a planted or real fault may raise anything
         return replace(cell, verdict=RED, reason=f"{type(problem).__name__}: {problem}")
     reason = [*problems, "rows, tokens, logits, predictions and stored entry as they must be"][0]
-    return replace(cell, tokens=list(map(len, records)), verdict=RED if problems else GREEN, reason=reason)
+    return replace(
+        cell, tokens=list(map(len, records)), verdict=RED if problems else GREEN, reason=reason
+    )
 
 
-def _check_cell(cell, alone, decoder, store, sequences, limits) -> tuple[list[list[Record]], list[str]]:
+def _check_cell(
+    cell, alone, decoder, store, sequences, limits
+) -> tuple[list[list[Record]], list[str]]:
     """Records by sequence, and every way in which they, or what was restored, are not the references'."""
     after, rests, problems = None, [sequence.ids for sequence in sequences], []
     if cell.cache != "cold":
@@ -182,21 +213,29 @@ def _check_cell(cell, alone, decoder, store, sequences, limits) -> tuple[list[li
     longest = max(map(len, rests))
     expected = -(-longest // decoder.options.t_max) + max(limits) - 1
     if len(calls) != expected:
-        problems.append(f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens, then one by one")
+        problems.append(
+            f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens, then one by one"
+        )
     precision = decoder.precision if decoder.runtime == "portable" else "coreml"
     for seq, sequence in enumerate(sequences):
         others = {"the cold run": sequence.cold[cell.format][: limits[seq]]}
         if decoder is not alone:
-            others["decoded alone"] = list(alone.stream(rests[seq], limits[seq], after=after and after[seq], stop=()))
+            others["decoded alone"] = list(
+                alone.stream(rests[seq], limits[seq], after=after and after[seq], stop=())
+            )
         for name, other in others.items():
-            if difference := differs(records[seq], other, precision, strict=name == "decoded alone"):
+            if difference := differs(
+                records[seq], other, precision, strict=name == "decoded alone"
+            ):
                 problems.append(f"slot {seq} against {name}: {difference}")
     if after:
         problems += _restored(cell, store, sequences)[2]  # decoding must not have changed the entry
     return records, problems
 
 
-def _restored(cell: ReuseCell, store: Store, sequences: list[Reference]) -> tuple[list[Snapshot], list[list[int]], list[str]]:
+def _restored(
+    cell: ReuseCell, store: Store, sequences: list[Reference]
+) -> tuple[list[Snapshot], list[list[int]], list[str]]:
     """What the store gives back: by prefix for the streaming path, by name for the other."""
     after, rests, problems = [], [], []
     for seq, sequence in enumerate(sequences):
@@ -208,7 +247,9 @@ def _restored(cell: ReuseCell, store: Store, sequences: list[Reference]) -> tupl
         if cell.streaming:
             hit = store.find(ids)
             if hit is None or hit.temperature != cell.cache:
-                raise AssertionError(f"slot {seq}: {'no hit' if hit is None else hit.temperature}, not {cell.cache}")
+                raise AssertionError(
+                    f"slot {seq}: {'no hit' if hit is None else hit.temperature}, not {cell.cache}"
+                )
         snapshot = hit.snapshot if cell.streaming else store.load(name)
         snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(ids)))
         rest = hit.rest if cell.streaming else ids[snapshot.offset :]
@@ -239,7 +280,9 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
         return records
     with patch.object(decoder, "stream", recording):
         tokens = decoder.generate(rests, limits, after=after, stop=())
-    if [[r.token for r in sequence] for sequence in records] != ([tokens] if len(rests) == 1 else tokens):
+    if [[r.token for r in sequence] for sequence in records] != (
+        [tokens] if len(rests) == 1 else tokens
+    ):
         raise AssertionError("generate does not return what stream yields")
     return records
 
@@ -248,7 +291,9 @@ def _offer_foreign(decoder: Decoder) -> None:
     """Another bundle's snapshot must be refused, and leave the running sequence as it is."""
     own = decoder.snapshot()
     try:
-        decoder.add(0, replace(own, identity="another", states={n: 0 * v for n, v in own.states.items()}))
+        decoder.add(
+            0, replace(own, identity="another", states={n: 0 * v for n, v in own.states.items()})
+        )
     except InputError:
         return
     raise AssertionError("a snapshot of another bundle was taken")
@@ -259,11 +304,15 @@ def count_predictions(decoder: Decoder):
     """A list that grows by one with every prediction of the first layer shard."""
     model, calls = decoder.layers[0], []
     predict = model.predict
-    with patch.object(model, "predict", lambda *arguments: (calls.append(1), predict(*arguments))[1]):
+    with patch.object(
+        model, "predict", lambda *arguments: (calls.append(1), predict(*arguments))[1]
+    ):
         yield calls
 
 
-def differs(records: list[Record], reference: list[Record], precision: str, strict: bool = False) -> str:
+def differs(
+    records: list[Record], reference: list[Record], precision: str, strict: bool = False
+) -> str:
     """Where two runs part, or "". Up to the first other token, logits must agree; another token is allowed where it is
     a near tie, never in exact arithmetic when `strict` (one cache, one program)."""
     if len(records) != len(reference) or not records:
@@ -290,7 +339,9 @@ def wrong_rows(snapshot: Snapshot, states: dict[str, np.ndarray], format: str) -
             return f"{name} is {None if rows is None else list(rows.shape)}, not {list(cold.shape)}"
         if format == "q4" and is_cache(name):
             grouped = _grouped(cold)
-            allowed = np.repeat(np.ptp(grouped, -1) / 29.9, grouped.shape[-1], -1) + 2e-3 * np.abs(cold)
+            allowed = np.repeat(np.ptp(grouped, -1) / 29.9, grouped.shape[-1], -1) + 2e-3 * np.abs(
+                cold
+            )
         wrong = ~(np.abs(rows.astype(np.float32) - cold) <= allowed)
         if wrong.any():
             return f"{name}: {wrong.sum()} of {wrong.size} values are not the cold prefill's"

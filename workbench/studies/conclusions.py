@@ -23,23 +23,47 @@ def source_figures(project: Path, pattern: str) -> pd.DataFrame:
 
 def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
     """Records of the write probe as `plots.cache_rows` wants them: one row per call, layer and slot."""
-    number = {point: i for i, point in enumerate(dict.fromkeys((r["T"], r["pos"]) for r in records))}
-    rows = [{"call": number[r["T"], r["pos"]], "T": r["T"], "slot": slot, "layer": r["layer"],
-             "changed": slot in r["changed"], "expected": slot in r["expected"]}
-            for r in records for slot in range(slots)]  # fmt: skip
-    return pd.DataFrame(rows).groupby(["call", "T", "slot", "layer"], as_index=False).agg({"changed": "any", "expected": "any"})
+    number = {
+        point: i for i, point in enumerate(dict.fromkeys((r["T"], r["pos"]) for r in records))
+    }
+    rows = [
+        {
+            "call": number[r["T"], r["pos"]],
+            "T": r["T"],
+            "slot": slot,
+            "layer": r["layer"],
+            "changed": slot in r["changed"],
+            "expected": slot in r["expected"],
+        }
+        for r in records
+        for slot in range(slots)
+    ]
+    return (
+        pd.DataFrame(rows)
+        .groupby(["call", "T", "slot", "layer"], as_index=False)
+        .agg({"changed": "any", "expected": "any"})
+    )
 
 
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
     """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds `kv_bytes`'s keywords."""
-    return pd.DataFrame([{"setting": name, "part": "KV cache", "bytes": kv_bytes(**case)} for name, case in cases.items()])
+    return pd.DataFrame(
+        [
+            {"setting": name, "part": "KV cache", "bytes": kv_bytes(**case)}
+            for name, case in cases.items()
+        ]
+    )
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     """The isolated fidelity rows furthest from the golden."""
     judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
     columns = ["layer", "position", "T", "tensor", "cosine", "psnr_db", "max_abs", "finite"]
-    return judged.sort_values("cosine", na_position="first")[columns].head(count).reset_index(drop=True)
+    return (
+        judged.sort_values("cosine", na_position="first")[columns]
+        .head(count)
+        .reset_index(drop=True)
+    )
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
@@ -48,14 +72,22 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
     (s_best, t_best), best = median.idxmax(), median.max()
     lengths, Ts = (sorted(median.index.unique(n)) for n in ("max_seq_len", "T"))
-    lines = [f"Fastest: {best:.0f} tok/s at max_seq_len {s_best}, T = {t_best} ({', '.join(sorted(rates['runtime'].unique()))}), on {machine}."]
+    lines = [
+        f"Fastest: {best:.0f} tok/s at max_seq_len {s_best}, T = {t_best} ({', '.join(sorted(rates['runtime'].unique()))}), on {machine}."
+    ]
     for T in (Ts[0], Ts[-1]):
         ratio = median[lengths[0], T] / median[lengths[-1], T]
-        lines.append(f"At T = {T}, going from max_seq_len {lengths[0]} to {lengths[-1]} costs a factor of {ratio:.2f}.")
+        lines.append(
+            f"At T = {T}, going from max_seq_len {lengths[0]} to {lengths[-1]} costs a factor of {ratio:.2f}."
+        )
     ratio = median[lengths[-1], Ts[-1]] / median[lengths[-1], Ts[0]]
-    lines.append(f"At max_seq_len {lengths[-1]}, T = {Ts[-1]} carries {ratio:.2f} times the tokens per second of T = {Ts[0]}.")
+    lines.append(
+        f"At max_seq_len {lengths[-1]}, T = {Ts[-1]} carries {ratio:.2f} times the tokens per second of T = {Ts[0]}."
+    )
     typical = layers.groupby("T")["layer_ms"].median()
-    lines.append("Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + ".")
+    lines.append(
+        "Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + "."
+    )
     return "\n".join(lines)
 
 
@@ -67,12 +99,24 @@ def choice_conclusion(found: pd.DataFrame) -> str:
     if passing.empty:
         return f"None of {len(found)} configurations passes the gates."
     best, first = passing.iloc[0], found.iloc[0]
-    tell = lambda row: f"{row['name']}, {row['tokens_per_s']:.0f} tok/s, worst update cosine {row['worst_cosine']:.6f}."  # noqa: E731
-    lines = [f"Fastest of {len(passing)} configurations that pass (of {len(found)}) on {machine}: {tell(best)}"]
-    lines += [f"Faster, and not passing: {tell(first)}"] if first["verdict"] != "GREEN" else []
-    for axis in [c for c in found if c in (*Options.model_fields, *_WAYS) and found[c].nunique() > 1]:
+
+    def summary(row) -> str:
+        speed = f"{row['tokens_per_s']:.0f} tok/s"
+        return f"{row['name']}, {speed}, worst update cosine {row['worst_cosine']:.6f}."
+
+    lines = [
+        f"Fastest of {len(passing)} configurations that pass (of {len(found)}) on {machine}: {summary(best)}"
+    ]
+    lines += [f"Faster, and not passing: {summary(first)}"] if first["verdict"] != "GREEN" else []
+    for axis in [
+        c for c in found if c in (*Options.model_fields, *_WAYS) and found[c].nunique() > 1
+    ]:
         speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
-        lines.append(f"{axis}: " + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items()) + " (medians).")
+        lines.append(
+            f"{axis}: "
+            + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
+            + " (medians)."
+        )
     return "\n".join(lines)
 
 
@@ -80,9 +124,17 @@ def routing_prediction(experts: int = 16) -> pd.DataFrame:
     """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard, and a router's and one
     expert's shard."""
     (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
-    one = replace(dense, weight_bytes=dense.weight_bytes // experts, flops=dense.flops / experts, dispatches=2)
-    rows = [{"experts": name, "weight_bytes": w.weight_bytes, "predicted_ms": roofline.predict_ms([w], "M4 Max")["ms"].sum()}
-            for name, w in (("dense", dense), ("routed", one))]  # fmt: skip
+    one = replace(
+        dense, weight_bytes=dense.weight_bytes // experts, flops=dense.flops / experts, dispatches=2
+    )
+    rows = [
+        {
+            "experts": name,
+            "weight_bytes": w.weight_bytes,
+            "predicted_ms": roofline.predict_ms([w], "M4 Max")["ms"].sum(),
+        }
+        for name, w in (("dense", dense), ("routed", one))
+    ]
     return pd.DataFrame(rows)
 
 
@@ -95,9 +147,19 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
     """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of attention, and of the other parts."""
     leaf = profile["module"].str.rsplit(".", n=1).str[-1]
     probe = profile["part"].eq("attention") & leaf.isin(["q_proj", "o_proj"])
-    label = profile["part"].replace({"moe": "router and experts", "mlp": "MLP", "rest": "norms and residual"})
-    label = label.mask(label.eq("attention"), "rest of attention").mask(probe, "probe: q_proj and o_proj")
-    order = ["probe: q_proj and o_proj", "rest of attention", "router and experts", "MLP", "norms and residual"]
+    label = profile["part"].replace(
+        {"moe": "router and experts", "mlp": "MLP", "rest": "norms and residual"}
+    )
+    label = label.mask(label.eq("attention"), "rest of attention").mask(
+        probe, "probe: q_proj and o_proj"
+    )
+    order = [
+        "probe: q_proj and o_proj",
+        "rest of attention",
+        "router and experts",
+        "MLP",
+        "norms and residual",
+    ]
     ms = profile["ms"].groupby(label).sum()
     frame = ms.reindex([n for n in order if n in ms]).rename_axis("part").reset_index()
     return frame.assign(share=frame["ms"] / frame["ms"].sum())
@@ -107,15 +169,19 @@ def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str
     """How much of attention a Q→O probe measures on a machine, in words."""
     ms = shares.set_index("part")["ms"]
     probe, rest = ms["probe: q_proj and o_proj"], ms["rest of attention"]
-    return (f"The probe's two projections take {probe:.3g} ms of {probe + rest:.3g} ms of attention per token "
-            f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} and this runtime.")  # fmt: skip
+    return (
+        f"The probe's two projections take {probe:.3g} ms of {probe + rest:.3g} ms of attention per token "
+        f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} and this runtime."
+    )
 
 
 def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """Worst and mean isolated update cosine of each layer, one pair of columns per prompt."""
     columns = {}
     for prompt, rows in results.items():
-        judged = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")].groupby("layer")["cosine"]
+        judged = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")].groupby("layer")[
+            "cosine"
+        ]
         columns |= {(prompt, "worst"): judged.min(), (prompt, "mean"): judged.mean()}
     return pd.DataFrame(columns)
 
@@ -125,16 +191,31 @@ def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
     wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
     blind = wide.index[(wide["update"] < threshold) & (wide["hidden"] >= threshold)].tolist()
     missed = wide.index[wide["update"] >= threshold].tolist()
-    lines = [f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, fail the update's gate of {threshold}."]
+    lines = [
+        f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, fail the update's gate of {threshold}."
+    ]
     lines += [f"A gate on the hidden state would not see: {', '.join(blind)}."] if blind else []
-    lines += [f"Too small on this checkpoint for the update's gate: {', '.join(missed)}."] if missed else []
+    lines += (
+        [f"Too small on this checkpoint for the update's gate: {', '.join(missed)}."]
+        if missed
+        else []
+    )
     return "\n".join(lines)
 
 
 def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     """Number and bytes of each kind of shard, by bundle."""
-    rows = [{"bundle": name, "kind": s.kind, "bytes": s.bytes} for name, b in bundles.items() for s in b.manifest.shards]
-    return pd.DataFrame(rows).groupby(["bundle", "kind"])["bytes"].agg(["count", "sum", "max"]).reset_index()
+    rows = [
+        {"bundle": name, "kind": s.kind, "bytes": s.bytes}
+        for name, b in bundles.items()
+        for s in b.manifest.shards
+    ]
+    return (
+        pd.DataFrame(rows)
+        .groupby(["bundle", "kind"])["bytes"]
+        .agg(["count", "sum", "max"])
+        .reset_index()
+    )
 
 
 def bench_rows(rows: list[dict], machine: str) -> pd.DataFrame:
@@ -147,15 +228,23 @@ def moe_conclusion(rows: list[dict], experts: int, machine: str) -> str:
     """What routing saves against dense on a machine, in words."""
     ratio = {r["name"]: r["ratio"] for r in rows}
     ms = ratio["moe_ms_per_token"]
-    time = (f"{ms:.2f} times fewer milliseconds" if ms >= 1 else
-            f"{1 / ms:.2f} times the milliseconds (experts this small cost less than the calls they need)")  # fmt: skip
-    return (f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token (of {experts} experts) and "
-            f"spends {time} in the MoE part, on this checkpoint and runtime, on {machine}.")  # fmt: skip
+    time = (
+        f"{ms:.2f} times fewer milliseconds"
+        if ms >= 1
+        else f"{1 / ms:.2f} times the milliseconds (experts this small cost less than the calls they need)"
+    )
+    return (
+        f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token (of {experts} experts) and "
+        f"spends {time} in the MoE part, on this checkpoint and runtime, on {machine}."
+    )
 
 
 def chip_predictions(bundles: dict[str, Bundle]) -> pd.DataFrame:
     """Predicted ms per token of every bundle on every chip."""
-    ms = {name: roofline.by_chip(roofline.bundle_work(b)).set_index("chip")["ms"] for name, b in bundles.items()}
+    ms = {
+        name: roofline.by_chip(roofline.bundle_work(b)).set_index("chip")["ms"]
+        for name, b in bundles.items()
+    }
     return pd.DataFrame(ms).rename_axis("chip")
 
 

@@ -29,7 +29,10 @@ from workbench.models.layers import AttentionGeometry, scaled
 
 HEADS = dict(num_attention_heads=28, num_key_value_heads=4, head_dim=128)  # Qwen 2.5 7B's
 NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
-REPORTED_NORMS = {0: 605.0, 27: 921.0}  # ‖b_k‖ of its layers that stand out; the median of the others is 22
+REPORTED_NORMS = {
+    0: 605.0,
+    27: 921.0,
+}  # ‖b_k‖ of its layers that stand out; the median of the others is 22
 
 
 def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path:
@@ -40,12 +43,22 @@ def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path
     """
     from safetensors.torch import load_file, save_file
 
-    checkpoints.random(path, "qwen2", hidden_size=C, intermediate_size=2 * C, num_hidden_layers=len(norms),
-                       vocab_size=256, use_sliding_window=False, **HEADS)  # fmt: skip
+    checkpoints.random(
+        path,
+        "qwen2",
+        hidden_size=C,
+        intermediate_size=2 * C,
+        num_hidden_layers=len(norms),
+        vocab_size=256,
+        use_sliding_window=False,
+        **HEADS,
+    )
     file = path / "model.safetensors"
     tensors, heads = load_file(file), HEADS["num_key_value_heads"]
     for layer, norm in enumerate(norms):
-        vectors = torch.randn(heads, HEADS["head_dim"], generator=torch.Generator().manual_seed(layer))
+        vectors = torch.randn(
+            heads, HEADS["head_dim"], generator=torch.Generator().manual_seed(layer)
+        )
         bias = nn.functional.normalize(vectors, dim=-1) * norm / heads**0.5
         tensors[f"model.layers.{layer}.self_attn.k_proj.bias"] = bias.reshape(-1).half()
     save_file(tensors, file, metadata={"format": "pt"})
@@ -61,11 +74,17 @@ class NaiveShape(AttentionGeometry):
     def attend(self, q, k, v, cache, io):
         k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
         scores = scaled(q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale)
-        weights = torch.softmax(scores.reshape(self.B, self.H, -1, self.S) + io["attn_mask"], dim=-1)
-        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(self.B, self.H, -1, self.D)
+        weights = torch.softmax(
+            scores.reshape(self.B, self.H, -1, self.S) + io["attn_mask"], dim=-1
+        )
+        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(
+            self.B, self.H, -1, self.D
+        )
 
 
-def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None) -> Decoder:
+def decoder(
+    bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None
+) -> Decoder:
     """A portable decoder of `bundle`; the programs of its layer shards come from `packages` if there are any."""
     decoder = Decoder(bundle, "portable", precision)
     for model in decoder.layers if packages else ():
@@ -75,7 +94,9 @@ def decoder(bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict
     return decoder
 
 
-def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str, tuple[Path, dict]]:
+def naive_packages(
+    bundle: Bundle, source: Checkpoint, folder: Path
+) -> dict[str, tuple[Path, dict]]:
     """The bundle's layer shards converted once more with the naive order of scores.
 
     Returns:
@@ -87,13 +108,19 @@ def naive_packages(bundle: Bundle, source: Checkpoint, folder: Path) -> dict[str
         module, parts = build(spec, source, plan, options)
         for block in module.blocks:
             attention = block.self_attn
-            attention.shape, attention.scale = NaiveShape(**vars(attention.shape), scale=attention.scale), 1.0
+            attention.shape, attention.scale = (
+                NaiveShape(**vars(attention.shape), scale=attention.scale),
+                1.0,
+            )
         model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         constants = convert.constants(model)
         weights = {p.tensor: constants[p.path.replace(".", "_")] for p in parts}
-        modules = {value: absolute_layer_path(path, spec.layers[0]) for value, path in convert.modules(model).items()}
+        modules = {
+            value: absolute_layer_path(path, spec.layers[0])
+            for value, path in convert.modules(model).items()
+        }
         packages[spec.name] = package, {"weights": weights, "modules": modules}
     return packages
 
@@ -103,13 +130,19 @@ def align_queries(decoder: Decoder, norm: float) -> None:
     that such a query can reach; 0 leaves queries without a bias."""
     for layer, model in enumerate(decoder.layers):
         prefix, weights = f"model.layers.{layer}.self_attn.", model.shard.weights
-        keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(HEADS["num_key_value_heads"], -1)
+        keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(
+            HEADS["num_key_value_heads"], -1
+        )
         group = HEADS["num_attention_heads"] // len(keys)
         queries = (nn.functional.normalize(keys, dim=-1) * norm).repeat_interleave(group, 0)
-        replace(model.executable, weights[f"{prefix}q_proj.bias"], queries.reshape(-1).half().float())
+        replace(
+            model.executable, weights[f"{prefix}q_proj.bias"], queries.reshape(-1).half().float()
+        )
 
 
-def score_sweep(bundle: Bundle, packages: dict, ids: Sequence[int], query_norms: Sequence[float]) -> pd.DataFrame:
+def score_sweep(
+    bundle: Bundle, packages: dict, ids: Sequence[int], query_norms: Sequence[float]
+) -> pd.DataFrame:
     """Both orders at each norm of the queries' bias: one row per order, norm and layer.
 
     `product`: largest |q kᵀ| as the program forms it, exact, and its `headroom_bits`; `op`: that operation's MIL name;
@@ -118,16 +151,29 @@ def score_sweep(bundle: Bundle, packages: dict, ids: Sequence[int], query_norms:
     """
     rows = []
     for order, replacements in ((NAIVE, packages), (SCALED, None)):
-        decoders = {precision: decoder(bundle, precision, replacements) for precision in miltorch.PRECISIONS}
+        decoders = {
+            precision: decoder(bundle, precision, replacements) for precision in miltorch.PRECISIONS
+        }
         for norm in query_norms:
             for one in decoders.values():
                 align_queries(one, norm)
-            ranges = {precision: trace.trace_decoder(one, ids) for precision, one in decoders.items()}
+            ranges = {
+                precision: trace.trace_decoder(one, ids) for precision, one in decoders.items()
+            }
             first = _first_faults(ranges["declared"])
             first["narrow"] = next(filter(None, _first_faults(ranges["narrow"]).values()), None)
-            rows += [{"order": order, "query_norm": norm, "layer": layer, "product": scores["max_abs"],
-                      "headroom_bits": scores["headroom_bits"], "op": scores["op"], **first}
-                     for layer, scores in enumerate(products(ranges["exact"].frame()))]
+            rows += [
+                {
+                    "order": order,
+                    "query_norm": norm,
+                    "layer": layer,
+                    "product": scores["max_abs"],
+                    "headroom_bits": scores["headroom_bits"],
+                    "op": scores["op"],
+                    **first,
+                }
+                for layer, scores in enumerate(products(ranges["exact"].frame()))
+            ]
     return pd.DataFrame(rows)
 
 
@@ -135,9 +181,18 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
     """The planted norms beside the reported ones, and what they assume: one row per layer."""
     heads, D = HEADS["num_key_value_heads"], HEADS["head_dim"]
     sources = {norm: layer for layer, norm in REPORTED_NORMS.items()}
-    return pd.DataFrame([{"layer here": i, "norm of the key bias": norm, "reported for layer of the 7B": sources.get(norm),
-                          "norm per key head (spread evenly)": norm / heads**0.5, "RMS of one channel": norm / (heads * D) ** 0.5}
-                         for i, norm in enumerate(norms)])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                "layer here": i,
+                "norm of the key bias": norm,
+                "reported for layer of the 7B": sources.get(norm),
+                "norm per key head (spread evenly)": norm / heads**0.5,
+                "RMS of one channel": norm / (heads * D) ** 0.5,
+            }
+            for i, norm in enumerate(norms)
+        ]
+    )
 
 
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
@@ -159,10 +214,17 @@ def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
     bad = [f"{what}: {good[what]}" for what in ("inf", "nan", "narrow") if not pd.isna(good[what])]
     return [
-        gates.holds("naive_breaks_in_the_score", "(matmul, " in str(naive["inf"]), f"query norm {norm:g}: first inf at {naive['inf']}"),
-        gates.holds("scaled_stays_finite", not bad,
-                    f"query norm {norm:g}, scaled first: {', '.join(bad) or 'every value finite, narrow sums too'}"),
-    ]  # fmt: skip
+        gates.holds(
+            "naive_breaks_in_the_score",
+            "(matmul, " in str(naive["inf"]),
+            f"query norm {norm:g}: first inf at {naive['inf']}",
+        ),
+        gates.holds(
+            "scaled_stays_finite",
+            not bad,
+            f"query norm {norm:g}, scaled first: {', '.join(bad) or 'every value finite, narrow sums too'}",
+        ),
+    ]
 
 
 def products(frame: pd.DataFrame) -> list[pd.Series]:
@@ -190,7 +252,12 @@ class Masked(nn.Module):
         return (torch.softmax(scores + mask, dim=-1),)
 
 
-MASKS = {"1 and 0, added": None, "(m − 1) · 1e9": 1e9, "(m − 1) · 3.4e38": 3.4e38, "(m − 1) · 1e4": -MASKED}
+MASKS = {
+    "1 and 0, added": None,
+    "(m − 1) · 1e9": 1e9,
+    "(m − 1) · 3.4e38": 3.4e38,
+    "(m − 1) · 1e4": -MASKED,
+}
 
 
 def mask_packages(folder: Path) -> dict[str, Path]:
@@ -213,17 +280,27 @@ def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
     rng, rows = np.random.default_rng(0), []
     for name, package in packages.items():
         program = miltorch.read(package)
-        executable, (T, S) = miltorch.Executable(program, "declared"), program.inputs["scores"].shape[2:]
+        executable, (T, S) = (
+            miltorch.Executable(program, "declared"),
+            program.inputs["scores"].shape[2:],
+        )
         scores = rng.standard_normal((1, 1, T, S)).astype(np.float32)
-        allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]  # every row: something to attend to, something blocked
+        allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[
+            None, None
+        ]  # every row: something to attend to, something blocked
         blocked = allowed.copy()
         blocked[:, :, 1] = 0
-        cases = {"ordinary scores": (scores, allowed), "attended 12,000 lower": (scores - np.float32(1.2e4) * allowed, allowed),
-                 "a row all blocked": (scores, blocked)}  # fmt: skip
+        cases = {
+            "ordinary scores": (scores, allowed),
+            "attended 12,000 lower": (scores - np.float32(1.2e4) * allowed, allowed),
+            "a row all blocked": (scores, blocked),
+        }
         for case, inputs in cases.items():
             io = dict(zip(("scores", "allowed"), inputs))
             ranges = trace.trace_package(package, io).ranges["declared"]
-            weights = executable.run({name: torch.from_numpy(value) for name, value in io.items()}, {})["weights"].numpy()
+            weights = executable.run(
+                {name: torch.from_numpy(value) for name, value in io.items()}, {}
+            )["weights"].numpy()
             leak = float((weights * (1 - io["allowed"])).sum(-1).max())
             rows.append({"mask": name, "case": case, "leak": leak, **_first_faults(ranges)})
     return pd.DataFrame(rows)
@@ -235,38 +312,74 @@ def units() -> pd.DataFrame:
     `source`: ANEForge's documentation and sweeps on M1–M5, or the LlamaANE notes.
     """
     rows = [
-        ("a product beyond 65504", "shows: NaN logits", "hides: finite logits", "hides: inf from 32752 on, but NaN does not propagate",
-         "LlamaANE notes (CPU, GPU); ANEForge (Neural Engine)"),
-        ("a sum beyond 65504 on the way", "may show: reduced accumulation", "hides: wide accumulation",
-         "hides in matmul and conv, shows in reduce_sum", "LlamaANE notes (GPU); ANEForge (Neural Engine); Core ML's CPU: an inference"),
-        ("a NaN of softmax, 0 · inf", "shows: NaN", "shows: NaN", "hides: +inf, 0 or a finite value", "ANEForge (Neural Engine)"),
-        ("an eps below 6.1e-5", "hides: keeps subnormals", "not documented", "shows: flushed to 0", "ANEForge (Neural Engine)"),
-    ]  # fmt: skip
+        (
+            "a product beyond 65504",
+            "shows: NaN logits",
+            "hides: finite logits",
+            "hides: inf from 32752 on, but NaN does not propagate",
+            "LlamaANE notes (CPU, GPU); ANEForge (Neural Engine)",
+        ),
+        (
+            "a sum beyond 65504 on the way",
+            "may show: reduced accumulation",
+            "hides: wide accumulation",
+            "hides in matmul and conv, shows in reduce_sum",
+            "LlamaANE notes (GPU); ANEForge (Neural Engine); Core ML's CPU: an inference",
+        ),
+        (
+            "a NaN of softmax, 0 · inf",
+            "shows: NaN",
+            "shows: NaN",
+            "hides: +inf, 0 or a finite value",
+            "ANEForge (Neural Engine)",
+        ),
+        (
+            "an eps below 6.1e-5",
+            "hides: keeps subnormals",
+            "not documented",
+            "shows: flushed to 0",
+            "ANEForge (Neural Engine)",
+        ),
+    ]
     return pd.DataFrame(rows, columns=["fault", "CPU", "GPU", "Neural Engine", "source"])
 
 
 def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
     """What the sweep and the masks say, in plain words."""
     naive, good = (sweep[sweep["order"] == order] for order in (NAIVE, SCALED))
-    lines = ["Key biases of the reported norms alone do not overflow: without a bias on the queries, q kᵀ reaches "
-             f"{naive.loc[naive['query_norm'] == 0, 'product'].max():,.0f} of 65,504."]  # fmt: skip
+    lines = [
+        "Key biases of the reported norms alone do not overflow: without a bias on the queries, q kᵀ reaches "
+        f"{naive.loc[naive['query_norm'] == 0, 'product'].max():,.0f} of 65,504."
+    ]
     broken, also = (rows[rows["inf"].notna()].sort_values("query_norm") for rows in (naive, good))
     if broken.empty:
         lines.append("No query norm that was tried makes the naive order overflow.")
     else:
-        least, gain = broken.iloc[0], np.mean(good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy())
+        least, gain = (
+            broken.iloc[0],
+            np.mean(good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy()),
+        )
         lines += [
             f"With queries that point along them, q kᵀ before scaling is infinite from a query norm of {least['query_norm']:g} per "
             f"head on: first inf at {least['inf']}, first NaN at {least['nan']}.",
             f"Scaling q first, as the export does, leaves {gain:.1f} more bits: "
-            + (f"finite up to a norm of {good.loc[good['inf'].isna(), 'query_norm'].max():g}, infinite at {also.iloc[0]['query_norm']:g}."
-               if len(also) else f"finite at every norm tried, up to {good['query_norm'].max():g}."),
-        ]  # fmt: skip
+            + (
+                f"finite up to a norm of {good.loc[good['inf'].isna(), 'query_norm'].max():g}, infinite at {also.iloc[0]['query_norm']:g}."
+                if len(also)
+                else f"finite at every norm tried, up to {good['query_norm'].max():g}."
+            ),
+        ]
     for mask, rows in masks.groupby("mask", sort=False):
-        lines.append(f"Mask {mask}: " + "; ".join(f"{row.case}: {_outcome(row)}" for row in rows.itertuples()) + ".")
-    lines.append("So another mask constant cannot cure an inf that is there before the mask is added; a unit whose products are "
-                 "wider than fp16 (GPU) never sees it, and one that drops NaN (Neural Engine) turns it into a wrong but finite "
-                 "answer. That a device behaves so is documented, not measured here.")  # fmt: skip
+        lines.append(
+            f"Mask {mask}: "
+            + "; ".join(f"{row.case}: {_outcome(row)}" for row in rows.itertuples())
+            + "."
+        )
+    lines.append(
+        "So another mask constant cannot cure an inf that is there before the mask is added; a unit whose products are "
+        "wider than fp16 (GPU) never sees it, and one that drops NaN (Neural Engine) turns it into a wrong but finite "
+        "answer. That a device behaves so is documented, not measured here."
+    )
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -41,7 +41,9 @@ BY_WEIGHTS: dict[str, Change] = {
     "convolutions": _where("conv_qk_grouped", torch.zeros_like),
     "earlier tokens in the convolutions": _where("conv_qk", _current_tap),
     "delayed value head": _where("v_proj_delayed", torch.zeros_like),
-    "temperature per KV head": _where("qk_norm.temp", lambda value: value[:1].expand_as(value).clone()),
+    "temperature per KV head": _where(
+        "qk_norm.temp", lambda value: value[:1].expand_as(value).clone()
+    ),
     "residual scaling": _plain_residual,
     "router state across layers": _where("router_states_scale", torch.zeros_like),
     "balancing biases": _where("balancing_biases", torch.zeros_like),
@@ -55,7 +57,9 @@ def _without_means(original):
         query, key, value = original(self, hidden, cache, mask)
         grouped = self.conv_qk_grouped
         parameters = grouped.weight, grouped.bias
-        grouped.weight, grouped.bias = (nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in parameters)
+        grouped.weight, grouped.bias = (
+            nn.Parameter(torch.zeros_like(p), requires_grad=False) for p in parameters
+        )
         mean_query, mean_key, _ = original(self, hidden, None, mask)
         grouped.weight, grouped.bias = parameters
         return query - mean_query, key - mean_key, value
@@ -69,8 +73,14 @@ def by_code() -> dict[str, tuple]:
 
     return {
         "q/k mean": (zaya.ZayaCCAProjection, _without_means),
-        "L2 norm of q and k": (zaya.ZayaQKNorm, lambda _: lambda self, q, k: (q, k * self.temp[None, None, :, None])),
-        "GELU in the router (SiLU instead)": (nn.GELU, lambda _: lambda self, x: nn.functional.silu(x)),
+        "L2 norm of q and k": (
+            zaya.ZayaQKNorm,
+            lambda _: lambda self, q, k: (q, k * self.temp[None, None, :, None]),
+        ),
+        "GELU in the router (SiLU instead)": (
+            nn.GELU,
+            lambda _: lambda self, x: nn.functional.silu(x),
+        ),
     }
 
 
@@ -80,14 +90,20 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
     Returns:
         Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants them, worst first.
     """
-    patches = {name: (None, patch.object(owner, "forward", replacement(owner.forward)))
-               for name, (owner, replacement) in by_code().items()}
+    patches = {
+        name: (None, patch.object(owner, "forward", replacement(owner.forward)))
+        for name, (owner, replacement) in by_code().items()
+    }
     patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
     rows = []
     for ingredient, (change, patched) in patches.items():
-        weights = (lambda name, change=change: change(name, checkpoint.tensor(name))) if change else None
+        weights = (
+            (lambda name, change=change: change(name, checkpoint.tensor(name))) if change else None
+        )
         with patched:
-            without = golden.make_golden(checkpoint, reference.ids, weights, f"without {ingredient}", fed=reference.x)
+            without = golden.make_golden(
+                checkpoint, reference.ids, weights, f"without {ingredient}", fed=reference.x
+            )
         for tensor in ("update", "hidden"):
             worst = metrics.cosine(getattr(reference, tensor), getattr(without, tensor)).min()
             rows.append({"ingredient": ingredient, "tensor": tensor, "cosine": float(worst)})

@@ -8,10 +8,19 @@ The names below are imported when they are first used, so that a child process s
 from importlib import import_module
 
 _MODULES = {
-    "RUN_AXES": "grid", "Grid": "grid", "cells": "grid", "load_grid": "grid", "make_grid": "grid",
-    "bundle_for": "cell", "done_cells": "execute", "sweep": "execute",
-    "configurations": "results", "offered_machines": "results", "stored_tables": "results", "varied_axes": "results",
-}  # fmt: skip
+    "RUN_AXES": "grid",
+    "Grid": "grid",
+    "cells": "grid",
+    "load_grid": "grid",
+    "make_grid": "grid",
+    "bundle_for": "cell",
+    "done_cells": "execute",
+    "sweep": "execute",
+    "configurations": "results",
+    "offered_machines": "results",
+    "stored_tables": "results",
+    "varied_axes": "results",
+}
 __all__ = sorted(_MODULES)
 
 

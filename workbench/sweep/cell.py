@@ -43,10 +43,14 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
         inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = process.Outcome()
         if not _is_cached(_path(job)):
-            outcome = process.call("workbench.sweep.cell:prepare", inner, timeout_s=job["timeout_s"])
+            outcome = process.call(
+                "workbench.sweep.cell:prepare", inner, timeout_s=job["timeout_s"]
+            )
         if outcome.failure is None:
             time.sleep(job["run"]["cool_down_s"])
-            outcome = process.call(measure, inner, threads=job["run"]["threads"], timeout_s=job["timeout_s"])
+            outcome = process.call(
+                measure, inner, threads=job["run"]["threads"], timeout_s=job["timeout_s"]
+            )
         if outcome.failure is not None:
             failed(inner, outcome.failure, outcome.lines)
         return log.files(root)
@@ -61,37 +65,68 @@ def measure_cell(job: dict) -> None:
     """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
     before = runs.pick(log.environment(), "thermal", "power_source")
     bundle = Bundle.open(_path(job))
-    decoder = Decoder(bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints"))
-    samples = timing.measure_speed(decoder, **runs.pick(job["run"], "T", "depth", "n_gen", "repetitions"))
+    decoder = Decoder(
+        bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
+    )
+    samples = timing.measure_speed(
+        decoder, **runs.pick(job["run"], "T", "depth", "n_gen", "repetitions")
+    )
     row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
-    config = _config(job) | {"not_timed": timing.NOT_TIMED, "flags": log.flags(samples), "load_average": os.getloadavg()[0],
-                             "before": before}  # fmt: skip
+    config = _config(job) | {
+        "not_timed": timing.NOT_TIMED,
+        "flags": log.flags(samples),
+        "load_average": os.getloadavg()[0],
+        "before": before,
+    }
     if lines := process.compiler_errors():  # it ran, and not where it was meant to
         row |= {"status": "invalid", "reason": lines[0]}
         config["stderr"] = lines
     if decoder.runtime == "coreml":
         try:
-            row |= placement.columns(placement.measured_placement([*decoder.layers, *decoder.heads]))
+            row |= placement.columns(
+                placement.measured_placement([*decoder.layers, *decoder.heads])
+            )
         except InputError as problem:
             config["placement"] = str(problem)
     if job["judge_ids"]:
-        reference = golden.stored_golden(_checkpoint(job), job["judge_ids"], _path(job).parent.with_name("golden"))
+        reference = golden.stored_golden(
+            _checkpoint(job), job["judge_ids"], _path(job).parent.with_name("golden")
+        )
         validation = validate(decoder, reference)
         fidelity, row["verdict"] = validation.rows, validation.verdict
         config["gates"] = [g.json() for g in validation.gates]
-    runs.record_run(job["experiment"], row | {"config": config}, root=job["root"], fidelity=fidelity, samples=samples,
-                layers=timing.layer_table(samples, decoder))  # fmt: skip
+    runs.record_run(
+        job["experiment"],
+        row | {"config": config},
+        root=job["root"],
+        fidelity=fidelity,
+        samples=samples,
+        layers=timing.layer_table(samples, decoder),
+    )
 
 
 def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
     """Logs a run that did not come to an end."""
-    row = {"checkpoint": Path(job["checkpoint"]).name, "checkpoint_hash": job["checkpoint_hash"], "status": "failed",
-           "reason": reason, "config": _config(job) | {"stderr": list(lines)}}  # fmt: skip
-    runs.record_run(job["experiment"], runs.exported(Options(**job["options"])) | row | _identity(job), root=job["root"])
+    row = {
+        "checkpoint": Path(job["checkpoint"]).name,
+        "checkpoint_hash": job["checkpoint_hash"],
+        "status": "failed",
+        "reason": reason,
+        "config": _config(job) | {"stderr": list(lines)},
+    }
+    runs.record_run(
+        job["experiment"],
+        runs.exported(Options(**job["options"])) | row | _identity(job),
+        root=job["root"],
+    )
 
 
 def _identity(job: dict) -> dict:
-    return {"command": "sweep"} | runs.pick(job, "setting", "round") | runs.pick(job["run"], *runs.COUNTS)
+    return (
+        {"command": "sweep"}
+        | runs.pick(job, "setting", "round")
+        | runs.pick(job["run"], *runs.COUNTS)
+    )
 
 
 def _config(job: dict) -> dict:
@@ -103,8 +138,12 @@ def _checkpoint(job: dict) -> Checkpoint:
     """The job's checkpoint on this machine: its path, or the same path in the project that this process runs in."""
     checkpoint = Checkpoint(find(job["checkpoint"], log.default_root()))
     if checkpoint.sha256 != job["checkpoint_hash"]:
-        raise InputError(f"checkpoint {checkpoint.path}", checkpoint.sha256[:12], f"the sweep's, {job['checkpoint_hash'][:12]}",
-                         "copy the same checkpoint to every worker")  # fmt: skip
+        raise InputError(
+            f"checkpoint {checkpoint.path}",
+            checkpoint.sha256[:12],
+            f"the sweep's, {job['checkpoint_hash'][:12]}",
+            "copy the same checkpoint to every worker",
+        )
     return checkpoint
 
 
@@ -116,15 +155,21 @@ def find(checkpoint: str, root: Path) -> Path:
 def _path(job: dict) -> Path:
     """Where this machine keeps the bundle of a job."""
     folder = Path(job["bundles"]) if job["bundles"] else log.project() / "data" / "bundles"
-    return folder / _bundle_name(Path(job["checkpoint"]).name, job["checkpoint_hash"], Options(**job["options"]))
+    return folder / _bundle_name(
+        Path(job["checkpoint"]).name, job["checkpoint_hash"], Options(**job["options"])
+    )
 
 
 def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
-    text = json.dumps([MANIFEST_VERSION, sha256, options.model_dump(), exporting.versions()], sort_keys=True)
+    text = json.dumps(
+        [MANIFEST_VERSION, sha256, options.model_dump(), exporting.versions()], sort_keys=True
+    )
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False) -> Bundle:
+def bundle_for(
+    checkpoint: Checkpoint, options: Options, folder: Path, progress: bool = False
+) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` by one process at a time.
 
     One that is there already is opened; a damaged one is exported again, with a warning that says
@@ -132,7 +177,9 @@ def bundle_for(checkpoint: Checkpoint, options: Options, folder: Path, progress:
     """
     path = folder / _bundle_name(checkpoint.path.name, checkpoint.sha256, options)
     with locked(_lock(path)):
-        return _cached(path) or exporting.export(checkpoint.path, path, progress=progress, **options.model_dump())
+        return _cached(path) or exporting.export(
+            checkpoint.path, path, progress=progress, **options.model_dump()
+        )
 
 
 def _is_cached(path: Path) -> bool:

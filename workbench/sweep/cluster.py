@@ -29,7 +29,9 @@ class Cluster:
         """`log.environment` of every worker."""
         return list(self.client.run(log.environment).values())
 
-    def results(self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]) -> Iterator[tuple]:
+    def results(
+        self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]
+    ) -> Iterator[tuple]:
         """Runs every job; yields (job, its log files, whether that was its last attempt).
 
         Each worker has one job at a time: Dask would count a job that waits at a worker that dies as failed, too.
@@ -42,8 +44,16 @@ class Cluster:
             while waiting and len(pending) < self._capacity():
                 job = waiting.popleft()
                 key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
-                future = self.client.submit(_on_worker, run, job, dict(self.indices), key=key, pure=False,
-                                            resources={RESOURCE: 1}, retries=0)  # fmt: skip
+                future = self.client.submit(
+                    _on_worker,
+                    run,
+                    job,
+                    dict(self.indices),
+                    key=key,
+                    pure=False,
+                    resources={RESOURCE: 1},
+                    retries=0,
+                )
                 pending[future] = job
                 completed.add(future)
             future = next(completed)
@@ -70,12 +80,17 @@ def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) 
     return run(job | {"worker": indices.get(get_worker().address)})
 
 
-def _failed_files(job: dict, problem: Exception, failed: Callable, indices: dict[str, int]) -> dict[str, bytes]:
+def _failed_files(
+    job: dict, problem: Exception, failed: Callable, indices: dict[str, int]
+) -> dict[str, bytes]:
     """The log files of a job that returned none."""
     reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
     worker = getattr(getattr(problem, "last_worker", None), "address", None)
     with tempfile.TemporaryDirectory() as root:
-        failed(job | {"root": root, "worker": indices.get(worker)}, f"attempt {job['attempt']}: {reason}")
+        failed(
+            job | {"root": root, "worker": indices.get(worker)},
+            f"attempt {job['attempt']}: {reason}",
+        )
         return log.files(root)
 
 
@@ -93,13 +108,21 @@ def connect(address: str):
         resolve_address(address)  # a client of no address at all does not close by itself
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, TypeError, ValueError) as problem:  # TypeError: tls without a certificate
-        raise InputError(f"scheduler {address}", str(problem) or type(problem).__name__, "the address of a Dask scheduler",
-                         "start one: dask scheduler") from None  # fmt: skip
+        raise InputError(
+            f"scheduler {address}",
+            str(problem) or type(problem).__name__,
+            "the address of a Dask scheduler",
+            "start one: dask scheduler",
+        ) from None
     with client:
         workers = client.scheduler_info(n_workers=-1)["workers"]
         if not any(RESOURCE in worker["resources"] for worker in workers.values()):
-            raise InputError(f"scheduler {address}", f"{len(workers)} workers, none with {RESOURCE}", "at least one",
-                             f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"')  # fmt: skip
+            raise InputError(
+                f"scheduler {address}",
+                f"{len(workers)} workers, none with {RESOURCE}",
+                "at least one",
+                f'start one on each Mac: dask worker {address} --resources "{RESOURCE}=1"',
+            )
         client.run_on_scheduler(_disable_dask_retries)
         yield Cluster(client)
 

@@ -19,8 +19,15 @@ from workbench.sweep import cell, cluster
 from workbench.sweep.grid import Cell, Grid, cells
 
 
-def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = None, scheduler: str | None = None,
-          progress: bool = True, measure: str = cell.MEASURE_FUNCTION) -> dict:  # fmt: skip
+def sweep(
+    grid: Grid,
+    *,
+    root: str | Path | None = None,
+    bundles: Path | None = None,
+    scheduler: str | None = None,
+    progress: bool = True,
+    measure: str = cell.MEASURE_FUNCTION,
+) -> dict:
     """Measures every cell that the log does not hold yet, in a random order within each round.
 
     Args:
@@ -45,9 +52,18 @@ def sweep(grid: Grid, *, root: str | Path | None = None, bundles: Path | None = 
     with _workers(scheduler, measure) as (hosts, results):
         _check_root(root)
         finished = done_cells(root, hosts)
-        missing = sorted((c for c in everything if c.key(checkpoint.sha256) not in finished), key=lambda c: c.round)
+        missing = sorted(
+            (c for c in everything if c.key(checkpoint.sha256) not in finished),
+            key=lambda c: c.round,
+        )
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
-        counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs), "failed": 0, "log": str(root)}
+        counts = {
+            "cells": len(everything),
+            "done": 0,
+            "resumed": len(everything) - len(jobs),
+            "failed": 0,
+            "log": str(root),
+        }
         with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
@@ -62,23 +78,44 @@ def _check_root(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise InputError(f"log {root}", problem.strerror, "a folder that can be written", "name another with --log-dir") from None
+        raise InputError(
+            f"log {root}",
+            problem.strerror,
+            "a folder that can be written",
+            "name another with --log-dir",
+        ) from None
 
 
 def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
     """A cell as what can travel to another process or, where paths are other ones, to another machine."""
     sha256, path = checkpoint.sha256, str(checkpoint.path.resolve()) if here else c.checkpoint
-    return {"checkpoint": path, "checkpoint_hash": sha256, "options": c.options.model_dump(), "run": c.run,
-            "setting": c.setting(sha256), "round": c.round, "cell": c.key(sha256), "judge_ids": list(c.judge_ids),
-            "experiment": grid.experiment, "bundles": bundles and str(bundles), "timeout_s": grid.run.timeout_s, "attempt": 1,
-            "started": None, "worker": None, "sweep": secrets.token_hex(4)}  # fmt: skip
+    return {
+        "checkpoint": path,
+        "checkpoint_hash": sha256,
+        "options": c.options.model_dump(),
+        "run": c.run,
+        "setting": c.setting(sha256),
+        "round": c.round,
+        "cell": c.key(sha256),
+        "judge_ids": list(c.judge_ids),
+        "experiment": grid.experiment,
+        "bundles": bundles and str(bundles),
+        "timeout_s": grid.run.timeout_s,
+        "attempt": 1,
+        "started": None,
+        "worker": None,
+        "sweep": secrets.token_hex(4),
+    }
 
 
 @contextmanager
 def _workers(scheduler: str | None, measure: str):
     """((machine, software) of all that measure, function from jobs to results) here or on a cluster."""
     if scheduler is None:
-        yield {_host(log.environment())}, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs)
+        yield (
+            {_host(log.environment())},
+            lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs),
+        )
         return
     with cluster.connect(scheduler) as workers:
         hosts = set(map(_host, workers.environments()))
@@ -97,4 +134,8 @@ def done_cells(root: Path, hosts: set[tuple[str, str]] | None = None) -> set[str
     """
     hosts = hosts or {_host(log.environment())}
     rows = with_machines(log.load("runs", root=root, where={"status": "ok", "command": "sweep"}))
-    return {json.loads(row.config)["cell"] for row in rows.itertuples() if (row.machine, row.software) in hosts}
+    return {
+        json.loads(row.config)["cell"]
+        for row in rows.itertuples()
+        if (row.machine, row.software) in hosts
+    }

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, ValidationError
+from pydantic import (
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationError,
+)
 
 from workbench import export as exporting
 from workbench.bundle import Options
@@ -83,7 +90,11 @@ class Cell:
     def columns(self, auto: str) -> dict:
         """Columns of `runs` that a run of this cell has (see `runs.TIMES`), where `auto` is the runtime that auto means."""
         runtime = auto if self.run["runtime"] == "auto" else self.run["runtime"]
-        return runs.exported(self.options) | runs.executed(**self.run | {"runtime": runtime}) | runs.pick(self.run, *runs.COUNTS)
+        return (
+            runs.exported(self.options)
+            | runs.executed(**self.run | {"runtime": runtime})
+            | runs.pick(self.run, *runs.COUNTS)
+        )
 
 
 def _hash(value) -> str:
@@ -94,8 +105,14 @@ def load_grid(path: str | Path) -> Grid:
     """Reads a grid; unknown keys and values are refused before anything runs."""
     try:
         mapping = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as problem:  # ValueError: not UTF-8, or a date that is none
-        raise InputError(f"grid {path}", type(problem).__name__, "a YAML file", "see README: sweeps") from None
+    except (
+        OSError,
+        ValueError,
+        yaml.YAMLError,
+    ) as problem:  # ValueError: not UTF-8, or a date that is none
+        raise InputError(
+            f"grid {path}", type(problem).__name__, "a YAML file", "see README: sweeps"
+        ) from None
     return make_grid(mapping, f"grid {path}")
 
 
@@ -106,9 +123,16 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     except ValidationError as problem:
         first = problem.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the grid"
-        raise InputError(subject, f"{where}: {first.get('input')!r}", first["msg"], "see README: sweeps") from None
+        raise InputError(
+            subject, f"{where}: {first.get('input')!r}", first["msg"], "see README: sweeps"
+        ) from None
     if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
-        raise InputError(subject, f"export options {', '.join(unknown)}", ", ".join(Options.model_fields), "correct the key")
+        raise InputError(
+            subject,
+            f"export options {', '.join(unknown)}",
+            ", ".join(Options.model_fields),
+            "correct the key",
+        )
     list(cells(grid))  # refuses wrong values of export options
     return grid
 
@@ -116,7 +140,9 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
 def cells(grid: Grid) -> Iterator[Cell]:
     """The cross product, round by round. The first way to run each bundle and runtime also validates it, once."""
     run = grid.run
-    common = {name: getattr(run, name) for name in ("n_gen", "repetitions", "cool_down_s", "threads")}
+    common = {
+        name: getattr(run, name) for name in ("n_gen", "repetitions", "cool_down_s", "threads")
+    }
     axes = [getattr(run, axis) for axis in RUN_AXES]
     for round_, *export in itertools.product(range(run.rounds), *grid.export.values()):
         options = exporting.options(**dict(zip(grid.export, export)))
@@ -124,4 +150,6 @@ def cells(grid: Grid) -> Iterator[Cell]:
             how = dict(zip(RUN_AXES, values)) | common
             how["hints"] = how["hints"].model_dump(exclude_none=True)
             validates = (round_, how["T"], how["depth"]) == (0, min(run.T), min(run.depth))
-            yield Cell(grid.checkpoint, options, how, round_, tuple(grid.validate_ids) if validates else ())
+            yield Cell(
+                grid.checkpoint, options, how, round_, tuple(grid.validate_ids) if validates else ()
+            )

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from workbench.errors import InputError, last_message
 
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
-COMPILER_ERROR = re.compile(r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple")
+COMPILER_ERROR = re.compile(
+    r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Outcome:
     lines: tuple[str, ...] = ()
 
 
-def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | None = None) -> Outcome:
+def call(
+    function: str, argument: dict, *, threads: int = 1, timeout_s: float | None = None
+) -> Outcome:
     """Calls `function` ("module:name") with `argument` in a process of its own.
 
     Args:
@@ -39,10 +43,17 @@ def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | 
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen([sys.executable, "-m", "workbench.sweep.process", function], env=environment, stderr=errors,
-                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-m", "workbench.sweep.process", function],
+            env=environment,
+            stderr=errors,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         late = threading.Event()
-        clock = threading.Timer(timeout_s or threading.TIMEOUT_MAX, lambda: (late.set(), child.kill()))
+        clock = threading.Timer(
+            timeout_s or threading.TIMEOUT_MAX, lambda: (late.set(), child.kill())
+        )
         clock.daemon = True
         clock.start()
         try:
@@ -57,7 +68,9 @@ def call(function: str, argument: dict, *, threads: int = 1, timeout_s: float | 
     lines, compiler = stderr.decode(errors="replace").splitlines(), _compiler_errors(stderr)
     if reply:
         outcome = json.loads(reply)
-        return Outcome(**outcome, lines=tuple(dict.fromkeys(compiler)) if "failure" in outcome else ())
+        return Outcome(
+            **outcome, lines=tuple(dict.fromkeys(compiler)) if "failure" in outcome else ()
+        )
     failure = f"no answer in {timeout_s} s" if late.is_set() else _death(code, lines)
     return Outcome(None, failure, tuple(dict.fromkeys([*compiler, *lines[-TAIL:]])))
 
@@ -79,11 +92,17 @@ def compiler_errors() -> list[str]:
 
 
 def _compiler_errors(stderr: bytes) -> list[str]:
-    return [line for line in stderr.decode(errors="replace").splitlines() if COMPILER_ERROR.search(line)]
+    return [
+        line for line in stderr.decode(errors="replace").splitlines() if COMPILER_ERROR.search(line)
+    ]
 
 
 def _death(code: int, lines: list[str]) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}: {last_message(lines)}"
+    return (
+        f"killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exit code {code}: {last_message(lines)}"
+    )
 
 
 def _serve(function: str) -> None:

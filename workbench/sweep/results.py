@@ -13,7 +13,9 @@ from workbench.sweep.cell import find
 from workbench.sweep.grid import RUN_AXES, Grid, cells
 
 
-def stored_tables(grid: Grid, root: str | Path | None = None, machine: str | None = None) -> dict[str, pd.DataFrame]:
+def stored_tables(
+    grid: Grid, root: str | Path | None = None, machine: str | None = None
+) -> dict[str, pd.DataFrame]:
     """The log's tables `samples`, `layers` and `fidelity` of a grid with settings joined on, newest runs only.
 
     Times are those of one machine and one setting of everything that the grid does not vary: where the log holds the grid
@@ -37,7 +39,9 @@ def stored_tables(grid: Grid, root: str | Path | None = None, machine: str | Non
     validated = runs.newest(validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES)
     about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
     times = [*about, *runs.TIMES, "machine", "software", "os_build", "round"]
-    tables = {name: _join(_rows_of(name, timed, root), timed, times) for name in ("samples", "layers")}
+    tables = {
+        name: _join(_rows_of(name, timed, root), timed, times) for name in ("samples", "layers")
+    }
     return tables | {"fidelity": _join(fidelity, validated, [*about, *runs.VALUES])}
 
 
@@ -71,7 +75,9 @@ def _of_checkpoint(grid: Grid, root: str | Path | None) -> pd.DataFrame:
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
     stats = {file: file.stat() for file in sorted(path.iterdir()) if file.is_file()}
-    sha256 = _sha256(path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()))
+    sha256 = _sha256(
+        path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items())
+    )
     return rows[rows["checkpoint_hash"] == sha256]
 
 
@@ -81,7 +87,9 @@ def _sha256(path: Path, files: tuple) -> str:
     return Checkpoint(path).sha256
 
 
-def configurations(grid: Grid, root: str | Path | None = None, machine: str | None = None) -> pd.DataFrame:
+def configurations(
+    grid: Grid, root: str | Path | None = None, machine: str | None = None
+) -> pd.DataFrame:
     """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
@@ -91,24 +99,61 @@ def configurations(grid: Grid, root: str | Path | None = None, machine: str | No
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
     varied = [name for name in varied_axes(grid) if name != "T"]
-    about = ["bundle", "runtime", "precision", "compute_units", "hints"]  # what fidelity and verdict belong to
+    about = [
+        "bundle",
+        "runtime",
+        "precision",
+        "compute_units",
+        "hints",
+    ]  # what fidelity and verdict belong to
     keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
-    timed = samples[~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])]
-    medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median().unstack("phase").reset_index()
+    timed = samples[
+        ~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])
+    ]
+    medians = (
+        timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
+        .median()
+        .unstack("phase")
+        .reset_index()
+    )
     medians = medians.reindex(columns=[*keys, "run_id", "tokens_per_s", "call"])
-    rows = medians.groupby(keys, dropna=False).agg(
-        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")).reset_index()  # fmt: skip
+    rows = (
+        medians.groupby(keys, dropna=False)
+        .agg(
+            tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
+        )
+        .reset_index()
+    )
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
     every = log.load("runs", root=root)
     validated = runs.newest(every[every["verdict"].notna()], about)
-    for column, source, default in (("worst_cosine", worst, float("nan")), ("verdict", validated, "not_run")):
+    for column, source, default in (
+        ("worst_cosine", worst, float("nan")),
+        ("verdict", validated, "not_run"),
+    ):
         values = dict(zip(runs.values(source, about), source[column]))
         rows[column] = [values.get(key, default) for key in runs.values(rows, about)]
     rows["worst_cosine"] = rows["worst_cosine"].astype(float)
-    rows["name"] = [", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")]
-    columns = ["name", *varied, "T", "machine", "runtime", "bundle", "tokens_per_s", "call_ms", "n", "worst_cosine", "verdict"]
-    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[list(dict.fromkeys(columns))]
+    rows["name"] = [
+        ", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")
+    ]
+    columns = [
+        "name",
+        *varied,
+        "T",
+        "machine",
+        "runtime",
+        "bundle",
+        "tokens_per_s",
+        "call_ms",
+        "n",
+        "worst_cosine",
+        "verdict",
+    ]
+    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[
+        list(dict.fromkeys(columns))
+    ]
 
 
 def varied_axes(grid: Grid) -> list[str]:

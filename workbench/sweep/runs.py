@@ -34,10 +34,15 @@ def pick(mapping: Mapping, *names: str) -> dict:
 def exported(options: Options) -> dict:
     """Columns of `runs` that export options are."""
     values = options.model_dump().items()
-    return {name: _text(value) if isinstance(value, list | tuple | dict) else value for name, value in values}
+    return {
+        name: _text(value) if isinstance(value, list | tuple | dict) else value
+        for name, value in values
+    }
 
 
-def executed(runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_) -> dict:
+def executed(
+    runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_
+) -> dict:
     """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing; others are ignored."""
     portable, coreml = runtime == "portable", runtime == "coreml"
     return {
@@ -56,15 +61,28 @@ def _text(value) -> str:
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
     """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: it is measured elsewhere."""
     m = bundle.manifest
-    row = {"checkpoint": m.checkpoint["name"], "checkpoint_hash": m.checkpoint["sha256"], "bundle": bundle.root.name,
-           "bundle_hash": bundle.identity, "family": m.family}  # fmt: skip
+    row = {
+        "checkpoint": m.checkpoint["name"],
+        "checkpoint_hash": m.checkpoint["sha256"],
+        "bundle": bundle.root.name,
+        "bundle_hash": bundle.identity,
+        "family": m.family,
+    }
     row |= exported(m.options)
     if decoder is not None:
-        row |= executed(decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints)
+        row |= executed(
+            decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints
+        )
     return row
 
 
-def record_run(experiment: str, row: dict, *, root: str | Path | None = None, **tables: pd.DataFrame | list[dict] | None) -> str:
+def record_run(
+    experiment: str,
+    row: dict,
+    *,
+    root: str | Path | None = None,
+    **tables: pd.DataFrame | list[dict] | None,
+) -> str:
     """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
 
     Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
@@ -95,10 +113,14 @@ def here() -> str:
     return machine_name(log.environment())
 
 
-def fitting(rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]) -> pd.DataFrame:
+def fitting(
+    rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]
+) -> pd.DataFrame:
     """The rows whose `columns` are those of one of `settings`; null fits null alone."""
     settings = {tuple(setting[column] for column in columns) for setting in settings}
-    return rows[pd.Series([row in settings for row in values(rows, columns)], rows.index, dtype=bool)]
+    return rows[
+        pd.Series([row in settings for row in values(rows, columns)], rows.index, dtype=bool)
+    ]
 
 
 def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
@@ -109,7 +131,9 @@ def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
 
 def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """The newest run of each setting."""
-    return rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)  # run ids sort by time
+    return (
+        rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)
+    )  # run ids sort by time
 
 
 def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:

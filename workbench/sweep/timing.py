@@ -19,7 +19,9 @@ WARMUP_CALLS = 2
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
-def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3) -> pd.DataFrame:
+def measure_speed(
+    decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3
+) -> pd.DataFrame:
     """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
 
     Args:
@@ -34,34 +36,69 @@ def measure_speed(decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int =
     if not 1 <= T <= t_max:
         raise InputError("T", str(T), f"1 to t_max = {t_max}", "export with a larger --t-max")
     if depth + (calls + WARMUP_CALLS) * T > S:
-        raise InputError("depth and n_gen", f"{depth} + {(calls + WARMUP_CALLS) * T} tokens", f"at most max_seq_len = {S}",
-                         "measure fewer tokens, or export with a larger --max-seq-len")  # fmt: skip
+        raise InputError(
+            "depth and n_gen",
+            f"{depth} + {(calls + WARMUP_CALLS) * T} tokens",
+            f"at most max_seq_len = {S}",
+            "measure fewer tokens, or export with a larger --max-seq-len",
+        )
     rng, rows, order = np.random.default_rng(0), [], 0
     for repetition in range(repetitions):
         decoder.begin()
         if depth:
             start = time.perf_counter()
             decoder.prefill(_ids(decoder, rng, depth))
-            rows.append({"phase": "prefill", "value": (time.perf_counter() - start) * 1e3, "unit": "ms", "n_prompt": depth,
-                         "repetition": repetition, "order": order, "warmup": repetition == 0 < repetitions - 1})  # fmt: skip
+            rows.append(
+                {
+                    "phase": "prefill",
+                    "value": (time.perf_counter() - start) * 1e3,
+                    "unit": "ms",
+                    "n_prompt": depth,
+                    "repetition": repetition,
+                    "order": order,
+                    "warmup": repetition == 0 < repetitions - 1,
+                }
+            )
         spent = 0.0
         for call in range(WARMUP_CALLS + calls):
             phases = _timed_call(decoder, _ids(decoder, rng, T), T)
-            common = {"repetition": repetition, "order": order, "warmup": call < WARMUP_CALLS, "T": T,
-                      "depth": depth, "n_gen": n_gen, "n_prompt": depth, "unit": "ms"}  # fmt: skip
+            common = {
+                "repetition": repetition,
+                "order": order,
+                "warmup": call < WARMUP_CALLS,
+                "T": T,
+                "depth": depth,
+                "n_gen": n_gen,
+                "n_prompt": depth,
+                "unit": "ms",
+            }
             rows += [common | row for row in phases]
             spent += 0 if call < WARMUP_CALLS else phases[0]["value"]
             order += 1
-        rows.append(common | {"phase": "tokens_per_s", "value": calls * T * decoder.options.batch / spent * 1e3,
-                              "unit": "tok/s", "warmup": False})  # fmt: skip
+        rows.append(
+            common
+            | {
+                "phase": "tokens_per_s",
+                "value": calls * T * decoder.options.batch / spent * 1e3,
+                "unit": "tok/s",
+                "warmup": False,
+            }
+        )
     return pd.DataFrame(rows + _loading(decoder))
 
 
 def _loading(decoder: Decoder) -> list[dict]:
     """What happened once per shard, where the runtime knows it."""
-    once, models = {"repetition": 0, "warmup": False, "unit": "ms"}, (*decoder.layers, *decoder.heads)
-    return [once | {"phase": phase, "shard": model.shard.name, "value": value}
-            for model in models for phase, value in model.loading_ms.items() if value is not None]  # fmt: skip
+    once, models = (
+        {"repetition": 0, "warmup": False, "unit": "ms"},
+        (*decoder.layers, *decoder.heads),
+    )
+    return [
+        once | {"phase": phase, "shard": model.shard.name, "value": value}
+        for model in models
+        for phase, value in model.loading_ms.items()
+        if value is not None
+    ]
 
 
 def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
@@ -75,7 +112,10 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
     total = (time.perf_counter() - start) * 1e3
-    layers = [{"phase": "layer", "shard": m.shard.name, "value": ms} for m, ms in zip(decoder.layers, times.layers, strict=True)]
+    layers = [
+        {"phase": "layer", "shard": m.shard.name, "value": ms}
+        for m, ms in zip(decoder.layers, times.layers, strict=True)
+    ]
     phases = {"call": total, "head": times.head, "host": total - sum(times.layers) - times.head}
     call, *rest = ({"phase": phase, "value": ms} for phase, ms in phases.items())
     return [call, *layers, *rest]
@@ -87,13 +127,21 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
     for (shard, T, depth), ms in timed.groupby(["shard", "T", "depth"], sort=False)["value"]:
         each = ms / len(spans[shard])
-        row = {"shard": shard, "T": T, "depth": depth, "layer_ms": each.median(),
-               "mad_ms": (each - each.median()).abs().median(), "n": len(each)}  # fmt: skip
+        row = {
+            "shard": shard,
+            "T": T,
+            "depth": depth,
+            "layer_ms": each.median(),
+            "mad_ms": (each - each.median()).abs().median(),
+            "n": len(each),
+        }
         rows += [{"layer": layer} | row for layer in spans[shard]]
     return pd.DataFrame(rows)
 
 
-def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, seed: int = 0) -> pd.DataFrame:
+def profile(
+    decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, seed: int = 0
+) -> pd.DataFrame:
     """Where the time of a portable call goes: ms per MIL operation, by layer and source module.
 
     Each time is the gap between two operations, hook included; the first call is a warm-up and left out. Experts are
@@ -126,7 +174,9 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
                 decoder.advance(ids, T)
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
-    each = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()  # whichever expert ran
+    each = (
+        frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()
+    )  # whichever expert ran
     medians = each.groupby(keys, as_index=False)["ms"].median()
     return medians.assign(part=medians["module"].map(part_of))
 
@@ -134,7 +184,9 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, see
 def part_of(module: str) -> str:
     """attention, moe, mlp or rest: which part of a decoder layer a module path (`self_attn.q_proj`) belongs to."""
     head = module.split(".")[0]
-    return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(head, "rest")
+    return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(
+        head, "rest"
+    )
 
 
 def _module(shard, op) -> tuple[int, str]:

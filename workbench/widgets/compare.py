@@ -39,11 +39,20 @@ class Compare(Panel):
         runs = runs[runs["run_id"].isin(timed)].sort_values("run_id", ascending=False)
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
-            raise InputError("log", f"{len(runs)} timed runs", "two of one machine", "run a sweep first, such as notebook 34")
+            raise InputError(
+                "log",
+                f"{len(runs)} timed runs",
+                "two of one machine",
+                "run a sweep first, such as notebook 34",
+            )
         start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
         names, first, last = self._entries(start)
-        controls = [choice("machine", machine_names(self.runs), start), choice("A", names, first), choice("B", names, last)]
+        controls = [
+            choice("machine", machine_names(self.runs), start),
+            choice("A", names, first),
+            choice("B", names, last),
+        ]
         super().__init__(controls, self.settings)
         self.controls["machine"].observe(
             lambda change: self.guarded(lambda: self._offer(change["new"])), names="value"
@@ -66,8 +75,13 @@ class Compare(Panel):
             self.controls[side].value = run_id
 
     def _draw(self) -> None:
-        machine, comparison = self.value("machine"), log.compare(self.value("A"), self.value("B"), self.root)
-        measures = comparison.measures[lambda rows: rows["ratio"].notna() & rows["phase"].ne("layer")]
+        machine, comparison = (
+            self.value("machine"),
+            log.compare(self.value("A"), self.value("B"), self.root),
+        )
+        measures = comparison.measures[
+            lambda rows: rows["ratio"].notna() & rows["phase"].ne("layer")
+        ]
         if measures.empty:
             with plots.style():
                 figure, ax = plt.subplots(figsize=(6, 1.2))
@@ -82,11 +96,23 @@ class Compare(Panel):
 def _labels(runs: pd.DataFrame) -> list[str]:
     """A label per run: the settings in which some runs differ and its round; then, while labels are equal, its time and
     its id."""
-    columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES, "os_build", "software", "round"]
+    columns = [
+        "experiment",
+        "command",
+        "checkpoint",
+        "checkpoint_hash",
+        *runs_.TIMES,
+        "os_build",
+        "software",
+        "round",
+    ]
     varied = [c for c in columns if runs[c].nunique(dropna=False) > 1]
     varied = [c for c in varied if c != "software" or "os_build" not in varied]
     rows = runs.assign(checkpoint_hash=runs["checkpoint_hash"].str[:12]).to_dict("records")
     labels = [", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])) for run in rows]
     for suffix in (", {time:%Y-%m-%d %H:%M:%S}", " ({run_id})"):
-        labels = [label + suffix.format(**run) if labels.count(label) > 1 else label for label, run in zip(labels, rows)]
+        labels = [
+            label + suffix.format(**run) if labels.count(label) > 1 else label
+            for label, run in zip(labels, rows)
+        ]
     return labels

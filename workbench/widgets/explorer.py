@@ -47,20 +47,36 @@ class Explorer(Panel):
         self.tokens = token_texts(self.checkpoint, self.grid.validate_ids)
         self.cells = list(sweep.cells(self.grid))
         if machine is not None:
-            sweep.stored_tables(self.grid, self.root, machine)  # refuses a machine that the log lacks
+            sweep.stored_tables(
+                self.grid, self.root, machine
+            )  # refuses a machine that the log lacks
         self.options = {self._bundle_label(cell.options): cell.options for cell in self.cells}
         lengths = sorted({cell.options.max_seq_len for cell in self.cells})
         self.worst = ui.Select(rows=WORST + 1, layout=ui.Layout(width="420px"))
         self.worst.observe(lambda change: self.choose(change["new"]), names="value")
         self.split = ui.HTML()
         lists = ui.HBox([ui.VBox([ui.Label("worst cells"), self.worst]), self.split])
-        run = [choice(axis, _values(getattr(self.grid.run, axis))) for axis in sweep.varied_axes(self.grid)
-               if axis in sweep.RUN_AXES and axis not in ("T", "precision")]  # fmt: skip
-        super().__init__([choice("bundle", list(self.options)), slider("max_seq_len", lengths, lengths[-1]),
-                          slider("T", sorted(self.grid.run.T)), choice("precision", self.grid.run.precision), *run,
-                          choice("machine", [runs.here()]), choice("tensor", ["update", "k", "v", "hidden", "logits"]),
-                          choice("metric", list(METRICS.items()))], lists)  # fmt: skip
-        self.picture.observe(lambda change: self.guarded(lambda: self.click(*change["new"])), names="clicked")
+        run = [
+            choice(axis, _values(getattr(self.grid.run, axis)))
+            for axis in sweep.varied_axes(self.grid)
+            if axis in sweep.RUN_AXES and axis not in ("T", "precision")
+        ]
+        super().__init__(
+            [
+                choice("bundle", list(self.options)),
+                slider("max_seq_len", lengths, lengths[-1]),
+                slider("T", sorted(self.grid.run.T)),
+                choice("precision", self.grid.run.precision),
+                *run,
+                choice("machine", [runs.here()]),
+                choice("tensor", ["update", "k", "v", "hidden", "logits"]),
+                choice("metric", list(METRICS.items())),
+            ],
+            lists,
+        )
+        self.picture.observe(
+            lambda change: self.guarded(lambda: self.click(*change["new"])), names="clicked"
+        )
         self.refresh(machine)
         self.job = BackgroundJob(self.missing, self, lambda: self.refresh(runs.here()))
         save = button("download", lambda: self.guarded(self.save), "Save figure")
@@ -75,7 +91,10 @@ class Explorer(Panel):
 
     def _offer(self, machine: str | None) -> None:
         """Lists the machines of which the log has times, or this one without any, and selects one."""
-        control, names = self.controls["machine"], sweep.offered_machines(self.grid, self.root) or [runs.here()]
+        control, names = (
+            self.controls["machine"],
+            sweep.offered_machines(self.grid, self.root) or [runs.here()],
+        )
         preferred = (machine, control.value, runs.here(), names[0])
         control.options = names
         control.value = next(name for name in preferred if name in names)
@@ -85,18 +104,25 @@ class Explorer(Panel):
         machine = self.value("machine")
         if self.machine != machine:
             offered = sweep.offered_machines(self.grid, self.root)
-            self.tables = sweep.stored_tables(self.grid, self.root, machine if machine in offered else None)
+            self.tables = sweep.stored_tables(
+                self.grid, self.root, machine if machine in offered else None
+            )
             self.machine = machine
 
     @property
     def setting(self) -> Options:
         """Export options that the controls name."""
-        return self.options[self.value("bundle")].model_copy(update={"max_seq_len": self.value("max_seq_len")})
+        return self.options[self.value("bundle")].model_copy(
+            update={"max_seq_len": self.value("max_seq_len")}
+        )
 
     def _bundle_label(self, options: Options) -> str:
         """The values in which bundles of the grid differ, without max_seq_len."""
-        others = [str(getattr(options, name)) for name, values in self.grid.export.items()
-                  if name not in ("max_seq_len", "compress") and len(values) > 1]  # fmt: skip
+        others = [
+            str(getattr(options, name))
+            for name, values in self.grid.export.items()
+            if name not in ("max_seq_len", "compress") and len(values) > 1
+        ]
         return ", ".join([options.compress, *others])
 
     def missing(self) -> list:
@@ -108,9 +134,16 @@ class Explorer(Panel):
             for precision in self.grid.run.precision:
                 part = self._part(options, precision)
                 if any(cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)):
-                    steps.append((f"{name}, {precision}: speed and fidelity", lambda part=part: self._measure(part)))
+                    steps.append(
+                        (
+                            f"{name}, {precision}: speed and fidelity",
+                            lambda part=part: self._measure(part),
+                        )
+                    )
             if self.grid.validate_ids and self._stored_split(options) is None:
-                steps.append((f"{name}: error split", lambda options=options: self._measure_split(options)))
+                steps.append(
+                    (f"{name}: error split", lambda options=options: self._measure_split(options))
+                )
         return steps
 
     def _part(self, options: Options, precision: str) -> sweep.Grid:
@@ -122,25 +155,42 @@ class Explorer(Panel):
     def _measure(self, part: sweep.Grid) -> None:
         counts = sweep.sweep(part, root=self.root, progress=False)
         if counts["failed"]:
-            raise InputError("sweep", f"{counts['failed']} of {counts['cells']} cells failed", "cells that fit",
-                             "see their reasons: workbench log --where \"status == 'failed'\"")  # fmt: skip
+            raise InputError(
+                "sweep",
+                f"{counts['failed']} of {counts['cells']} cells failed",
+                "cells that fit",
+                "see their reasons: workbench log --where \"status == 'failed'\"",
+            )
 
     def _measure_split(self, options: Options) -> None:
         """Splits the error over the grid's prompt (see `workbench.explain.error`) and logs it."""
-        plain, bundle = (sweep.bundle_for(self.checkpoint, options.model_copy(update={"compress": c}), self.bundles)
-                         for c in ("fp16", options.compress))  # fmt: skip
+        plain, bundle = (
+            sweep.bundle_for(
+                self.checkpoint, options.model_copy(update={"compress": c}), self.bundles
+            )
+            for c in ("fp16", options.compress)
+        )
         splits = error.split_error(self.checkpoint, bundle, plain, self.grid.validate_ids)
         results = error.error_gates(splits)
         parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
         config = {"parts": parts, "gates": [g.json() for g in results]}
-        row = {"command": "error", "runtime": "portable", "verdict": gates.verdict(results), "config": config}
+        row = {
+            "command": "error",
+            "runtime": "portable",
+            "verdict": gates.verdict(results),
+            "config": config,
+        }
         runs.record_run(self.grid.experiment, runs.describe(bundle) | row, root=self.root)
 
     def _stored_split(self, options: Options) -> pd.DataFrame | None:
         """Parts of every layer's isolated update (see `workbench.explain.error.Split.layers`), with run_id; None: never
         measured."""
         where = {"checkpoint_hash": self.checkpoint.sha256, "status": "ok"} | runs.exported(options)
-        logged = log.load("runs", root=self.root, where=where).dropna(subset="config").sort_values("run_id")
+        logged = (
+            log.load("runs", root=self.root, where=where)
+            .dropna(subset="config")
+            .sort_values("run_id")
+        )
         for run_id, config in zip(logged["run_id"][::-1], logged["config"][::-1]):
             if parts := json.loads(config).get("parts"):
                 return pd.DataFrame(parts["isolated"]).assign(run_id=run_id)
@@ -156,7 +206,10 @@ class Explorer(Panel):
 
     def _axes(self) -> tuple[list[int], list[int]]:
         """Layers and positions of the heatmap, in order."""
-        return tuple([] if self.rows is None else sorted(map(int, self.rows[name].unique())) for name in ("layer", "position"))
+        return tuple(
+            [] if self.rows is None else sorted(map(int, self.rows[name].unique()))
+            for name in ("layer", "position")
+        )
 
     def choose(self, cell: tuple[int, int] | None) -> None:
         """Marks a (layer, position) and shows how the error of its layer splits."""
@@ -166,9 +219,18 @@ class Explorer(Panel):
 
     def _draw(self) -> None:
         self._read()
-        T, S, tensor, rows = self.value("T"), self.value("max_seq_len"), self.value("tensor"), self._stored("fidelity")
-        rows = rows[(rows["tensor"] == tensor) & (rows["max_seq_len"] == S) & (rows["mode"] == self._mode())]
-        rows = rows.assign(T=T) if self._mode() == "chained" else rows[rows["T"] == T]  # chained calls take every T in turn
+        T, S, tensor, rows = (
+            self.value("T"),
+            self.value("max_seq_len"),
+            self.value("tensor"),
+            self._stored("fidelity"),
+        )
+        rows = rows[
+            (rows["tensor"] == tensor) & (rows["max_seq_len"] == S) & (rows["mode"] == self._mode())
+        ]
+        rows = (
+            rows.assign(T=T) if self._mode() == "chained" else rows[rows["T"] == T]
+        )  # chained calls take every T in turn
         self.rows = rows[rows["run_id"] == rows["run_id"].max()] if len(rows) else None
         with plots.style():
             figure = plt.figure(figsize=(8, 5.6))
@@ -180,20 +242,35 @@ class Explorer(Panel):
         name = f"{self.checkpoint.path.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
         self.show(figure, f"{tensor} of {name}: fidelity by layer and position, error split, speed")
         ms = self._at_setting(self._stored("layers"))["layer_ms"]
-        time = f"{ms.median():.3f} ms per layer on {self.machine}" if len(ms) else "not measured: press Run"
+        time = (
+            f"{ms.median():.3f} ms per layer on {self.machine}"
+            if len(ms)
+            else "not measured: press Run"
+        )
         self.message.value = html.escape(f"{name}: {time}")
 
     def _stored(self, table: str) -> pd.DataFrame:
         """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
         run = {axis: self._run_value(axis) for axis in sweep.RUN_AXES if axis != "T"}
-        settings = [cell.columns(runtime) for cell in self.cells for runtime in runs.RUNTIMES
-                    if self._bundle_label(cell.options) == self.value("bundle") and run.items() <= cell.run.items()]  # fmt: skip
-        columns = [c for c in (runs.VALUES if table == "fidelity" else runs.TIMES) if c not in ("max_seq_len", "T")]
+        settings = [
+            cell.columns(runtime)
+            for cell in self.cells
+            for runtime in runs.RUNTIMES
+            if self._bundle_label(cell.options) == self.value("bundle")
+            and run.items() <= cell.run.items()
+        ]
+        columns = [
+            c
+            for c in (runs.VALUES if table == "fidelity" else runs.TIMES)
+            if c not in ("max_seq_len", "T")
+        ]
         return runs.fitting(self.tables[table], settings, columns)
 
     def _at_setting(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows at the max_seq_len and T that are shown."""
-        return rows[(rows["max_seq_len"] == self.value("max_seq_len")) & (rows["T"] == self.value("T"))]
+        return rows[
+            (rows["max_seq_len"] == self.value("max_seq_len")) & (rows["T"] == self.value("T"))
+        ]
 
     def _run_value(self, axis: str):
         """The value of a run axis that is shown, as `Cell.run` has it."""
@@ -206,11 +283,26 @@ class Explorer(Panel):
 
     def _options(self) -> dict:
         """Keywords of the heatmap as it is shown."""
-        tensor, metric, limits = self.value("tensor"), self.value("metric"), gates.LIMITS[self.setting.compress]
-        least = {"update": limits.update_cosine, "logits": limits.logits_cosine, "k": limits.kv_cosine, "v": limits.kv_cosine}
+        tensor, metric, limits = (
+            self.value("tensor"),
+            self.value("metric"),
+            gates.LIMITS[self.setting.compress],
+        )
+        least = {
+            "update": limits.update_cosine,
+            "logits": limits.logits_cosine,
+            "k": limits.kv_cosine,
+            "v": limits.kv_cosine,
+        }
         fits = self.tokens and self._axes()[1][-1] < len(self.tokens)
-        return {"T": self.value("T"), "tensor": tensor, "metric": metric, "mode": self._mode(), "tokens": self.tokens if fits else None,
-                "threshold": 1 - least[tensor] if tensor in least and metric == "1-cosine" else None}  # fmt: skip
+        return {
+            "T": self.value("T"),
+            "tensor": tensor,
+            "metric": metric,
+            "mode": self._mode(),
+            "tokens": self.tokens if fits else None,
+            "threshold": 1 - least[tensor] if tensor in least and metric == "1-cosine" else None,
+        }
 
     def _heatmap(self, ax: Axes) -> None:
         if self.rows is None:
@@ -226,7 +318,9 @@ class Explorer(Panel):
         metric, lines = self.value("metric"), [("click on a cell, or choose one here", None)]
         if self.rows is not None:
             column = "cosine" if metric == "1-cosine" else metric
-            ranked = self.rows.sort_values(column, ascending=column != "max_abs", na_position="first")
+            ranked = self.rows.sort_values(
+                column, ascending=column != "max_abs", na_position="first"
+            )
             for r in ranked.head(WORST).itertuples():
                 token = f" “{self.tokens[r.position]}”" if r.position < len(self.tokens) else ""
                 text = f"layer {r.layer}, position {r.position}{token}: {column} {getattr(r, column):.6g}"
@@ -245,7 +339,9 @@ class Explorer(Panel):
         plots.layer_parts(parts, layer=layer, ax=ax)
         column = parts[parts["layer"] == layer].drop(columns=["run_id", "layer"]).T
         column.columns = [f"layer {layer}, relative RMS"]
-        self.split.value = column.astype(float).to_html(border=0, float_format="{:.3g}".format, na_rep="not measured")
+        self.split.value = column.astype(float).to_html(
+            border=0, float_format="{:.3g}".format, na_rep="not measured"
+        )
 
     def _speed(self, ax: Axes) -> None:
         rates = self._stored("samples").query("phase == 'tokens_per_s'")
@@ -254,25 +350,53 @@ class Explorer(Panel):
         plots.speed(rates, ax=ax)
         here = self._at_setting(rates)["value"]
         if len(here):
-            ax.plot(self.value("max_seq_len"), here.median(), "o", ms=11, mfc="none", mec="black", zorder=5)
+            ax.plot(
+                self.value("max_seq_len"),
+                here.median(),
+                "o",
+                ms=11,
+                mfc="none",
+                mec="black",
+                zorder=5,
+            )
 
     def save(self) -> list[Path]:
         """Logs the heatmap shown as an exhibit of the experiment and writes it as SVG, PDF and PNG with a sidecar."""
         if self.rows is None:
-            raise InputError("figure", "nothing measured at this setting", "a heatmap", "press Run first")
-        options, T, tensor, number = self.setting, self.value("T"), self.value("tensor"), self.grid.experiment
+            raise InputError(
+                "figure", "nothing measured at this setting", "a heatmap", "press Run first"
+            )
+        options, T, tensor, number = (
+            self.setting,
+            self.value("T"),
+            self.value("tensor"),
+            self.grid.experiment,
+        )
         S, checkpoint = options.max_seq_len, self.checkpoint.path.name
         name = f"explorer-{tensor}-S{S}-T{T}-{options.compress}-{self.value('precision')}"
         alt = f"{tensor} of {checkpoint} against Hugging Face by layer and position: {self.value('bundle')}, max_seq_len {S}, T = {T}."
-        exhibit = report.exhibit(name, self.rows.dropna(axis=1, how="all"), alt, "fidelity_heatmap", self._options())
-        row = {"command": "explorer", "checkpoint": checkpoint, "max_seq_len": S, "T": T, "compress": options.compress}
+        exhibit = report.exhibit(
+            name, self.rows.dropna(axis=1, how="all"), alt, "fidelity_heatmap", self._options()
+        )
+        row = {
+            "command": "explorer",
+            "checkpoint": checkpoint,
+            "max_seq_len": S,
+            "T": T,
+            "compress": options.compress,
+        }
         run_id = runs.record_run(number, row, root=self.root, exhibits=[exhibit])
-        paths = report.write_exhibit(exhibit | {"run_id": run_id}, report.folder(number, checkpoint, self.root), number)
+        paths = report.write_exhibit(
+            exhibit | {"run_id": run_id}, report.folder(number, checkpoint, self.root), number
+        )
         self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
         return paths
 
 
 def _values(values: list) -> list:
     """The values of an axis as a dropdown takes them: (label, value)."""
-    hints = lambda v: ", ".join(f"{k} {x}" for k, x in v.model_dump(exclude_none=True).items()) or "none"  # noqa: E731
+
+    def hints(v: BaseModel) -> str:
+        return ", ".join(f"{k} {x}" for k, x in v.model_dump(exclude_none=True).items()) or "none"
+
     return [(hints(v) if isinstance(v, BaseModel) else str(v), v) for v in values]

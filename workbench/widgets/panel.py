@@ -18,7 +18,9 @@ from matplotlib.axes import Axes
 from workbench.errors import InputError
 
 WIDTH_PX, DPI = 960, 120
-_ONE_FIGURE = threading.RLock()  # pyplot and its style are global; a finished job draws from its own thread
+_ONE_FIGURE = (
+    threading.RLock()
+)  # pyplot and its style are global; a finished job draws from its own thread
 
 
 class Picture(anywidget.AnyWidget):
@@ -74,8 +76,12 @@ class Panel:
             action()
         except Exception as problem:  # shown in the widget, kept, raised by check()
             self.errors.append(problem)
-            text = str(problem) if isinstance(problem, InputError) else traceback.format_exc(limit=2)
-            self.message.value = f"<pre class='workbench-error' style='color:#b00'>{html.escape(text)}</pre>"
+            text = (
+                str(problem) if isinstance(problem, InputError) else traceback.format_exc(limit=2)
+            )
+            self.message.value = (
+                f"<pre class='workbench-error' style='color:#b00'>{html.escape(text)}</pre>"
+            )
 
     def check(self) -> None:
         """Raises the first error of any callback so far."""
@@ -122,7 +128,9 @@ def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **opti
 
 def button(icon: str, press: Callable[[], None], description: str = "", **options) -> ui.Button:
     """A button that calls `press`."""
-    control = ui.Button(description=description, icon=icon, layout=ui.Layout(width="auto"), **options)
+    control = ui.Button(
+        description=description, icon=icon, layout=ui.Layout(width="auto"), **options
+    )
     control.on_click(lambda _: press())
     return control
 
@@ -149,11 +157,18 @@ class BackgroundJob:
     def refresh(self) -> None:
         """Writes the number of steps on the Run button."""
         count = len(self.steps())
-        self.run.description, self.run.disabled = f"Run what is missing ({count})" if count else "Nothing is missing", not count
+        self.run.description, self.run.disabled = (
+            f"Run what is missing ({count})" if count else "Nothing is missing",
+            not count,
+        )
 
     def start(self) -> None:
         self.stopped.clear()
-        self.run.disabled, self.cancel.disabled, self.progress.layout.visibility = True, False, "visible"
+        self.run.disabled, self.cancel.disabled, self.progress.layout.visibility = (
+            True,
+            False,
+            "visible",
+        )
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 

@@ -30,11 +30,20 @@ class Planner(Panel):
         self.bundles = bundles or log.project() / "data" / "bundles"
         self.misfit = roofline.misfits()["misfit"].abs().median()
         self.rules = ui.HTML()
-        super().__init__([slider("max_seq_len", [2**n for n in range(6, 16)], 512), slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
-                          choice("compress", list(memory.STORED_BITS)), choice("chip", sorted(roofline.chips()), "M4"),
-                          choice("machine", list(MACHINES), "16 GiB")], self.rules)  # fmt: skip
+        super().__init__(
+            [
+                slider("max_seq_len", [2**n for n in range(6, 16)], 512),
+                slider("T", [1, 2, 3, 4, 8, 16, 32], 4),
+                choice("compress", list(memory.STORED_BITS)),
+                choice("chip", sorted(roofline.chips()), "M4"),
+                choice("machine", list(MACHINES), "16 GiB"),
+            ],
+            self.rules,
+        )
         steps = [("export and lint", self._lint)]
-        self.job = BackgroundJob(lambda: steps * (self.options not in self.placements), self, self.draw)
+        self.job = BackgroundJob(
+            lambda: steps * (self.options not in self.placements), self, self.draw
+        )
         self.box.children = (*self.box.children, self.job.box)
         for control in self.controls.values():
             control.observe(lambda _: self.job.refresh(), names="value")
@@ -42,7 +51,11 @@ class Planner(Panel):
 
     @property
     def options(self) -> Options:
-        return export_options(max_seq_len=self.value("max_seq_len"), t_max=self.value("T"), compress=self.value("compress"))
+        return export_options(
+            max_seq_len=self.value("max_seq_len"),
+            t_max=self.value("T"),
+            compress=self.value("compress"),
+        )
 
     def _lint(self) -> None:
         options = self.options
@@ -50,18 +63,32 @@ class Planner(Panel):
         self.placements[options] = placement.predicted_placement(bundle, int(self.value("chip")[1]))
 
     def _draw(self) -> None:
-        options, name, machine, chip = self.options, self.checkpoint.path.name, self.value("machine"), self.value("chip")
+        options, name, machine, chip = (
+            self.options,
+            self.checkpoint.path.name,
+            self.value("machine"),
+            self.value("chip"),
+        )
         size = MACHINES[machine]
         budget = memory.budget_of_checkpoint(self.checkpoint, options, size)
-        machines = {machine: size} if budget.total > size / 50 else {}  # else the checkpoint's bar would be invisible
-        self.show(plots.memory_bar(tables.budget(budget, name), machines).figure, f"memory of {name}")
-        rates = {T: 1e3 * T / roofline.predict_ms(memory.decode_work(self.checkpoint, options, T), chip)["ms"].sum()
-                 for T in sorted({1, self.value("T")})}  # fmt: skip
+        machines = (
+            {machine: size} if budget.total > size / 50 else {}
+        )  # else the checkpoint's bar would be invisible
+        self.show(
+            plots.memory_bar(tables.budget(budget, name), machines).figure, f"memory of {name}"
+        )
+        rates = {
+            T: 1e3
+            * T
+            / roofline.predict_ms(memory.decode_work(self.checkpoint, options, T), chip)["ms"].sum()
+            for T in sorted({1, self.value("T")})
+        }
         self.message.value = (
             f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {machine}. "
-            f"Predicted on {chip}: " + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
+            f"Predicted on {chip}: "
+            + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
             + f" (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
-        )  # fmt: skip
+        )
         self.rules.value = "Rules: not checked, they need the exported graph."
         if options in self.placements:
             self.rules.value = tables.styled(tables.rules_table(self.placements[options])).to_html()
