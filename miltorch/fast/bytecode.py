@@ -5,6 +5,8 @@ the large products a layer is then some twenty small steps, which cost less to d
 are float32 arrays that hold values already rounded to fp16, so an instruction means what the call it stands for means.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from llvmlite import ir
@@ -351,3 +353,14 @@ def _pointwise(kind, a, b, out):
 @njit(cache=True)
 def _record_binary(kind, a, b):
     return a + b if kind == ADD else a - b if kind == SUB else a * b
+
+
+def drop_stale_machine_code(folder: Path, kernels_file: Path) -> None:
+    """Removes numba's indexes of this file's compiled functions in `folder` that are older than the
+    kernels compiled into them: numba compares an index with the file of its function alone."""
+    for index in folder.glob("bytecode.*.nbi"):
+        if index.stat().st_mtime < kernels_file.stat().st_mtime:
+            index.unlink(missing_ok=True)
+
+
+drop_stale_machine_code(Path(_run_bytecode._cache.cache_path), Path(kernels.__file__))

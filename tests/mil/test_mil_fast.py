@@ -1,5 +1,7 @@
 """The decode path against the literal graph: the same bits where one rounding decides, close where sums are reordered."""
 
+import os
+
 import mutants
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from one_op import Op, Ref, Type, given, program, tensor
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import kernels, patterns, products
+from miltorch.fast import bytecode, kernels, patterns, products
 from miltorch.fast import program as fast
 from miltorch.fast.matching import PatternGraph
 from miltorch.fast.program import FastProgram
@@ -542,3 +544,14 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
     found = patterns._attend_visible(q, *cells, mask, patterns._span(mask))
     np.testing.assert_allclose(found.float(), weights.float() @ value.float(), atol=2e-3)
     assert weights[..., :3].max() < 1e-3
+
+
+def test_compiled_functions_older_than_their_kernels_are_dropped(tmp_path):
+    kernels_file, stale, fresh = (
+        tmp_path / name for name in ("k.py", "bytecode.a.nbi", "bytecode.b.nbi")
+    )
+    for seconds, path in enumerate((stale, kernels_file, fresh)):
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    bytecode.drop_stale_machine_code(tmp_path, kernels_file)
+    assert not stale.exists() and fresh.exists()
