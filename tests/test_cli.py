@@ -188,7 +188,6 @@ def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
             "--fp16-bundle",
         ),
         (("error", "build/llama", "--plain=build/fp16"), "--fp16-bundle"),
-        (("sweep", "grid.yaml", "--log", "build/log"), "--log-dir"),
         (("log", "--log=build/log"), "--log-dir"),
         (("compare", "a", "b", "--log", "build/log"), "--log-dir"),
         (("report", "05", "--log", "build/log"), "--log-dir"),
@@ -205,6 +204,7 @@ def test_an_old_spelling_is_an_option_where_it_still_means_something():
         checkpoint = ["--checkpoint", DATA / "tiny-llama"] if command == "error" else []
         assert refused(command, "nowhere", "--log", *checkpoint).subject == "bundle nowhere"
     assert "no folder" in str(refused("export", "nowhere", "out", "--plain"))
+    assert refused("sweep", "nowhere.yaml", "--log", "build/log").subject == "grid nowhere.yaml"
 
 
 def test_prompts_are_checked(llama):

@@ -327,7 +327,7 @@ def rope_left_out(decoder):
 @fault("update")
 def rope_on_keys_but_not_on_queries(decoder):
     for step in steps(decoder, 1, "concat", "self_attn")[:1]:  # queries are rotated first
-        halves = step.arrays[0][1]
+        halves = step.operands[0][1]
         a, b = (
             next(
                 s

@@ -46,7 +46,7 @@ def attention_reads_the_cache_before_the_write(decoder):
     # the current token's own row is missing from what it attends to
     model = decoder.layers[1]
     reads = steps(decoder, 1, "read_state")
-    first = {r.arrays[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
+    first = {r.operands[0][1]: r.outputs[0][0] for r in reads[:2]} if len(reads) > 2 else {}
     late = [r for r in reads if r.outputs[0][0] not in first.values()] if first else reads[-2:]
     before = {}
     run = model.executable.run
@@ -57,7 +57,7 @@ def attention_reads_the_cache_before_the_write(decoder):
 
     model.executable.run = bound
     for step in late:
-        name = step.arrays[0][1]
+        name = step.operands[0][1]
         step.function = lambda input, name=name: before[name]
 
 

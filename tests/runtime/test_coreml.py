@@ -185,7 +185,7 @@ def test_cold_warm_and_hot_caches_hold_through_the_binding(source, bundle, tmp_p
     )
 
 
-ON_SHIM = "import sys\nfrom workbench.runtime import shim\nfrom workbench.check import units as matrix\nshim.install()\n"
+ON_SHIM = "import sys\nfrom miltorch import shim\nfrom workbench.check import units as matrix\nshim.install()\n"
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
     """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr, and at
     T = 3 Core ML complains and runs all the same, elsewhere than it was told to."""
     (tmp_path / "on_shim.py").write_text(
-        "import os, signal, sys\nfrom workbench.sweep import cell\nfrom workbench.runtime import shim\n\n"
+        "import os, signal, sys\nfrom workbench.sweep import cell\nfrom miltorch import shim\n\n"
         "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"
         "        print('MILCompilerForANE error: failed to compile ANE model', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGABRT)\n    if job['run']['T'] == 3:\n"
