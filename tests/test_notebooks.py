@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -15,6 +16,7 @@ from workbench import log, report
 from workbench.cli.app import app
 from workbench.errors import InputError
 from workbench.report import notebook
+from workbench.report.lab import without_outputs
 from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[1]
@@ -214,3 +216,19 @@ def test_every_notebook_is_run_here():
 def test_misspelt_parameters_are_refused():
     with pytest.raises(InputError, match="MAX_SEQ_LENGTH"):
         notebook.run_notebook("05", {"MAX_SEQ_LENGTH": 64}, progress=False)
+
+
+def test_jupyter_saves_a_notebook_as_it_was_and_keeps_the_outputs_apart(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    before = NOTEBOOKS[0].read_text()
+    executed = nbformat.reads(before, as_version=4)
+    executed.metadata.language_info |= {"version": "3.11.7", "pygments_lexer": "ipython3"}
+    for count, cell in enumerate((c for c in executed.cells if c.cell_type == "code"), 1):
+        cell.execution_count = count
+        cell.outputs = [nbformat.v4.new_output("stream", text="seen")]
+    model = {"type": "notebook", "content": json.loads(nbformat.writes(executed))}
+    files = SimpleNamespace(root_dir=str(tmp_path / "notebooks"))
+    without_outputs(model=model, path=NOTEBOOKS[0].name, contents_manager=files)
+    assert nbformat.writes(nbformat.from_dict(model["content"])) + "\n" == before
+    copy = nbformat.read(tmp_path / "build" / "notebooks" / NOTEBOOKS[0].name, as_version=4)
+    assert copy.cells[1].outputs[0].text == "seen"

@@ -176,7 +176,8 @@ class Notebook:
     def save(self) -> nbformat.NotebookNode:
         """Saves; gives what is on disk."""
         self._in_lab("context.save().then(() => true)")
-        return nbformat.read(self.path, as_version=4)
+        executed = self.path.parents[1] / "build" / "notebooks" / self.path.name
+        return nbformat.read(executed, as_version=4)
 
     def errors(self) -> list[str]:
         """What went wrong: error outputs of cells, and callback errors that widgets show."""
