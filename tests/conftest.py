@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from tiny import Exports
 
+DATA = Path(__file__).parents[1] / "data"
+IDS = 20
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a minute; leave out with -m 'not slow'")
@@ -27,7 +30,7 @@ def exports(tmp_path_factory) -> Exports:
 def grid() -> dict:
     """A sweep of two cells: one bundle, two T."""
     return {
-        "checkpoint": str(Path(__file__).parents[1] / "data" / "tiny-llama"),
+        "checkpoint": str(DATA / "tiny-llama"),
         "experiment": "34",
         "validate_ids": [1, 4, 69, 173, 13, 4],
         "export": {"max_seq_len": [16], "t_max": [2]},
@@ -43,4 +46,27 @@ def swept(tmp_path_factory, grid):
     folder = tmp_path_factory.mktemp("sweep")
     return folder, sweep.sweep(
         sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    from workbench.models.checkpoint import Checkpoint
+
+    return Checkpoint(DATA / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def llama_bundle(exports, tiny_llama):
+    return exports.bundle(tiny_llama.path, max_seq_len=32)
+
+
+@pytest.fixture(scope="session")
+def llama_golden(tiny_llama):
+    """The first tokens of a held-out prompt: real text, so that attention has something to find."""
+    from workbench.check import golden, tasks
+
+    prompt = tasks.load_tasks(DATA / "tasks" / "heldout.jsonl")[0]["prompt"]
+    return golden.make_golden(
+        tiny_llama, tasks.load_tokenizer(tiny_llama.path).encode(prompt)[:IDS]
     )

@@ -1,6 +1,6 @@
 """Every notebook in JupyterLab: Run All ends without an error, widgets follow, figures are on disk and in the log.
 
-Screenshots stay in build/screens. Without Chromium the notebooks run headless in tests/test_notebooks.py instead.
+Screenshots stay in build/screens. Without Chromium the notebooks run headless in tests/report/test_notebooks.py instead.
 """
 
 import json

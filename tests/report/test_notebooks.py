@@ -19,7 +19,7 @@ from workbench.report import notebook
 from workbench.report.lab import without_outputs
 from workbench.sweep import runs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
     "05": {"MAX_SEQ_LEN": 64, "POSITIONS": 12},

@@ -18,7 +18,7 @@ from workbench.cli.app import app
 from workbench.cli.common import show
 from workbench.errors import InputError
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def run(*arguments, code: int = 0) -> dict:

@@ -1,6 +1,6 @@
 """Clean bundles of random family, seed, dimensions, compression and options, judged by every gate: none may be RED.
 
-`python -m tests.eval.clean 30` draws that many, one line each, and exits 1 on any RED. What goes in is a number; what
+`python -m tests.check.clean 30` draws that many, one line each, and exits 1 on any RED. What goes in is a number; what
 comes out are the reasons of the RED gates.
 """
 

@@ -13,7 +13,7 @@ from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.report.study import Study
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PARTS = pd.DataFrame({"part": ["attention", "rest"], "ms": [1.5, 0.5]})
 
 

@@ -15,7 +15,7 @@ from workbench import Bundle, InputError
 from workbench.cli.app import app
 from workbench.models.checkpoint import Checkpoint
 
-TINY = Path(__file__).parents[1] / "data" / "tiny-llama"
+TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
 HEAVY = ("torch", "coremltools", "transformers")
 COMMANDS = {
     "export": ("export", "wrong", "out"),

@@ -10,7 +10,7 @@ from workbench import log, sweep
 from workbench.errors import InputError
 from workbench.widgets import Compare, Explorer, Planner
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 GRID = {
     "checkpoint": str(DATA / "tiny-llama"),
     "validate_ids": [1, 4, 69, 173],

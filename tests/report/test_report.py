@@ -14,7 +14,7 @@ from workbench import log, plots, report
 from workbench.errors import InputError
 from workbench.sweep import runs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOG = ROOT / "experiments" / "log" / "shipped"  # a user's own runs draw no shipped figure
 SHIPPED = sorted((ROOT / "experiments").glob("*/figures/*.json"))
 FRAME = pd.DataFrame(
