@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from workbench import Decoder, InputError
 from workbench.bundle.names import is_cache
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"]
+FAMILIES = list(tiny.DIMS)
 S = 96
 SOME = settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
