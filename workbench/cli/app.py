@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 from typer.core import TyperGroup
 
-from workbench.cli import bench, check, decode, explain, export, measure, notebooks, sweeps
+from workbench.cli import bench, check, clean, decode, explain, export, measure, notebooks, sweeps
 from workbench.errors import InputError
 
 RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
@@ -44,7 +44,7 @@ app = Typer(
     "them, measure them.",
 )
 app.add_typer(bench.bench, name="bench")
-for module in (measure, export, check, explain, decode, sweeps, notebooks):
+for module in (measure, export, check, explain, decode, sweeps, notebooks, clean):
     for name, function in vars(module).items():
         if name.endswith("_command"):
             app.command(name.removesuffix("_command"))(function)
