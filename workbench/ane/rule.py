@@ -10,8 +10,10 @@ found otherwise: a disputed rule is reported and changes no placement. Effects:
     slow   it runs, slower than it needs to
 """
 
+import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from miltorch import Program, Type
 from miltorch.graph import Graph
@@ -29,9 +31,6 @@ RULE_SOURCES = {
     "ET": "ExecuTorch",
     "STB": "stablehlo-coreml",
 }
-EXPERIMENT_30 = (
-    "experiment 30 counted 4 of 4 convolutions of such shards on the Neural Engine of an M4 Max"
-)
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
 ON_ANE = frozenset(
@@ -125,19 +124,12 @@ class Finding:
 
 
 RULES: dict[str, Rule] = {}
+with (Path(__file__).with_name("rules.csv")).open(encoding="utf-8", newline="") as file:
+    FACTS = {row["id"]: row for row in csv.DictReader(file)}
 
 
-def rule(
-    id: str,
-    effect: str,
-    confidence: str,
-    source: str,
-    says: str,
-    advice: str,
-    disputed: str = "",
-    of: str | None = None,
-):
-    """Registers a rule; a second one of the same id is an error of ours.
+def rule(id: str, of: str | None = None):
+    """Registers the test of a rule, whose facts `rules.csv` states; a second one of the same id is an error of ours.
 
     The decorated function takes a graph and returns names. With `of` it takes a graph and one `_subjects(graph, of)`, and
     returns whether that one breaks the rule.
@@ -145,12 +137,8 @@ def rule(
 
     def register(test):
         assert id not in RULES, id
-        find = (
-            test
-            if of is None
-            else lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]
-        )
-        RULES[id] = Rule(id, effect, confidence, source, says, advice, disputed, find)
+        each = lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]  # noqa: E731
+        RULES[id] = Rule(**FACTS[id], find=each if of else test)
         return test
 
     return register
@@ -158,7 +146,7 @@ def rule(
 
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every operation); else (name,
-    operation) of the kinds that `of` lists, of every compute operation where it is empty."""
+    operation) of every compute operation (`operations`), or of the kinds that `of` lists."""
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":
@@ -168,7 +156,7 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
     ops = g.maker.values() if of.startswith("constexpr_") else g.ops
-    return [(op.name, op) for op in ops if not of or op.kind in of.split()]
+    return [(op.name, op) for op in ops if of == "operations" or op.kind in of.split()]
 
 
 def results(op: Op) -> list[Type]:
