@@ -31,6 +31,8 @@ RULE_SOURCES = {
     "ET": "ExecuTorch",
     "STB": "stablehlo-coreml",
 }
+with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as file:
+    FACTS = {row["id"]: row for row in csv.DictReader(file)}
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
 ON_ANE = frozenset(
@@ -63,7 +65,6 @@ class LintGraph(Graph):
     ):
         super().__init__(program)
         self.weight_bytes, self.functions, self.generation = weight_bytes, functions, generation
-        self.maker = self.producers
 
     def of(self, *kinds: str) -> list[Op]:
         return [op for op in self.ops if op.kind in kinds]
@@ -79,9 +80,7 @@ class LintGraph(Graph):
     def fixed(self, op: Op, parameter: str) -> bool:
         """Whether an argument is known before the program runs: plain, or a compressed weight."""
         producer = self.source(op, parameter)
-        return (
-            producer.constant if producer is not None else self.constant(op, parameter) is not None
-        )
+        return self.constant(op, parameter) is not None if producer is None else producer.constant
 
     def shape(self, op: Op, parameter: str) -> tuple:
         """Shape of an argument, None for sizes known only at run time; () where there is none."""
@@ -89,14 +88,10 @@ class LintGraph(Graph):
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
         """(compressed weight, operation that reads it)."""
-        reads = (
-            (self.producer(value), reader)
-            for reader in self.ops
-            for value in reader.inputs.values()
-        )
         return [
             (weight, reader)
-            for weight, reader in reads
+            for reader in self.ops
+            for weight in map(self.producer, reader.inputs.values())
             if weight is not None and weight.kind in kinds
         ]
 
@@ -124,24 +119,21 @@ class Finding:
 
 
 RULES: dict[str, Rule] = {}
-with (Path(__file__).with_name("rules.csv")).open(encoding="utf-8", newline="") as file:
-    FACTS = {row["id"]: row for row in csv.DictReader(file)}
 
 
-def rule(id: str, of: str | None = None):
-    """Registers the test of a rule, whose facts `rules.csv` states; a second one of the same id is an error of ours.
+def rule(test):
+    """Registers the test of the rule with whose id its name begins, `T1_float32`; `rules.csv` states the rule's facts.
 
-    The decorated function takes a graph and returns names. With `of` it takes a graph and one `_subjects(graph, of)`, and
-    returns whether that one breaks the rule.
+    Where the column `of` is empty, the test takes a graph and returns names. Otherwise it takes a graph and one
+    `_subjects(graph, of)`, and returns whether that one breaks the rule.
     """
-
-    def register(test):
-        assert id not in RULES, id
-        each = lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]  # noqa: E731
-        RULES[id] = Rule(**FACTS[id], find=each if of else test)
-        return test
-
-    return register
+    facts = FACTS.pop(
+        test.__name__.partition("_")[0]
+    )  # a second test of one rule is an error of ours
+    of = facts.pop("of")
+    each = lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]  # noqa: E731
+    RULES[facts["id"]] = Rule(**facts, find=each if of else test)
+    return test
 
 
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
@@ -155,7 +147,7 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
         ).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
-    ops = g.maker.values() if of.startswith("constexpr_") else g.ops
+    ops = g.producers.values() if of.startswith("constexpr_") else g.ops
     return [(op.name, op) for op in ops if of == "operations" or op.kind in of.split()]
 
 
