@@ -74,11 +74,9 @@ def _of_checkpoint(grid: Grid, root: str | Path | None) -> pd.DataFrame:
     path = find(grid.checkpoint, Path(root) if root else log.default_root())
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
-    stats = {file: file.stat() for file in sorted(path.iterdir()) if file.is_file()}
-    sha256 = _sha256(
-        path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items())
-    )
-    return rows[rows["checkpoint_hash"] == sha256]
+    stats = [(file, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
+    files = tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+    return rows[rows["checkpoint_hash"] == _sha256(path, files)]
 
 
 @cache
@@ -99,42 +97,22 @@ def configurations(
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
     varied = [name for name in varied_axes(grid) if name != "T"]
-    about = [
-        "bundle",
-        "runtime",
-        "precision",
-        "compute_units",
-        "hints",
-    ]  # what fidelity and verdict belong to
+    about = ["bundle", *runs.HOW]  # what fidelity and verdict belong to
     keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
     timed = samples[
         ~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])
     ]
-    medians = (
-        timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
-        .median()
-        .unstack("phase")
-        .reset_index()
-    )
-    medians = medians.reindex(columns=[*keys, "run_id", "tokens_per_s", "call"])
-    rows = (
-        medians.groupby(keys, dropna=False)
-        .agg(
-            tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
-        )
-        .reset_index()
+    medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median()
+    by_run = medians.unstack("phase").reindex(columns=["tokens_per_s", "call"])
+    rows = by_run.groupby(keys, dropna=False).agg(
+        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
     )
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
     every = log.load("runs", root=root)
-    validated = runs.newest(every[every["verdict"].notna()], about)
-    for column, source, default in (
-        ("worst_cosine", worst, float("nan")),
-        ("verdict", validated, "not_run"),
-    ):
-        values = dict(zip(runs.values(source, about), source[column]))
-        rows[column] = [values.get(key, default) for key in runs.values(rows, about)]
-    rows["worst_cosine"] = rows["worst_cosine"].astype(float)
+    validated = runs.newest(every[every["verdict"].notna()], about)[[*about, "verdict"]]
+    rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
+    rows["verdict"] = rows["verdict"].fillna("not_run")
     rows["name"] = [
         ", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")
     ]
