@@ -50,51 +50,32 @@ def export_command(
         t: range (RangeDim 1 … t_max) or fixed (T = t_max).
         sliding: mask or ring.
     """
+    arguments = locals()
     paths.checkpoint(checkpoint)
     paths.new(bundle)
     from workbench.ane.memory import peak_rss
+    from workbench.bundle import Options
 
+    options = {name: arguments[name] for name in Options.model_fields}
     start = time.perf_counter()
     exported = workbench.export.export(
-        checkpoint,
-        bundle,
-        progress=not json,
-        plain=plain,
-        verify_stamps=verify_stamps,
-        max_seq_len=max_seq_len,
-        t_max=t_max,
-        batch=batch,
-        layers_per_shard=layers_per_shard,
-        compress=compress,
-        kv_write=kv_write,
-        layout=layout,
-        states=states,
-        moe=moe,
-        t=t,
-        sliding=sliding,
+        checkpoint, bundle, progress=not json, plain=plain, verify_stamps=verify_stamps, **options
     )
-    family, layers = exported.manifest.family, exported.manifest.dims.L
-    how = [shard.how for shard in exported.manifest.shards]
-    stamped, seconds = how.count("stamped"), time.perf_counter() - start
+    how, seconds = [s.how for s in exported.manifest.shards], time.perf_counter() - start
     result = {
         "bundle": str(bundle),
-        "family": family,
+        "family": exported.manifest.family,
         "shards": len(how),
-        "layers": layers,
+        "layers": exported.manifest.dims.L,
         "bytes": exported.bytes,
         "converted": how.count("converted"),
-        "stamped": stamped,
+        "stamped": how.count("stamped"),
         "seconds": round(seconds, 3),
         "peak_rss_bytes": peak_rss(),
     }
-    show(
-        result,
-        json,
-        [
-            f"{bundle}: {family}, {layers} layers in {len(how)} shards ({stamped} stamped), "
-            f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
-        ],
-    )
+    line = "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
+    size = f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
+    show(result, json, [line.format(**result) + size])
 
 
 def golden_command(
