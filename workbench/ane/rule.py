@@ -13,6 +13,7 @@ found otherwise: a disputed rule is reported and changes no placement. Effects:
 import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from miltorch import Program, Type
@@ -31,8 +32,6 @@ RULE_SOURCES = {
     "ET": "ExecuTorch",
     "STB": "stablehlo-coreml",
 }
-with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as file:
-    FACTS = {row["id"]: row for row in csv.DictReader(file)}
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
 ON_ANE = frozenset(
@@ -98,16 +97,23 @@ class LintGraph(Graph):
 
 @dataclass(frozen=True)
 class Rule:
-    """`find` gives the names of the operations, inputs, outputs or states of a graph that break the rule."""
+    """A row of `rules.csv`. `of` says what the rule looks at, see `_subjects`; where it is empty, at the whole graph."""
 
     id: str
+    of: str
     effect: str
     confidence: str  # H documented or measured several times, M one good measurement, L anecdote
     source: str
     says: str
     advice: str
     disputed: str
-    find: Callable[[LintGraph], Iterable[str]]
+
+    def find(self, graph: LintGraph) -> Iterable[str]:
+        """The names of the operations, inputs, outputs or states of a graph that break the rule."""
+        test = TESTS.get(self.id, lambda graph, subject: True)
+        if not self.of:
+            return test(graph)
+        return [name for name, subject in _subjects(graph, self.of) if test(graph, subject)]
 
 
 @dataclass(frozen=True)
@@ -118,27 +124,27 @@ class Finding:
     names: tuple[str, ...]
 
 
-RULES: dict[str, Rule] = {}
+TESTS: dict[str, Callable] = {}
+with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as file:
+    RULES = {row["id"]: Rule(**row) for row in csv.DictReader(file)}
 
 
 def rule(test):
-    """Registers the test of the rule with whose id its name begins, `T1_float32`; `rules.csv` states the rule's facts.
+    """Registers the test of the rule with whose id its name begins, `T1_float32`. A rule without a test is broken by
+    every subject; a second test of a rule is an error of ours.
 
-    Where the column `of` is empty, the test takes a graph and returns names. Otherwise it takes a graph and one
-    `_subjects(graph, of)`, and returns whether that one breaks the rule.
+    The test takes a graph and one `_subjects(graph, of)`, and returns whether that one breaks the rule; where `of` is empty it
+    takes a graph and returns names.
     """
-    facts = FACTS.pop(
-        test.__name__.partition("_")[0]
-    )  # a second test of one rule is an error of ours
-    of = facts.pop("of")
-    each = lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]  # noqa: E731
-    RULES[facts["id"]] = Rule(**facts, find=each if of else test)
+    id = test.__name__.partition("_")[0]
+    assert id in RULES.keys() - TESTS.keys(), id
+    TESTS[id] = test
     return test
 
 
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every operation); else (name,
-    operation) of every compute operation (`operations`), or of the kinds that `of` lists."""
+    operation) of the compute operations whose kind fits one of the patterns in `of`, such as `scatter*`."""
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":
@@ -148,7 +154,7 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
     ops = g.producers.values() if of.startswith("constexpr_") else g.ops
-    return [(op.name, op) for op in ops if of == "operations" or op.kind in of.split()]
+    return [(op.name, op) for op in ops if any(fnmatchcase(op.kind, kind) for kind in of.split())]
 
 
 def results(op: Op) -> list[Type]:

@@ -135,11 +135,6 @@ def D3_ranged(g, t):
 
 
 @rule
-def D5_control(g, op):
-    return op.kind in ("cond", "while_loop", "make_list") or op.kind.startswith("list_")
-
-
-@rule
 def D6_dynamic_state(g, t):
     return None in t.shape
 
@@ -185,11 +180,6 @@ def K6_shifted(g, op):
 
 
 @rule
-def K9_scatter(g, op):
-    return op.kind.startswith("scatter")
-
-
-@rule
 def K10_four_bit_state(g, op):
     return (
         g.program.states and (g.shape(op, "lut") or (0, 0))[-2] == 16
@@ -210,11 +200,6 @@ def O1_unknown(g, op):
 
 
 @rule
-def O2_lookup(g, op):
-    return True
-
-
-@rule
 def O3_late_ops(g, op):
     return g.generation < (2 if op.kind == "topk" else 3)
 
@@ -232,11 +217,6 @@ def O5_computed_weight(g, op):
 @rule
 def O7_two_attentions(g, op):
     return len(g.of("scaled_dot_product_attention")) > 1
-
-
-@rule
-def O8_attention(g, op):
-    return True
 
 
 @rule
@@ -317,11 +297,6 @@ def N3_squares(g, op):
 @rule
 def N5_epsilon(g, op):
     return 0 < _scalar(g, op, "epsilon", 1) < FP16_TINY and "add" not in _makers(g, op, "x")
-
-
-@rule
-def N7_fragile(g, op):
-    return True
 
 
 @rule

@@ -20,18 +20,6 @@ from workbench.bundle import Bundle
 from workbench.decode import Decoder
 from workbench.sweep import timing
 
-# One layer of ZAYA1-8B as transformers' configuration states it; the vocabulary is small, since no head is timed.
-ZAYA_LAYER = dict(
-    hidden_size=2048,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    num_experts=16,
-    moe_intermediate_size=2048,
-    router_hidden_size=256,
-    vocab_size=4096,
-)
-
 DEPTHS = (64, 448)
 SIZES = (256, 512, 1024, 2048, 4096)  # max_seq_len as it grows
 STEPS = 8  # timed calls of one contestant in one round
