@@ -55,12 +55,8 @@ def show_rows(rows: list[dict], json: bool, **more) -> None:
 
 
 def decode_benchmark(
-    moe: Annotated[
-        bool, Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")
-    ] = False,
-    growth: Annotated[
-        bool, Option("--growth", help="ms per call over max_seq_len and T, on two layers.")
-    ] = False,
+    moe: bool = False,
+    growth: bool = False,
     layers: int | None = None,
     rounds: Rounds = 5,
     folder: Folder = BUILD,
@@ -71,6 +67,8 @@ def decode_benchmark(
     Example: workbench bench decode
 
     Args:
+        moe: Routed against dense experts on ZAYA1's real layer dimensions.
+        growth: ms per call over max_seq_len and T, on two layers.
         layers: Decoder layers of the stack: 24, with --moe or --growth 2.
     """
     from workbench.benchmarks import decode

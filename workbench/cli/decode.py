@@ -22,9 +22,7 @@ def decode_command(
     logits: Path | None = None,
     runtime: RuntimeName = "auto",
     precision: Precision = "declared",
-    literal: Annotated[
-        bool, Option("--literal", help="Run the graph as it stands, not the portable decode path.")
-    ] = False,
+    literal: bool = False,
     json: Json = False,
 ) -> None:
     """Decoding, greedy unless a temperature is given: tokens, tok/s, per-layer ms, head ms.
@@ -37,6 +35,7 @@ def decode_command(
         top_k: Only the k most likely tokens; 0: all.
         top_p: Only the most likely tokens up to this probability.
         logits: Write logits [max_new + 1, V] fp32 here (.npy).
+        literal: Run the graph as it stands, not the portable decode path.
     """
     opened = workbench.Bundle.open(bundle)
     if (prompt_ids is None) == (prompt is None):

@@ -28,7 +28,7 @@ def export_command(
     moe: str = "dense",
     t: str = "range",
     sliding: str = "mask",
-    plain: Annotated[bool, Option("--plain", help="Convert every shard; stamp none.")] = False,
+    plain: bool = False,
     verify_stamps: Annotated[
         int, Option(help="Convert so many stamped shards again and compare.", min=0)
     ] = 0,
@@ -49,6 +49,7 @@ def export_command(
         moe: dense or routed.
         t: range (RangeDim 1 … t_max) or fixed (T = t_max).
         sliding: mask or ring.
+        plain: Convert every shard; stamp none.
     """
     arguments = locals()
     paths.checkpoint(checkpoint)

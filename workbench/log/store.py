@@ -276,7 +276,6 @@ def _file_version(path: Path, table: str) -> int:
     return int(version)
 
 
-
 def _expression(table: str, where: Mapping) -> ds.Expression:
     """Column → value or values, as one expression that filters files while they are read."""
     schema, keep = SCHEMAS[table], ds.scalar(True)
@@ -297,4 +296,3 @@ def _expression(table: str, where: Mapping) -> ds.Expression:
 
 def _several(value) -> list:
     return list(value) if isinstance(value, (list, tuple, set)) else [value]
-
