@@ -60,11 +60,8 @@ def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Jso
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
     comparison = workbench.log.compare(run_a, run_b, log_dir)
-    settings, measures, omitted = (
-        comparison.settings,
-        comparison.measures,
-        comparison.indistinguishable,
-    )
+    settings, measures = comparison.settings, comparison.measures
+    omitted = comparison.indistinguishable
     result = {
         "settings": settings.to_dict("records"),
         "measures": loads(measures.to_json(orient="records")),

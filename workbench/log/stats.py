@@ -5,7 +5,6 @@ Medians and median absolute deviations throughout, since timings have long tails
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ import pandas as pd
 from workbench.errors import InputError
 from workbench.log.machine import with_machines
 from workbench.log.schema import JSON_COLUMNS, SCHEMAS
-from workbench.log.store import load
+from workbench.log.store import Root, load
 
 MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 """What makes two samples repetitions of one measurement, within a run."""
@@ -82,7 +81,7 @@ class Comparison:
     indistinguishable: int
 
 
-def compare(run_a: str, run_b: str, root: Path | str | None = None) -> Comparison:
+def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
     """Compares what two logged runs stand for: each run with all that repeat its setting on the same machine and code.
 
     A run is one process, and processes differ by more than calls within one do, so runs are the evidence: one value

@@ -26,6 +26,9 @@ from workbench.log.schema import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
 
 SHIPPED = "shipped"
 _VERSION_KEY = b"workbench.log.version"
+Root = Path | str | None
+"""A log's folder; None is `default_root()`."""
+Rows = pd.DataFrame | Mapping | Sequence[Mapping]
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
@@ -48,25 +51,20 @@ def default_root() -> Path:
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
-def project(root: Path | None = None) -> Path:
+def project(root: Root = None) -> Path:
     """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder that holds it."""
     root = whole(root)
     folder = root.parent
     return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
 
 
-def whole(root: Path | str | None = None) -> Path:
+def whole(root: Root = None) -> Path:
     """The log at `root`; where that is the shipped part of a log, the log that it is part of."""
     root = default_root() if root is None else Path(root).absolute()
     return root.parent if root.name == SHIPPED else root
 
 
-def append(
-    table: str,
-    rows: pd.DataFrame | Mapping | Sequence[Mapping],
-    root: Path | str | None = None,
-    run_id: str | None = None,
-) -> Path:
+def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None) -> Path:
     """Write one run's rows of one table and return the new file, whose stem is the run id.
 
     `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a result that was
@@ -90,9 +88,7 @@ def append(
     return path
 
 
-def load(
-    table: str, root: Path | str | None = None, where: Mapping | str | None = None
-) -> pd.DataFrame:
+def load(table: str, root: Root = None, where: Mapping | str | None = None) -> pd.DataFrame:
     """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not measured.
 
     `where` maps columns to a value or a list of values to keep (None keeps what was not measured), or is a pandas query
@@ -141,7 +137,7 @@ def files(root: Path | str) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
-def adopt(contents: Mapping[str, bytes], root: Path | str | None = None) -> str:
+def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
     """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed is whole.
 
     Files that are there already are left alone, since a run's files never change. Returns the run id.
@@ -176,7 +172,7 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
     return pa.concat_tables([lifted, rows])
 
 
-def _folders(table: str, root: Path | str | None) -> tuple[Path, Path]:
+def _folders(table: str, root: Root) -> tuple[Path, Path]:
     """Where the log at `root` keeps the files of a table: its own, and those of shipped runs."""
     if table not in SCHEMAS:
         needed = f"one of {', '.join(SCHEMAS)}"
@@ -185,9 +181,7 @@ def _folders(table: str, root: Path | str | None) -> tuple[Path, Path]:
     return root / table, root / SHIPPED / table
 
 
-def _to_arrow(
-    table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str
-) -> pa.Table:
+def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
     """The rows with exactly the table's columns, every value checked."""
     subject, names = f"log table {table}", SCHEMAS[table].names
     frame = _frame(subject, rows)
@@ -204,7 +198,7 @@ def _to_arrow(
     return pa.Table.from_arrays([_column(subject, field, frame) for field in schema], schema=schema)
 
 
-def _frame(subject: str, rows: pd.DataFrame | Mapping | Sequence[Mapping]) -> pd.DataFrame:
+def _frame(subject: str, rows: Rows) -> pd.DataFrame:
     if isinstance(rows, pd.DataFrame):
         return rows
     rows = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else [rows]

@@ -14,6 +14,7 @@ from workbench import log
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.log.machine import machine_name, software_name, with_machines
+from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import cell, cluster
 from workbench.sweep.grid import Cell, Grid, cells
@@ -22,7 +23,7 @@ from workbench.sweep.grid import Cell, Grid, cells
 def sweep(
     grid: Grid,
     *,
-    root: str | Path | None = None,
+    root: Root = None,
     bundles: Path | None = None,
     scheduler: str | None = None,
     progress: bool = True,

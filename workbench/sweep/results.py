@@ -7,6 +7,7 @@ import pandas as pd
 
 from workbench import log
 from workbench.log.machine import machine_names, of_machine
+from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import runs
 from workbench.sweep.cell import find
@@ -14,7 +15,7 @@ from workbench.sweep.grid import RUN_AXES, Grid, cells
 
 
 def stored_tables(
-    grid: Grid, root: str | Path | None = None, machine: str | None = None
+    grid: Grid, root: Root = None, machine: str | None = None
 ) -> dict[str, pd.DataFrame]:
     """The log's tables `samples`, `layers` and `fidelity` of a grid with settings joined on, newest runs only.
 
@@ -45,7 +46,7 @@ def stored_tables(
     return tables | {"fidelity": _join(fidelity, validated, [*about, *runs.VALUES])}
 
 
-def _rows_of(table: str, rows: pd.DataFrame, root: str | Path | None) -> pd.DataFrame:
+def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
     """Rows of a log table that belong to the given rows of `runs`."""
     return log.load(table, root=root, where={"run_id": rows["run_id"].tolist()})
 
@@ -55,19 +56,19 @@ def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.Dat
     return table.merge(rows[["run_id", *(c for c in columns if c not in table)]], on="run_id")
 
 
-def offered_machines(grid: Grid, root: str | Path | None = None) -> list[str]:
+def offered_machines(grid: Grid, root: Root = None) -> list[str]:
     """The machines on which the log holds times of a grid, the one of the newest run first."""
     return machine_names(_timed_runs(grid, root))
 
 
-def _timed_runs(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
     """The sweeps' runs of a grid's cells, on any machine and whichever runtime auto means there."""
     rows = _of_checkpoint(grid, root)
     settings = (cell.columns(runtime) for cell in cells(grid) for runtime in runs.RUNTIMES)
     return runs.fitting(rows[rows["round"].notna()], settings, runs.TIMES)
 
 
-def _of_checkpoint(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
     name."""
     rows = runs.listing(grid.experiment, root)
@@ -85,9 +86,7 @@ def _sha256(path: Path, files: tuple) -> str:
     return Checkpoint(path).sha256
 
 
-def configurations(
-    grid: Grid, root: str | Path | None = None, machine: str | None = None
-) -> pd.DataFrame:
+def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
     """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,6 +11,7 @@ from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
 from workbench.log.machine import machine_name, with_machines
 from workbench.log.scrub import scrubbed
+from workbench.log.store import Root
 
 OPTIONS = tuple(Options.model_fields)
 """Export options, all of them columns of `runs`."""
@@ -74,11 +74,7 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
 
 
 def record_run(
-    experiment: str,
-    row: dict,
-    *,
-    root: str | Path | None = None,
-    **tables: pd.DataFrame | list[dict] | None,
+    experiment: str, row: dict, *, root: Root = None, **tables: pd.DataFrame | list[dict] | None
 ) -> str:
     """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
 
@@ -99,7 +95,7 @@ def record_run(
     return run_id
 
 
-def listing(experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
+def listing(experiment: str | None = None, root: Root = None) -> pd.DataFrame:
     """Rows of `runs` that ended well, with their `machine` and `software`."""
     where = {"status": "ok"} | ({"experiment": experiment} if experiment else {})
     return with_machines(log.load("runs", root=root, where=where))
