@@ -197,11 +197,13 @@ def flops(program: miltorch.Program, T: int) -> float:
             if op.kind == "reshape":
                 size = prod(sizes(op.inputs["x"])) // prod(n for n in declared.shape if n)
             types[name], varying[name] = declared, size
-        output = sizes(Ref(op.outputs[0][0])) if op.outputs else []
-        if op.kind == "matmul":
-            total += 2 * prod(output) * prod(sizes(op.inputs["x"])[-2:]) / output[-2]
-        elif op.kind in ("conv", "linear"):
-            total += 2 * prod(output) * prod(sizes(op.inputs["weight"])[1:])
+        if op.kind in ("conv", "linear", "matmul"):
+            output = sizes(Ref(op.outputs[0][0]))
+            if op.kind == "matmul":
+                terms = prod(sizes(op.inputs["x"])[-2:]) / output[-2]
+            else:
+                terms = prod(sizes(op.inputs["weight"])[1:])
+            total += 2 * prod(output) * terms
     return total
 
 
