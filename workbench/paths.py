@@ -74,12 +74,14 @@ def golden(path: str | Path) -> Path:
 
 def bundle_or_checkpoint(path: str | Path) -> Path:
     """The path of either as it is."""
-    return Path(path) if _has_manifest(path) else checkpoint(path)
+    path = _possible("bundle", path)
+    return path if (path / BUNDLE).exists() else checkpoint(path)
 
 
 def bundle_or_package(path: str | Path) -> Path:
     """The path of a bundle or of one `.mlpackage` as it is."""
-    return Path(path) if is_package(_possible("bundle", path)) else bundle(path)
+    path = _possible("bundle", path)
+    return path if is_package(path) else bundle(path)
 
 
 def new(path: str | Path) -> Path:
@@ -113,10 +115,6 @@ def is_package(path: Path) -> bool:
 def partial(bundle: Path) -> Path:
     """The folder in which a bundle is made before it is renamed into place."""
     return bundle.parent / f".{bundle.name}.partial"
-
-
-def _has_manifest(path: str | Path) -> bool:
-    return (_possible("bundle", path) / BUNDLE).exists()
 
 
 def _is_gguf(path: Path) -> bool:

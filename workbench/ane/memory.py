@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
@@ -37,10 +38,8 @@ class Budget:
         return self.weights + self.kv + self.side_states + self.embedding + self.buffers
 
     def json(self) -> dict:
-        return asdict(self) | {
-            "total": self.total,
-            "fits": self.machine and self.total <= self.machine,
-        }
+        fits = self.machine and self.total <= self.machine
+        return asdict(self) | {"total": self.total, "fits": fits}
 
 
 def machine_bytes() -> int:
@@ -52,18 +51,13 @@ def machine_bytes() -> int:
 
 def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     """Measured from the bundle's own files and states: nothing is estimated but the call buffers."""
-    m, kv, side = bundle.manifest, 0, 0
-    for name, state in (entry for shard in m.shards for entry in shard.states.items()):
-        size = 2 * prod(state.shape)
-        kv, side = (kv + size, side) if is_cache(name) else (kv, side + size)
-    return Budget(
-        sum(s.bytes for s in m.shards),
-        kv,
-        side,
-        m.embedding.file.bytes,
-        _buffers(m.dims, m.options),
-        machine,
-    )
+    m, states = bundle.manifest, Counter()
+    for shard in m.shards:
+        for name, state in shard.states.items():
+            states[is_cache(name)] += 2 * prod(state.shape)
+    weights, buffers = sum(s.bytes for s in m.shards), _buffers(m.dims, m.options)
+    embedding = m.embedding.file.bytes
+    return Budget(weights, states[True], states[False], embedding, buffers, machine)
 
 
 def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
@@ -82,21 +76,16 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
 def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     """What one call of T tokens would make the shards of a checkpoint do, as `roofline.bundle_work` says of a bundle."""
     plan, elements, embedding = _elements_of(checkpoint)
-    budget, routed, bits = (
-        budget_of_checkpoint(checkpoint, options),
-        options.moe == "routed",
-        STORED_BITS[options.compress],
-    )
+    budget, routed = budget_of_checkpoint(checkpoint, options), options.moe == "routed"
     head, flops = plan.dims.V * plan.dims.C, 2 * T * options.batch
     experts = sum(n for name, n in elements.items() if ".experts." in name)
     idle = experts * (1 - 1 / plan.experts) if routed else 0
     active = sum(elements.values()) - embedding - (0 if plan.tied else head) - idle
-    weights = budget.weights - int(head * bits / 8) - int(idle * bits / 8)
+    head_bytes, idle_bytes = (int(n * STORED_BITS[options.compress] / 8) for n in (head, idle))
+    weights, states = budget.weights - head_bytes - idle_bytes, budget.kv + budget.side_states
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
-    return [
-        Work("layers", weights, budget.kv + budget.side_states, flops * active, calls),
-        Work("head", int(head * bits / 8), 0, float(flops * head)),
-    ]
+    layers = Work("layers", weights, states, flops * active, calls)
+    return [layers, Work("head", head_bytes, 0, float(flops * head))]
 
 
 def _elements_of(checkpoint):
@@ -105,11 +94,8 @@ def _elements_of(checkpoint):
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
     elements = {name: prod(entry.shape) for name, entry in checkpoint.header.items()}
-    return (
-        plan,
-        elements,
-        next(n for name, n in elements.items() if name.endswith("embed_tokens.weight")),
-    )
+    embedding = next(n for name, n in elements.items() if name.endswith("embed_tokens.weight"))
+    return plan, elements, embedding
 
 
 def _buffers(d: Dims, options: Options) -> int:

@@ -11,7 +11,7 @@ import miltorch
 from miltorch.program import read_spec
 from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.ane.rules import lint
-from workbench.bundle import Bundle, Shard
+from workbench.bundle import Bundle
 from workbench.runtime.coreml import CoreMLModel, Placed
 
 
@@ -31,45 +31,34 @@ class Placement:
     cost_ane: float | None = None
     rules: list[dict] = field(default_factory=list)
 
-    def json(self) -> dict:
-        return asdict(self)
+    json = asdict
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     """What the rules expect of every shard with compute units CPU_AND_NE, on a chip of an M generation."""
-    return [predict_placement(bundle, shard, generation) for shard in bundle.manifest.shards]
-
-
-def predict_placement(bundle: Bundle, shard: Shard, generation: int = 4) -> Placement:
-    package = bundle.package(shard)
-    weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
-    functions = len(read_spec(package).mlProgram.functions)
-    return place_operations(
-        shard.name, LintGraph(miltorch.read(package), weights, functions, generation)
-    )
+    placements = []
+    for shard in bundle.manifest.shards:
+        package = bundle.package(shard)
+        weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
+        functions = len(read_spec(package).mlProgram.functions)
+        graph = LintGraph(miltorch.read(package), weights, functions, generation)
+        placements.append(place_operations(shard.name, graph))
+    return placements
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
     """The placement that follows from the rules a graph breaks; disputed rules are listed and change nothing."""
-    findings, kinds = lint(graph), {op.name: op.kind for op in graph.ops}
+    findings, ops = lint(graph), {op.name for op in graph.ops}
     cpu, stays, fails = (
         {n for f in findings if f.rule.effect == effect and not f.rule.disputed for n in f.names}
         for effect in ("cpu", "stays", "fails")
     )
-    eligible = kinds.keys() - cpu
+    eligible = ops - cpu
     ane = set() if fails else eligible - stays
-    convolutions = {name for name, kind in kinds.items() if kind == "conv"}
-    return Placement(
-        name,
-        "predicted",
-        len(kinds),
-        len(eligible),
-        len(ane),
-        len(kinds) - len(ane),
-        0,
-        (len(convolutions & ane), len(convolutions)),
-        rules=[_rule(f) for f in findings],
-    )
+    convolutions = {op.name for op in graph.of("conv")}
+    on_ane, rules = len(convolutions & ane), [_rule(f) for f in findings]
+    counts = len(ops), len(eligible), len(ane), len(ops - ane), 0, (on_ane, len(convolutions))
+    return Placement(name, "predicted", *counts, rules=rules)
 
 
 def _rule(finding: Finding) -> dict:
@@ -80,12 +69,8 @@ def _rule(finding: Finding) -> dict:
         if (key := word.partition("#")[0]) in RULE_SOURCES
     }
     about = {name: getattr(r, name) for name in ("id", "effect", "confidence", "says", "advice")}
-    return about | {
-        "sources": sources,
-        "disputed": r.disputed or None,
-        "count": len(finding.names),
-        "names": list(finding.names[:5]),
-    }
+    names = {"count": len(finding.names), "names": list(finding.names[:5])}
+    return about | {"sources": sources, "disputed": r.disputed or None} | names
 
 
 def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
@@ -95,32 +80,20 @@ def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
 
 def count_units(name: str, plan: list[Placed]) -> Placement:
     """A plan's operations counted by where they prefer to run; those without an answer count as no unit's."""
-    units, convolutions = (
-        Counter(p.preferred for p in plan),
-        Counter(p.preferred for p in plan if p.op == "conv"),
-    )
-    cost, cost_ane = (
-        sum(p.cost or 0 for p in plan),
-        sum(p.cost or 0 for p in plan if p.preferred == "ane"),
-    )
-    return Placement(
-        name,
-        "measured",
-        len(plan),
-        sum("ane" in p.supported for p in plan),
-        units["ane"],
-        units["cpu"],
-        units["gpu"],
-        (convolutions["ane"], convolutions.total()),
-        cost_ane / cost if cost else None,
-    )
+    units = Counter(p.preferred for p in plan)
+    convolutions = Counter(p.preferred for p in plan if p.op == "conv")
+    cost = sum(p.cost or 0 for p in plan)
+    cost_ane = sum(p.cost or 0 for p in plan if p.preferred == "ane")
+    eligible = sum("ane" in p.supported for p in plan)
+    counts = len(plan), eligible, *(units[unit] for unit in ("ane", "cpu", "gpu"))
+    on_ane = convolutions["ane"], convolutions.total()
+    return Placement(name, "measured", *counts, on_ane, cost_ane / cost if cost else None)
 
 
 def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row."""
     by_shard = {
-        p.shard: {name: getattr(p, name) for name in ("ops", "ane", "cpu", "gpu")}
-        for p in placements
+        p.shard: {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")} for p in placements
     }
     return {"placement": by_shard, "placement_source": placements[0].source}
 
@@ -131,39 +104,31 @@ def contradictions(placements: list[Placement]) -> list[str]:
     off = [
         p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]
     ]
-    rules = {
-        r["id"]
-        for p in off
-        for r in p.rules
-        if r["effect"] in ("cpu", "stays", "fails") and not r["disputed"]
-    }
-    return (
-        [
-            f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
-            f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
-            "Only a Mac can settle it: a prediction is no measurement."
-        ]
-        if off
-        else []
-    )
+    if not off:
+        return []
+    broken = [r for p in off for r in p.rules if not r["disputed"]]
+    rules = {r["id"] for r in broken if r["effect"] in ("cpu", "stays", "fails")}
+    return [
+        f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
+        f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
+        "Only a Mac can settle it: a prediction is no measurement."
+    ]
 
 
 def lines(placements: list[Placement]) -> list[str]:
     """Placements as text: shards that fare alike on one line, then each rule once with its advice."""
-    groups: dict[tuple, list[str]] = {}
+    groups: dict[tuple, list[Placement]] = {}
     for p in placements:
-        groups.setdefault((p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions), []).append(
-            p.shard
-        )
+        alike = (p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions)
+        groups.setdefault(alike, []).append(p)
     text = [f"{placements[0].source} placement"]
-    for (ops, eligible, ane, cpu, gpu, convolutions), shards in groups.items():
-        name = shards[0] if len(shards) == 1 else f"{shards[0]} … {shards[-1]} ({len(shards)})"
+    for p, *more in groups.values():
+        name = f"{p.shard} … {more[-1].shard} ({len(more) + 1})" if more else p.shard
         text.append(
-            f"{name:32}{ane} of {ops} operations on the ANE ({eligible} eligible), {cpu} CPU, {gpu} GPU; "
-            f"convolutions {convolutions[0]} of {convolutions[1]}"
+            f"{name:32}{p.ane} of {p.ops} operations on the ANE ({p.eligible} eligible), {p.cpu} CPU, {p.gpu} GPU; "
+            f"convolutions {p.convolutions[0]} of {p.convolutions[1]}"
         )
-    rules = {r["id"]: r for p in placements for r in p.rules}
-    for r in rules.values():
+    for r in {r["id"]: r for p in placements for r in p.rules}.values():
         text.append(
             f"{r['id']:4}{r['effect']:6}{r['confidence']:3}{r['says']}. {r['advice']}. [{'; '.join(r['sources'].values())}]"
             + (f" Disputed: {r['disputed']}." if r["disputed"] else "")

@@ -62,13 +62,9 @@ class LinearFit:
     share: float
 
     def ms(self, work: Work, chip: Chip) -> float:
-        stream = (
-            work.weight_bytes / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s
-        ) / 1e6
-        return (
-            self.dispatch_ms * work.dispatches
-            + max(work.flops / chip.tflops / 1e9, stream) / self.share
-        )
+        stream = work.weight_bytes / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s
+        busy = max(work.flops / chip.tflops / 1e9, stream / 1e6)
+        return self.dispatch_ms * work.dispatches + busy / self.share
 
 
 @cache
@@ -76,20 +72,19 @@ def chips() -> dict[str, Chip]:
     """Chips whose weight stream is published, by name; a rate that nobody published is its nearest relative's."""
     rows = _table("chips.csv")
     rows["mean"] = (rows["low"] + rows["high"]) / 2
-    rows = rows.assign(chip=rows["chip"].str.split(" and ")).explode("chip")
-    rows["chip"] = rows["chip"].replace("Ultra", "M1 Ultra")
+    rows = (
+        rows.assign(chip=rows["chip"].str.split(" and "))
+        .explode("chip")
+        .replace("Ultra", "M1 Ultra")
+    )
     rates = {q: group.set_index("chip")["mean"].to_dict() for q, group in rows.groupby("quantity")}
-    activation, peak = rates["activation stream"], rates["fp16 convolution"]
-    return {
-        name: Chip(
-            name,
-            rate,
-            _nearest(activation, name),
-            _nearest(peak, name),
-            ("states_gb_s",) * (name not in activation) + ("tflops",) * (name not in peak),
-        )
-        for name, rate in rates["weight stream through Core ML"].items()
-    }
+    others = {"states_gb_s": rates["activation stream"], "tflops": rates["fp16 convolution"]}
+    chips = {}
+    for name, rate in rates["weight stream through Core ML"].items():
+        assumed = tuple(other for other, known in others.items() if name not in known)
+        nearest = (_nearest(known, name) for known in others.values())
+        chips[name] = Chip(name, rate, *nearest, assumed)
+    return chips
 
 
 def _nearest(rates: dict[str, float], chip: str) -> float:
@@ -117,15 +112,12 @@ def _table(name: str) -> pd.DataFrame:
 
 def figures() -> list[Figure]:
     """Every published figure, whichever chip's."""
-    return [
-        (
-            r.model,
-            Work(f"{r.model}, {r.part}", r.weight_bytes, r.state_bytes, r.flops, r.dispatches),
-            chip(r.chip),
-            r.ms,
-        )
-        for r in _table("ane_decode.csv").itertuples()
-    ]
+    every = []
+    for r in _table("ane_decode.csv").itertuples():
+        name = f"{r.model}, {r.part}"
+        work = Work(name, r.weight_bytes, r.state_bytes, r.flops, r.dispatches)
+        every.append((r.model, work, chip(r.chip), r.ms))
+    return every
 
 
 def fit(figures: Iterable[Figure]) -> LinearFit:
@@ -133,16 +125,15 @@ def fit(figures: Iterable[Figure]) -> LinearFit:
 
     It is calibrated on the figures of one chip alone: times of two chips are not mixed.
     """
-    _, works, on, ms = zip(
-        *(figure for figure in figures if figure[2].name == CALIBRATED_ON), strict=True
-    )
+    numbers = [
+        (work.dispatches, LinearFit(0.0, 1.0).ms(work, chip), ms)
+        for _, work, chip, ms in figures
+        if chip.name == CALIBRATED_ON
+    ]
+    calls, busy, ms = np.array(numbers).T
     models = [LinearFit(float(d), float(s)) for d in DISPATCH_MS for s in SHARES]
-    fixed, calls = (
-        np.array(list(map(LinearFit(0.0, 1.0).ms, works, on))),
-        np.array([w.dispatches for w in works]),
-    )
-    predicted = np.array([m.dispatch_ms * calls + fixed / m.share for m in models])
-    return models[int(np.abs(np.log(predicted / np.array(ms))).mean(1).argmin())]
+    predicted = np.array([m.dispatch_ms * calls + busy / m.share for m in models])
+    return models[int(np.abs(np.log(predicted / ms)).mean(1).argmin())]
 
 
 @cache
@@ -159,30 +150,18 @@ def misfits(by_model: bool = False) -> pd.DataFrame:
     rows, every = [], figures()
     for figure in every:
         model, work, on, ms = figure
-        predicted = fit(f for f in every if (f[0] != model if by_model else f is not figure)).ms(
-            work, on
-        )
-        rows.append(
-            {
-                "figure": work.name,
-                "chip": on.name,
-                "published_ms": ms,
-                "predicted_ms": predicted,
-                "misfit": predicted / ms - 1,
-            }
-        )
-    return pd.DataFrame(rows)
+        others = (f for f in every if (f[0] != model if by_model else f is not figure))
+        rows.append((work.name, on.name, ms, fit(others).ms(work, on)))
+    table = pd.DataFrame(rows, columns=["figure", "chip", "published_ms", "predicted_ms"])
+    return table.assign(misfit=table["predicted_ms"] / table["published_ms"] - 1)
 
 
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     """What one call of T tokens makes each shard do; of experts a token runs one a layer, of head slices all at once."""
     layers = [shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
-    experts: dict[int, Shard] = {}  # the largest of each layer
-    for shard in bundle.shards("expert"):
-        experts[shard.layers[0]] = max(
-            experts.get(shard.layers[0], shard), shard, key=lambda s: s.bytes
-        )
-    works = [work_of(bundle, shard, T) for shard in [*layers, *experts.values()]]
+    by_size = sorted(bundle.shards("expert"), key=lambda shard: shard.bytes)
+    largest = {shard.layers[0]: shard for shard in by_size}  # of each layer's experts
+    works = [work_of(bundle, shard, T) for shard in [*layers, *largest.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
     return [
         *works,
@@ -193,13 +172,9 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
     """What one call of T tokens makes one shard do, from its program and files."""
     program = miltorch.read(bundle.package(shard))
+    weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
     states = sum(2 * prod(t.shape) for t in program.states.values())
-    return Work(
-        shard.name,
-        sum(f.bytes for f in shard.files if f.path.endswith(".bin")),
-        states,
-        flops(program, T),
-    )
+    return Work(shard.name, weights, states, flops(program, T))
 
 
 def flops(program: miltorch.Program, T: int) -> float:
@@ -211,11 +186,9 @@ def flops(program: miltorch.Program, T: int) -> float:
     varying = dict.fromkeys(types, T)  # value → its size on the axis that varies
 
     def sizes(value) -> list[int]:
-        return (
-            [n or varying[value.name] for n in types[value.name].shape]
-            if isinstance(value, Ref)
-            else list(np.shape(value))
-        )
+        if not isinstance(value, Ref):
+            return list(np.shape(value))
+        return [n or varying[value.name] for n in types[value.name].shape]
 
     for op in program.block.walk():
         names = (v.name for v in op.inputs.values() if isinstance(v, Ref))
@@ -226,11 +199,10 @@ def flops(program: miltorch.Program, T: int) -> float:
             types[name], varying[name] = declared, size
         if op.kind in ("conv", "linear", "matmul"):
             output = sizes(Ref(op.outputs[0][0]))
-            terms = (
-                prod(sizes(op.inputs["x"])[-2:]) / output[-2]
-                if op.kind == "matmul"
-                else prod(sizes(op.inputs["weight"])[1:])
-            )
+            if op.kind == "matmul":
+                terms = prod(sizes(op.inputs["x"])[-2:]) / output[-2]
+            else:
+                terms = prod(sizes(op.inputs["weight"])[1:])
             total += 2 * prod(output) * terms
     return total
 
@@ -242,10 +214,7 @@ def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
 
 def by_chip(works: Sequence[Work], T: int = 1) -> pd.DataFrame:
     """chip, ms of one call and tok/s of T tokens a call, predicted, host time left out; which rates were assumed."""
-    rows = []
-    for name, on in sorted(chips().items()):
-        ms = predict_ms(works, name)["ms"].sum()
-        rows.append(
-            {"chip": name, "ms": ms, "tokens_per_s": T * 1e3 / ms, "assumed": ", ".join(on.assumed)}
-        )
-    return pd.DataFrame(rows)
+    table = pd.DataFrame({"chip": sorted(chips())})
+    table["ms"] = [predict_ms(works, name)["ms"].sum() for name in table["chip"]]
+    table["tokens_per_s"] = T * 1e3 / table["ms"]
+    return table.assign(assumed=[", ".join(chip(name).assumed) for name in table["chip"]])

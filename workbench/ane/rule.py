@@ -10,8 +10,11 @@ found otherwise: a disputed rule is reported and changes no placement. Effects:
     slow   it runs, slower than it needs to
 """
 
+import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 from miltorch import Program, Type
 from miltorch.graph import Graph
@@ -29,9 +32,6 @@ RULE_SOURCES = {
     "ET": "ExecuTorch",
     "STB": "stablehlo-coreml",
 }
-EXPERIMENT_30 = (
-    "experiment 30 counted 4 of 4 convolutions of such shards on the Neural Engine of an M4 Max"
-)
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
 ON_ANE = frozenset(
@@ -64,7 +64,6 @@ class LintGraph(Graph):
     ):
         super().__init__(program)
         self.weight_bytes, self.functions, self.generation = weight_bytes, functions, generation
-        self.maker = self.producers
 
     def of(self, *kinds: str) -> list[Op]:
         return [op for op in self.ops if op.kind in kinds]
@@ -80,9 +79,7 @@ class LintGraph(Graph):
     def fixed(self, op: Op, parameter: str) -> bool:
         """Whether an argument is known before the program runs: plain, or a compressed weight."""
         producer = self.source(op, parameter)
-        return (
-            producer.constant if producer is not None else self.constant(op, parameter) is not None
-        )
+        return self.constant(op, parameter) is not None if producer is None else producer.constant
 
     def shape(self, op: Op, parameter: str) -> tuple:
         """Shape of an argument, None for sizes known only at run time; () where there is none."""
@@ -90,30 +87,33 @@ class LintGraph(Graph):
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
         """(compressed weight, operation that reads it)."""
-        reads = (
-            (self.producer(value), reader)
-            for reader in self.ops
-            for value in reader.inputs.values()
-        )
         return [
             (weight, reader)
-            for weight, reader in reads
+            for reader in self.ops
+            for weight in map(self.producer, reader.inputs.values())
             if weight is not None and weight.kind in kinds
         ]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`find` gives the names of the operations, inputs, outputs or states of a graph that break the rule."""
+    """A row of `rules.csv`. `of` says what the rule looks at, see `_subjects`; where it is empty, at the whole graph."""
 
     id: str
+    of: str
     effect: str
     confidence: str  # H documented or measured several times, M one good measurement, L anecdote
     source: str
     says: str
     advice: str
     disputed: str
-    find: Callable[[LintGraph], Iterable[str]]
+
+    def find(self, graph: LintGraph) -> Iterable[str]:
+        """The names of the operations, inputs, outputs or states of a graph that break the rule."""
+        test = TESTS.get(self.id, lambda graph, subject: True)
+        if not self.of:
+            return test(graph)
+        return [name for name, subject in _subjects(graph, self.of) if test(graph, subject)]
 
 
 @dataclass(frozen=True)
@@ -124,41 +124,27 @@ class Finding:
     names: tuple[str, ...]
 
 
-RULES: dict[str, Rule] = {}
+TESTS: dict[str, Callable] = {}
+with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as file:
+    RULES = {row["id"]: Rule(**row) for row in csv.DictReader(file)}
 
 
-def rule(
-    id: str,
-    effect: str,
-    confidence: str,
-    source: str,
-    says: str,
-    advice: str,
-    disputed: str = "",
-    of: str | None = None,
-):
-    """Registers a rule; a second one of the same id is an error of ours.
+def rule(test):
+    """Registers the test of the rule with whose id its name begins, `T1_float32`. A rule without a test is broken by
+    every subject; a second test of a rule is an error of ours.
 
-    The decorated function takes a graph and returns names. With `of` it takes a graph and one `_subjects(graph, of)`, and
-    returns whether that one breaks the rule.
+    The test takes a graph and one `_subjects(graph, of)`, and returns whether that one breaks the rule; where `of` is empty it
+    takes a graph and returns names.
     """
-
-    def register(test):
-        assert id not in RULES, id
-        find = (
-            test
-            if of is None
-            else lambda g: [name for name, subject in _subjects(g, of) if test(g, subject)]
-        )
-        RULES[id] = Rule(id, effect, confidence, source, says, advice, disputed, find)
-        return test
-
-    return register
+    id = test.__name__.partition("_")[0]
+    assert id in RULES.keys() - TESTS.keys(), id
+    TESTS[id] = test
+    return test
 
 
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every operation); else (name,
-    operation) of the kinds that `of` lists, of every compute operation where it is empty."""
+    operation) of the compute operations whose kind fits one of the patterns in `of`, such as `scatter*`."""
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":
@@ -167,8 +153,8 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
         ).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
-    ops = g.maker.values() if of.startswith("constexpr_") else g.ops
-    return [(op.name, op) for op in ops if not of or op.kind in of.split()]
+    ops = g.producers.values() if of.startswith("constexpr_") else g.ops
+    return [(op.name, op) for op in ops if any(fnmatchcase(op.kind, kind) for kind in of.split())]
 
 
 def results(op: Op) -> list[Type]:

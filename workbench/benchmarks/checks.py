@@ -34,13 +34,11 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
         "whole": lambda: trace.trace_ranges(decoders, ids[depth:], T),
     }
     samples = in_turn({name: partial(sample, call) for name, call in calls.items()}, rounds)
-    measured = {
-        "trace_declared_ms": samples["declared"],
-        "trace_ms_per_token": [ms / T for ms in samples["whole"]],
-    }
+    peer = "ms", "plain decode step", samples["plain"]
+    per_token = [ms / T for ms in samples["whole"]]
     return [
-        bench_row(name, values, "ms", "plain decode step", samples["plain"])
-        for name, values in measured.items()
+        bench_row("trace_declared_ms", samples["declared"], *peer),
+        bench_row("trace_ms_per_token", per_token, *peer),
     ]
 
 
@@ -61,11 +59,8 @@ def validating(
     peers = [forward() for _ in range(rounds)]
     value = seconds(lambda: validate.validate(decoder, reference, Ts)) * 1e3
     peers += [forward() for _ in range(rounds)]
-    return [
-        bench_row(
-            "validate_ms", [value], "ms", f"one Hugging Face forward over {positions} tokens", peers
-        )
-    ]
+    peer = f"one Hugging Face forward over {positions} tokens"
+    return [bench_row("validate_ms", [value], "ms", peer, peers)]
 
 
 def _random_ids(bundle: Bundle, count: int) -> list[int]:

@@ -20,19 +20,8 @@ from workbench.bundle import Bundle
 from workbench.decode import Decoder
 from workbench.sweep import timing
 
-# One layer of ZAYA1-8B as transformers' configuration states it; the vocabulary is small, since no head is timed.
-ZAYA_LAYER = dict(
-    hidden_size=2048,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=128,
-    num_experts=16,
-    moe_intermediate_size=2048,
-    router_hidden_size=256,
-    vocab_size=4096,
-)
-
 DEPTHS = (64, 448)
+SIZES = (256, 512, 1024, 2048, 4096)  # max_seq_len as it grows
 STEPS = 8  # timed calls of one contestant in one round
 
 
@@ -56,10 +45,8 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         contestants[name] = partial(_our_step, Decoder(bundle, "portable", fast=True))
         loading[name] = time.perf_counter() - start
     peers = {"HF fp16": torch.float16, "HF fp32": torch.float32}
-    contestants |= {
-        name: _peer(checkpoint, dtype, first.manifest.options.max_seq_len)
-        for name, dtype in peers.items()
-    }
+    for name, dtype in peers.items():
+        contestants[name] = _peer(checkpoint, dtype, first.manifest.options.max_seq_len)
 
     def rate(name: str, depth: int) -> float:
         step = contestants[name](depth)
@@ -73,34 +60,26 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
     ]
     bandwidth = [read_bandwidth() for _ in range(3)]
     for name, bundle in bundles.items():
-        read = sum(
-            shard.bytes for shard in bundle.manifest.shards
-        )  # a step of a dense bundle reads every shard
+        # a step of a dense bundle reads every shard
+        floors = [b / sum(shard.bytes for shard in bundle.manifest.shards) for b in bandwidth]
+        peak = [apart(_peak, bundle.root)]
         rows += [
-            bench_row(f"{name} floor", [b / read for b in bandwidth], "tok/s"),
+            bench_row(f"{name} floor", floors, "tok/s"),
             bench_row(f"{name} load", [loading[name]], "s"),
-            bench_row(
-                f"{name} peak memory",
-                [apart(_peak, bundle.root)],
-                "bytes",
-                "stored",
-                [bundle.bytes],
-            ),
+            bench_row(f"{name} peak memory", peak, "bytes", "stored", [bundle.bytes]),
         ]
     return rows
 
 
-def growth(
-    make: Callable[[int], Bundle], *, sizes=(256, 512, 1024, 2048, 4096), rounds: int = 5
-) -> list[dict]:
+def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
     """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to t_max (at the smallest size).
 
     Args:
         make: gives the bundle of one max_seq_len, t_max 64.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
-    decoders = {S: Decoder(make(S), "portable", fast=True) for S in sizes}
-    depths = {(S, 1): S - 2 for S in sizes} | {(sizes[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
+    decoders = {S: Decoder(make(S), "portable", fast=True) for S in SIZES}
+    depths = {(S, 1): S - 2 for S in SIZES} | {(SIZES[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
 
     def sample(S: int, T: int) -> float:
         step = _our_step(decoders[S], depths[S, T], T)
@@ -108,15 +87,10 @@ def growth(
         return seconds(step) * 1e3
 
     samples = in_turn({key: partial(sample, *key) for key in depths}, rounds)
+    peer = f"S={SIZES[0]} T=1", samples[SIZES[0], 1]
     return [
-        bench_row(
-            f"S={S} T={T} depth={depths[S, T]}",
-            values,
-            "ms",
-            f"S={sizes[0]} T=1",
-            samples[sizes[0], 1],
-        )
-        for (S, T), values in samples.items()
+        bench_row(f"S={S} T={T} depth={depth}", samples[S, T], "ms", *peer)
+        for (S, T), depth in depths.items()
     ]
 
 
@@ -141,13 +115,8 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
     config, token = model.config, torch.tensor([[7]])
     cache = StaticCache(config=config, max_cache_len=S)
-    cache.early_initialization(
-        1,
-        config.num_key_value_heads,
-        config.hidden_size // config.num_attention_heads,
-        dtype,
-        "cpu",
-    )
+    D = config.hidden_size // config.num_attention_heads
+    cache.early_initialization(1, config.num_key_value_heads, D, dtype, "cpu")
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
@@ -164,10 +133,10 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
     return at
 
 
-def read_bandwidth(size: int = 1 << 30) -> float:
-    """Bytes per second at which this machine reads memory, on torch's threads: the best of several passes over `size`."""
-    data = torch.ones(size // 8, dtype=torch.int64)
-    return size / min(seconds(data.sum) for _ in range(5))
+def read_bandwidth() -> float:
+    """Bytes per second at which this machine reads memory, on torch's threads: the best of several passes over a GiB."""
+    data = torch.ones(1 << 27, dtype=torch.int64)
+    return data.nbytes / min(seconds(data.sum) for _ in range(5))
 
 
 def _peak(path: Path) -> int | None:
@@ -198,22 +167,11 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
 def moe_bytes(bundle: Bundle) -> int:
     """Bytes of expert weights one token reads: every expert when dense, the largest one of each layer when routed."""
     largest = {}
-    for shard in bundle.shards("expert"):
-        layer = shard.layers[0]
-        largest[layer] = max(largest.get(layer, 0), _expert_bytes(bundle, shard))
-    return sum(largest.values()) or sum(
-        _expert_bytes(bundle, shard) for shard in bundle.shards("layers")
-    )
-
-
-def _expert_bytes(bundle: Bundle, shard) -> int:
-    """Stored bytes of the expert tensors in a shard."""
-    names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
-    ops = miltorch.read(bundle.package(shard)).block.walk()
-    values = [
-        value
-        for op in ops
-        if op.outputs and op.outputs[0][0] in names
-        for value in op.inputs.values()
-    ]
-    return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
+    for shard in bundle.shards("expert") or bundle.shards("layers"):
+        names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}
+        ops = miltorch.read(bundle.package(shard)).block.walk()
+        experts = (op for op in ops if op.outputs and op.outputs[0][0] in names)
+        values = [value for op in experts for value in op.inputs.values()]
+        stored = sum(value.nbytes for value in values if hasattr(value, "nbytes"))
+        largest[shard.layers[0]] = max(largest.get(shard.layers[0], 0), stored)
+    return sum(largest.values())

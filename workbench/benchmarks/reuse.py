@@ -98,11 +98,8 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
         for state in decoder.states
         for entry in state.shard.states.values()
     ]
-    size, payload, plain = (
-        sum(a.nbytes for a in arrays),
-        os.urandom(fp16.bytes),
-        store.folder / "plain",
-    )
+    size, payload = sum(a.nbytes for a in arrays), os.urandom(fp16.bytes)
+    plain = store.folder / "plain"
     actions = {
         "restore": (size, lambda: decoder.begin(snapshot)),
         "snapshot": (size, decoder.snapshot),
@@ -113,9 +110,8 @@ def _bytes_and_bandwidths(decoder: Decoder, store: Store, rounds: int) -> list[d
         "file read": (fp16.bytes, plain.read_bytes),
     }
     rate = lambda size, action: size / seconds(action)  # noqa: E731
-    speeds = in_turn(
-        {name: partial(rate, *action) for name, action in actions.items()}, 4 * rounds + 1
-    )
+    rates = {name: partial(rate, *action) for name, action in actions.items()}
+    speeds = in_turn(rates, 4 * rounds + 1)
     pairs = {"restore": "copy", "snapshot": "copy", "save": "file written", "read": "file read"}
     rows = [bench_row("q4_bytes", [q4.bytes], "bytes", "fp16", [fp16.bytes]) | {"error": q4.error}]
     for name, peer in pairs.items():  # without the first round

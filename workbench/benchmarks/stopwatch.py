@@ -33,9 +33,9 @@ def bench_row(
     peer_values: list[float] = (),
 ) -> dict:
     """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer for rates)."""
-    value, ratio = statistics.median(values), None
-    peer_value = statistics.median(peer_values) if peer else None
+    value, peer_value, ratio = statistics.median(values), None, None
     if peer:
+        peer_value = statistics.median(peer_values)
         ratio = value / peer_value if unit.endswith("/s") else peer_value / value
     return {
         "name": name,

@@ -9,12 +9,12 @@ from typer import Exit, Option, Typer, echo
 from typer.core import TyperGroup
 
 from workbench.cli import bench, check, clean, decode, explain, export, measure, notebooks, sweeps
+from workbench.cli.common import register
 from workbench.errors import InputError
 
+# command and old spelling of an option → its spelling now
 RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
-RENAMED["error", "--plain"] = (
-    "--fp16-bundle"  # command and old spelling of an option → its spelling now
-)
+RENAMED["error", "--plain"] = "--fp16-bundle"
 
 
 class Commands(TyperGroup):
@@ -45,9 +45,7 @@ app = Typer(
 )
 app.add_typer(bench.bench, name="bench")
 for module in (measure, export, check, explain, decode, sweeps, notebooks, clean):
-    for name, function in vars(module).items():
-        if name.endswith("_command"):
-            app.command(name.removesuffix("_command"))(function)
+    register(app, vars(module), "_command")
 
 
 @app.callback(invoke_without_command=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Option, Typer
 
 import workbench
-from workbench.cli.common import Json, show
+from workbench.cli.common import Json, register, show
 
 bench = Typer(no_args_is_help=True, help="Benchmarks with their peers in the same run.")
 Rounds = Annotated[int, Option(help="Rounds in which every contestant runs once.", min=1)]
@@ -54,17 +54,10 @@ def show_rows(rows: list[dict], json: bool, **more) -> None:
     show({"rows": rows} | more, json, lines + [f"{name}: {value}" for name, value in more.items()])
 
 
-@bench.command("decode")
 def decode_benchmark(
-    moe: Annotated[
-        bool, Option("--moe", help="Routed against dense experts on ZAYA1's real layer dimensions.")
-    ] = False,
-    growth: Annotated[
-        bool, Option("--growth", help="ms per call over max_seq_len and T, on two layers.")
-    ] = False,
-    layers: Annotated[
-        int | None, Option(help="Decoder layers of the stack: 24, with --moe or --growth 2.")
-    ] = None,
+    moe: bool = False,
+    growth: bool = False,
+    layers: int | None = None,
     rounds: Rounds = 5,
     folder: Folder = BUILD,
     json: Json = False,
@@ -72,12 +65,17 @@ def decode_benchmark(
     """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
 
     Example: workbench bench decode
+
+    Args:
+        moe: Routed against dense experts on ZAYA1's real layer dimensions.
+        growth: ms per call over max_seq_len and T, on two layers.
+        layers: Decoder layers of the stack: 24, with --moe or --growth 2.
     """
     from workbench.benchmarks import decode
 
     layers = layers or (2 if moe or growth else 24)
     checkpoint = (
-        random_checkpoint(folder, "zaya", "zaya", layers, **decode.ZAYA_LAYER)
+        random_checkpoint(folder, "zaya", "zaya", layers, vocab_size=4096)  # no head is timed
         if moe
         else qwen2_checkpoint(folder, layers)
     )
@@ -95,15 +93,13 @@ def decode_benchmark(
     show_rows(rows, json)
 
 
-@bench.command("validate")
-def validate_benchmark(
-    layers: Annotated[int, Option(help="Decoder layers of the stack.")] = 24,
-    folder: Folder = BUILD,
-    json: Json = False,
-) -> None:
+def validate_benchmark(layers: int = 24, folder: Folder = BUILD, json: Json = False) -> None:
     """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
 
     Example: workbench bench validate
+
+    Args:
+        layers: Decoder layers of the stack.
     """
     from workbench.benchmarks import checks
 
@@ -112,10 +108,9 @@ def validate_benchmark(
     show_rows([*checks.tracing(bundle), *checks.validating(bundle, checkpoint)], json)
 
 
-@bench.command("reuse")
 def reuse_benchmark(
-    layers: Annotated[int, Option(help="Decoder layers of the stack; 24 are the whole model.")] = 4,
-    context: Annotated[int, Option(help="The longest context, in tokens.")] = 2048,
+    layers: int = 4,
+    context: int = 2048,
     rounds: Rounds = 5,
     folder: Folder = BUILD,
     json: Json = False,
@@ -123,6 +118,10 @@ def reuse_benchmark(
     """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
 
     Example: workbench bench reuse --layers 24
+
+    Args:
+        layers: Decoder layers of the stack; 24 are the whole model.
+        context: The longest context, in tokens.
     """
     from workbench.benchmarks.reuse import bench_reuse
 
@@ -141,32 +140,27 @@ def reuse_benchmark(
     )
 
 
-@bench.command("log")
 def log_benchmark(
-    runs: Annotated[int, Option(help="Runs in the log.")] = 10_000,
-    rounds: Rounds = 5,
-    folder: Folder = BUILD,
-    json: Json = False,
+    runs: int = 10_000, rounds: Rounds = 5, folder: Folder = BUILD, json: Json = False
 ) -> None:
     """Loading every run of a large log, against pandas reading the same files.
 
     Example: workbench bench log
+
+    Args:
+        runs: Runs in the log.
     """
     from workbench.benchmarks.log import rows
 
     show_rows(rows(folder / f"log-{runs}", runs, rounds), json)
 
 
-@bench.command("export")
 def export_benchmark(
-    family: Annotated[
-        str,
-        Option(help="qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights."),
-    ] = "qwen2",
-    layers: Annotated[int | None, Option(help="Decoder layers (default: the model's own).")] = None,
-    compress: Annotated[str, Option(help="As for export.")] = "int8-tensor",
-    moe: Annotated[str, Option(help="dense or routed.")] = "dense",
-    plain: Annotated[bool, Option(help="Also export plainly and compare times and bytes.")] = True,
+    family: str = "qwen2",
+    layers: int | None = None,
+    compress: str = "int8-tensor",
+    moe: str = "dense",
+    plain: bool = True,
     rounds: Rounds = 1,
     folder: Folder = BUILD,
     json: Json = False,
@@ -174,6 +168,13 @@ def export_benchmark(
     """Stamped against plain export, against the disk, and one layer against one layer.
 
     Example: workbench bench export --compress fp16
+
+    Args:
+        family: qwen2 (Qwen2.5-0.5B) or zaya (ZAYA1-8B): real dimensions, random weights.
+        layers: Decoder layers (default: the model's own).
+        compress: As for export.
+        moe: dense or routed.
+        plain: Also export plainly and compare times and bytes.
     """
     from workbench.benchmarks.export import compare_exports, model
     from workbench.benchmarks.export_runs import export_layers, export_once
@@ -187,3 +188,6 @@ def export_benchmark(
         export_once, export_layers if plain else None, path, folder / "export", rounds, options
     )
     show_rows(**result, json=json)
+
+
+register(bench, globals(), "_benchmark")

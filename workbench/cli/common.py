@@ -1,10 +1,12 @@
 """What several commands share: argument types, prompts, goldens, lines of text, and how a result is printed."""
 
+import re
+from inspect import cleandoc, signature
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
-from typer import Exit, Option, echo
+from typer import Exit, Option, Typer, echo
 
 from workbench import paths
 from workbench.check.gates import jsonable
@@ -20,6 +22,23 @@ Log = Annotated[bool, Option(help="Write the run into the experiment log.")]
 LogFolder = Annotated[Path | None, Option("--log-dir", help="Folder of the experiment log.")]
 Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
 Memory = Annotated[str | None, Option(help="Memory of the target machine, such as 16G.")]
+
+
+def register(app: Typer, functions: dict, suffix: str) -> None:
+    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's.
+
+    The docstring is the help of the command, its section `Args:` that of its options. An option that is False unless it
+    is given has no `--no` form.
+    """
+    for name, function in functions.items():
+        if name.endswith(suffix):
+            text, _, options = cleandoc(function.__doc__).partition("\n\nArgs:\n")
+            defaults = signature(function).parameters
+            for option, line in re.findall(r"^    (\w+): (.+)$", options, re.MULTILINE):
+                switch = [f"--{option}"] if defaults[option].default is False else []
+                kind = function.__annotations__[option]
+                function.__annotations__[option] = Annotated[kind, Option(*switch, help=line)]
+            app.command(name.removesuffix(suffix), help=text)(function)
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:

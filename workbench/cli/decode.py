@@ -13,27 +13,29 @@ from workbench.errors import InputError
 def decode_command(
     bundle: Path,
     prompt_ids: Ids = None,
-    prompt: Annotated[str | None, Option(help="Text; needs the tokenizer in the bundle.")] = None,
+    prompt: str | None = None,
     max_new: Annotated[int, Option(help="New tokens.", min=0)] = 32,
-    temperature: Annotated[float, Option(help="0: always the most likely token.")] = 0.0,
-    top_k: Annotated[int, Option(help="Only the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[
-        float, Option(help="Only the most likely tokens up to this probability.")
-    ] = 1.0,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
-    logits: Annotated[
-        Path | None, Option(help="Write logits [max_new + 1, V] fp32 here (.npy).")
-    ] = None,
+    logits: Path | None = None,
     runtime: RuntimeName = "auto",
     precision: Precision = "declared",
-    literal: Annotated[
-        bool, Option("--literal", help="Run the graph as it stands, not the portable decode path.")
-    ] = False,
+    literal: bool = False,
     json: Json = False,
 ) -> None:
     """Decoding, greedy unless a temperature is given: tokens, tok/s, per-layer ms, head ms.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
+
+    Args:
+        prompt: Text; needs the tokenizer in the bundle.
+        temperature: 0: always the most likely token.
+        top_k: Only the k most likely tokens; 0: all.
+        top_p: Only the most likely tokens up to this probability.
+        logits: Write logits [max_new + 1, V] fp32 here (.npy).
+        literal: Run the graph as it stands, not the portable decode path.
     """
     opened = workbench.Bundle.open(bundle)
     if (prompt_ids is None) == (prompt is None):
@@ -68,9 +70,7 @@ def decode_command(
 
 def reuse_command(
     bundle: Path,
-    batch_bundle: Annotated[
-        Path | None, Option(help="The same export with another --batch.")
-    ] = None,
+    batch_bundle: Path | None = None,
     max_new: Annotated[int, Option(help="Tokens decoded by each cell.", min=1)] = 6,
     runtime: RuntimeName = "auto",
     precision: Precision = "exact",
@@ -79,6 +79,9 @@ def reuse_command(
     """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2
+
+    Args:
+        batch_bundle: The same export with another --batch.
     """
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse

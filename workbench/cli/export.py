@@ -17,20 +17,18 @@ from workbench.errors import InputError
 def export_command(
     checkpoint: Path,
     bundle: Path,
-    max_seq_len: Annotated[int, Option(help="Cache slots S.")] = 512,
-    t_max: Annotated[int, Option(help="Most tokens a call, T = 1 … t_max.")] = 4,
+    max_seq_len: int = 512,
+    t_max: int = 4,
     batch: int = 1,
-    layers_per_shard: Annotated[int, Option(help="Decoder layers in one .mlpackage.")] = 1,
-    compress: Annotated[
-        str, Option(help="fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.")
-    ] = "fp16",
-    kv_write: Annotated[str, Option(help="mask or slice.")] = "mask",
-    layout: Annotated[str, Option(help="bct1 or bc1t.")] = "bct1",
-    states: Annotated[str, Option(help="separate or packed.")] = "separate",
-    moe: Annotated[str, Option(help="dense or routed.")] = "dense",
-    t: Annotated[str, Option(help="range (RangeDim 1 … t_max) or fixed (T = t_max).")] = "range",
-    sliding: Annotated[str, Option(help="mask or ring.")] = "mask",
-    plain: Annotated[bool, Option("--plain", help="Convert every shard; stamp none.")] = False,
+    layers_per_shard: int = 1,
+    compress: str = "fp16",
+    kv_write: str = "mask",
+    layout: str = "bct1",
+    states: str = "separate",
+    moe: str = "dense",
+    t: str = "range",
+    sliding: str = "mask",
+    plain: bool = False,
     verify_stamps: Annotated[
         int, Option(help="Convert so many stamped shards again and compare.", min=0)
     ] = 0,
@@ -39,66 +37,62 @@ def export_command(
     """Hugging Face folder → bundle of stateful shards. Resumes where an interrupted export stopped.
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
+
+    Args:
+        max_seq_len: Cache slots S.
+        t_max: Most tokens a call, T = 1 … t_max.
+        layers_per_shard: Decoder layers in one .mlpackage.
+        compress: fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.
+        kv_write: mask or slice.
+        layout: bct1 or bc1t.
+        states: separate or packed.
+        moe: dense or routed.
+        t: range (RangeDim 1 … t_max) or fixed (T = t_max).
+        sliding: mask or ring.
+        plain: Convert every shard; stamp none.
     """
+    arguments = locals()
     paths.checkpoint(checkpoint)
     paths.new(bundle)
     from workbench.ane.memory import peak_rss
+    from workbench.bundle import Options
 
+    options = {name: arguments[name] for name in Options.model_fields}
     start = time.perf_counter()
     exported = workbench.export.export(
-        checkpoint,
-        bundle,
-        progress=not json,
-        plain=plain,
-        verify_stamps=verify_stamps,
-        max_seq_len=max_seq_len,
-        t_max=t_max,
-        batch=batch,
-        layers_per_shard=layers_per_shard,
-        compress=compress,
-        kv_write=kv_write,
-        layout=layout,
-        states=states,
-        moe=moe,
-        t=t,
-        sliding=sliding,
+        checkpoint, bundle, progress=not json, plain=plain, verify_stamps=verify_stamps, **options
     )
-    family, layers = exported.manifest.family, exported.manifest.dims.L
-    how = [shard.how for shard in exported.manifest.shards]
-    stamped, seconds = how.count("stamped"), time.perf_counter() - start
+    how, seconds = [s.how for s in exported.manifest.shards], time.perf_counter() - start
     result = {
         "bundle": str(bundle),
-        "family": family,
+        "family": exported.manifest.family,
         "shards": len(how),
-        "layers": layers,
+        "layers": exported.manifest.dims.L,
         "bytes": exported.bytes,
         "converted": how.count("converted"),
-        "stamped": stamped,
+        "stamped": how.count("stamped"),
         "seconds": round(seconds, 3),
         "peak_rss_bytes": peak_rss(),
     }
-    show(
-        result,
-        json,
-        [
-            f"{bundle}: {family}, {layers} layers in {len(how)} shards ({stamped} stamped), "
-            f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
-        ],
-    )
+    line = "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
+    size = f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
+    show(result, json, [line.format(**result) + size])
 
 
 def golden_command(
     checkpoint: Path,
-    out: Annotated[Path, Option(help="File to write.")],
+    out: Path,
     prompt_ids: Ids = None,
-    bundle: Annotated[
-        Path | None, Option(help="Use the weights this bundle stores instead of the checkpoint's.")
-    ] = None,
+    bundle: Path | None = None,
     json: Json = False,
 ) -> None:
     """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
 
     Example: workbench golden data/tiny-llama --out build/llama.golden
+
+    Args:
+        out: File to write.
+        bundle: Use the weights this bundle stores instead of the checkpoint's.
     """
     paths.checkpoint(checkpoint)
     opened = workbench.Bundle.open(bundle) if bundle else None

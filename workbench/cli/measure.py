@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 import workbench
 from workbench import paths
@@ -74,16 +74,18 @@ def memory_command(
 
 def residency_command(
     bundle: Path,
-    chip: Annotated[str, Option(help="Chip to predict for, such as M1 or M4 Max.")] = "M4 Max",
-    compute_units: Annotated[
-        str, Option(help="Units that a measured plan may use.")
-    ] = "CPU_AND_NE",
+    chip: str = "M4 Max",
+    compute_units: str = "CPU_AND_NE",
     log: Log = False,
     json: Json = False,
 ) -> None:
     """Where every compute operation runs: Core ML's plan on a Mac; elsewhere what published rules predict, with advice.
 
     Example: workbench residency build/llama --chip M1
+
+    Args:
+        chip: Chip to predict for, such as M1 or M4 Max.
+        compute_units: Units that a measured plan may use.
     """
     opened = workbench.Bundle.open(bundle)
     from workbench.ane import placement, roofline

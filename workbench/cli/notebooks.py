@@ -62,7 +62,7 @@ def _parameter(text: str) -> tuple[str, object]:
 
 def report_command(
     experiment: Annotated[str, Argument(help="Number of the experiment, such as 05.")],
-    run: Annotated[str | None, Option(help="The notebook's run; default: the newest.")] = None,
+    run: str | None = None,
     publish: Publish = False,
     log_dir: LogFolder = None,
     json: Json = False,
@@ -72,6 +72,9 @@ def report_command(
     It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 
     Example: workbench report 05
+
+    Args:
+        run: The notebook's run; default: the newest.
     """
     from workbench.report import writeup
 

@@ -15,9 +15,7 @@ def sweep_command(
     log_dir: Annotated[
         Path | None, Option("--log-dir", "--log", help="Folder of the experiment log.")
     ] = None,
-    scheduler: Annotated[
-        str | None, Option(help="Measure on a Dask cluster's ANE workers: tcp://host:8786.")
-    ] = None,
+    scheduler: str | None = None,
     json: Json = False,
 ) -> None:
     """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
@@ -25,6 +23,9 @@ def sweep_command(
     Bundles are kept in data/bundles of the project that the log belongs to, or beside a log of its own.
 
     Example: workbench sweep grid.yaml
+
+    Args:
+        scheduler: Measure on a Dask cluster's ANE workers: tcp://host:8786.
     """
     sweep = workbench.sweep
     result = sweep.sweep(
@@ -36,16 +37,14 @@ def sweep_command(
 
 
 def log_command(
-    where: Annotated[
-        str | None, Option(help="A pandas query over runs: \"compress == 'fp16'\".")
-    ] = None,
-    table: str = "runs",
-    log_dir: LogFolder = None,
-    json: Json = False,
+    where: str | None = None, table: str = "runs", log_dir: LogFolder = None, json: Json = False
 ) -> None:
     """Rows of the experiment log.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
+
+    Args:
+        where: A pandas query over runs: "compress == 'fp16'".
     """
     rows = workbench.log.load(table, root=log_dir, where=where)
     echo(
@@ -61,11 +60,8 @@ def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Jso
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
     comparison = workbench.log.compare(run_a, run_b, log_dir)
-    settings, measures, omitted = (
-        comparison.settings,
-        comparison.measures,
-        comparison.indistinguishable,
-    )
+    settings, measures = comparison.settings, comparison.measures
+    omitted = comparison.indistinguishable
     result = {
         "settings": settings.to_dict("records"),
         "measures": loads(measures.to_json(orient="records")),

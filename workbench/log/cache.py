@@ -31,40 +31,33 @@ def gathered(folder: Path, version: str, read: Callable[[list[Path]], pa.Table])
     if not cached.items() <= files.items():
         cached, rows = {}, None
     new = [folder / name for name in files if name not in cached]
-    added = read(new)
-    together = (
-        added if rows is None else pa.concat_tables([rows, added])
-    ).combine_chunks()  # a chunk per file is slow
+    tables = [read(new), *([] if rows is None else [rows])]
+    together = pa.concat_tables(tables).combine_chunks()  # a chunk per file is slow
+    if cached and new:
+        together = together.take(pc.sort_indices(together["run_id"]))
     if len(new) >= WORTH:
         _save(folder / NAME, version, files, together)
-    return (
-        together.take(pc.sort_indices(together["run_id"])) if rows is not None and new else together
-    )
+    return together
 
 
 def _files(folder: Path) -> dict[str, list[int]]:
     """Name → [bytes, time of change in ns] of every file of the table, by name."""
     if not folder.is_dir():
         return {}
-    stats = {
-        e.name: e.stat()
-        for e in os.scandir(folder)
-        if e.name.endswith(".parquet") and not e.name.startswith(".")
-    }
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())}
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    parquet = (e for e in entries if e.name.endswith(".parquet") and e.name[0] != ".")
+    return {e.name: [e.stat().st_size, e.stat().st_mtime_ns] for e in parquet}
 
 
 def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
     try:
         table = feather.read_table(path)
         about = json.loads(table.schema.metadata[KEY])
-        return (
-            (about["files"], table.replace_schema_metadata(None))
-            if about["version"] == version
-            else ({}, None)
-        )
+        if about["version"] == version:
+            return about["files"], table.replace_schema_metadata(None)
     except (OSError, ValueError, KeyError, TypeError):  # none, torn, or someone else's
-        return {}, None
+        pass
+    return {}, None
 
 
 def _save(path: Path, version: str, files: dict, rows: pa.Table) -> None:

@@ -122,19 +122,9 @@ def machine_name(run: Mapping) -> str:
 
 def software_name(run: Mapping) -> str:
     """What else decides a timing: the system's build, and the versions of coremltools and torch."""
-    versions = run.get("versions")
-    versions = (
-        json.loads(versions)
-        if isinstance(versions, str)
-        else versions
-        if isinstance(versions, Mapping)
-        else {}
-    )
-    words = [
-        f"{package} {versions[package]}"
-        for package in ("coremltools", "torch")
-        if versions.get(package)
-    ]
+    versions = _value(run, "versions") or {}
+    versions = json.loads(versions) if isinstance(versions, str) else versions
+    words = [f"{name} {versions[name]}" for name in ("coremltools", "torch") if versions.get(name)]
     return ", ".join([str(_value(run, "os_build") or "unknown build"), *words])
 
 
@@ -147,15 +137,11 @@ def _value(run: Mapping, column: str):
 def with_machines(runs: pd.DataFrame) -> pd.DataFrame:
     """Rows of `runs` with the columns `machine` and `software`."""
     columns = [*MACHINE_COLUMNS, "os_build", "versions"]
-    rows = list(runs[columns].itertuples(index=False, name=None))
-    names = {
-        row: (machine_name(run), software_name(run))
-        for row in set(rows)
-        for run in [dict(zip(columns, row))]
-    }
-    return runs.assign(
-        machine=[names[row][0] for row in rows], software=[names[row][1] for row in rows]
-    )
+    each = runs[columns].drop_duplicates()
+    rows = each.to_dict("records")
+    each["machine"] = [machine_name(row) for row in rows]
+    each["software"] = [software_name(row) for row in rows]
+    return runs.merge(each, "left", columns)
 
 
 def machine_names(runs: pd.DataFrame) -> list[str]:

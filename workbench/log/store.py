@@ -26,6 +26,9 @@ from workbench.log.schema import ALLOWED, JSON_COLUMNS, MIGRATIONS, SCHEMAS
 
 SHIPPED = "shipped"
 _VERSION_KEY = b"workbench.log.version"
+Root = Path | str | None
+"""A log's folder; None is `default_root()`."""
+Rows = pd.DataFrame | Mapping | Sequence[Mapping]
 _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
@@ -38,9 +41,7 @@ def project_root(start: Path) -> Path | None:
     """The nearest folder at or above `start` that is a checkout of this project, or None."""
     for folder in (start, *start.parents):
         file = folder / "pyproject.toml"
-        if file.is_file() and re.search(
-            r'^name = "workbench"$', file.read_text(encoding="utf-8"), re.MULTILINE
-        ):
+        if file.is_file() and 'name = "workbench"' in file.read_text(encoding="utf-8").splitlines():
             return folder
     return None
 
@@ -50,25 +51,20 @@ def default_root() -> Path:
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
-def project(root: Path | None = None) -> Path:
+def project(root: Root = None) -> Path:
     """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder that holds it."""
     root = whole(root)
     folder = root.parent
     return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
 
 
-def whole(root: Path | str | None = None) -> Path:
+def whole(root: Root = None) -> Path:
     """The log at `root`; where that is the shipped part of a log, the log that it is part of."""
     root = default_root() if root is None else Path(root).absolute()
     return root.parent if root.name == SHIPPED else root
 
 
-def append(
-    table: str,
-    rows: pd.DataFrame | Mapping | Sequence[Mapping],
-    root: Path | str | None = None,
-    run_id: str | None = None,
-) -> Path:
+def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None) -> Path:
     """Write one run's rows of one table and return the new file, whose stem is the run id.
 
     `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a result that was
@@ -80,27 +76,19 @@ def append(
     """
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
-        raise InputError(
-            "run id", repr(run_id), "letters, digits, '-' and '_'", "take one from new_run_id()"
-        )
-    own, shipped = _folders(table, root)
-    path = own / f"{run_id}.parquet"
+        needed, step = "letters, digits, '-' and '_'", "take one from new_run_id()"
+        raise InputError("run id", repr(run_id), needed, step)
+    path, shipped = (folder / f"{run_id}.parquet" for folder in _folders(table, root))
     data = _to_arrow(table, rows, run_id)
-    if path.exists() or (shipped / path.name).exists():
-        raise InputError(
-            f"log table {table}",
-            f"run {run_id} written already",
-            "one file per run",
-            "use a new run id",
-        )
+    if path.exists() or shipped.exists():
+        actual = f"run {run_id} written already"
+        raise InputError(f"log table {table}", actual, "one file per run", "use a new run id")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda file: pq.write_table(data, file))
     return path
 
 
-def load(
-    table: str, root: Path | str | None = None, where: Mapping | str | None = None
-) -> pd.DataFrame:
+def load(table: str, root: Root = None, where: Mapping | str | None = None) -> pd.DataFrame:
     """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not measured.
 
     `where` maps columns to a value or a list of values to keep (None keeps what was not measured), or is a pandas query
@@ -112,28 +100,26 @@ def load(
     """
     folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
-        raise InputError(
-            "log filter",
-            repr(where),
-            "columns and values, or a pandas query",
-            "write for example {'T': 4}",
-        )
-    keep = _expression(table, where) if isinstance(where, Mapping) else ds.scalar(True)
-    if (
-        isinstance(where, Mapping) and where.get("run_id") is not None
-    ):  # a file is named after its run
-        own_first = (
-            [folder / f"{run_id}.parquet" for folder in folders]
-            for run_id in _several(where["run_id"])
-        )
-        rows = _read(
-            [path for paths in own_first for path in list(filter(Path.is_file, paths))[:1]], table
-        )
+        needed, example = "columns and values, or a pandas query", "write for example {'T': 4}"
+        raise InputError("log filter", repr(where), needed, example)
+    query, columns = (where, {}) if isinstance(where, str) else (None, where or {})
+    keep = _expression(table, columns)
+    if columns.get("run_id") is not None:  # a file is named after its run
+        names = (f"{run_id}.parquet" for run_id in _several(columns["run_id"]))
+        own_first = ([f / name for f in folders if (f / name).is_file()] for name in names)
+        rows = _read([path for paths in own_first for path in paths[:1]], table)
     else:
         version, read = _fingerprint(table), lambda paths: _read(paths, table)
         rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
     frame = rows.filter(keep).to_pandas(types_mapper=_PANDAS_TYPES.get)
-    return _query(frame, where) if isinstance(where, str) else frame
+    if query is None:
+        return frame
+    try:
+        return frame.query(query)
+    except Exception as error:  # whatever pandas makes of a query that means nothing
+        needed = f"a pandas query over {', '.join(frame)}"
+        example = "write for example: T == 4 and depth > 0"
+        raise InputError("log filter", f"{query!r} ({error})", needed, example) from error
 
 
 def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
@@ -151,7 +137,7 @@ def files(root: Path | str) -> dict[str, bytes]:
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
-def adopt(contents: Mapping[str, bytes], root: Path | str | None = None) -> str:
+def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
     """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed is whole.
 
     Files that are there already are left alone, since a run's files never change. Returns the run id.
@@ -172,73 +158,59 @@ def _fingerprint(table: str) -> str:
 
 def _read(paths: Sequence[Path], table: str) -> pa.Table:
     """The rows of some files in the current schema; whatever cannot be read faithfully is refused by name."""
-    schema, latest = SCHEMAS[table], tables.version(table)
-    versions = {path: _file_version(path, table) for path in paths}
-    current = [path for path, version in versions.items() if version == latest]
-    older = [
-        _migrated(path, table, version) for path, version in versions.items() if version < latest
-    ]
-    lifted = (
-        pa.concat_tables([schema.empty_table(), *older], promote_options="default")
-        .select(schema.names)
-        .cast(schema)
-    )
-    return pa.concat_tables(
-        [lifted, ds.dataset(current, schema=schema, format="parquet").to_table()]
-    )
+    schema, current, older = SCHEMAS[table], [], [SCHEMAS[table].empty_table()]
+    for path in paths:
+        if lifts := MIGRATIONS[table][_file_version(path, table) - 1 :]:
+            data = pq.ParquetFile(path).read()
+            for lift in lifts:
+                data = lift(data)
+            older.append(data)
+        else:
+            current.append(path)
+    lifted = pa.concat_tables(older, promote_options="default").select(schema.names).cast(schema)
+    rows = ds.dataset(current, schema=schema, format="parquet").to_table()
+    return pa.concat_tables([lifted, rows])
 
 
-def _folders(table: str, root: Path | str | None) -> tuple[Path, Path]:
+def _folders(table: str, root: Root) -> tuple[Path, Path]:
     """Where the log at `root` keeps the files of a table: its own, and those of shipped runs."""
     if table not in SCHEMAS:
-        raise InputError(
-            "log table", repr(table), f"one of {', '.join(SCHEMAS)}", "correct the name"
-        )
+        needed = f"one of {', '.join(SCHEMAS)}"
+        raise InputError("log table", repr(table), needed, "correct the name")
     root = default_root() if root is None else Path(root)
     return root / table, root / SHIPPED / table
 
 
-def _to_arrow(
-    table: str, rows: pd.DataFrame | Mapping | Sequence[Mapping], run_id: str
-) -> pa.Table:
+def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
     """The rows with exactly the table's columns, every value checked."""
     subject, names = f"log table {table}", SCHEMAS[table].names
     frame = _frame(subject, rows)
     if frame.empty:
         raise InputError(subject, "no rows", "at least one", "append only what was measured")
     if unknown := [name for name in frame if name not in names]:
-        raise InputError(
-            subject,
-            f"columns {unknown}",
-            f"some of {names}",
-            "put what has no column into runs.config",
-        )
+        step = "put what has no column into runs.config"
+        raise InputError(subject, f"columns {unknown}", f"some of {names}", step)
     if "run_id" in frame and set(frame["run_id"]) != {run_id}:
-        raise InputError(
-            subject, "rows of another run", f"run_id {run_id} in all", "append each run by itself"
-        )
+        needed, step = f"run_id {run_id} in all", "append each run by itself"
+        raise InputError(subject, "rows of another run", needed, step)
     frame = frame.assign(run_id=run_id)
     schema = SCHEMAS[table].with_metadata({_VERSION_KEY: str(tables.version(table)).encode()})
     return pa.Table.from_arrays([_column(subject, field, frame) for field in schema], schema=schema)
 
 
-def _frame(subject: str, rows: pd.DataFrame | Mapping | Sequence[Mapping]) -> pd.DataFrame:
+def _frame(subject: str, rows: Rows) -> pd.DataFrame:
     if isinstance(rows, pd.DataFrame):
         return rows
     rows = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else [rows]
-    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
-        raise InputError(
-            subject,
-            f"{wrong[0]!r} as a row",
-            "mappings from columns to values",
-            "write for example {'T': 4}",
-        )
+    for row in rows:
+        if not isinstance(row, Mapping):
+            needed, example = "mappings from columns to values", "write for example {'T': 4}"
+            raise InputError(subject, f"{row!r} as a row", needed, example)
     try:
         return pd.DataFrame(rows)
     except UnicodeEncodeError as error:
-        raise InputError(
-            subject, str(error), "text that UTF-8 can hold", "correct the value"
-        ) from error
+        needed = "text that UTF-8 can hold"
+        raise InputError(subject, str(error), needed, "correct the value") from error
 
 
 def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
@@ -248,12 +220,7 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
         if field.name in JSON_COLUMNS:
             values = values.map(_json_text, na_action="ignore")
         column = pa.array(values, field.type, from_pandas=True)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        pa.ArrowNotImplementedError,
-    ) as error:  # Arrow's own are of the first two
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         raise InputError(subject, str(error), f"type {field.type}", "correct the value") from error
     if column.null_count and not field.nullable:
         raise InputError(subject, "no value", "one in every row", "say what the row is about")
@@ -303,57 +270,23 @@ def _file_version(path: Path, table: str) -> int:
     return int(version)
 
 
-def _migrated(path: Path, table: str, version: int) -> pa.Table:
-    data = pq.ParquetFile(path).read()
-    for lift in MIGRATIONS[table][version - 1 :]:
-        data = lift(data)
-    return data
-
-
 def _expression(table: str, where: Mapping) -> ds.Expression:
     """Column → value or values, as one expression that filters files while they are read."""
     schema, keep = SCHEMAS[table], ds.scalar(True)
     for name, value in where.items():
+        subject = f"filter on {table}"
         if name not in schema.names:
-            raise InputError(
-                f"filter on {table}",
-                f"column {name!r}",
-                f"one of {schema.names}",
-                "correct the name",
-            )
+            needed = f"one of {schema.names}"
+            raise InputError(subject, f"column {name!r}", needed, "correct the name")
         kind = schema.field(name).type
         try:
             keep &= ds.field(name).isin(pa.array(_several(value), kind))
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise InputError(
-                f"filter on {table}, {name}", repr(value), f"type {kind}", "correct the value"
-            ) from error
+            needed = f"type {kind}"
+            subject += f", {name}"
+            raise InputError(subject, repr(value), needed, "correct the value") from error
     return keep
 
 
 def _several(value) -> list:
     return list(value) if isinstance(value, (list, tuple, set)) else [value]
-
-
-# what pandas makes of a query that means nothing
-MEANINGLESS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    NameError,
-    NotImplementedError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-
-
-def _query(frame: pd.DataFrame, where: str) -> pd.DataFrame:
-    try:
-        return frame.query(where)
-    except MEANINGLESS as error:
-        needed, example = (
-            f"a pandas query over {', '.join(frame)}",
-            "write for example: T == 4 and depth > 0",
-        )
-        raise InputError("log filter", f"{where!r} ({error})", needed, example) from error

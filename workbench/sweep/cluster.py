@@ -44,16 +44,8 @@ class Cluster:
             while waiting and len(pending) < self._capacity():
                 job = waiting.popleft()
                 key = f"{job['cell']}-{job['sweep']}-{job['attempt']}"
-                future = self.client.submit(
-                    _on_worker,
-                    run,
-                    job,
-                    dict(self.indices),
-                    key=key,
-                    pure=False,
-                    resources={RESOURCE: 1},
-                    retries=0,
-                )
+                how = dict(key=key, pure=False, resources={RESOURCE: 1}, retries=0)
+                future = self.client.submit(_on_worker, run, job, dict(self.indices), **how)
                 pending[future] = job
                 completed.add(future)
             future = next(completed)

@@ -14,6 +14,7 @@ from workbench import log
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.log.machine import machine_name, software_name, with_machines
+from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import cell, cluster
 from workbench.sweep.grid import Cell, Grid, cells
@@ -22,7 +23,7 @@ from workbench.sweep.grid import Cell, Grid, cells
 def sweep(
     grid: Grid,
     *,
-    root: str | Path | None = None,
+    root: Root = None,
     bundles: Path | None = None,
     scheduler: str | None = None,
     progress: bool = True,
@@ -50,20 +51,17 @@ def sweep(
     everything = list(cells(grid))
     random.Random(0).shuffle(everything)
     with _workers(scheduler, measure) as (hosts, results):
-        _check_root(root)
+        try:  # nothing is measured that could not be written
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            needed, step = "a folder that can be written", "name another with --log-dir"
+            raise InputError(f"log {root}", problem.strerror, needed, step) from None
         finished = done_cells(root, hosts)
-        missing = sorted(
-            (c for c in everything if c.key(checkpoint.sha256) not in finished),
-            key=lambda c: c.round,
-        )
+        missing = [c for c in everything if c.key(checkpoint.sha256) not in finished]
+        missing.sort(key=lambda c: c.round)
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
-        counts = {
-            "cells": len(everything),
-            "done": 0,
-            "resumed": len(everything) - len(jobs),
-            "failed": 0,
-            "log": str(root),
-        }
+        counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs)}
+        counts |= {"failed": 0, "log": str(root)}
         with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
@@ -71,19 +69,6 @@ def sweep(
                 counts["done" if status == "ok" else "failed"] += last
                 bar.update(last)
     return counts
-
-
-def _check_root(root: Path) -> None:
-    """Makes the log's folder, so that nothing is measured which could not be written."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise InputError(
-            f"log {root}",
-            problem.strerror,
-            "a folder that can be written",
-            "name another with --log-dir",
-        ) from None
 
 
 def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
@@ -112,10 +97,8 @@ def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here
 def _workers(scheduler: str | None, measure: str):
     """((machine, software) of all that measure, function from jobs to results) here or on a cluster."""
     if scheduler is None:
-        yield (
-            {_host(log.environment())},
-            lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs),
-        )
+        here = {_host(log.environment())}
+        yield here, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs)
         return
     with cluster.connect(scheduler) as workers:
         hosts = set(map(_host, workers.environments()))

@@ -139,17 +139,13 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
 
 def cells(grid: Grid) -> Iterator[Cell]:
     """The cross product, round by round. The first way to run each bundle and runtime also validates it, once."""
-    run = grid.run
-    common = {
-        name: getattr(run, name) for name in ("n_gen", "repetitions", "cool_down_s", "threads")
-    }
-    axes = [getattr(run, axis) for axis in RUN_AXES]
-    for round_, *export in itertools.product(range(run.rounds), *grid.export.values()):
+    run = grid.run.model_dump(exclude_none=True)
+    common = runs.pick(run, "n_gen", "repetitions", "cool_down_s", "threads")
+    axes = runs.pick(run, *RUN_AXES).values()
+    for round_, *export in itertools.product(range(run["rounds"]), *grid.export.values()):
         options = exporting.options(**dict(zip(grid.export, export)))
         for values in itertools.product(*axes):
             how = dict(zip(RUN_AXES, values)) | common
-            how["hints"] = how["hints"].model_dump(exclude_none=True)
-            validates = (round_, how["T"], how["depth"]) == (0, min(run.T), min(run.depth))
-            yield Cell(
-                grid.checkpoint, options, how, round_, tuple(grid.validate_ids) if validates else ()
-            )
+            first = (round_, how["T"], how["depth"]) == (0, min(run["T"]), min(run["depth"]))
+            ids = tuple(grid.validate_ids) if first else ()
+            yield Cell(grid.checkpoint, options, how, round_, ids)

@@ -41,11 +41,10 @@ def call(
         threads: OpenMP threads of the child, whatever the caller's environment says.
         timeout_s: seconds after which the child is killed, which is a failure.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "workbench.sweep.process", function],
-            env=environment,
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stderr=errors,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,15 +63,12 @@ def call(
             child.kill()
             child.communicate()
         errors.seek(0)
-        stderr = errors.read()
-    lines, compiler = stderr.decode(errors="replace").splitlines(), _compiler_errors(stderr)
-    if reply:
-        outcome = json.loads(reply)
-        return Outcome(
-            **outcome, lines=tuple(dict.fromkeys(compiler)) if "failure" in outcome else ()
-        )
-    failure = f"no answer in {timeout_s} s" if late.is_set() else _death(code, lines)
-    return Outcome(None, failure, tuple(dict.fromkeys([*compiler, *lines[-TAIL:]])))
+        lines = _lines(errors.read())
+    outcome, tail = json.loads(reply) if reply else {}, [] if reply else lines[-TAIL:]
+    if not reply:
+        outcome["failure"] = f"no answer in {timeout_s} s" if late.is_set() else _death(code, lines)
+    notes = [*filter(COMPILER_ERROR.search, lines), *tail] if "failure" in outcome else []
+    return Outcome(**outcome, lines=tuple(dict.fromkeys(notes)))
 
 
 def _ask(child: subprocess.Popen, argument: dict) -> bytes:
@@ -88,21 +84,18 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
 def compiler_errors() -> list[str]:
     """In a child: Core ML compiler errors on stderr so far. Core ML reports a failed compilation there and goes on."""
     about = os.fstat(2)
-    return _compiler_errors(os.pread(2, about.st_size, 0)) if stat.S_ISREG(about.st_mode) else []
+    written = os.pread(2, about.st_size, 0) if stat.S_ISREG(about.st_mode) else b""
+    return list(filter(COMPILER_ERROR.search, _lines(written)))
 
 
-def _compiler_errors(stderr: bytes) -> list[str]:
-    return [
-        line for line in stderr.decode(errors="replace").splitlines() if COMPILER_ERROR.search(line)
-    ]
+def _lines(stderr: bytes) -> list[str]:
+    return stderr.decode(errors="replace").splitlines()
 
 
 def _death(code: int, lines: list[str]) -> str:
-    return (
-        f"killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"exit code {code}: {last_message(lines)}"
-    )
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}: {last_message(lines)}"
 
 
 def _serve(function: str) -> None:

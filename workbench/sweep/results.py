@@ -7,6 +7,7 @@ import pandas as pd
 
 from workbench import log
 from workbench.log.machine import machine_names, of_machine
+from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import runs
 from workbench.sweep.cell import find
@@ -14,7 +15,7 @@ from workbench.sweep.grid import RUN_AXES, Grid, cells
 
 
 def stored_tables(
-    grid: Grid, root: str | Path | None = None, machine: str | None = None
+    grid: Grid, root: Root = None, machine: str | None = None
 ) -> dict[str, pd.DataFrame]:
     """The log's tables `samples`, `layers` and `fidelity` of a grid with settings joined on, newest runs only.
 
@@ -45,7 +46,7 @@ def stored_tables(
     return tables | {"fidelity": _join(fidelity, validated, [*about, *runs.VALUES])}
 
 
-def _rows_of(table: str, rows: pd.DataFrame, root: str | Path | None) -> pd.DataFrame:
+def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
     """Rows of a log table that belong to the given rows of `runs`."""
     return log.load(table, root=root, where={"run_id": rows["run_id"].tolist()})
 
@@ -55,30 +56,28 @@ def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.Dat
     return table.merge(rows[["run_id", *(c for c in columns if c not in table)]], on="run_id")
 
 
-def offered_machines(grid: Grid, root: str | Path | None = None) -> list[str]:
+def offered_machines(grid: Grid, root: Root = None) -> list[str]:
     """The machines on which the log holds times of a grid, the one of the newest run first."""
     return machine_names(_timed_runs(grid, root))
 
 
-def _timed_runs(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
     """The sweeps' runs of a grid's cells, on any machine and whichever runtime auto means there."""
     rows = _of_checkpoint(grid, root)
     settings = (cell.columns(runtime) for cell in cells(grid) for runtime in runs.RUNTIMES)
     return runs.fitting(rows[rows["round"].notna()], settings, runs.TIMES)
 
 
-def _of_checkpoint(grid: Grid, root: str | Path | None) -> pd.DataFrame:
+def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
     name."""
     rows = runs.listing(grid.experiment, root)
     path = find(grid.checkpoint, Path(root) if root else log.default_root())
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
-    stats = {file: file.stat() for file in sorted(path.iterdir()) if file.is_file()}
-    sha256 = _sha256(
-        path, tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items())
-    )
-    return rows[rows["checkpoint_hash"] == sha256]
+    stats = [(file, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
+    files = tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+    return rows[rows["checkpoint_hash"] == _sha256(path, files)]
 
 
 @cache
@@ -87,9 +86,7 @@ def _sha256(path: Path, files: tuple) -> str:
     return Checkpoint(path).sha256
 
 
-def configurations(
-    grid: Grid, root: str | Path | None = None, machine: str | None = None
-) -> pd.DataFrame:
+def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
     """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
@@ -99,42 +96,22 @@ def configurations(
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
     varied = [name for name in varied_axes(grid) if name != "T"]
-    about = [
-        "bundle",
-        "runtime",
-        "precision",
-        "compute_units",
-        "hints",
-    ]  # what fidelity and verdict belong to
+    about = ["bundle", *runs.HOW]  # what fidelity and verdict belong to
     keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
     timed = samples[
         ~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])
     ]
-    medians = (
-        timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
-        .median()
-        .unstack("phase")
-        .reset_index()
-    )
-    medians = medians.reindex(columns=[*keys, "run_id", "tokens_per_s", "call"])
-    rows = (
-        medians.groupby(keys, dropna=False)
-        .agg(
-            tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
-        )
-        .reset_index()
+    medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median()
+    by_run = medians.unstack("phase").reindex(columns=["tokens_per_s", "call"])
+    rows = by_run.groupby(keys, dropna=False).agg(
+        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
     )
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
     every = log.load("runs", root=root)
-    validated = runs.newest(every[every["verdict"].notna()], about)
-    for column, source, default in (
-        ("worst_cosine", worst, float("nan")),
-        ("verdict", validated, "not_run"),
-    ):
-        values = dict(zip(runs.values(source, about), source[column]))
-        rows[column] = [values.get(key, default) for key in runs.values(rows, about)]
-    rows["worst_cosine"] = rows["worst_cosine"].astype(float)
+    validated = runs.newest(every[every["verdict"].notna()], about)[[*about, "verdict"]]
+    rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
+    rows["verdict"] = rows["verdict"].fillna("not_run")
     rows["name"] = [
         ", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")
     ]

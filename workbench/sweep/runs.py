@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from workbench import log
@@ -11,11 +11,14 @@ from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
 from workbench.log.machine import machine_name, with_machines
 from workbench.log.scrub import scrubbed
+from workbench.log.store import Root
 
 OPTIONS = tuple(Options.model_fields)
 """Export options, all of them columns of `runs`."""
 
-VALUES = (*OPTIONS, "runtime", "precision", "compute_units", "hints")
+HOW = ("runtime", "precision", "compute_units", "hints")
+
+VALUES = (*OPTIONS, *HOW)
 """What decides the values that a bundle of one checkpoint computes: machines do not."""
 
 COUNTS = ("threads", "T", "depth", "n_gen")
@@ -33,10 +36,9 @@ def pick(mapping: Mapping, *names: str) -> dict:
 
 def exported(options: Options) -> dict:
     """Columns of `runs` that export options are."""
-    values = options.model_dump().items()
     return {
         name: _text(value) if isinstance(value, list | tuple | dict) else value
-        for name, value in values
+        for name, value in options.model_dump().items()
     }
 
 
@@ -68,20 +70,11 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
         "bundle_hash": bundle.identity,
         "family": m.family,
     }
-    row |= exported(m.options)
-    if decoder is not None:
-        row |= executed(
-            decoder.runtime, decoder.precision, decoder.fast, decoder.compute_units, decoder.hints
-        )
-    return row
+    return row | exported(m.options) | (executed(**vars(decoder)) if decoder else {})
 
 
 def record_run(
-    experiment: str,
-    row: dict,
-    *,
-    root: str | Path | None = None,
-    **tables: pd.DataFrame | list[dict] | None,
+    experiment: str, row: dict, *, root: Root = None, **tables: pd.DataFrame | list[dict] | None
 ) -> str:
     """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
 
@@ -102,7 +95,7 @@ def record_run(
     return run_id
 
 
-def listing(experiment: str | None = None, root: str | Path | None = None) -> pd.DataFrame:
+def listing(experiment: str | None = None, root: Root = None) -> pd.DataFrame:
     """Rows of `runs` that ended well, with their `machine` and `software`."""
     where = {"status": "ok"} | ({"experiment": experiment} if experiment else {})
     return with_machines(log.load("runs", root=root, where=where))
@@ -118,9 +111,7 @@ def fitting(
 ) -> pd.DataFrame:
     """The rows whose `columns` are those of one of `settings`; null fits null alone."""
     settings = {tuple(setting[column] for column in columns) for setting in settings}
-    return rows[
-        pd.Series([row in settings for row in values(rows, columns)], rows.index, dtype=bool)
-    ]
+    return rows[np.array([row in settings for row in values(rows, columns)], bool)]
 
 
 def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
@@ -131,9 +122,8 @@ def values(rows: pd.DataFrame, columns: Sequence[str]) -> list[tuple]:
 
 def newest(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     """The newest run of each setting."""
-    return (
-        rows.sort_values("run_id").groupby(list(by), dropna=False).tail(1)
-    )  # run ids sort by time
+    by_time = rows.sort_values("run_id")
+    return by_time.groupby(list(by), dropna=False).tail(1)
 
 
 def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:

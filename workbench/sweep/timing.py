@@ -43,59 +43,34 @@ def measure_speed(
             "measure fewer tokens, or export with a larger --max-seq-len",
         )
     rng, rows, order = np.random.default_rng(0), [], 0
+    setting = {"T": T, "depth": depth, "n_gen": n_gen}
     for repetition in range(repetitions):
+        common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
         decoder.begin()
         if depth:
             start = time.perf_counter()
             decoder.prefill(_ids(decoder, rng, depth))
-            rows.append(
-                {
-                    "phase": "prefill",
-                    "value": (time.perf_counter() - start) * 1e3,
-                    "unit": "ms",
-                    "n_prompt": depth,
-                    "repetition": repetition,
-                    "order": order,
-                    "warmup": repetition == 0 < repetitions - 1,
-                }
-            )
+            prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
+            first = {"order": order, "warmup": repetition == 0 < repetitions - 1}
+            rows.append(common | prefill | first)
         spent = 0.0
         for call in range(WARMUP_CALLS + calls):
             phases = _timed_call(decoder, _ids(decoder, rng, T), T)
-            common = {
-                "repetition": repetition,
-                "order": order,
-                "warmup": call < WARMUP_CALLS,
-                "T": T,
-                "depth": depth,
-                "n_gen": n_gen,
-                "n_prompt": depth,
-                "unit": "ms",
-            }
-            rows += [common | row for row in phases]
+            about = common | setting | {"order": order, "warmup": call < WARMUP_CALLS}
+            rows += [about | row for row in phases]
             spent += 0 if call < WARMUP_CALLS else phases[0]["value"]
             order += 1
-        rows.append(
-            common
-            | {
-                "phase": "tokens_per_s",
-                "value": calls * T * decoder.options.batch / spent * 1e3,
-                "unit": "tok/s",
-                "warmup": False,
-            }
-        )
+        rate = calls * T * decoder.options.batch / spent * 1e3
+        rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
     return pd.DataFrame(rows + _loading(decoder))
 
 
 def _loading(decoder: Decoder) -> list[dict]:
     """What happened once per shard, where the runtime knows it."""
-    once, models = (
-        {"repetition": 0, "warmup": False, "unit": "ms"},
-        (*decoder.layers, *decoder.heads),
-    )
+    once = {"repetition": 0, "warmup": False, "unit": "ms"}
     return [
         once | {"phase": phase, "shard": model.shard.name, "value": value}
-        for model in models
+        for model in (*decoder.layers, *decoder.heads)
         for phase, value in model.loading_ms.items()
         if value is not None
     ]
@@ -112,13 +87,11 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
     total = (time.perf_counter() - start) * 1e3
-    layers = [
-        {"phase": "layer", "shard": m.shard.name, "value": ms}
-        for m, ms in zip(decoder.layers, times.layers, strict=True)
-    ]
-    phases = {"call": total, "head": times.head, "host": total - sum(times.layers) - times.head}
-    call, *rest = ({"phase": phase, "value": ms} for phase, ms in phases.items())
-    return [call, *layers, *rest]
+    names = [model.shard.name for model in decoder.layers]
+    layers = [("layer", *pair) for pair in zip(names, times.layers, strict=True)]
+    host = total - sum(times.layers) - times.head
+    phases = [("call", None, total), *layers, ("head", None, times.head), ("host", None, host)]
+    return [dict(zip(("phase", "shard", "value"), phase)) for phase in phases]
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
@@ -127,16 +100,10 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
     for (shard, T, depth), ms in timed.groupby(["shard", "T", "depth"], sort=False)["value"]:
         each = ms / len(spans[shard])
-        row = {
-            "shard": shard,
-            "T": T,
-            "depth": depth,
-            "layer_ms": each.median(),
-            "mad_ms": (each - each.median()).abs().median(),
-            "n": len(each),
-        }
-        rows += [{"layer": layer} | row for layer in spans[shard]]
-    return pd.DataFrame(rows)
+        mad = (each - each.median()).abs().median()
+        rows += [(i, shard, T, depth, each.median(), mad, len(each)) for i in spans[shard]]
+    columns = ["layer", "shard", "T", "depth", "layer_ms", "mad_ms", "n"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def profile(
