@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+import miltorch
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
-from workbench.runtime.base import State, check_inputs
+from workbench.runtime.base import State, check_inputs, check_interface
 
 HINTS = {
     "reshapeFrequency": "ReshapeFrequency",
@@ -108,6 +109,8 @@ class CoreMLModel:
             "load": None,
             "first_predict": None,
         }
+        # reads the program, no weights
+        check_interface(shard, miltorch.read(bundle.package(shard), function), self.t_max)
         hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled = self._compile(bundle)
