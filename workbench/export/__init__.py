@@ -204,9 +204,7 @@ def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
     """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never whole in memory."""
-    names = {"weight": "embed_tokens.weight"}
-    if plan.embedding_bias and plan.embedding_factor:
-        names |= {"bias": plan.embedding_bias, "scale": plan.embedding_factor}
+    names = {"weight": "embed_tokens.weight"} | plan.embedding
     names = {key: source.prefix + name for key, name in names.items()}
     header, end = {}, 0
     for key, name in names.items():
@@ -236,6 +234,3 @@ def _copy_tokenizer(source: Checkpoint, writer: Writer) -> list[FileEntry]:
         folder.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / file.name)
     return file_entries(writer.root, folder)
-
-
-__all__ = ["Clock", "export", "options"]

@@ -34,21 +34,20 @@ from workbench.models.cache import Cache
 from workbench.models.family import Plan
 
 HEAD_ROWS = 16_384
-SymbolicShape = list  # of int and "T"
 
 
 @dataclass
 class Spec:
     """One shard to be made: what it holds and the interface its module has.
 
-    `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
+    Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
     ML state to its shape.
     """
 
     name: str
     kind: str
-    inputs: dict[str, SymbolicShape]
-    outputs: dict[str, SymbolicShape]
+    inputs: dict[str, list]
+    outputs: dict[str, list]
     layers: tuple[int, int] = (0, 0)
     rows: tuple[int, int] = (0, 0)
     states: dict[str, StateEntry] = field(default_factory=dict)
@@ -85,7 +84,7 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
     return Spec(name, kind, inputs, outputs, (first, last), states=states, buffers=buffers)
 
 
-def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, SymbolicShape]:
+def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, list]:
     """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
     layers = {layer.rope: layer for layer in plan.layers[first:last]}
     inputs = {X: options.plane(plan.dims.C)}

@@ -16,8 +16,8 @@ ROPE_TYPES = ("default", "linear", "llama3")
 class Plan:
     """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
 
-    `embedding_scale` multiplies embeddings; `embedding_bias`, `embedding_factor` name checkpoint vectors [C] applied as
-    (e + bias) · factor. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
+    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and `scale` applied as
+    (e + bias) · scale. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
     and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
     """
 
@@ -27,8 +27,7 @@ class Plan:
     layers: list[Layer]
     tied: bool
     embedding_scale: float = 1.0
-    embedding_bias: str | None = None
-    embedding_factor: str | None = None
+    embedding: dict[str, str] = field(default_factory=dict)
     side_states: dict[str, tuple[int, ...]] = field(default_factory=dict)
     router_width: int = 0
     experts: int = 0

@@ -14,15 +14,13 @@ from workbench.bundle.names import (
     ROUTER_STATE_OUT,
     V_DELAYED_STATE,
 )
+from workbench.models import llama
 from workbench.models.cache import Cache
 from workbench.models.cca import TAPS, CompressedConvAttention
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import RMSNorm
-from workbench.models.llama import head
 from workbench.models.moe import Experts, Mixture, Router
-
-__all__ = ["expert", "head", "layer", "plan", "settle"]
 
 LEGACY = "zaya_block.", "self_attn.qkv."  # in tensor names of the layout of 80 alternating blocks
 
@@ -121,8 +119,7 @@ def plan(config) -> Plan:
         ropes,
         layers,
         config.tie_word_embeddings,
-        embedding_bias="input_hidden_states_bias",
-        embedding_factor="input_hidden_states_scale",
+        embedding={"bias": "input_hidden_states_bias", "scale": "input_hidden_states_scale"},
         side_states=side,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
@@ -141,4 +138,4 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     return plan
 
 
-layer, expert = ZayaDecoderLayer, Expert
+layer, expert, head = ZayaDecoderLayer, Expert, llama.head
