@@ -1,4 +1,4 @@
-"""Where bundle.json, package, inputs and states disagree, the portable runtime refuses, and writes nothing elsewhere."""
+"""Where bundle.json, package, inputs and states disagree, a runtime refuses, and writes nothing elsewhere."""
 
 import json
 import shutil
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import miltorch
-from workbench import Bundle, Decoder, runtime
+from miltorch import shim
+from workbench import Bundle, Decoder
 from workbench.errors import InputError
+from workbench.runtime import base
 
 SLOTS = 32  # of every bundle here
 
@@ -84,11 +86,20 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("runtime", ["portable", "coreml"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(changed, what):
+def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(
+    changed, tmp_path, what, runtime
+):
+    """With coreml over the shim, before anything is compiled."""
     change, subject = CHANGES[what]
-    with pytest.raises(InputError, match=subject):
-        Decoder(changed(change), "portable")
+    shim.install()
+    try:
+        with pytest.raises(InputError, match=subject):
+            Decoder(changed(change), runtime)
+        assert not (tmp_path / ".bundle.compiled").exists()
+    finally:
+        shim.uninstall()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def test_a_shape_that_the_package_does_not_have_is_refused(exports, field, shape
     shard = bundle.shards("layers")[0]
     changed = shard.model_copy(update={field: getattr(shard, field) | shapes})
     with pytest.raises(InputError, match=words + ".*in the package"):
-        runtime.portable.check_interface(
+        base.check_interface(
             changed, miltorch.read(bundle.package(shard)), bundle.manifest.options.t_max
         )
 
@@ -115,7 +126,7 @@ def test_an_input_of_another_dtype_is_refused_on_loading(exports, tmp_path):
     program = miltorch.read(bundle.package(shard))
     program.inputs["pos"] = miltorch.Type("FLOAT16", (1,))
     with pytest.raises(InputError, match="INT32"):
-        runtime.portable.check_interface(shard, program, bundle.manifest.options.t_max)
+        base.check_interface(shard, program, bundle.manifest.options.t_max)
 
 
 @pytest.mark.parametrize("fast", [True, False])

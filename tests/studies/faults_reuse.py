@@ -154,11 +154,7 @@ def an_empty_chunk_after_a_hit(patch, decoder, together):
 def a_hit_leaves_nothing_to_run(patch, decoder, together):
     original = Store._usable
     patch.setattr(
-        Store,
-        "_usable",
-        lambda self, held, keys, wanted, chain: original(
-            self, held, keys, np.append(wanted, 0), chain
-        ),
+        Store, "_usable", lambda self, stored, prompt: original(self, stored, np.append(prompt, 0))
     )
 
 

@@ -21,7 +21,7 @@ FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
     """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable order."""
-    files = sorted(f for p in paths for f in ([p] if p.is_file() else p.rglob("*")) if f.is_file())
+    files = sorted(f for path in paths for f in (path, *path.rglob("*")) if f.is_file())
     return [
         FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f))
         for f in files
@@ -85,12 +85,15 @@ class Bundle:
 
     def verify(self) -> None:
         """Checks every file against the manifest; hashes those whose size or mtime changed since the last check."""
-        before, marks = self._read_marks(), {}
+        before, marks = {}, {}
+        with suppress(OSError, ValueError):
+            before = json.loads(self._marks_file.read_text())
         for entry in self.files:
             path = self.root / entry.path
             self._check_plain(path, entry)
             marks[entry.path] = self._mark(entry)
-            if before.get(entry.path) != marks[entry.path] and sha256(path) != entry.sha256:
+            known = isinstance(before, dict) and before.get(entry.path) == marks[entry.path]
+            if not known and sha256(path) != entry.sha256:
                 raise _damaged(path, "bytes that differ from the manifest's SHA-256")
         self._check_unlisted()
         self._check_embedding()
@@ -103,8 +106,8 @@ class Bundle:
         folders = {PurePosixPath(shard.path) for shard in self.manifest.shards}
         tokenizer = {PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files}
         for folder in sorted(folders | tokenizer - {PurePosixPath(".")}):
-            for parent, folders_below, names in os.walk(self.root / folder, onerror=_raise):
-                for path in (Path(parent, name) for name in sorted([*folders_below, *names])):
+            for parent, below, names in os.walk(self.root / folder, onerror=_raise):
+                for path in (Path(parent, name) for name in sorted([*below, *names])):
                     if path.is_symlink():
                         raise _damaged(path, "a symlink")
                     if path not in listed and path.name != FINDER and not path.is_dir():
@@ -122,17 +125,16 @@ class Bundle:
         path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
         try:
             with safe_open(path, "numpy") as table:
-                slices = {name: table.get_slice(name) for name in table.keys()}
-                tensors = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
+                tensors = {name: table.get_slice(name) for name in table.keys()}
         except (SafetensorError, ValueError):
             raise _damaged(path, "no safetensors file") from None
         if "weight" not in tensors:
             raise _damaged(path, "no weight")
-        if ("bias" in tensors) != ("scale" in tensors):
-            raise _damaged(
-                path, "bias without scale" if "bias" in tensors else "scale without bias"
-            )
-        for name, (dtype, shape) in tensors.items():
+        for one, other in (("bias", "scale"), ("scale", "bias")):
+            if one in tensors and other not in tensors:
+                raise _damaged(path, f"{one} without {other}")
+        for name, tensor in tensors.items():
+            dtype, shape = tensor.get_dtype(), tensor.get_shape()
             expected = [dims.V, dims.C] if name == "weight" else [dims.C]
             if dtype not in ("F16", "F32") or shape != expected:
                 raise _damaged(path, f"{name} {dtype} {shape} for V = {dims.V}, C = {dims.C}")
@@ -144,10 +146,8 @@ class Bundle:
             raise _damaged(path, "no file")
         size = path.stat().st_size
         if size != entry.bytes:
-            raise _damaged(
-                path,
-                "a Git LFS pointer" if is_lfs_pointer(path) else f"{size} of {entry.bytes} bytes",
-            )
+            sizes = f"{size} of {entry.bytes} bytes"
+            raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
 
     def remember_hashes(self) -> None:
         """Notes that every file is as the manifest says, so that the next opening need not hash it."""
@@ -162,13 +162,6 @@ class Bundle:
         """The file of marks lies beside the bundle, so that the bundle itself may be read-only."""
         return self.root.parent / f".{self.root.name}.checked"
 
-    def _read_marks(self) -> dict[str, str]:
-        try:
-            marks = json.loads(self._marks_file.read_text())
-        except (OSError, ValueError):
-            return {}
-        return marks if isinstance(marks, dict) else {}
-
     def _write_marks(self, marks: dict[str, str]) -> None:
         with suppress(OSError):  # a read-only folder only costs hashing again next time
             write_whole(self._marks_file, json.dumps(marks).encode())
@@ -180,12 +173,9 @@ class Bundle:
 
             self._embedding = safe_open(self.root / self.manifest.embedding.file.path, "numpy")
         table = self._embedding
-        rows = table.get_slice("weight")  # read row by row: the table stays in its file
-        hidden = (
-            np.concatenate([rows[i : i + 1] for i in np.ravel(ids).tolist()])
-            .reshape(*np.shape(ids), -1)
-            .astype(np.float32)
-        )
+        weight = table.get_slice("weight")  # read row by row: the table stays in its file
+        rows = np.concatenate([weight[i : i + 1] for i in np.ravel(ids).tolist()])
+        hidden = rows.reshape(*np.shape(ids), -1).astype(np.float32)
         if "bias" in table.keys():  # a file, not a dict
             hidden = (hidden + table.get_tensor("bias")) * table.get_tensor("scale")
         return hidden * np.float32(self.manifest.embedding.scale)
@@ -195,10 +185,8 @@ def read_manifest(path: Path) -> Manifest:
     """Parses a manifest; unknown versions and unknown keys are refused by name."""
     if path.is_symlink():
         raise _damaged(path, "a symlink")
-    if path.stat().st_size > MAX_MANIFEST_BYTES:
-        raise InputError(
-            str(path), f"{path.stat().st_size} bytes", "a manifest under 64 MiB", "export again"
-        )
+    if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:
+        raise InputError(str(path), f"{size} bytes", "a manifest under 64 MiB", "export again")
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as problem:

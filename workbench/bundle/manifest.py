@@ -34,20 +34,14 @@ class ManifestModel(BaseModel):
 
 
 def _inside(path: str) -> str:
-    pure = PurePosixPath(path)
-    longest = max(map(len, pure.parts), default=0)
+    parts = PurePosixPath(path).parts
+    longest = max(map(len, parts), default=0)
     if len(path) > MAX_PATH or longest > MAX_NAME or not path.isprintable():
         raise ValueError(
             f"a path of {len(path)} characters, not of at most {MAX_PATH} that print, "
             f"{MAX_NAME} in a name"
         )
-    if (
-        pure.is_absolute()
-        or ".." in pure.parts
-        or "\\" in path
-        or re.match(r"^[A-Za-z]:", path)
-        or not pure.parts
-    ):
+    if ".." in parts or not parts or re.search(r"^/|\\|^[A-Za-z]:", path):
         raise ValueError(f"path {path!r} must stay inside the bundle")
     return path
 
@@ -115,9 +109,8 @@ class Options(ManifestModel):
 
     def ring(self, window: int | None) -> int | None:
         """Rows of that cache if it is a ring buffer, else None."""
-        if window is None or self.sliding == "mask":
-            return None
-        return min(self.max_seq_len, window + self.t_max - 1)
+        if window and self.sliding == "ring":
+            return min(self.max_seq_len, window + self.t_max - 1)
 
     def plane(self, width: int) -> list[int | str]:
         """Shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
@@ -200,9 +193,8 @@ class Shard(ManifestModel):
     states: dict[str, StateEntry] = {}
     taps: dict[int, str] = {}  # layer → name of the value that holds its hidden output
     weights: dict[str, str] = {}  # checkpoint tensor → name of the constant that holds it
-    offsets: dict[
-        str, float
-    ] = {}  # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
+    # checkpoint tensor → what was added to it before it was stored (Gemma's 1 + γ)
+    offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
     how: Literal["converted", "stamped"] = "converted"
     bytes: Annotated[int, Field(ge=0)]
@@ -243,40 +235,41 @@ class Manifest(ManifestModel):
 
     @model_validator(mode="after")
     def _whole(self):
-        if len(self.layers) != self.dims.L:
-            raise ValueError(f"{len(self.layers)} layer entries for L = {self.dims.L}")
-        if len({(layer.rope, layer.window) for layer in self.layers}) > len(
-            {layer.rope for layer in self.layers}
+        L, V, shards = self.dims.L, self.dims.V, self.shards
+        ropes, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
+        covered = [i for s in shards if s.kind in ("layers", "router") for i in range(*s.layers)]
+        rows = [s.rows for s in shards if s.kind == "head"]
+        for fault, text in (
+            (len(self.layers) != L, f"{len(self.layers)} layer entries for L = {L}"),
+            (
+                len({(layer.rope, layer.window) for layer in self.layers}) > len(used),
+                "layers of one rope table differ in their windows",
+            ),
+            (
+                covered != list(range(L)),
+                "the shards do not cover every decoder layer once, in order",
+            ),
+            (
+                [r[0] for r in rows] + [V] != [0] + [r[1] for r in rows],
+                "the head slices do not cover the vocabulary once, in order",
+            ),
+            (len({s.path for s in shards}) < len(shards), "two shards have one path"),
+            (
+                len(set(ropes)) < len(ropes) or not used <= set(ropes),
+                f"rope tables {_listed(ropes)} for layers that use {_listed(sorted(used))}",
+            ),
         ):
-            raise ValueError("layers of one rope table differ in their windows")
-        covered = [
-            i for s in self.shards if s.kind in ("layers", "router") for i in range(*s.layers)
-        ]
-        if covered != list(range(self.dims.L)):
-            raise ValueError("the shards do not cover every decoder layer once, in order")
-        rows = [s.rows for s in self.shards if s.kind == "head"]
-        if [r[0] for r in rows] + [self.dims.V] != [0] + [r[1] for r in rows]:
-            raise ValueError("the head slices do not cover the vocabulary once, in order")
-        if len({s.path for s in self.shards}) < len(self.shards):
-            raise ValueError("two shards have one path")
-        self._check_rope()
-        for shard in self.shards:
-            self._check_files(shard)
+            if fault:
+                raise ValueError(text)
+        for shard in shards:
+            for entry in shard.files:
+                if PurePosixPath(shard.path) not in PurePosixPath(entry.path).parents:
+                    raise ValueError(
+                        f"shard {shard.name}: file {entry.path} lies outside {shard.path}"
+                    )
             self._check_shapes(shard)
             self._check_states(shard)
         return self
-
-    def _check_rope(self) -> None:
-        names, used = [rope.name for rope in self.rope], {layer.rope for layer in self.layers}
-        if len(set(names)) < len(names) or not used <= set(names):
-            raise ValueError(
-                f"rope tables {_listed(names)} for layers that use {_listed(sorted(used))}"
-            )
-
-    def _check_files(self, shard: Shard) -> None:
-        for entry in shard.files:
-            if PurePosixPath(shard.path) not in PurePosixPath(entry.path).parents:
-                raise ValueError(f"shard {shard.name}: file {entry.path} lies outside {shard.path}")
 
     def _check_shapes(self, shard: Shard) -> None:
         """Checks what follows from dimensions and options; a family may have more inputs."""
@@ -287,25 +280,24 @@ class Manifest(ManifestModel):
         for layer in self.layers[slice(*shard.layers)]:
             expected |= self.options.layer_inputs(layer, halves[layer.rope])
         for name, shape in [*shard.inputs.items(), *shard.outputs.items()]:
-            if expected.get(name, shape) != shape:
+            needed = expected.get(name, shape)
+            if shape != needed:
                 raise ValueError(
-                    f"shard {shard.name}: {name} {shape}, but dims and options say {expected[name]}"
+                    f"shard {shard.name}: {name} {shape}, but dims and options say {needed}"
                 )
 
     def _check_states(self, shard: Shard) -> None:
         for name, state in shard.states.items():
             where, (index, leaf) = f"shard {shard.name}: state {name}", split_layer(name)
-            if (
-                index not in range(*shard.layers)
-                or name != f"layers.{index}.{leaf}"
-                or not leaf.isidentifier()
-            ):
+            own = index in range(*shard.layers) and name == f"layers.{index}.{leaf}"
+            if not own or not leaf.isidentifier():
                 raise ValueError(f"{where} is of none of its layers")
-            window = self.layers[index].window
-            shape = [self.options.batch, self.dims.H_kv, self.options.slots(window), self.dims.D]
-            if is_cache(name) and state.shape != shape:
-                raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
-            ring = self.options.ring(window) if is_cache(name) else None
+            window, ring = self.layers[index].window, None
+            if is_cache(name):
+                options, d, ring = self.options, self.dims, self.options.ring(window)
+                shape = [options.batch, d.H_kv, options.slots(window), d.D]
+                if state.shape != shape:
+                    raise ValueError(f"{where} {state.shape}, but dims and options say {shape}")
             if state.ring != ring:
                 raise ValueError(f"{where} has ring = {state.ring}, but options say {ring}")
             spans = [(0, n) for n in state.shape] if state.part is None else state.part
@@ -317,9 +309,8 @@ class Manifest(ManifestModel):
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
     """Name of the field that pydantic refuses first (`whole` for the model itself), and its error: `msg`, `input`, `type`."""
     error = problem.errors(include_url=False)[0]
-    return ".".join(map(str, error["loc"])) or whole, error | {
-        "msg": error["msg"].removeprefix("Value error, ")
-    }
+    error["msg"] = error["msg"].removeprefix("Value error, ")
+    return ".".join(map(str, error["loc"])) or whole, error
 
 
 def _listed(names: list[str]) -> str:

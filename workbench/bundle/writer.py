@@ -74,11 +74,10 @@ class Writer:
         """The entry of a shard that an earlier, interrupted export finished, if its files still have its hashes."""
         try:
             shard = Shard.model_validate_json((self.root / f"{name}.json").read_bytes())
-            return (
-                shard if all(sha256(self.root / f.path) == f.sha256 for f in shard.files) else None
-            )
+            if all(sha256(self.root / f.path) == f.sha256 for f in shard.files):
+                return shard
         except (OSError, ValueError):
-            return None
+            pass
 
     def record(self, shard: Shard) -> Shard:
         """Notes a shard as finished; its files have the hashes of its entry. (A torn note counts as none.)"""

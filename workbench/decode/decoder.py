@@ -59,18 +59,6 @@ class Record:
     seq: int = 0
 
 
-@dataclass
-class Plan:
-    """What `stream` runs for one sequence of the batch: its prompt, and when and how its new tokens are picked."""
-
-    seq: int
-    prompt: list[int]
-    limit: int
-    sampling: Sampling
-    stop: Sequence[int]
-    snapshot: Snapshot | None
-
-
 class Decoder:
     """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three.
 
@@ -178,9 +166,8 @@ class Decoder:
             InputError: a snapshot that does not fit; what ran before is untouched then.
         """
         B = self.options.batch
-        snapshots = {
-            seq: self._fitting(s) for seq, s in enumerate(_each(snapshot, B)) if s is not None
-        }
+        each = enumerate(_each(snapshot, B))
+        snapshots = {seq: self._fitting(s) for seq, s in each if s is not None}
         self.run = object()  # a stream whose `run` this no longer is must not continue
         self.states = [model.make_state() for model in self.layers]
         self.ids: list[list[int]] = [[] for _ in range(B)]
@@ -190,14 +177,14 @@ class Decoder:
 
     def snapshot(self, seq: int = 0) -> Snapshot:
         """A detached copy of one sequence."""
-        offset = self._offset(seq)
-        assert offset == len(self.ids[seq]), "positions that no token was run for"
+        ids = tuple(self.ids[checks.sequence(seq, self.options.batch)])
+        assert self.offsets[seq] == len(ids), "positions that no token was run for"
         states = {
-            name: take(state.read(name)[seq], name, offset)
+            name: take(state.read(name)[seq], name, len(ids))
             for state in self.states
             for name in state.shard.states
         }
-        return Snapshot(tuple(self.ids[seq]), self.identity, states)
+        return Snapshot(ids, self.identity, states)
 
     def add(self, seq: int, snapshot: Snapshot) -> None:
         """Puts a snapshot in place of sequence `seq`; the others are unchanged.
@@ -209,10 +196,9 @@ class Decoder:
 
     def remove(self, seq: int) -> None:
         """Ends sequence `seq` and clears its states."""
-        empty = {
-            name: np.zeros(shape, np.float32) for name, shape in layout(self.manifest, 0).items()
-        }
-        self._write({checks.sequence(seq, self.options.batch): Snapshot((), self.identity, empty)})
+        shapes = layout(self.manifest, 0)
+        empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        self.add(seq, Snapshot((), self.identity, empty))
 
     def trim(self, count: int, seq: int = 0) -> int:
         """Removes the last `count` tokens of a sequence; returns how many it had to remove.
@@ -220,16 +206,13 @@ class Decoder:
         Raises:
             InputError: a sequence with side states, or a ring that has wrapped, cannot go back; a negative count.
         """
-        offset = self._offset(seq)
+        offset = int(self.offsets[checks.sequence(seq, self.options.batch)])
         count = min(checks.count(count, "tokens to trim"), offset)
         if count and not trimmable(self.manifest, offset):
             raise untrimmable(offset)
         self.offsets[seq] -= count
         del self.ids[seq][offset - count :]
         return count
-
-    def _offset(self, seq: int) -> int:
-        return int(self.offsets[checks.sequence(seq, self.options.batch)])
 
     def _fitting(self, snapshot: Snapshot) -> Snapshot:
         S, subject = self.options.max_seq_len, f"snapshot of {snapshot.offset} tokens"
@@ -243,8 +226,7 @@ class Decoder:
                 "export a larger cache",
             )
         shapes = {name: value.shape for name, value in snapshot.states.items()}
-        wrong = without_rows(layout(self.manifest, snapshot.offset)) ^ without_rows(shapes)
-        if wrong:
+        if wrong := without_rows(layout(self.manifest, 0)) ^ without_rows(shapes):
             raise InputError(
                 subject,
                 f"state {min(wrong)[0]} missing, unknown or of another shape",
@@ -256,22 +238,18 @@ class Decoder:
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
         the states are `fresh`."""
-        zeros: dict[
-            tuple, np.ndarray
-        ] = {}  # one array of each shape: a runtime copies what is written
+        batches: dict[tuple, np.ndarray] = {}  # of each shape: a runtime copies what is written
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
-                values = {seq: snapshot.states[name] for seq, snapshot in snapshots.items()}
-                if fresh or len(values) == self.options.batch:
-                    dtype = next(iter(values.values())).dtype
-                    batch = zeros.setdefault(
-                        (is_cache(name), *entry.shape), np.zeros(entry.shape, dtype)
-                    )
+                if fresh or len(snapshots) == self.options.batch:
+                    dtype = next(iter(snapshots.values())).states[name].dtype
+                    key = is_cache(name), *entry.shape
+                    batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
                 else:
                     batch = state.read(name)
-                    batch[list(values)] = 0
-                for seq, value in values.items():
-                    put(batch[seq], name, value, snapshots[seq].offset)
+                    batch[list(snapshots)] = 0
+                for seq, snapshot in snapshots.items():
+                    put(batch[seq], name, snapshot.states[name], snapshot.offset)
                 state.write(name, batch)
         for seq, snapshot in snapshots.items():
             self.offsets[seq], self.ids[seq] = snapshot.offset, list(snapshot.ids)
@@ -288,9 +266,8 @@ class Decoder:
         prompts, start = self._prompts(ids), 0
         lengths = [len(prompt) for prompt in prompts]
         self.host.check(self.offsets, lengths)
-        last = np.zeros(
-            (len(prompts), self.manifest.dims.C, 1), np.float32
-        )  # hidden state of each last valid token
+        # hidden state of each last valid token
+        last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)
         for size in cycle(np.ravel(tile or self.options.t_max).tolist()):
             chunk = [prompt[start : start + size] for prompt in prompts]
             hidden = self.advance(chunk, min(size, max(lengths) - start))
@@ -340,27 +317,30 @@ class Decoder:
         stop = self.manifest.tokens.eos if stop is None else stop
         stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
-        snapshots = [None] * B if after == "running" else _each(after, B)
-        plans = [
-            Plan(*values)
-            for values in zip(range(B), prompts, limits, _each(sampling, B), stops, snapshots)
-        ]
-        for plan in plans:
-            self._check_room(plan, self.offsets[plan.seq] if after == "running" else 0)
-        if after != "running":
+        samplings = _each(sampling, B)
+        if after == "running":
+            self._check_room(prompts, limits, self.offsets)
+        else:
+            snapshots = _each(after, B)
+            if any(s and not prompt for s, prompt in zip(snapshots, prompts)):
+                raise InputError(
+                    "prompt after a snapshot",
+                    "no token",
+                    "at least one, to have logits to go on from",
+                    "trim the snapshot by a token and give that one",
+                )
+            self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
             self.begin(snapshots)
         self.run = run = object()
         logits, times = self.prefill(prompts).reshape(B, -1), self.times
         tokens: list[int | None] = [None] * B
-        live = [plan for plan in plans if plan.prompt and plan.limit]
+        live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
         for step in range(1, max(limits) + 1):
-            for plan in live:
-                tokens[plan.seq] = plan.sampling.pick(logits[plan.seq], int(self.offsets[plan.seq]))
-            for plan in live:
-                yield Record(tokens[plan.seq], logits[plan.seq], times, plan.seq)
-            live = [
-                plan for plan in live if step < plan.limit and tokens[plan.seq] not in plan.stop
-            ]
+            for seq in live:
+                tokens[seq] = samplings[seq].pick(logits[seq], int(self.offsets[seq]))
+            for seq in live:
+                yield Record(tokens[seq], logits[seq], times, seq)
+            live = [seq for seq in live if step < limits[seq] and tokens[seq] not in stops[seq]]
             if not live:
                 return
             if self.run is not run:
@@ -371,7 +351,7 @@ class Decoder:
                     "drain one stream before the next, or open a second Decoder",
                 )
             if self.options.kv_write == "mask":  # a slice moves every sequence on, ended or not
-                tokens = [tokens[plan.seq] if plan in live else None for plan in plans]
+                tokens = [tokens[seq] if seq in live else None for seq in range(B)]
             logits = self.decode_one_token(tokens).reshape(B, -1)
             times = self.times
 
@@ -389,10 +369,10 @@ class Decoder:
             Hidden states [B, C, T].
         """
         T = self.options.t_max if self.options.t == "fixed" else T
-        counts = np.array([len(c) for c in chunk])
-        ids = np.zeros((len(chunk), T), int)
+        counts, ids = np.array([len(tokens) for tokens in chunk]), np.zeros((len(chunk), T), int)
         for seq, tokens in enumerate(chunk):
             ids[seq, : len(tokens)] = tokens
+
         io = self.host.inputs(self.offsets, counts, T)
         io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         for index in range(len(self.layers)):
@@ -418,16 +398,12 @@ class Decoder:
         """
         model, shard = self.layers[index], self.layers[index].shard
         outputs = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
-        hidden = (
-            outputs[HIDDEN]
-            if HIDDEN in outputs
-            else self.experts.run(shard.layers[0], outputs, counts)
-        )
-        return (
-            io
-            | {X: hidden}
-            | ({ROUTER_STATE: outputs[ROUTER_STATE_OUT]} if ROUTER_STATE_OUT in outputs else {})
-        )
+        if shard.kind == "router":
+            outputs[HIDDEN] = self.experts.run(shard.layers[0], outputs, counts)
+        following = {X: outputs[HIDDEN]}
+        if ROUTER_STATE_OUT in outputs:
+            following[ROUTER_STATE] = outputs[ROUTER_STATE_OUT]
+        return io | following
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
@@ -453,24 +429,17 @@ class Decoder:
             )
         return [checks.token_ids(prompt, self.manifest.dims.V) for prompt in prompts]
 
-    def _check_room(self, plan: Plan, offset: int) -> None:
-        S, end = self.options.max_seq_len, len(plan.prompt) + offset
-        if plan.snapshot:
-            end += plan.snapshot.offset
-            if not plan.prompt:
+    def _check_room(self, prompts: list[list[int]], limits: list[int], offsets) -> None:
+        S = self.options.max_seq_len
+        for prompt, limit, offset in zip(prompts, limits, offsets):
+            end = len(prompt) + offset
+            if prompt and end + max(limit - 1, 0) > S:
                 raise InputError(
-                    "prompt after a snapshot",
-                    "no token",
-                    "at least one, to have logits to go on from",
-                    "trim the snapshot by a token and give that one",
+                    "prompt and new tokens",
+                    f"{end} + {limit}",
+                    f"at most max_seq_len = {S} positions",
+                    "shorten them, or export with a larger --max-seq-len",
                 )
-        if plan.prompt and end + max(plan.limit - 1, 0) > S:
-            raise InputError(
-                "prompt and new tokens",
-                f"{end} + {plan.limit}",
-                f"at most max_seq_len = {S} positions",
-                "shorten them, or export with a larger --max-seq-len",
-            )
 
     def _shape(self, logits: np.ndarray) -> np.ndarray:
         return logits[0, -1] if self.options.batch == 1 else logits[:, -1]

@@ -31,8 +31,10 @@ class Host:
             (s.inputs[ROUTER_STATE] for s in manifest.shards if ROUTER_STATE in s.inputs), None
         )
         layers = {layer.suffix: layer for layer in manifest.layers}
-        ropes = {f"_{rope.name}" if rope.name else "": rope for rope in manifest.rope}
-        self.tables = [(suffix, ropes[suffix], layer.window) for suffix, layer in layers.items()]
+        ropes = {rope.name: rope for rope in manifest.rope}
+        self.tables = [
+            (suffix, ropes[layer.rope], layer.window) for suffix, layer in layers.items()
+        ]
 
     def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
         """Refuses, before anything is written, a call with a token at a position past max_seq_len."""
@@ -73,9 +75,8 @@ class Host:
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
         if self.router_state:
-            inputs[ROUTER_STATE] = np.zeros(
-                [T if n == "T" else n for n in self.router_state], np.float32
-            )
+            shape = [T if n == "T" else n for n in self.router_state]
+            inputs[ROUTER_STATE] = np.zeros(shape, np.float32)
         for suffix, rope, window in self.tables:
             angles = positions[:, None, :, None].astype(np.float32) * np.float32(rope.inv_freq)
             inputs[ROPE_COS + suffix] = np.cos(angles) * np.float32(rope.scale)
@@ -83,10 +84,8 @@ class Host:
             rows = self.options.slots(window)
             inputs[ATTN_MASK + suffix] = _attention_mask(positions, offsets + counts, rows, window)
             if mask_write:
-                ring = window is not None and self.options.sliding == "ring"
-                inputs[KV_WRITE_MASK + (suffix if ring else "")] = _write_mask(
-                    positions, counts, rows
-                )
+                name = KV_WRITE_MASK + (suffix if self.options.ring(window) else "")
+                inputs[name] = _write_mask(positions, counts, rows)
         return inputs
 
     def _position(self, offsets, counts, T) -> np.ndarray:

@@ -76,8 +76,8 @@ def foreign(subject: str, other: str, own: str) -> InputError:
 
 def trimmable(manifest: Manifest, offset: int) -> bool:
     """Whether a sequence of `offset` tokens can lose its last ones: no side states, no ring that has wrapped."""
-    states = [(name, state) for shard in manifest.shards for name, state in shard.states.items()]
-    return all(is_cache(name) and offset <= state.shape[2] for name, state in states)
+    shapes = layout(manifest, offset).items()
+    return all(is_cache(name) and shape[1] == offset for name, shape in shapes)
 
 
 def layout(manifest: Manifest, offset: int) -> dict[str, tuple[int, ...]]:

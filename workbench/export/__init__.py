@@ -34,11 +34,8 @@ from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
-FULL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-)  # no room left: on the disk, for this user, in one file
+# no room left: on the disk, for this user, in one file
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
@@ -104,7 +101,7 @@ def export(
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
             stack.callback(pool.shutdown, cancel_futures=True)  # before the folder is unlocked
             signing = pool.submit(lambda: writer.sign(identity()))
-            maker = Maker(source, plan, settings, writer, plain, clock)
+            maker = Maker(source, plan, settings, writer, plain, clock or Clock())
             finished, table = _make(maker, pool, progress)
             maker.verify(finished, verify_stamps)
             signing.result()
@@ -145,10 +142,11 @@ def _stopped(bundle: str | Path, problem: OSError) -> InputError:
             "a writable disk with room for the bundle",
             "free some room and run the same export again: it resumes",
         )
-    where = f" ({problem.filename})" if problem.filename else ""
+    if problem.filename:
+        reason += f" ({problem.filename})"
     return InputError(
         f"bundle {bundle}",
-        reason + where,
+        reason,
         "files that can be written and read",
         "mend that, or choose another target",
     )
@@ -157,10 +155,8 @@ def _stopped(bundle: str | Path, problem: OSError) -> InputError:
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {
-        name: version(name)
-        for name in ("coremltools", "numpy", "torch", "transformers", "workbench")
-    }
+    names = "coremltools", "numpy", "torch", "transformers", "workbench"
+    return {name: version(name) for name in names}
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
@@ -192,9 +188,8 @@ def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[
     from tqdm.auto import tqdm
 
     finished, sizes = {}, {spec.name: maker.stored_bytes(spec.name) for spec in maker.specs}
-    with tqdm(
-        total=sum(sizes.values()), desc="export", unit="B", unit_scale=True, disable=not progress
-    ) as bar:
+    total = sum(sizes.values())
+    with tqdm(total=total, desc="export", unit="B", unit_scale=True, disable=not progress) as bar:
 
         def collect(some: Iterable[Shard]) -> None:
             for shard in some:
@@ -209,12 +204,8 @@ def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
     """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never whole in memory."""
-    names = {"weight": f"{source.prefix}embed_tokens.weight"}
-    if plan.embedding_bias and plan.embedding_factor:
-        names |= {
-            "bias": source.prefix + plan.embedding_bias,
-            "scale": source.prefix + plan.embedding_factor,
-        }
+    names = {"weight": "embed_tokens.weight"} | plan.embedding
+    names = {key: source.prefix + name for key, name in names.items()}
     header, end = {}, 0
     for key, name in names.items():
         (dtype, width), shape = ("F16", 2) if key == "weight" else ("F32", 4), source.shape(name)
@@ -243,6 +234,3 @@ def _copy_tokenizer(source: Checkpoint, writer: Writer) -> list[FileEntry]:
         folder.mkdir(exist_ok=True)
         shutil.copyfile(file, folder / file.name)
     return file_entries(writer.root, folder)
-
-
-__all__ = ["Clock", "export", "options"]

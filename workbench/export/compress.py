@@ -7,6 +7,7 @@ tests/export/test_compress.py compares the bytes with coremltools' own.
 """
 
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,9 +35,8 @@ def stored_arrays(
         return {"val": values.numpy()}
     if not preset.is_integer:
         return palettize(values.numpy(), preset.bits)
-    row = preset.block or len(values) // (
-        weight.shape[0] if preset.granularity == "per_channel" else 1
-    )
+    rows = weight.shape[0] if preset.granularity == "per_channel" else 1
+    row = preset.block or len(values) // rows
     return quantize_weight(values.reshape(-1, row), peak, preset.bits, scratch)
 
 
@@ -46,11 +46,9 @@ def quantize_weight(
     """Symmetric linear quantization with one scale for each row of `values` [rows, n]."""
     rows, n = values.shape
     limit = 2 ** (bits - 1) - 1
-    amax = (
-        torch.full((1, 1), peak)
-        if rows == 1
-        else torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
-    )
+    amax = torch.full((1, 1), peak)
+    if rows > 1:
+        amax = torch.maximum(values.amax(1), -values.amin(1)).float()[:, None]
     amax.abs_()  # 0, never -0
     scale = (amax * 2 / (2 * limit)).half()
     zero = bool((scale == 0).any())
@@ -122,17 +120,15 @@ def installed(preset: Preset):
     def compress(weight: np.ndarray) -> dict[str, np.ndarray]:
         values = torch.from_numpy(weight.reshape(-1))
         peak = max(abs(float(edge)) for edge in values.aminmax())
-        return stored_arrays(
-            WeightSource("", None, weight.shape, preset=preset), values, peak, Scratch()
-        )
+        source = WeightSource("", None, weight.shape, preset=preset)
+        return stored_arrays(source, values, peak, Scratch())
 
     def quantized(cls, weight, dtype, mode, block_sizes):
         arrays = compress(weight)
         data = arrays["data"].reshape(weight.shape).astype(types.nptype_from_builtin(dtype))
         blocks = [n // b if b else 1 for n, b in zip(weight.shape, block_sizes, strict=True)]
-        return _utils.QuantParams(
-            data, arrays["scale"].reshape(blocks), None, np.uint8(dtype.get_bitwidth())
-        )
+        scale = arrays["scale"].reshape(blocks)
+        return _utils.QuantParams(data, scale, None, np.uint8(dtype.get_bitwidth()))
 
     def palettized(weight, mode, nbits, *_, **__):
         arrays = compress(weight)
@@ -140,24 +136,12 @@ def installed(preset: Preset):
         lut = arrays["lut"].reshape([1] * weight.ndim + [1 << nbits, 1])
         return _utils.LutParams(arrays["indices"].reshape(weight.shape).astype(kind), lut, None)
 
+    linear, palette = passes.linear_quantize_weights, passes.palettize_weights
     with (
-        replaced(
-            passes.linear_quantize_weights, "blockwise_compress_by_dtype", classmethod(quantized)
-        ),
-        replaced(passes.palettize_weights, "blockwise_compress", staticmethod(palettized)),
+        patch.object(linear, "blockwise_compress_by_dtype", classmethod(quantized)),
+        patch.object(palette, "blockwise_compress", staticmethod(palettized)),
     ):
         yield
-
-
-@contextmanager
-def replaced(owner: type, name: str, attribute):
-    """`owner.name` is `attribute` inside."""
-    original = vars(owner)[name]
-    setattr(owner, name, attribute)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def packed(array: np.ndarray, bits: int) -> np.ndarray:

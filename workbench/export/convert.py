@@ -4,6 +4,8 @@ import errno
 import gc
 import tempfile
 from contextlib import contextmanager
+from functools import partialmethod
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,7 +15,6 @@ from miltorch.quiet import coremltools, quiet
 from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16, POS
 from workbench.bundle.presets import FP16, Preset
-from workbench.export.compress import replaced
 from workbench.export.shards import Spec
 
 # These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
@@ -89,39 +90,28 @@ def lean():
     original = FP16ComputePrecision.fp16_overflow
 
     def overflow(op) -> bool:
-        variables = [
-            v for x in op.inputs.values() for v in (x if isinstance(x, list | tuple) else [x])
-        ]
+        inputs = [x if isinstance(x, list | tuple) else [x] for x in op.inputs.values()]
+        values = [v.val for variables in inputs for v in variables]
         weights = [
-            v.val
-            for v in variables
-            if isinstance(v.val, np.ndarray) and v.val.dtype == np.float32 and v.val.size
+            v for v in values if isinstance(v, np.ndarray) and v.dtype == np.float32 and v.size
         ]
-        return any(
-            not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights
-        ) and original(op)
+        beyond = (not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights)
+        return any(beyond) and original(op)
 
     gc.freeze()
     try:
-        with replaced(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)):
+        with patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)):
             yield
     finally:
         gc.unfreeze()
 
 
-@contextmanager
 def _no_progress():
     """coremltools draws its bars with tqdm and has no switch for them."""
     import tqdm
-    from coremltools.converters.mil.frontend.torch import converter as _  # noqa: F401  (the modules must be loaded)
 
-    original = tqdm.tqdm.__init__
-
-    def silent(self, *args, **keywords):
-        original(self, *args, **(keywords | {"disable": True}))
-
-    with replaced(tqdm.tqdm, "__init__", silent):
-        yield
+    silent = partialmethod(tqdm.tqdm.__init__, disable=True)
+    return patch.object(tqdm.tqdm, "__init__", silent)
 
 
 def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
@@ -173,6 +163,5 @@ def constants(model) -> dict[str, str]:
         for op in model._mil_program.functions["main"].operations
         if op.op_type == "const" or op.op_type.startswith("constexpr_")
     ]
-    return {
-        name.split("_to_fp16")[0]: name for name in names
-    }  # fp16 cast and compression append to the parameter's name
+    # fp16 cast and compression append to the parameter's name
+    return {name.split("_to_fp16")[0]: name for name in names}

@@ -6,19 +6,19 @@ threads, which is the work of NumPy, PyTorch and the disk; beside a conversion, 
 crawl. Shards that fit no template are converted too. coremltools itself never runs in two threads.
 """
 
-import json
 import random
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from workbench.bundle import FileEntry, Options, Shard, Writer
+from workbench.bundle import FileEntry, Options, Shard, Writer, file_entries
 from workbench.bundle.names import HIDDEN, split_layer
 from workbench.errors import InputError
 from workbench.export import compress, convert, package
@@ -36,29 +36,22 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
 
+@dataclass
 class Maker:
     """Makes the shards of a model in a writer's folder; `plain` converts each one."""
 
-    def __init__(
-        self,
-        source: Checkpoint,
-        plan: Plan,
-        options: Options,
-        writer: Writer,
-        plain: bool = False,
-        clock: Clock | None = None,
-    ):
-        self.source, self.plan, self.options, self.writer, self.plain = (
-            source,
-            plan,
-            options,
-            writer,
-            plain,
-        )
-        self.clock, self.scratch = clock or Clock(), Scratch()
-        self.specs = list(specs(plan, options))
+    source: Checkpoint
+    plan: Plan
+    options: Options
+    writer: Writer
+    plain: bool = False
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self):
+        self.scratch, self.specs = Scratch(), list(specs(self.plan, self.options))
         self.weights = {
-            spec.name: weight_sources(spec, source, plan, options) for spec in self.specs
+            spec.name: weight_sources(spec, self.source, self.plan, self.options)
+            for spec in self.specs
         }
         self.templates: dict[str, Template] = {}  # by `_shape`
 
@@ -93,7 +86,7 @@ class Maker:
     def convert(self, spec: Spec) -> Shard:
         """Converts and records a shard; the first of its shape becomes the template of the others."""
         constants, modules = self._convert(spec, self.writer.root, self.plain)
-        files = package.entries(self._package(spec, self.writer.root))
+        files = self._files(spec, self.writer.root)
         if not self.plain and self._shape(spec) not in self.templates:
             self._try_template(spec, constants, modules, files)
         return self._record(spec, constants, modules, files, "converted")
@@ -104,16 +97,11 @@ class Maker:
         Raises:
             InputError: one differs; then no stamped shard is left for the next run.
         """
-        stamped = [
-            spec for spec, shard in zip(self.specs, shards, strict=True) if shard.how == "stamped"
-        ]
+        stamped = [spec for spec, shard in zip(self.specs, shards) if shard.how == "stamped"]
         for spec in random.sample(stamped, min(count, len(stamped))):
             folder = self.writer.root / f"{spec.name}.again"
             self._convert(spec, folder, plain=True)
-            shard, files = (
-                self.writer.finished(spec.name),
-                package.entries(self._package(spec, folder)),
-            )
+            shard, files = self.writer.finished(spec.name), self._files(spec, folder)
             shutil.rmtree(folder)
             if not shard or shard.files != files:
                 for other in stamped:
@@ -128,17 +116,16 @@ class Maker:
     def _shape(self, spec: Spec) -> str:
         """Equal for shards whose conversions differ in nothing but weights and the names of their states."""
         weights = [(w.path, w.shape, w.offset, w.compressed) for w in self.weights[spec.name]]
-        layers = (
-            [layer.model_dump() for layer in self.plan.layers[slice(*spec.layers)]]
-            if spec.kind != "expert"
-            else []
-        )
-        return json.dumps(
-            [spec.kind, spec.inputs, spec.outputs, list(spec.buffers.values()), layers, weights]
-        )
+        layers = self.plan.layers[slice(*spec.layers)] if spec.kind != "expert" else []
+        buffers = list(spec.buffers.values())
+        return repr([spec.kind, spec.inputs, spec.outputs, buffers, layers, weights])
 
     def _package(self, spec: Spec, folder: Path) -> Path:
         return folder / f"{spec.name}.mlpackage"
+
+    def _files(self, spec: Spec, folder: Path) -> list[FileEntry]:
+        """Manifest entries of a shard's files, read back."""
+        return file_entries(folder, self._package(spec, folder))
 
     def _convert(
         self, spec: Spec, folder: Path, plain: bool
@@ -153,9 +140,8 @@ class Maker:
             if not plain:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
-            model = convert.convert(
-                module, spec, self.options, {w.path for w in weights if w.compressed}
-            )
+            compressed = {w.path for w in weights if w.compressed}
+            model = convert.convert(module, spec, self.options, compressed)
             package.save_package(model, self._package(spec, folder))
         constants = convert.constants(model)
         names = {w.path: w.path.replace(".", "_") for w in weights}
@@ -181,13 +167,8 @@ class Maker:
         """Makes a converted shard the template of its shape, if pressing the shard itself gives the same bytes."""
         trial = self.writer.root / f"{spec.name}.trial"
         try:
-            template = Template(
-                spec,
-                self.weights[spec.name],
-                self._package(spec, self.writer.root),
-                constants,
-                modules,
-            )
+            whole = self._package(spec, self.writer.root)
+            template = Template(spec, self.weights[spec.name], whole, constants, modules)
             if self._press(template, spec, trial) == files and self._compresses_alike(spec):
                 self.templates[self._shape(spec)] = template
         except TemplateMismatch:
@@ -197,23 +178,18 @@ class Maker:
 
     def _compresses_alike(self, spec: Spec) -> bool:
         """Whether our compression of the smallest compressed weight is coremltools'."""
-        weight = min(
-            (w for w in self.weights[spec.name] if w.compressed),
-            key=lambda w: prod(w.shape),
-            default=None,
-        )
-        if weight is None:
-            return True
-        values, ours = self._load(weight)
-        theirs = compress.reference(weight, values)
-        return all(np.array_equal(ours[role], theirs[role]) for role in theirs)
+        compressed = [w for w in self.weights[spec.name] if w.compressed]
+        for weight in sorted(compressed, key=lambda w: prod(w.shape))[:1]:
+            values, ours = self._load(weight)
+            theirs = compress.reference(weight, values)
+            return all(np.array_equal(ours[role], theirs[role]) for role in theirs)
+        return True
 
     def _record(
         self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry], how: str
     ) -> Shard:
-        modules = {
-            value: absolute_layer_path(path, spec.layers[0]) for value, path in modules.items()
-        }
+        first = spec.layers[0]
+        modules = {value: absolute_layer_path(path, first) for value, path in modules.items()}
         weights = {w.tensor: w for w in self.weights[spec.name] if w.tensor and w.path in constants}
         interface = {name: value for name, value in vars(spec).items() if name != "buffers"}
         return self.writer.record(
@@ -241,7 +217,6 @@ def _taps(modules: dict[str, str], spec: Spec) -> dict[int, str]:
     """Layer → name of the value holding its hidden output: the last value that came from its block."""
     if spec.kind != "layers":
         return {}
-    last = {
-        split_layer(path)[0]: value for value, path in modules.items() if path.startswith("layers.")
-    }
+    layers = {value: split_layer(path) for value, path in modules.items()}
+    last = {layer: value for value, (layer, _) in layers.items() if layer is not None}
     return last | {spec.layers[1] - 1: HIDDEN}

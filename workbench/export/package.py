@@ -11,7 +11,6 @@ import uuid
 from pathlib import Path
 
 from miltorch.quiet import coremltools
-from workbench.bundle import FileEntry, file_entries
 
 DATE_KEY, DATE = "com.github.apple.coremltools.conversion_date", "1970-01-01"
 MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
@@ -24,13 +23,12 @@ def save_package(model, package: Path) -> None:
     model.save(str(package))
     (package / MODEL).write_bytes(serialize(read_package(package)))
     listed = json.loads((package / MANIFEST).read_text())
+    items = listed["itemInfoEntries"]
     names = {
         old: str(uuid.uuid5(uuid.NAMESPACE_URL, item["path"])).upper()
-        for old, item in listed["itemInfoEntries"].items()
+        for old, item in items.items()
     }
-    listed["itemInfoEntries"] = {
-        names[old]: item for old, item in listed["itemInfoEntries"].items()
-    }
+    listed["itemInfoEntries"] = {names[old]: item for old, item in items.items()}
     listed["rootModelIdentifier"] = names[listed["rootModelIdentifier"]]
     # coremltools rewrites the file in this form when it opens the package, so its bytes stay
     text = json.dumps(listed, indent=4, sort_keys=True) + "\n"
@@ -50,8 +48,3 @@ def serialize(spec) -> bytes:
     if DATE_KEY in spec.description.metadata.userDefined:
         spec.description.metadata.userDefined[DATE_KEY] = DATE
     return spec.SerializeToString(deterministic=True)
-
-
-def entries(package: Path) -> list[FileEntry]:
-    """Manifest entries of a package's files, read back."""
-    return file_entries(package.parent, package)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import nn
@@ -33,21 +34,20 @@ from workbench.models.cache import Cache
 from workbench.models.family import Plan
 
 HEAD_ROWS = 16_384
-SymbolicShape = list  # of int and "T"
 
 
 @dataclass
 class Spec:
     """One shard to be made: what it holds and the interface its module has.
 
-    `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
+    Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
     ML state to its shape.
     """
 
     name: str
     kind: str
-    inputs: dict[str, SymbolicShape]
-    outputs: dict[str, SymbolicShape]
+    inputs: dict[str, list]
+    outputs: dict[str, list]
     layers: tuple[int, int] = (0, 0)
     rows: tuple[int, int] = (0, 0)
     states: dict[str, StateEntry] = field(default_factory=dict)
@@ -62,23 +62,12 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
         if options.moe == "routed":
             inputs = {EXPERT_IN: C, EXPERT_WEIGHT: options.plane(1), ACC: C}
             for e in range(plan.experts):
-                yield Spec(
-                    f"expert_{first:02d}_{e:02d}",
-                    "expert",
-                    inputs,
-                    {HIDDEN: C},
-                    (first, first + 1),
-                    (e, e + 1),
-                )
+                name, layers = f"expert_{first:02d}_{e:02d}", (first, first + 1)
+                yield Spec(name, "expert", inputs, {HIDDEN: C}, layers, (e, e + 1))
     for i, start in enumerate(range(0, V, HEAD_ROWS)):
         stop = min(start + HEAD_ROWS, V)
-        yield Spec(
-            f"head_{i:02d}",
-            "head",
-            {X: C},
-            {LOGITS: options.plane(stop - start)},
-            rows=(start, stop),
-        )
+        outputs = {LOGITS: options.plane(stop - start)}
+        yield Spec(f"head_{i:02d}", "head", {X: C}, outputs, rows=(start, stop))
 
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
@@ -90,21 +79,12 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
         outputs = {BASE: C, EXPERT_IN: C, ROUTER_PROBS: E, ROUTER_SCORES: E}
     if plan.router_width:
         outputs |= {ROUTER_STATE_OUT: options.plane(plan.router_width)}
-    states, buffers = (packed_states if options.states == "packed" else separate_states)(
-        plan, options, first, last
-    )
-    return Spec(
-        name,
-        kind,
-        layer_inputs(plan, options, first, last),
-        outputs,
-        (first, last),
-        states=states,
-        buffers=buffers,
-    )
+    inputs = layer_inputs(plan, options, first, last)
+    states, buffers = place_states(plan, options, first, last)
+    return Spec(name, kind, inputs, outputs, (first, last), states=states, buffers=buffers)
 
 
-def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, SymbolicShape]:
+def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, list]:
     """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
     layers = {layer.rope: layer for layer in plan.layers[first:last]}
     inputs = {X: options.plane(plan.dims.C)}
@@ -121,44 +101,35 @@ def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[st
     return inputs
 
 
-def separate_states(plan: Plan, options: Options, first: int, last: int):
-    """Every state a tensor of its own, named by its layer where the shard has several; (states, buffers)."""
-    states = {}
-    for i, name, shape, ring in layer_states(plan, options, first, last):
-        tensor = name if last - first == 1 else f"layers_{i}_{name}"
-        states[f"layers.{i}.{name}"] = StateEntry(tensor=tensor, shape=shape, ring=ring)
-    return states, {state.tensor: state.shape for state in states.values()}
+def place_states(plan: Plan, options: Options, first: int, last: int):
+    """Where the states of layers [first, last) live; (states, buffers).
 
-
-def packed_states(plan: Plan, options: Options, first: int, last: int):
-    """One tensor `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size), one `side_state` [B, l, width]."""
-    states, buffers, column = {}, {}, {}
-    width = sum(rows * columns for rows, columns in plan.side_states.values())
-    for i, name, shape, ring in layer_states(plan, options, first, last):
-        if is_cache(name):
-            tensor = KV_STATE + (plan.layers[i].suffix if ring else "")
-            B, heads, rows, D = shape
-            start = buffers.get(tensor, [0, 0])[1]
-            buffers[tensor] = [B, start + heads, rows, D]
-            part = [(0, B), (start, start + heads), (0, rows), (0, D)]
-        else:
-            tensor, (B, rows, columns), start = SIDE_STATE, shape, column.get(i, 0)
-            column[i] = start + rows * columns
-            buffers[tensor] = [B, last - first, width]
-            part = [(0, B), (i - first, i - first + 1), (start, column[i])]
-        states[f"layers.{i}.{name}"] = StateEntry(tensor=tensor, shape=shape, part=part, ring=ring)
-    return states, buffers
-
-
-def layer_states(plan: Plan, options: Options, first: int, last: int):
-    """(layer, state name, shape, ring size or None) of every state of layers [first, last)."""
-    d, B = plan.dims, options.batch
+    Each is a tensor of its own, named by its layer where the shard has several. Packed, they share
+    one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B, l, width].
+    """
+    states, buffers, d, B = {}, {}, plan.dims, options.batch
+    width = sum(map(prod, plan.side_states.values()))
     for i in range(first, last):
-        window = plan.layers[i].window
-        for name in (K_STATE, V_STATE):
-            yield i, name, [B, d.H_kv, options.slots(window), d.D], options.ring(window)
-        for name, shape in plan.side_states.items():
-            yield i, name, [B, *shape], None
+        layer, column = plan.layers[i], 0
+        cache, ring = (d.H_kv, options.slots(layer.window), d.D), options.ring(layer.window)
+        for name, sizes in ({K_STATE: cache, V_STATE: cache} | plan.side_states).items():
+            shape, part = [B, *sizes], None
+            if options.states == "separate":
+                tensor = name if last - first == 1 else f"layers_{i}_{name}"
+                buffers[tensor] = shape
+            elif is_cache(name):
+                tensor = KV_STATE + (layer.suffix if ring else "")
+                start = buffers.get(tensor, [0, 0])[1]
+                buffers[tensor] = [B, start + d.H_kv, *cache[1:]]
+                part = [(0, B), (start, start + d.H_kv), (0, cache[1]), (0, d.D)]
+            else:
+                tensor, start, column = SIDE_STATE, column, column + prod(sizes)
+                buffers[tensor] = [B, last - first, width]
+                part = [(0, B), (i - first, i - first + 1), (start, column)]
+            states[f"layers.{i}.{name}"] = StateEntry(
+                tensor=tensor, shape=shape, part=part, ring=ring if is_cache(name) else None
+            )
+    return states, buffers
 
 
 class LayerStack(nn.Module):
@@ -166,11 +137,8 @@ class LayerStack(nn.Module):
 
     def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()
-        self.blocks, self.inputs, self.outputs = (
-            nn.ModuleList(blocks),
-            list(spec.inputs),
-            list(spec.outputs),
-        )
+        self.blocks = nn.ModuleList(blocks)
+        self.inputs, self.outputs = list(spec.inputs), list(spec.outputs)
         for tensor, shape in spec.buffers.items():
             self.register_buffer(tensor, torch.zeros(shape))
         self.states = [{} for _ in blocks]

@@ -23,12 +23,8 @@ from workbench.export.weights import Clock, WeightSource
 
 RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset in the file
 RECORD_SENTINEL = 0xDEADBEEF
-NEUTRAL = {
-    "add": 0.0,
-    "sub": 0.0,
-    "mul": 1.0,
-    "real_div": 1.0,
-}  # constants that make coremltools drop the operation
+# constants that make coremltools drop the operation
+NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}
 PREFIX = 100  # coremltools merges constants of one shape whose first 100 values are equal (and the rest nearly so)
 
 
@@ -50,11 +46,8 @@ def values_of(op) -> dict:
     """Role → Value message of a constant operation."""
     if op.type == "const":
         return {"val": op.attributes["val"]}
-    return (
-        {role: bound.arguments[0].value for role, bound in op.inputs.items()}
-        if op.type.startswith("constexpr_")
-        else {}
-    )
+    inputs = op.inputs if op.type.startswith("constexpr_") else {}
+    return {role: bound.arguments[0].value for role, bound in inputs.items()}
 
 
 def operations(model):
@@ -96,31 +89,25 @@ class Template:
         if not slots.keys() >= set(names):
             raise TemplateMismatch("a parameter that the program does not hold")
         places = [
-            (weight.path, slots[name], _neutral(ops, name))
-            for weight, name in zip(weights, names, strict=True)
+            (weight.path, slots[name], _neutral(ops, name)) for weight, name in zip(weights, names)
         ]
-        self.places = sorted(
-            places, key=lambda place: place[1][-1].stop
-        )  # (path, slots, neutral value), as in the file
+        # (path, slots, neutral value), as in the file
+        self.places = sorted(places, key=lambda place: place[1][-1].stop)
         in_file = [slot for _, some, _ in self.places for slot in some if slot.stop]
         edges = [0, *(edge for slot in in_file for edge in (slot.start, slot.stop)), len(blob)]
         if edges != sorted(edges):
             raise TemplateMismatch("parameters that share bytes, or lie in another order")
-        starts = {slot.start for slot in in_file}
-        if any(
-            slot.stop and slot.is_float and slot.start not in starts
-            for some in slots.values()
-            for slot in some
-        ):
+        starts = {0, *(slot.start for slot in in_file)}
+        constants = (slot for some in slots.values() for slot in some)
+        if any(slot.is_float and slot.start not in starts for slot in constants):
             raise TemplateMismatch("a constant in the weight file that is no parameter")
         # between the slots: headers, records, padding, constants that are no parameters
         self.gaps = [blob[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
     def state_names(self, spec: Spec) -> dict[str, str]:
         """State of this template → that of another shard, where they differ."""
-        return {
-            old: new for old, new in zip(self.spec.buffers, spec.buffers, strict=True) if old != new
-        }
+        pairs = zip(self.spec.buffers, spec.buffers, strict=True)
+        return {old: new for old, new in pairs if old != new}
 
     def press(
         self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock
@@ -154,29 +141,21 @@ class Template:
             raise
         if names := self.state_names(spec):
             rename(model, names)
-        entries = [
-            FileEntry(path=f"{package.name}/{WEIGHTS}", bytes=size, sha256=digest.hexdigest())
-        ]
+        files = [(WEIGHTS, size, digest)]
         for name, content in ((MODEL, serialize(model)), (MANIFEST, self.manifest)):
             (package / name).write_bytes(content)
-            entries.append(
-                FileEntry(
-                    path=f"{package.name}/{name}",
-                    bytes=len(content),
-                    sha256=hashlib.sha256(content).hexdigest(),
-                )
-            )
-        return sorted(entries, key=lambda entry: Path(entry.path))
+            files.append((name, len(content), hashlib.sha256(content)))
+        return [
+            FileEntry(path=f"{package.name}/{name}", bytes=size, sha256=digest.hexdigest())
+            for name, size, digest in sorted(files, key=lambda file: Path(file[0]))
+        ]
 
     def _payloads(
         self, weights: list[WeightSource], load: Callable, ops, clock: Clock
     ) -> Iterator[bytes | np.ndarray]:
         """The weight file in order, while inline values are put into the operations `ops`."""
-        beginnings, gaps, by_path = (
-            set(),
-            iter(self.gaps),
-            {weight.path: weight for weight in weights},
-        )
+        beginnings, gaps = set(), iter(self.gaps)
+        by_path = {weight.path: weight for weight in weights}
         yield next(gaps)
         for path, slots, neutral in self.places:
             weight = by_path[path]
@@ -190,12 +169,11 @@ class Template:
                         arrays[slot.role],
                         weight.preset.bits if slot.role in ("data", "indices") else 16,
                     )
+                room = slot.stop - slot.start
                 if not slot.stop:
                     _inline(values_of(ops[slot.op])[slot.role], payload)
-                elif len(payload) != slot.stop - slot.start:
-                    raise TemplateMismatch(
-                        f"{path} takes {len(payload)} bytes, not {slot.stop - slot.start}"
-                    )
+                elif len(payload) != room:
+                    raise TemplateMismatch(f"{path} takes {len(payload)} bytes, not {room}")
                 else:
                     yield payload
                     yield next(gaps)
@@ -217,12 +195,10 @@ def _slots(op, index: int, blob: bytes) -> list[Slot]:
 
 
 def _inline(value, payload: np.ndarray) -> None:
-    tensor = value.immediateValue.tensor
-    if len(tensor.bytes.values) != len(payload):
-        raise TemplateMismatch(
-            f"an inline constant of {len(tensor.bytes.values)} bytes, not {len(payload)}"
-        )
-    tensor.bytes.values = payload.tobytes()
+    stored = value.immediateValue.tensor.bytes
+    if (size := len(stored.values)) != len(payload):
+        raise TemplateMismatch(f"an inline constant of {size} bytes, not {len(payload)}")
+    stored.values = payload.tobytes()
 
 
 def _write_all(file, piece) -> None:
@@ -235,11 +211,10 @@ def _write_all(file, piece) -> None:
 def _neutral(ops, constant: str) -> float | None:
     """The value that would make the one operation that takes `constant` a no-op."""
     for op in ops:
-        if op.type in NEUTRAL and any(
-            b.name == constant for a in op.inputs.values() for b in a.arguments
-        ):
-            return NEUTRAL[op.type]
-    return None
+        if op.type in NEUTRAL:
+            names = [b.name for a in op.inputs.values() for b in a.arguments]
+            if constant in names:
+                return NEUTRAL[op.type]
 
 
 def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.ndarray]) -> None:
@@ -247,12 +222,8 @@ def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.nd
     for role, array in arrays.items():
         if role == "lut" or len(array) == 1 or weight.tensor is None:
             continue  # too few values for merging; `neutral` covers the zeros that stand for no tensor
-        key = (
-            role,
-            weight.shape,
-            len(array),
-            (array[:PREFIX] + array.dtype.type(0)).tobytes(),
-        )  # -0 counts as 0
+        beginning = array[:PREFIX] + array.dtype.type(0)  # -0 counts as 0
+        key = role, weight.shape, len(array), beginning.tobytes()
         if key in beginnings:
             raise TemplateMismatch(
                 f"{weight.path} begins like another constant: they could be merged"
@@ -269,14 +240,10 @@ def rename(message, names: dict[str, str]) -> None:
             else:
                 setattr(message, field.name, renamed(value, names))
         elif field.type == field.TYPE_MESSAGE:
+            inner = value if field.is_repeated else [value]
             if field.message_type.GetOptions().map_entry:
-                inner = (
-                    list(value.values())
-                    if field.message_type.fields_by_name["value"].message_type
-                    else []
-                )
-            else:
-                inner = value if field.is_repeated else [value]
+                messages = field.message_type.fields_by_name["value"].message_type
+                inner = value.values() if messages else ()
             for part in inner:
                 rename(part, names)
 

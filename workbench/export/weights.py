@@ -23,9 +23,8 @@ from workbench.models.checkpoint import CHUNK_BYTES, Checkpoint
 from workbench.models.family import Plan
 from workbench.models.moe import Router
 
-MAX_SCALED = (
-    32752.0  # coremltools doubles the largest weight in fp16 on the way to an integer scale
-)
+# coremltools doubles the largest weight in fp16 on the way to an integer scale
+MAX_SCALED = 32752.0
 
 
 @dataclass(frozen=True)
@@ -89,25 +88,26 @@ def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
 def weight_sources(
     spec: Spec, source: Checkpoint, plan: Plan, options: Options
 ) -> list[WeightSource]:
-    """Every parameter of one shard."""
+    """Every parameter of one shard.
+
+    Compressed are the weights of 1×1 convolutions outside routers: routers are small, and a changed
+    choice of expert is the largest error there is.
+    """
     with torch.device("meta"):
-        module = blank(spec, plan, options)
-    offset, compressed, weights = offsets(module), matrices(module), []
-    for path, parameter in module.named_parameters():
-        tensor = (
-            _tensor_name(path, spec, source.prefix, plan.tied) if parameter.requires_grad else None
-        )
-        in_rows = spec.rows[1] and (path == "lm_head.weight" or ".experts." in path)
-        weights.append(
-            WeightSource(
-                path,
-                tensor,
-                tuple(parameter.shape),
-                slice(*spec.rows) if in_rows else None,
-                offset.get(path, 0.0),
-                options.preset if path in compressed else FP16,
-            )
-        )
+        shard = blank(spec, plan, options)
+    modules, weights = dict(shard.named_modules()), []
+    routers = tuple(f"{path}." for path, module in modules.items() if isinstance(module, Router))
+    for path, parameter in shard.named_parameters():
+        shape, tensor, rows = tuple(parameter.shape), None, None
+        if parameter.requires_grad:
+            tensor = _tensor_name(path, spec, source.prefix, plan.tied)
+        if spec.rows[1] and (path == "lm_head.weight" or ".experts." in path):
+            rows = slice(*spec.rows)
+        # what storage adds to the checkpoint's value
+        offset = getattr(modules[path.rpartition(".")[0]], "offset", 0.0)
+        matrix = len(shape) == 4 and shape[2:] == (1, 1) and min(shape[:2]) > 1
+        preset = options.preset if matrix and not path.startswith(routers) else FP16
+        weights.append(WeightSource(path, tensor, shape, rows, offset, preset))
     return weights
 
 
@@ -127,11 +127,8 @@ def build(
     spec: Spec, source: Checkpoint, plan: Plan, options: Options
 ) -> tuple[nn.Module, list[WeightSource]]:
     """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
-    module, weights, scratch = (
-        blank(spec, plan, options),
-        weight_sources(spec, source, plan, options),
-        Scratch(),
-    )
+    module, scratch = blank(spec, plan, options), Scratch()
+    weights = weight_sources(spec, source, plan, options)
     for weight in weights:
         values, _ = load_values(weight, source, scratch)
         module.get_parameter(weight.path).data = values.float().reshape(weight.shape)
@@ -181,24 +178,3 @@ def load_values(
             "export a checkpoint whose weights fp16 can hold",
         )
     return values, peak
-
-
-def offsets(module: nn.Module) -> dict[str, float]:
-    """Parameter path → what storage adds to the checkpoint's value."""
-    return {f"{n}.weight": m.offset for n, m in module.named_modules() if getattr(m, "offset", 0.0)}
-
-
-def matrices(module: nn.Module) -> set[str]:
-    """Paths of the parameters that compression is for: weights of 1×1 convolutions outside routers.
-
-    Routers are small, and a changed choice of expert is the largest error there is.
-    """
-    routers = tuple(f"{n}." for n, m in module.named_modules() if isinstance(m, Router))
-    return {
-        path
-        for path, p in module.named_parameters()
-        if p.dim() == 4
-        and p.shape[2:] == (1, 1)
-        and min(p.shape[:2]) > 1
-        and not path.startswith(routers)
-    }

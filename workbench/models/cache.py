@@ -1,6 +1,5 @@
 """The states of a decoder layer as its traced module sees them, wherever the export put them. Knows no family."""
 
-import torch
 from torch import nn
 
 from workbench.bundle import StateEntry
@@ -18,18 +17,18 @@ class Cache:
     def __init__(self, module: nn.Module, states: dict[str, StateEntry]):
         self.module, self.states = module, states
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str):
         state = self.states[name]
         buffer = self.module.get_buffer(state.tensor)
         return buffer if state.part is None else buffer[state.index].reshape(state.shape)
 
-    def write(self, name: str, value: torch.Tensor) -> None:
+    def write(self, name: str, value) -> None:
         state = self.states[name]
         if state.part is not None:
             value = value.reshape([stop - start for start, stop in state.part])
         self.module.get_buffer(state.tensor)[state.index] = value
 
-    def append(self, name: str, rows: torch.Tensor, io: dict, suffix: str) -> torch.Tensor:
+    def append(self, name: str, rows, io: dict, suffix: str):
         """Writes `rows` [B, H_kv, T, D] of this call and returns the whole cache [B, H_kv, S, D].
 
         With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when its cache is a ring), one-hot

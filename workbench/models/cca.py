@@ -28,7 +28,7 @@ class Projection(nn.Module):
         self.conv_qk_depthwise = Conv(width, width, True, kernel=kernel, groups=width)
         self.conv_qk_grouped = Conv(width, width, True, kernel=kernel, groups=H + H_kv)
 
-    def forward(self, x: torch.Tensor, cache: Cache, select: torch.Tensor):
+    def forward(self, x, cache: Cache, select):
         s = self.shape
         q, k = self.q_proj(x), self.k_proj(x)
         mixed = self.conv_qk_depthwise(
@@ -44,7 +44,7 @@ class Projection(nn.Module):
         v = torch.cat([self.v_proj_current(x).reshape(s.B, s.H_kv * s.D // 2, 1, -1), delayed], 1)
         return q, k, s.heads(v, s.H_kv)
 
-    def means(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def means(self, q, k):
         """Mean of each query with its group's key, and the mean of those over the group; [B, H, T, D], [B, H_kv, T, D]."""
         s = self.shape
         groups = s.B * s.H_kv
@@ -52,9 +52,7 @@ class Projection(nn.Module):
         mean_k = mean_q.mean(1, keepdim=True)
         return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
 
-    def extended(
-        self, name: str, x: torch.Tensor, cache: Cache, select: torch.Tensor
-    ) -> torch.Tensor:
+    def extended(self, name: str, x, cache: Cache, select):
         """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state takes the last n.
 
         `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where there are fewer:
@@ -83,11 +81,11 @@ class QKNorm(nn.Module):
         super().__init__()
         self.temp = nn.Parameter(torch.zeros(1, shape.H_kv, 1, 1))
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q, k):
         return self.over(q, torch.sum), self.over(k, torch.mean) * self.temp
 
     @staticmethod
-    def over(x: torch.Tensor, reduce) -> torch.Tensor:
+    def over(x, reduce):
         """x / sqrt(reduce(x²)) along its last axis; 0 stays 0."""
         y, _ = by_peak(x, 3)
         return y / reduce(y * y, 3, keepdim=True).sqrt().clamp(*NORMAL)
@@ -102,7 +100,7 @@ class CompressedConvAttention(nn.Module):
         self.qkv_proj, self.qk_norm = Projection(C, shape), QKNorm(shape)
         self.o_proj = Conv(shape.H * shape.D, C)
 
-    def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+    def forward(self, x, cache: Cache, io: dict):
         s = self.shape
         q, k, v = self.qkv_proj(x, cache, io[TAIL_SELECT])
         q, k = self.qk_norm(q, k)

@@ -50,7 +50,7 @@ class Checkpoint:
         self.path = paths.checkpoint(path)
         self.files = self._weight_files()
         self.header: dict[str, Entry] = {}
-        for file in sorted(set(self.files)):
+        for file in self.files:
             self.header |= _read_header(file)
 
     def _weight_files(self) -> list[Path]:
@@ -116,14 +116,9 @@ class Checkpoint:
     @cached_property
     def sha256(self) -> str:
         """Hash of the configuration and every weight file: the checkpoint's identity everywhere."""
-        digest, buffer = (
-            hashlib.sha256((self.path / "config.json").read_bytes()),
-            memoryview(bytearray(HASH_BYTES)),
-        )
-        own = self.path / GENERATION
-        if own.is_file() and _read_json(own).get("eos_token_id") != self.raw_config.get(
-            "eos_token_id"
-        ):
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        own, key, buffer = self.path / GENERATION, "eos_token_id", memoryview(bytearray(HASH_BYTES))
+        if own.is_file() and _read_json(own).get(key) != self.raw_config.get(key):
             digest.update(own.read_bytes())  # it ends texts where the configuration does not
         for path in self.files:
             of_file = hashlib.sha256()
@@ -319,9 +314,8 @@ def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> 
     leaf = name.rsplit(".", 1)[-1]
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise
-    if (
-        leaf == "balancing_biases"
-    ):  # transformers sets the last one, the skip class's, to -1 whenever it loads a model
+    # transformers sets the last one, the skip class's, to -1 whenever it loads a model
+    if leaf == "balancing_biases":
         return torch.cat([0.1 * noise[:-1], -torch.ones(1)])
     if leaf.endswith("bias"):
         return 0.1 * noise

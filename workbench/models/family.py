@@ -16,8 +16,8 @@ ROPE_TYPES = ("default", "linear", "llama3")
 class Plan:
     """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
 
-    `embedding_scale` multiplies embeddings; `embedding_bias`, `embedding_factor` name checkpoint vectors [C] applied as
-    (e + bias) · factor. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
+    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and `scale` applied as
+    (e + bias) · scale. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
     and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
     """
 
@@ -27,8 +27,7 @@ class Plan:
     layers: list[Layer]
     tied: bool
     embedding_scale: float = 1.0
-    embedding_bias: str | None = None
-    embedding_factor: str | None = None
+    embedding: dict[str, str] = field(default_factory=dict)
     side_states: dict[str, tuple[int, ...]] = field(default_factory=dict)
     router_width: int = 0
     experts: int = 0
@@ -37,15 +36,8 @@ class Plan:
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
         d, layer = self.dims, self.layers[index]
-        return AttentionGeometry(
-            options.batch,
-            d.H,
-            d.H_kv,
-            d.D,
-            options.slots(layer.window),
-            options.layout,
-            layer.suffix,
-        )
+        S = options.slots(layer.window)
+        return AttentionGeometry(options.batch, d.H, d.H_kv, d.D, S, options.layout, layer.suffix)
 
 
 def refuse(config, actual: str, needed: str) -> NoReturn:
@@ -66,9 +58,8 @@ def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
     if width % 2:
         refuse(config, f"a rotary width of {width}", "an even one, two halves to rotate")
     if kind == "default":
-        inv_freq = 1.0 / parameters["rope_theta"] ** (
-            torch.arange(0, width, 2, dtype=torch.float) / width
-        )
+        exponents = torch.arange(0, width, 2, dtype=torch.float) / width
+        inv_freq = 1.0 / parameters["rope_theta"] ** exponents
         return Rope(name=name, inv_freq=inv_freq.tolist())
     keywords = {"layer_type": layer_type} if layer_type else {}
     inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, device=None, **keywords)
@@ -78,15 +69,12 @@ def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
 def alternating(config, full: str, sliding: str) -> tuple[list[Rope], list[Layer]]:
     """Rotary tables and layers of a configuration whose `layer_types` are full or sliding attention; where both occur,
     the tables are named `global` and `local`."""
-    unknown = set(config.layer_types) - {full, sliding}
-    if unknown:
+    if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
-    mixed = len(set(config.layer_types)) > 1
-    names = {
-        t: n if mixed else ""
-        for t, n in ((full, "global"), (sliding, "local"))
-        if t in config.layer_types
-    }
+    present = set(config.layer_types)
+    names = {t: n for t, n in ((full, "global"), (sliding, "local")) if t in present}
+    if len(names) == 1:
+        names = dict.fromkeys(names, "")
     layers = [
         Layer(rope=names[t], window=config.sliding_window if t == sliding else None)
         for t in config.layer_types

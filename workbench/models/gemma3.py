@@ -17,10 +17,8 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import NORMAL, Attention, GatedMLP, Head, RMSNorm
 
-ADDING = (
-    "post_attention_layernorm",
-    "post_feedforward_layernorm",
-)  # what they return joins the residual stream
+# what they return joins the residual stream
+ADDING = "post_attention_layernorm", "post_feedforward_layernorm"
 CHUNK = 16_384  # rows of the embedding table read at a time
 
 
@@ -31,14 +29,10 @@ class GemmaDecoderLayer(nn.Module):
         super().__init__()
         config, d, e = plan.config, plan.dims, plan.residual_exponent
         norm = partial(RMSNorm, eps=config.rms_norm_eps, offset=1.0)
-        self.input_layernorm, self.pre_feedforward_layernorm = (
-            norm(d.C, exponent=e),
-            norm(d.C, exponent=e),
-        )
-        self.post_attention_layernorm, self.post_feedforward_layernorm = (
-            norm(d.C, gain=2.0**-e),
-            norm(d.C, gain=2.0**-e),
-        )
+        self.input_layernorm = norm(d.C, exponent=e)
+        self.pre_feedforward_layernorm = norm(d.C, exponent=e)
+        self.post_attention_layernorm = norm(d.C, gain=2.0**-e)
+        self.post_feedforward_layernorm = norm(d.C, gain=2.0**-e)
         self.self_attn = Attention(
             d.C,
             plan.shape(index, options),
@@ -48,21 +42,18 @@ class GemmaDecoderLayer(nn.Module):
             o_bias=config.attention_bias,
             qk_norm=partial(norm, d.D, dim=3),
         )
-        self.mlp = GatedMLP(
-            d.C, config.intermediate_size, partial(nn.functional.gelu, approximate="tanh")
-        )
+        gelu = partial(nn.functional.gelu, approximate="tanh")
+        self.mlp = GatedMLP(d.C, config.intermediate_size, gelu)
 
-    def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+    def forward(self, x, cache: Cache, io: dict):
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), cache, io))
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
 def plan(config) -> Plan:
-    for softcap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, softcap) is not None:
-            refuse(
-                config, f"{softcap} = {getattr(config, softcap)}", "no softcap (Gemma 3 has none)"
-            )
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (softcap := getattr(config, name)) is not None:
+            refuse(config, f"{name} = {softcap}", "no softcap (Gemma 3 has none)")
     if config.use_bidirectional_attention:
         refuse(config, "use_bidirectional_attention = true", "causal attention")
     if config.hidden_activation != "gelu_pytorch_tanh":
@@ -87,25 +78,21 @@ def settle(plan: Plan, source: Checkpoint) -> Plan:
     """
     bound = torch.zeros(plan.dims.C)
     for start in range(0, plan.dims.V, CHUNK):
-        rows = source.tensor(
-            f"{source.prefix}embed_tokens.weight", slice(start, min(start + CHUNK, plan.dims.V))
-        )
-        bound = torch.maximum(bound, rows.abs().amax(0))
+        rows = slice(start, min(start + CHUNK, plan.dims.V))
+        table = source.tensor(f"{source.prefix}embed_tokens.weight", rows)
+        bound = torch.maximum(bound, table.abs().amax(0))
     for i in range(plan.dims.L):
         for name in ADDING:
             bound += (1 + source.tensor(f"{source.prefix}layers.{i}.{name}.weight")).abs()
     peak = float(bound.max()) * plan.dims.C**0.5
     exponent = max(0, math.frexp(peak / NORMAL[1])[1])
-    return replace(
-        plan, residual_exponent=exponent, embedding_scale=plan.embedding_scale * 2.0**-exponent
-    )
+    scale = plan.embedding_scale * 2.0**-exponent
+    return replace(plan, residual_exponent=exponent, embedding_scale=scale)
 
 
 layer = GemmaDecoderLayer
 
 
 def head(plan: Plan, rows: int) -> nn.Module:
-    norm = RMSNorm(
-        plan.dims.C, plan.config.rms_norm_eps, offset=1.0, exponent=plan.residual_exponent
-    )
-    return Head(norm, plan.dims.C, rows)
+    C, eps = plan.dims.C, plan.config.rms_norm_eps
+    return Head(RMSNorm(C, eps, offset=1.0, exponent=plan.residual_exponent), C, rows)

@@ -38,14 +38,14 @@ def split(value: float) -> tuple[float, ...]:
     return float(first[best]), float(second[best])
 
 
-def scaled(x: torch.Tensor, value: float) -> torch.Tensor:
+def scaled(x, value: float):
     """x · value through `split`: one or two multiplications."""
     for factor in split(value):
         x = x if factor == 1 else x * factor
     return x
 
 
-def by_peak(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def by_peak(x, dim: int):
     """x over its largest magnitude along `dim`, and that magnitude: squares of the first never leave [0, 1]."""
     peak = x.abs().amax(dim, keepdim=True).clamp(*NORMAL)
     return x / peak, peak
@@ -62,7 +62,7 @@ class Conv(nn.Module):
         self.weight = nn.Parameter(torch.zeros(outputs, inputs // groups, *kernel))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return nn.functional.conv2d(x, self.weight, self.bias, groups=self.groups)
 
 
@@ -90,11 +90,11 @@ class RMSNorm(nn.Module):
         shape[dim] = width
         self.dim, self.offset, self.unit, self.gain = dim, offset, 2.0**-exponent, gain
         self.weight = nn.Parameter(torch.zeros(shape))
-        for name, factor in zip(("eps0", "eps1"), (*split(eps), 1.0), strict=False):
+        for name, factor in zip(("eps0", "eps1"), (*split(eps), 1.0)):
             # a tensor, not a float: `float / tensor` converts to MIL's `inverse`, which adds 1e-4
             self.register_buffer(name, torch.full((1, 1, 1, 1), factor), persistent=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y, peak = by_peak(x, self.dim)
         eps = scaled(self.eps0 / peak, self.unit) * scaled(self.eps1 / peak, self.unit)
         root = torch.rsqrt((y * y).mean(self.dim, keepdim=True) + eps)
@@ -117,19 +117,19 @@ class AttentionGeometry:
     layout: str
     suffix: str = ""
 
-    def plane(self, x: torch.Tensor, width: int) -> torch.Tensor:
+    def plane(self, x, width: int):
         """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or [B, width, 1, T] (bc1t)."""
         return x.reshape(self.B, width, *((-1, 1) if self.layout == "bct1" else (1, -1)))
 
-    def heads(self, x: torch.Tensor, count: int) -> torch.Tensor:
+    def heads(self, x, count: int):
         """[B, count·D, T, 1] (or [B, count·D, 1, T]) → [B, count, T, D]."""
         return x.reshape(self.B, count, self.D, -1).transpose(2, 3)
 
-    def merge(self, x: torch.Tensor) -> torch.Tensor:
+    def merge(self, x):
         """[B, H, T, D] → [B, H·D, T, 1] (or [B, H·D, 1, T])."""
         return self.plane(x.transpose(2, 3), self.H * self.D)
 
-    def rotate(self, x: torch.Tensor, io: dict, width: int) -> torch.Tensor:
+    def rotate(self, x, io: dict, width: int):
         """Rotary embedding on the first `width` of the D dims of x [B, H, T, D]; rope_cos, rope_sin [B, 1, T, width/2].
 
         Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from `width` on pass through.
@@ -139,9 +139,7 @@ class AttentionGeometry:
         parts = [a * cos - b * sin, b * cos + a * sin]
         return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Cache, io: dict
-    ) -> torch.Tensor:
+    def attend(self, q, k, v, cache: Cache, io: dict):
         """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v over all of it.
 
         q [B, H, T, D] is already scaled. The query heads of one group are rows of one product, so nothing is repeated
@@ -149,9 +147,8 @@ class AttentionGeometry:
         """
         k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
         mask = io[ATTN_MASK + self.suffix]
-        scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(
-            2, 3
-        )  # [B, H_kv, H/H_kv·T, S]
+        # [B, H_kv, H/H_kv·T, S]
+        scores = q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3)
         weights = torch.softmax(scores.reshape(self.B, self.H, -1, self.S) + mask, dim=-1)
         return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(
             self.B, self.H, -1, self.D
@@ -182,13 +179,10 @@ class Attention(nn.Module):
         self.v_proj, self.o_proj = Conv(C, H_kv * D, qkv_bias), Conv(H * D, C, o_bias)
         self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)
 
-    def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+    def forward(self, x, cache: Cache, io: dict):
         s = self.shape
-        q, k, v = (
-            s.heads(self.q_proj(x), s.H),
-            s.heads(self.k_proj(x), s.H_kv),
-            s.heads(self.v_proj(x), s.H_kv),
-        )
+        q, k = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
+        v = s.heads(self.v_proj(x), s.H_kv)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
@@ -204,7 +198,7 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj = Conv(C, inner, bias), Conv(C, inner, bias)
         self.down_proj = Conv(inner, C, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -215,5 +209,5 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.lm_head = norm, Conv(C, rows)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.lm_head(self.norm(x))

@@ -1,6 +1,5 @@
 """Llama (2, 3, 3.1, 3.2): pre-norm, grouped queries, default, linear or llama3 rope, SwiGLU."""
 
-import torch
 from torch import nn
 
 from workbench.bundle import Layer, Options
@@ -10,36 +9,20 @@ from workbench.models.layers import Attention, GatedMLP, Head, RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T]."""
+    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T]; `attention`: keywords of `Attention`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        index: int,
-        options: Options,
-        *,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=None,
-    ):
+    def __init__(self, plan: Plan, index: int, options: Options, **attention):
         super().__init__()
-        config, d = plan.config, plan.dims
-        self.input_layernorm = RMSNorm(d.C, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(d.C, config.rms_norm_eps)
-        self.self_attn = Attention(
-            d.C,
-            plan.shape(index, options),
-            scale=d.D**-0.5,
-            rotary=d.D,
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            qk_norm=qk_norm,
-        )
+        config, C, D = plan.config, plan.dims.C, plan.dims.D
+        self.input_layernorm = RMSNorm(C, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(C, config.rms_norm_eps)
+        shape = plan.shape(index, options)
+        self.self_attn = Attention(C, shape, scale=D**-0.5, rotary=D, **attention)
         self.mlp = GatedMLP(
-            d.C, config.intermediate_size, nn.functional.silu, getattr(config, "mlp_bias", False)
+            C, config.intermediate_size, nn.functional.silu, getattr(config, "mlp_bias", False)
         )
 
-    def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+    def forward(self, x, cache: Cache, io: dict):
         x = x + self.self_attn(self.input_layernorm(x), cache, io)
         return x + self.mlp(self.post_attention_layernorm(x))
 

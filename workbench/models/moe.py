@@ -18,7 +18,7 @@ class RouterMLP(nn.Module):
         self.norm = RMSNorm(R, eps)
         self.fc1, self.fc2, self.out_proj = Conv(R, R, True), Conv(R, R, True), Conv(R, classes)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = nn.functional.gelu(self.fc1(self.norm(x)))
         return self.out_proj(nn.functional.gelu(self.fc2(x)))
 
@@ -37,7 +37,7 @@ class Router(nn.Module):
         self.router_states_scale = nn.Parameter(torch.zeros(1, R, 1, 1), requires_grad=not first)
         self.balancing_biases = nn.Parameter(torch.zeros(1, experts + 1, 1, 1))
 
-    def forward(self, x: torch.Tensor, before: torch.Tensor):
+    def forward(self, x, before):
         state = self.down_proj(x) + before * self.router_states_scale
         probabilities = torch.softmax(self.router_mlp(state), 1)
         return state, probabilities, probabilities + self.balancing_biases
@@ -52,13 +52,12 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.zeros(count * 2 * inner, C, 1, 1))
         self.down_proj = nn.Parameter(torch.zeros(count * C, inner, 1, 1))
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, weights):
         """Σ over experts of weights [B, E, T, 1] · down(silu(gate(x)) · up(x)), [B, C, T, 1]."""
         s, E = self.shape, self.count
         both = nn.functional.conv2d(x, self.gate_up_proj).reshape(s.B, E, 2 * self.inner, -1)
-        inner = (
-            nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]
-        )  # [B, E, inner, T]
+        # [B, E, inner, T]
+        inner = nn.functional.silu(both[:, :, : self.inner]) * both[:, :, self.inner :]
         down = nn.functional.conv2d(s.plane(inner, E * self.inner), self.down_proj, groups=E)
         weighted = down.reshape(s.B, E, self.C, -1) * weights.reshape(s.B, E, 1, -1)
         return s.plane(weighted.sum(1), self.C)
@@ -70,16 +69,10 @@ class Mixture(nn.Module):
     def __init__(self, gate: Router, experts: Experts | None):
         super().__init__()
         self.gate, self.experts = gate, experts
-        classes = gate.balancing_biases.shape[1]
-        self.register_buffer(
-            "classes",
-            torch.arange(classes, dtype=torch.int32).reshape(1, -1, 1, 1),
-            persistent=False,
-        )
+        classes = torch.arange(gate.balancing_biases.shape[1], dtype=torch.int32)
+        self.register_buffer("classes", classes.reshape(1, -1, 1, 1), persistent=False)
 
-    def dense(
-        self, x: torch.Tensor, probabilities: torch.Tensor, scores: torch.Tensor
-    ) -> torch.Tensor:
+    def dense(self, x, probabilities, scores):
         """Every expert on every token, all but the chosen one weighted zero."""
         chosen = scores.argmax(1, keepdim=True).int() == self.classes
         weights = probabilities * chosen.to(probabilities.dtype)

@@ -5,9 +5,6 @@ from torch import nn
 from workbench.bundle import Options
 from workbench.models import llama
 from workbench.models.family import Plan, refuse
-from workbench.models.llama import head
-
-__all__ = ["head", "layer", "plan"]
 
 
 def plan(config) -> Plan:
@@ -18,3 +15,6 @@ def plan(config) -> Plan:
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     return llama.DecoderLayer(plan, index, options, qkv_bias=True)
+
+
+head = llama.head

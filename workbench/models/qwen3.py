@@ -8,11 +8,8 @@ from workbench.bundle import Options
 from workbench.models import llama, qwen2
 from workbench.models.family import Plan
 from workbench.models.layers import RMSNorm
-from workbench.models.llama import head
 
-__all__ = ["head", "layer", "plan"]
-
-plan = qwen2.plan
+plan, head = qwen2.plan, llama.head
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:

@@ -14,20 +14,15 @@ from workbench.bundle.names import (
     ROUTER_STATE_OUT,
     V_DELAYED_STATE,
 )
+from workbench.models import llama
 from workbench.models.cache import Cache
 from workbench.models.cca import TAPS, CompressedConvAttention
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan, alternating, dims, refuse
 from workbench.models.layers import RMSNorm
-from workbench.models.llama import head
 from workbench.models.moe import Experts, Mixture, Router
 
-__all__ = ["expert", "head", "layer", "plan", "settle"]
-
-LEGACY = (
-    "zaya_block.",
-    "self_attn.qkv.",
-)  # parts of tensor names in the layout of 80 alternating blocks
+LEGACY = "zaya_block.", "self_attn.qkv."  # in tensor names of the layout of 80 alternating blocks
 
 
 def vector(width: int) -> nn.Parameter:
@@ -45,7 +40,7 @@ class ResidualScaling(nn.Module):
         self.hidden_states_scale, self.hidden_states_bias = vector(C), vector(C)
         self.residual_scale, self.residual_bias = vector(C), vector(C)
 
-    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden, residual):
         hidden = (hidden + self.hidden_states_bias) * self.hidden_states_scale
         return hidden + (residual + self.residual_bias) * self.residual_scale
 
@@ -65,16 +60,12 @@ class ZayaDecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(C, eps), RMSNorm(C, eps)
         self.self_attn = CompressedConvAttention(C, shape, rotary=2 * len(rope.inv_freq))
         gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
-        experts = (
-            None if self.routed else Experts(plan.experts, C, config.moe_intermediate_size, shape)
-        )
-        self.mlp = Mixture(gate, experts)
-        self.post_attention_residual_scale, self.post_mlp_residual_scale = (
-            ResidualScaling(C),
-            ResidualScaling(C),
-        )
+        sizes = plan.experts, C, config.moe_intermediate_size, shape
+        self.mlp = Mixture(gate, None if self.routed else Experts(*sizes))
+        self.post_attention_residual_scale = ResidualScaling(C)
+        self.post_mlp_residual_scale = ResidualScaling(C)
 
-    def forward(self, x: torch.Tensor, cache: Cache, io: dict) -> torch.Tensor:
+    def forward(self, x, cache: Cache, io: dict):
         x = self.post_attention_residual_scale(
             self.self_attn(self.input_layernorm(x), cache, io), x
         )
@@ -85,9 +76,8 @@ class ZayaDecoderLayer(nn.Module):
         io[ROUTER_STATE_OUT] = state
         if not self.routed:
             return self.post_mlp_residual_scale(self.mlp.dense(normed, probabilities, scores), x)
-        base = self.post_mlp_residual_scale(
-            x - x, x
-        )  # zeros that no converter folds into bias · scale
+        # x - x: zeros that no converter folds into bias · scale
+        base = self.post_mlp_residual_scale(x - x, x)
         io |= {BASE: base, EXPERT_IN: normed, ROUTER_PROBS: probabilities, ROUTER_SCORES: scores}
         return base
 
@@ -98,12 +88,11 @@ class Expert(nn.Module):
     def __init__(self, plan: Plan, options: Options):
         super().__init__()
         C = plan.dims.C
-        self.mlp = nn.ModuleDict(
-            {"experts": Experts(1, C, plan.config.moe_intermediate_size, plan.shape(0, options))}
-        )
+        experts = Experts(1, C, plan.config.moe_intermediate_size, plan.shape(0, options))
+        self.mlp = nn.ModuleDict({"experts": experts})
         self.post_mlp_residual_scale = nn.ParameterDict({"hidden_states_scale": vector(C)})
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, acc: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, weight, acc):
         return (
             acc
             + self.mlp["experts"](x, weight) * self.post_mlp_residual_scale["hidden_states_scale"]
@@ -115,12 +104,9 @@ def plan(config) -> Plan:
         refuse(config, "attention_bias or lm_head_bias", "neither, as in ZAYA1")
     if config.hidden_act != "silu":
         refuse(config, f"activation {config.hidden_act!r}", "silu")
-    if (config.cca_time0, config.cca_time1) != (TAPS, TAPS):
-        refuse(
-            config,
-            f"cca_time0, cca_time1 = {config.cca_time0}, {config.cca_time1}",
-            f"{TAPS} and {TAPS}",
-        )
+    taps = config.cca_time0, config.cca_time1
+    if taps != (TAPS, TAPS):
+        refuse(config, f"cca_time0, cca_time1 = {taps[0]}, {taps[1]}", f"{TAPS} and {TAPS}")
     ropes, layers = alternating(config, "hybrid", "hybrid_sliding")
     d = dims(config)
     side = {
@@ -133,8 +119,7 @@ def plan(config) -> Plan:
         ropes,
         layers,
         config.tie_word_embeddings,
-        embedding_bias="input_hidden_states_bias",
-        embedding_factor="input_hidden_states_scale",
+        embedding={"bias": "input_hidden_states_bias", "scale": "input_hidden_states_scale"},
         side_states=side,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
@@ -143,14 +128,14 @@ def plan(config) -> Plan:
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
     """Refuses the legacy layout."""
-    legacy = next((name for name in source.header if any(part in name for part in LEGACY)), None)
-    if legacy:
-        refuse(
-            plan.config,
-            f"the legacy layout (tensor {legacy!r})",
-            "transformers' layout (self_attn.qkv_proj, mlp.experts)",
-        )
+    for name in source.header:
+        if any(part in name for part in LEGACY):
+            refuse(
+                plan.config,
+                f"the legacy layout (tensor {name!r})",
+                "transformers' layout (self_attn.qkv_proj, mlp.experts)",
+            )
     return plan
 
 
-layer, expert = ZayaDecoderLayer, Expert
+layer, expert, head = ZayaDecoderLayer, Expert, llama.head

@@ -14,7 +14,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,7 @@ class Store:
     Args:
         folder: made if missing; snapshots of other bundles may lie there too, `find` passes them by.
         decoder: whose snapshots these are; decoders of bundles that differ only in their batch may share them.
-        block: tokens per hashed block (default: 256, fewer when max_seq_len is below 1024).
+        block: tokens per block, of which a prompt uses whole ones (default: 256, fewer when max_seq_len is below 1024).
         hot_bytes: memory for hot snapshots; the least recently used leave first.
     """
 
@@ -72,19 +71,12 @@ class Store:
     ):
         self.folder, self.identity, self.manifest = Path(folder), decoder.identity, decoder.manifest
         S = self.manifest.options.max_seq_len
-        self.block, self.hot_bytes = (
-            block or min(256, max(4, 1 << (S // 4).bit_length() - 1)),
-            hot_bytes,
-        )
-        self.dtype = (
-            "float32"
-            if decoder.runtime == "portable" and decoder.precision == "exact"
-            else "float16"
-        )
+        self.block = block or min(256, max(4, 1 << (S // 4).bit_length() - 1))
+        self.hot_bytes = hot_bytes
+        exact = decoder.runtime == "portable" and decoder.precision == "exact"
+        self.dtype = "float32" if exact else "float16"
         self.hot: OrderedDict[str, tuple[Stamp, Encoded]] = OrderedDict()
-        self.seen: dict[
-            str, tuple[Stamp, np.ndarray, list[bytes]]
-        ] = {}  # name → stamp, ids, chained hashes
+        self.seen: dict[str, tuple[Stamp, np.ndarray]] = {}  # name → stamp, ids
         self.refused: dict[str, str] = {}  # name → why `find` passed it by
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,10 +110,8 @@ class Store:
         encoded.header["save_id"] = uuid.uuid4().hex
         stamp = _write_snapshot(path, encoded)
         self._heat(name, stamp, encoded)
-        error = max(
-            (e for name, e in encoded.errors.items() if name not in encoded.tensors), default=0.0
-        )
-        return Saved(path, stamp[1], snapshot.nbytes, error)
+        errors = [e for name, e in encoded.errors.items() if name not in encoded.tensors]
+        return Saved(path, stamp[1], snapshot.nbytes, max(errors, default=0.0))
 
     def load(self, name: str) -> Snapshot:
         """The snapshot of a name, detached, from memory or disk.
@@ -138,11 +128,7 @@ class Store:
         again, at its own position. What cannot be trimmed (side states, wrapped rings) is used whole or not.
         """
         prompt = np.array(ids, np.int32)
-        chain = self._chain(prompt)
-        lengths = {
-            name: self._usable(stored, keys, prompt, chain)
-            for name, (_, stored, keys) in self._scan().items()
-        }
+        lengths = {name: self._usable(stored, prompt) for name, stored in self._scan().items()}
         for name, length in sorted(lengths.items(), key=lambda item: (-item[1], item[0])):
             if not length:
                 break
@@ -152,9 +138,8 @@ class Store:
                 self.refused[name] = str(problem)
                 continue
             snapshot = snapshot.trim(snapshot.offset - length)
-            if snapshot.ids == tuple(
-                ids[:length]
-            ):  # else another process has saved the name meanwhile
+            # else another process has saved the name meanwhile
+            if snapshot.ids == tuple(ids[:length]):
                 return Hit(snapshot, list(ids[length:]), name, temperature)
         return None
 
@@ -201,51 +186,32 @@ class Store:
             )
         return self.folder / f"{name}{SUFFIX}"
 
-    def _chain(self, ids: np.ndarray) -> list[bytes]:
-        """Hash of each whole block and all before it, the bundle's identity first."""
-        first = hashlib.sha256(f"{self.identity}:{self.block}".encode()).digest()
-        blocks = (
-            ids[start : start + self.block]
-            for start in range(0, len(ids) - self.block + 1, self.block)
-        )
-        return list(
-            accumulate(
-                blocks,
-                lambda last, block: hashlib.sha256(last + block.tobytes()).digest(),
-                initial=first,
-            )
-        )[1:]
-
-    def _scan(self) -> dict[str, tuple[Stamp, np.ndarray, list[bytes]]]:
-        """Ids and hashes of every snapshot on the disk that is this bundle's; reads only the headers of new files."""
-        index = {}
+    def _scan(self) -> dict[str, np.ndarray]:
+        """Ids of every snapshot on the disk that is this bundle's; reads only the headers of new files."""
+        seen = {}
         for name in self.names():
             try:
-                path, entry = self._path(name), self.seen.get(name)
+                path = self._path(name)
                 stamp = _stamp(path)
-                if not entry or entry[0] != stamp:
-                    ids = (self._in_memory(name, stamp) or self._read(path, only_ids=True)).tensors[
-                        IDS
-                    ]
-                    entry = stamp, ids, self._chain(ids)
-                index[name] = entry
+                if self.seen.get(name, (None,))[0] == stamp:
+                    seen[name] = self.seen[name]
+                else:
+                    encoded = self._in_memory(name, stamp) or self._read(path, only_ids=True)
+                    seen[name] = stamp, encoded.tensors[IDS]
                 self.refused.pop(name, None)
             except InputError as problem:
                 self.refused[name] = str(problem)
-        self.seen = index
-        return index
+        self.seen = seen
+        return {name: ids for name, (_, ids) in seen.items()}
 
-    def _usable(
-        self, stored: np.ndarray, keys: list[bytes], prompt: np.ndarray, chain: list[bytes]
-    ) -> int:
-        """How many of the tokens `stored` a prompt can use."""
-        blocks = next(
-            (i for i, (a, b) in enumerate(zip(keys, chain)) if a != b), min(len(keys), len(chain))
-        )
-        start, end = blocks * self.block, len(stored)
-        if end <= len(prompt) and np.array_equal(stored[start:], prompt[start:end]):
-            start = end
-        length = min(start, len(prompt) - 1)
+    def _usable(self, stored: np.ndarray, prompt: np.ndarray) -> int:
+        """How many of the tokens `stored` a prompt can use: all of them, or whole blocks."""
+        end, shorter = len(stored), min(len(stored), len(prompt))
+        differs = stored[:shorter] != prompt[:shorter]
+        shared = int(differs.argmax()) if differs.any() else shorter
+        if shared < end:
+            shared -= shared % self.block
+        length = min(shared, len(prompt) - 1)
         return length if length == end or trimmable(self.manifest, end) else 0
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
@@ -254,30 +220,26 @@ class Store:
 
         if path.is_symlink() or not path.is_file():
             raise _damaged_snapshot(path, "a symlink or no file")
-        most = sum(
-            4 * math.prod(s)
-            for s in layout(self.manifest, self.manifest.options.max_seq_len).values()
-        )
+        S, size = self.manifest.options.max_seq_len, path.stat().st_size
+        most = sum(4 * math.prod(shape) for shape in layout(self.manifest, S).values())
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-        if path.stat().st_size > most + 2 * HEADER_BYTES or length > HEADER_BYTES:
-            raise _damaged_snapshot(path, f"{path.stat().st_size} bytes, {length} of them a header")
+        if size > most + 2 * HEADER_BYTES or length > HEADER_BYTES:
+            raise _damaged_snapshot(path, f"{size} bytes, {length} of them a header")
         try:
             with safe_open(path, framework="np") as file:
                 header = file.metadata() or {}
                 expected = self._tensors(path, header, set(file.keys()))
                 for name, (dtype, shape) in expected.items():
                     view = file.get_slice(name)
-                    if tuple(view.get_shape()) != shape or _DTYPES.get(view.get_dtype()) != dtype:
-                        raise _damaged_snapshot(
-                            path, f"{name} as {view.get_dtype()} {view.get_shape()}"
-                        )
-                tensors = {
-                    name: file.get_tensor(name) for name in ([IDS] if only_ids else expected)
-                }
-        except InputError:
-            raise
+                    actual = view.get_dtype(), view.get_shape()
+                    if actual != (_DTYPES[dtype], list(shape)):
+                        raise _damaged_snapshot(path, f"{name} as {actual[0]} {actual[1]}")
+                names = [IDS] if only_ids else expected
+                tensors = {name: file.get_tensor(name) for name in names}
         except (SafetensorError, OSError, ValueError, KeyError) as problem:
+            if isinstance(problem, InputError):
+                raise
             raise _damaged_snapshot(path, str(problem) or type(problem).__name__) from problem
         encoded = Encoded(tensors, header, {})
         if not only_ids and header.get("digest") != _digest(encoded):
@@ -288,32 +250,24 @@ class Store:
         self, path: Path, header: dict[str, str], names: set[str]
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of every tensor that a file with this header must hold; refuses a header of another bundle."""
-        if (
-            header.get("format") != "workbench-snapshot"
-            or header.get("version") != formats.FORMAT_VERSION
-        ):
-            raise _damaged_snapshot(
-                path, f"format {header.get('format')!r}, version {header.get('version')!r}"
-            )
-        if header.get("identity") != self.identity:
-            raise foreign(f"snapshot {path}", str(header.get("identity")), self.identity)
+        keys = "format", "version", "identity", "dtype"
+        kind, version, identity, dtype = map(header.get, keys)
+        if (kind, version) != ("workbench-snapshot", formats.FORMAT_VERSION):
+            raise _damaged_snapshot(path, f"format {kind!r}, version {version!r}")
+        if identity != self.identity:
+            raise foreign(f"snapshot {path}", str(identity), self.identity)
         S, offset = self.manifest.options.max_seq_len, header.get("offset", "")
-        if not (
-            re.fullmatch("[0-9]+", offset)
-            and 1 <= int(offset[:9]) <= S
-            and header.get("dtype") == self.dtype
-        ):
-            raise _damaged_snapshot(path, f"offset {offset[:20]!r}, dtype {header.get('dtype')!r}")
+        whole = re.fullmatch("[0-9]+", offset) and 1 <= int(offset[:9]) <= S
+        if not whole or dtype != self.dtype:
+            raise _damaged_snapshot(path, f"offset {offset[:20]!r}, dtype {dtype!r}")
         states = formats.shapes(layout(self.manifest, int(offset)), self.dtype, names)
         expected = {IDS: ("int32", (int(offset),))} | states
-        if names != expected.keys():
-            raise _damaged_snapshot(
-                path, f"tensors {', '.join(sorted(names ^ expected.keys())[:3])} missing or unknown"
-            )
+        if wrong := sorted(names ^ expected.keys()):
+            raise _damaged_snapshot(path, f"tensors {', '.join(wrong[:3])} missing or unknown")
         return expected
 
 
-_DTYPES = {"F16": "float16", "F32": "float32", "U8": "uint8", "I32": "int32"}
+_DTYPES = {"float16": "F16", "float32": "F32", "uint8": "U8", "int32": "I32"}
 
 
 def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:

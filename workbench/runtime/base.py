@@ -3,19 +3,15 @@
 NumPy arrays at the boundary, float32 in and out; states under their logical names (`layers.3.k_state`).
 """
 
+import math
 from typing import Protocol
 
 import numpy as np
 
+import miltorch
 from workbench.bundle import Shard
+from workbench.bundle.names import POS
 from workbench.errors import InputError
-
-
-class RawState(Protocol):
-    """A runtime's own state object: whole tensors under Core ML's names."""
-
-    def read(self, tensor: str) -> np.ndarray: ...
-    def write(self, tensor: str, value: np.ndarray) -> None: ...
 
 
 class Model(Protocol):
@@ -38,12 +34,13 @@ class Model(Protocol):
 
 
 class State:
-    """Logical states of one shard for one batch of sequences, over a runtime's raw state.
+    """Logical states of one shard for one batch of sequences, over a runtime's `raw` state.
 
+    A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under Core ML's names.
     `read(name)` copies a state out; `write(name, value)` replaces it (shape and dtype as `read` gives them).
     """
 
-    def __init__(self, shard: Shard, raw: RawState):
+    def __init__(self, shard: Shard, raw):
         self.shard, self.raw = shard, raw
 
     def _entry(self, name: str):
@@ -99,3 +96,76 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
                 raise InputError(
                     subject, f"T = {m}", f"one T for all inputs, 1 to {t_max}", "split the call"
                 )
+
+
+def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
+    """Refuses a manifest and a package that disagree about the inputs, states or outputs of a shard.
+
+    Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
+    for all else), and whether the axis T takes 1 to t_max tokens, or t_max alone where the package fixes it.
+
+    Raises:
+        InputError: names the first value that differs.
+    """
+    types = program.inputs | {name: kind for op in program.block.ops for name, kind in op.outputs}
+    outputs = {name: types.get(name) for name in program.outputs}
+    described = {
+        value.name: value.type.multiArrayType.shapeRange.sizeRanges
+        for value in getattr(program.description, "input", ())
+    }
+
+    def check(agrees: bool, subject: str, packaged: object, declared: object) -> None:
+        if not agrees:
+            raise InputError(
+                f"{subject} of shard {shard.name}",
+                f"{packaged} in the package",
+                f"{declared}, as bundle.json says",
+                "export or copy the bundle again",
+            )
+
+    for what, declared, packaged in (
+        ("inputs", shard.inputs.keys(), program.inputs),
+        ("outputs", shard.outputs.keys(), outputs),
+        ("states", {entry.tensor for entry in shard.states.values()}, program.states),
+    ):
+        names = ", ".join(sorted(packaged)), ", ".join(sorted(declared))
+        check(declared == packaged.keys(), what, *names)
+    for name, declared in shard.inputs.items():
+        subject, kind = f"input {name!r}", program.inputs[name]
+        dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
+        check(kind.dtype in dtypes, subject, kind.dtype, " or ".join(dtypes))
+        ranges = [
+            (r.lowerBound, r.upperBound if r.upperBound >= 0 else math.inf)
+            for r in described.get(name, ())
+        ] or ["?"] * len(kind.shape)
+        shape = [ranges[axis] if n is None else n for axis, n in enumerate(kind.shape)]
+        declaration = f"{declared}, T from 1 to {t_max}"
+        check(_agree(shape, declared, t_max), subject, f"shape {shape}", declaration)
+    for name, declared in shard.outputs.items():
+        shape = list(outputs[name].shape) if outputs[name] else []
+        check(_agree(shape, declared, t_max), f"output {name!r}", f"shape {shape}", declared)
+    for name, entry in shard.states.items():
+        shape, part = program.states[entry.tensor].shape, entry.part
+        agrees = (
+            tuple(entry.shape) == shape
+            if part is None
+            else len(part) == len(shape)
+            and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
+            and math.prod(b - a for a, b in part) == math.prod(entry.shape)
+        )
+        check(
+            agrees,
+            f"state {name!r}",
+            f"shape {list(shape)} of {entry.tensor}",
+            f"{entry.shape}" + (f" in {part}" if part else ""),
+        )
+
+
+def _agree(shape: list, declared: list, t_max: int) -> bool:
+    """Whether every axis of a package's shape is as declared: the size itself, t_max for T, a range
+    (low, high) that holds every T; None, for an output, takes any."""
+    return len(shape) == len(declared) and all(
+        size in (None, t_max if n == "T" else n)
+        or (n == "T" and isinstance(size, tuple) and size[0] <= 1 and size[1] >= t_max)
+        for size, n in zip(shape, declared)
+    )

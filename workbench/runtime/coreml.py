@@ -18,16 +18,22 @@ from pathlib import Path
 
 import numpy as np
 
+import miltorch
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
-from workbench.runtime.base import State, check_inputs
+from workbench.runtime.base import State, check_inputs, check_interface
 
 HINTS = {
     "reshapeFrequency": "ReshapeFrequency",
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
 }  # hint → coremltools' enumeration; None: a bool
+# what a state needs, and the next step where Core ML refuses one
+STATE = (
+    "a state that Core ML reads and writes",
+    "see the message; run the bundle with the portable runtime",
+)
 
 
 @dataclass(frozen=True)
@@ -64,19 +70,12 @@ class Handle:
         self.state, self.shard = state, shard
 
     def read(self, tensor: str) -> np.ndarray:
-        with self._one_message(tensor):
+        with _one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
             return self.state.read_state(tensor).astype(np.float16)
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        with self._one_message(tensor):
+        with _one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
             self.state.write_state(tensor, np.require(value, np.float32, "CW"))
-
-    def _one_message(self, tensor: str):
-        return _one_message(
-            f"state {tensor!r} of shard {self.shard}",
-            "a state that Core ML reads and writes",
-            "see the message; run the bundle with the portable runtime",
-        )
 
 
 class CoreMLModel:
@@ -103,11 +102,11 @@ class CoreMLModel:
         ct = coremltools()
         self.shard, self.t_max = shard, bundle.manifest.options.t_max
         self.function, self.units = function, ct.ComputeUnit[compute_units]
-        self.loading_ms: dict[str, float | None] = {
-            "compile": None,
-            "load": None,
-            "first_predict": None,
-        }
+        self.loading_ms: dict[str, float | None] = dict.fromkeys(
+            ("compile", "load", "first_predict")
+        )
+        # reads the program, no weights
+        check_interface(shard, miltorch.read(bundle.package(shard), function), self.t_max)
         hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled = self._compile(bundle)
@@ -227,15 +226,12 @@ def _placed(plan, block):
         if name != "const" and not name.startswith("constexpr_"):
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
             cost = plan.get_estimated_cost_for_mlprogram_operation(op)
+            supported = usage.supported_compute_devices if usage else ()
             yield Placed(
                 name,
                 op.outputs[0].name if op.outputs else "",
                 devices.get(type(usage.preferred_compute_device)) if usage else None,
-                tuple(
-                    devices[type(d)] for d in usage.supported_compute_devices if type(d) in devices
-                )
-                if usage
-                else (),
+                tuple(devices[type(d)] for d in supported if type(d) in devices),
                 cost.weight if cost else None,
             )
         for inner in op.blocks:

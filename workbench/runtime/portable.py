@@ -1,10 +1,9 @@
 """Runs the exported package itself on PyTorch, anywhere. See `miltorch` for the arithmetic."""
 
-import math
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +15,7 @@ import miltorch
 from miltorch.interpret import Hook
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import POS
-from workbench.errors import InputError
-from workbench.runtime.base import State, check_inputs
+from workbench.runtime.base import State, check_inputs, check_interface
 
 
 class Cells:
@@ -124,103 +121,6 @@ class PortableModel:
     def constant(self, name: str) -> np.ndarray:
         """A weight as the package holds it, decompressed, float32."""
         return self.executable.constant(name).numpy()
-
-
-def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
-    """Refuses a manifest and a package that disagree about the inputs, states or outputs of a shard.
-
-    Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
-    for all else), and whether the axis T takes 1 to t_max tokens, or t_max alone where the package fixes it.
-
-    Raises:
-        InputError: names the first value that differs.
-    """
-    types = {name: kind for op in program.block.ops for name, kind in op.outputs}
-    outputs = {name: types.get(name, program.inputs.get(name)) for name in program.outputs}
-    tensors = {entry.tensor for entry in shard.states.values()}
-
-    def check(agrees: bool, subject: str, packaged: object, declared: object) -> None:
-        if not agrees:
-            raise InputError(
-                f"{subject} of shard {shard.name}",
-                f"{packaged} in the package",
-                f"{declared}, as bundle.json says",
-                "export or copy the bundle again",
-            )
-
-    for what, declared, packaged in (
-        ("inputs", shard.inputs.keys(), program.inputs),
-        ("outputs", shard.outputs.keys(), outputs),
-        ("states", tensors, program.states),
-    ):
-        check(
-            declared == packaged.keys(),
-            what,
-            ", ".join(sorted(packaged)),
-            ", ".join(sorted(declared)),
-        )
-    for name, declared in shard.inputs.items():
-        subject, kind, ranges = f"input {name!r}", program.inputs[name], _ranges(program, name)
-        dtypes = ("INT32",) if name == POS else ("FLOAT16", "FLOAT32")
-        check(kind.dtype in dtypes, subject, kind.dtype, " or ".join(dtypes))
-        axes = enumerate(zip(declared, ranges))
-        flexible = [
-            axis for axis, (n, (low, high)) in axes if n == "T" and low <= 1 and high >= t_max
-        ]
-        shape = [
-            n if n is not None else ranges[axis] if ranges else "?"
-            for axis, n in enumerate(kind.shape)
-        ]
-        check(
-            _agree(kind.shape, declared, t_max, flexible),
-            subject,
-            f"shape {shape}",
-            f"{declared}, T from 1 to {t_max}",
-        )
-    for name, declared in shard.outputs.items():
-        shape = outputs[name].shape if outputs[name] else ()
-        check(
-            _agree(shape, declared, t_max, range(len(shape))),
-            f"output {name!r}",
-            f"shape {list(shape)}",
-            declared,
-        )
-    for name, entry in shard.states.items():
-        shape, part = program.states[entry.tensor].shape, entry.part
-        agrees = (
-            tuple(entry.shape) == shape
-            if part is None
-            else (
-                len(part) == len(shape)
-                and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
-                and math.prod(b - a for a, b in part) == math.prod(entry.shape)
-            )
-        )
-        check(
-            agrees,
-            f"state {name!r}",
-            f"shape {list(shape)} of {entry.tensor}",
-            f"{entry.shape}" + (f" in {part}" if part else ""),
-        )
-
-
-def _agree(
-    shape: Sequence[int | None], declared: list, t_max: int, flexible: Collection[int]
-) -> bool:
-    """Whether every size is the declared one, t_max for T, or is left open at one of the axes `flexible`."""
-    return len(shape) == len(declared) and all(
-        size == (t_max if n == "T" else n) or size is None and axis in flexible
-        for axis, (size, n) in enumerate(zip(shape, declared))
-    )
-
-
-def _ranges(program: miltorch.Program, name: str) -> list[tuple[int, float]]:
-    """Smallest and largest size of each axis that the package's description allows an input; none where it says nothing."""
-    described = {
-        value.name: value.type.multiArrayType for value in getattr(program.description, "input", ())
-    }.get(name)
-    ranges = described.shapeRange.sizeRanges if described is not None else ()
-    return [(r.lowerBound, r.upperBound if r.upperBound >= 0 else math.inf) for r in ranges]
 
 
 def _read_ahead(package: Path) -> None:
