@@ -1,14 +1,22 @@
 """Figures for notebooks and write-ups: DataFrames flow in, Axes flow out.
 
-Every function takes the data first and keyword options after, draws into `ax` (or a new figure) and returns the Axes;
-none shows anything or reads a file. What a colour says, a symbol, a number or a hatch says too. Knows nothing of the
+Every function takes the data first and keyword options after, draws a new figure (`fidelity_heatmap`, `layer_parts` and
+`speed`: or into `ax`) and returns the Axes; none shows anything or reads a file. What a colour says, a symbol, a number or a hatch says too. Knows nothing of the
 log, of bundles, or of how a figure was measured: a function draws the columns that its docstring names, and raises
 ValueError when they do not say one thing.
 """
 
-from workbench.plots.cache import cache_rows
-from workbench.plots.choice import roofline, speed_against_fidelity
-from workbench.plots.cost import against_peer, layer_ms, memory_bar, parts_bar, ratios, speed
+from workbench.plots.cache import cache_rows, failure_patterns, first_token, reuse_matrix
+from workbench.plots.cost import (
+    against_peer,
+    layer_ms,
+    memory_bar,
+    parts_bar,
+    ratios,
+    roofline,
+    speed,
+    speed_against_fidelity,
+)
 from workbench.plots.fidelity import (
     error_by_position,
     error_parts,
@@ -19,7 +27,6 @@ from workbench.plots.fidelity import (
 )
 from workbench.plots.figure import save, style, writer
 from workbench.plots.overflow import headroom, mask_leaks
-from workbench.plots.reuse import failure_patterns, first_token, reuse_matrix
 
 __all__ = [
     "against_peer",

@@ -1,32 +1,36 @@
-"""What decoding costs: tokens per second, milliseconds per layer, bytes of memory.
+"""What decoding costs, measured and predicted: tokens per second, milliseconds per layer, bytes of memory, and what to choose.
 
 Medians are drawn with the range of what was measured, never alone.
 """
 
 from collections.abc import Mapping
 
-import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from workbench.plots.figure import (
+    ON_LINES,
+    PALETTE,
     axes,
     grid_cells,
     heading,
     median_range,
+    note,
     on_machine,
     pivot_in_order,
+    ring,
     style,
     unmeasured_key,
     write_cells,
 )
 
 _GIB = 2**30
-_ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+_VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("s", "0.6")}
 _HATCHES = ("", "////", "\\\\\\\\", "----", "xxxx", "||||", "++++")
 
 
@@ -39,13 +43,13 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     ``machine`` goes into the title and must name one.
     """
     title = on_machine("speed, median and range", samples)
-    timed = (
-        samples[~samples["warmup"].fillna(False).astype(bool)] if "warmup" in samples else samples
-    )
+    timed = samples
+    if "warmup" in samples:
+        timed = samples[~samples["warmup"].fillna(False).astype(bool)]
     units = timed["unit"].unique()
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
-    ax = axes(ax, 4.5, 2.8)
+    ax = axes(4.5, 2.8, ax)
     ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
@@ -54,7 +58,7 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
-def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def layer_ms(layers: pd.DataFrame) -> Axes:
     """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
 
     `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
@@ -64,23 +68,16 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     grid = layers.pivot_table(
         index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
     ).astype(float)
-    ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
-    norm = Normalize(0, grid.max(axis=None))
-    mesh = grid_cells(ax, grid, norm, matplotlib.colormaps["cividis"])
-    write_cells(
-        ax,
-        grid,
-        lambda ms: f"{ms:#.3g}".rstrip(".") if ms == ms else None,
-        color=lambda ms: "black" if norm(ms) > 0.5 else "white",
-    )
-    ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02).outline.set_visible(
-        False
-    )
+    ax = axes(1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
+    mesh = grid_cells(ax, grid, Normalize(0, grid.max(axis=None)), colormaps["cividis"])
+    write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
+    bar = ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02)
+    bar.outline.set_visible(False)
     return heading(ax, title, unmeasured_key(grid))
 
 
 @style()
-def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
+def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int]) -> Axes:
     """Stacked bars of what must be resident, one per setting, over hollow bars of what machines have.
 
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
@@ -90,23 +87,13 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
     table, machines = table / scale, pd.Series(budget, dtype=float) / scale
-    ax = axes(ax, 6.5, 0.9 + 0.25 * (len(table) + len(machines)))
+    bars = len(table) + len(machines)
+    ax = axes(6.5, 0.9 + 0.25 * bars)
     totals = _stack(ax, table)
     ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
-    ax.vlines(
-        machines,
-        -0.5,
-        range(len(table), len(table) + len(machines)),
-        "black",
-        "dashed",
-        linewidth=0.8,
-    )
+    ax.vlines(machines, -0.5, range(len(table), bars), "black", "dashed", linewidth=0.8)
     for name, total in pd.concat([totals, machines]).items():
-        text = ax.annotate(
-            f"{total:.2f} {unit}", (total, name), (4, 0), textcoords="offset points", va="center"
-        )
-        text.set_bbox(_ON_LINES)
-    bars = len(table) + len(machines)
+        note(ax, f"{total:.2f} {unit}", total, name).set_bbox(ON_LINES)
     ax.set(xlabel=unit, xlim=(0, 1.14 * widest / scale), ylim=(bars - 0.5, -0.5))
     ax.tick_params(axis="y", length=0)
     return heading(ax, "resident memory")
@@ -115,25 +102,17 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
 def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
     """Draws the columns of `table` as stacked bars, each with a hatch of its own, one bar per row; returns their lengths."""
     left = pd.Series(0.0, table.index)
-    for hatch, part in zip(_HATCHES, table):
-        ax.barh(
-            table.index,
-            table[part],
-            0.6,
-            left,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.5,
-            label=part,
-        )
-        left += table[part]
+    look = {"edgecolor": "white", "linewidth": 0.5}
+    for hatch, (part, lengths) in zip(_HATCHES, table.items()):
+        ax.barh(table.index, lengths, 0.6, left, hatch=hatch, label=part, **look)
+        left += lengths
     return left
 
 
 @style()
-def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def parts_bar(parts: pd.DataFrame) -> Axes:
     """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
-    ax = axes(ax, 6.5, 1.7)
+    ax = axes(6.5, 1.7)
     labels = [f"{row.part} ({row.ms:.3g} ms)" for row in parts.itertuples()]
     totals = _stack(ax, pd.DataFrame([parts["ms"].to_list()], columns=labels))
     ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, totals[0]))
@@ -149,56 +128,91 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     machine = on_machine("", rows).strip()
     figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
-        ax.bar(
-            [this, row.peer],
-            [row.value, row.peer_value],
-            0.55,
-            color=["#0072B2", "white"],
-            edgecolor="black",
-            hatch=["", "////"],
-        )
+        look = {"color": ["#0072B2", "white"], "edgecolor": "black", "hatch": ["", "////"]}
+        ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, **look)
         better = f"{row.ratio:.1f}× better" if row.ratio >= 1 else f"{1 / row.ratio:.1f}× worse"
         ax.set(title=f"{row.name.replace('_', ' ')}: {better}", ylabel=row.unit)
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
         ax.grid(axis="y")
     if machine:
-        figure.suptitle(machine, x=0.01, ha="left", fontsize=matplotlib.rcParams["axes.titlesize"])
+        figure.suptitle(machine, x=0.01, ha="left", fontsize=9)
     return figure
 
 
 @style()
-def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def ratios(measures: pd.DataFrame) -> Axes:
     """Run B over run A: a dot per measurement with its interval; hollow where there are too few runs for one.
 
     `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives. A
     column ``machine`` goes into the title and must name one.
     """
     shown = measures.dropna(subset="ratio")
-    names = [
-        " ".join(
-            str(v)
-            for v in (r.phase, r.shard, f"T {r.T}", f"depth {r.depth}")
-            if "<NA>" not in str(v) and v == v and v
-        )
-        for r in shown.itertuples()
-    ]
-    ax = axes(ax, 6.0, 1.0 + 0.22 * len(shown))
+    ax, names = axes(6.0, 1.0 + 0.22 * len(shown)), []
+    above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 7}
     for y, row in enumerate(shown.itertuples()):
-        sure = row.low == row.low
-        if sure:
-            ax.plot([row.low, row.high], [y, y], "-", color="#0072B2", marker="|")
-        ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor="#0072B2" if sure else "white")
-        ax.annotate(
-            f"{row.ratio:.3g}×",
-            (row.ratio, y),
-            (0, 5),
-            textcoords="offset points",
-            ha="center",
-            fontsize=7,
-        )
+        words = {"": row.phase, " ": row.shard, " T ": row.T, " depth ": row.depth}
+        names.append("".join(f"{word}{value}" for word, value in words.items() if pd.notna(value)))
+        fill = "white"
+        if pd.notna(row.low):
+            fill = "#0072B2"
+            ax.plot([row.low, row.high], [y, y], "-", color=fill, marker="|")
+        ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
+        ax.annotate(f"{row.ratio:.3g}×", (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     ax.set_yticks(range(len(shown)), labels=names)
     ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
+
+
+@style()
+def speed_against_fidelity(configurations: pd.DataFrame) -> Axes:
+    """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
+
+    `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each. A column
+    ``machine`` goes into the title and must name one.
+    """
+    title = on_machine("speed against fidelity", configurations)
+    ax = axes(5.5, 3.2)
+    error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
+    for verdict, (marker, colour) in _VERDICTS.items():
+        points = configurations[configurations["verdict"] == verdict]
+        if len(points):
+            look = {"color": colour, "label": verdict, "alpha": 0.8}
+            ax.plot(error[points.index], points["tokens_per_s"], marker, **look)
+    passing = configurations[configurations["verdict"] == "GREEN"]
+    if len(passing):
+        speeds = passing["tokens_per_s"].astype(float)
+        ring(ax, error[speeds.idxmax()], speeds.max(), label="fastest that passes")
+    ax.set_xscale("log")
+    ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
+    ax.set_ylim(bottom=0)
+    ax.grid()
+    return heading(ax, title)
+
+
+@style()
+def roofline(predictions: pd.DataFrame) -> Axes:
+    """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
+
+    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
+    """
+    ax = axes(4.2, 3.6)
+    ms = predictions[["published_ms", "predicted_ms"]]
+    low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
+    ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
+    ax.fill_between(
+        [low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%"
+    )
+    names = predictions["figure"].str.split(",").str[0]
+    if "chip" in predictions:
+        names += ", " + predictions["chip"]
+    for name, rows in predictions.groupby(names, sort=False):
+        ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
+    ax.set(xscale="log", xlabel="published ms", xlim=(low, high))
+    ax.set(yscale="log", ylabel="predicted ms", ylim=(low, high))
+    misfit = (ms["predicted_ms"] / ms["published_ms"] - 1).abs().median()
+    ax.set_title(f"roofline, median misfit {misfit:.0%}")
+    ax.legend(loc="upper left")
+    return ax

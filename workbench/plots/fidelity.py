@@ -3,9 +3,8 @@
 Colour says how far on a fixed scale; a cross says that a threshold is broken, so that no verdict rests on colour.
 """
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -24,76 +23,125 @@ from workbench.plots.figure import (
     axes,
     grid_cells,
     heading,
+    ink,
     label_cells,
+    note,
     pivot_in_order,
     style,
     unmeasured_key,
 )
 
 MAX_TOKEN_LABELS = 64
-
-
-class _Metric(NamedTuple):
-    label: str
-    norm: type[Normalize]
-    limits: tuple[float, float]
-    fails: Callable
-    """Whether a value is beyond a threshold; bright colours lie on that side."""
-    colours: str
-
-
 _METRICS = {
-    "1-cosine": _Metric("1 − cosine", LogNorm, (1e-6, 1e-1), operator.gt, "cividis"),
-    "max_abs": _Metric("largest absolute error", LogNorm, (1e-6, 1e2), operator.gt, "cividis"),
-    "psnr_db": _Metric("PSNR (dB)", Normalize, (0.0, 120.0), operator.lt, "cividis_r"),
+    "1-cosine": ("1 − cosine", LogNorm, (1e-6, 1e-1)),
+    "max_abs": ("largest absolute error", LogNorm, (1e-6, 1e2)),
+    "psnr_db": ("PSNR (dB)", Normalize, (0.0, 120.0)),
 }
 
 
-@style()
-def fidelity_heatmap(
-    fidelity: pd.DataFrame,
-    *,
-    T: int,
-    tensor: str = "update",
-    mode: str = "isolated",
-    metric: str = "1-cosine",
-    tokens: Sequence[str] | None = None,
-    threshold: float | None = None,
-    limits: tuple[float, float] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Layer × position of one metric (``1-cosine``, ``max_abs`` or ``psnr_db``) at one T.
+@dataclass(frozen=True)
+class View:
+    """What a heatmap shows of the log's table `fidelity`.
 
-    `fidelity` has the columns of the log's table of that name and, for this `T`, `tensor` and `mode`, at most one row
-    per layer and position. Cells beyond `threshold` (in the metric's unit) and cells whose result is not finite are
-    crossed; cells without a measurement are hatched. `limits` fix the colour scale, so that figures compare; values
-    outside take the colour of the nearer end. `tokens[position]` names the positions where there are at most 64.
+    `metric` is ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and cells whose
+    result is not finite are crossed; cells without a measurement are hatched. `limits` fix the colour scale, so that
+    figures compare; values outside take the colour of the nearer end. `tokens[position]` names the positions where there
+    are at most 64.
     """
-    ax = axes(ax, 6.5, 3.2)
-    mesh, keys = _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens, limits)
-    _scale(mesh, ax, metric, threshold)
-    return heading(ax, f"{tensor}, {mode}, T = {T}", keys)
+
+    tensor: str = "update"
+    mode: str = "isolated"
+    metric: str = "1-cosine"
+    threshold: float | None = None
+    tokens: Sequence[str] | None = None
+    limits: tuple[float, float] | None = None
+
+    def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int) -> tuple[QuadMesh, list[Artist]]:
+        """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur.
+
+        It spans the layers and positions measured at any T, so that figures at several T line up.
+        """
+        measured = fidelity[(fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)]
+        rows = measured[measured["T"] == T]
+        if rows.empty or rows.duplicated(["layer", "position"]).any():
+            problem = "several rows for one layer and position" if len(rows) else "no rows"
+            raise ValueError(
+                f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
+            )
+        label, scale, limits = _METRICS[self.metric]
+        least, most = self.limits or limits
+        value = (1 - rows["cosine"] if self.metric == "1-cosine" else rows[self.metric]).astype(
+            float
+        )
+        infinite = ~rows["finite"].fillna(True).astype(bool)
+        threshold = np.nan if self.threshold is None else self.threshold
+        if self.metric == "psnr_db":  # small values fail; bright colours lie on the failing side
+            colours, off_scale, beyond, sign = "cividis_r", least - 1, value < threshold, "<"
+        else:
+            colours, off_scale, beyond, sign = "cividis", 2 * most, value > threshold, ">"
+        cell = value.clip(least, most).mask(infinite, off_scale)
+        table = rows.assign(cell=cell, crossed=beyond | infinite).pivot(
+            index="layer", columns="position", values=["cell", "crossed"]
+        )
+        layers, positions = (measured[c].sort_values().unique() for c in ("layer", "position"))
+        cells, crossed = (
+            table[c].reindex(index=layers, columns=positions) for c in ("cell", "crossed")
+        )
+        colours = matplotlib.colormaps[colours].with_extremes(over="black", under="black")
+        mesh = grid_cells(ax, cells, scale(least, most), colours)
+        if self.tokens is not None and len(positions) <= MAX_TOKEN_LABELS:
+            names = [_printable(self.tokens[position]) for position in positions]
+            label_cells(ax.xaxis, names, MAX_TOKEN_LABELS)
+            ax.tick_params(axis="x", rotation=90)
+            for text in ax.get_xticklabels():
+                text.set_parse_math(False)
+        if self.tensor == "logits":  # they belong to no layer
+            ax.set(ylabel="", yticks=[])
+        y, x = np.nonzero(crossed.eq(True).to_numpy())
+        ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=ink(mesh)[y, x])
+        keys = []
+        if beyond.any():
+            broken = f"{label} {sign} {threshold:g}"
+            keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
+        if infinite.any():
+            keys.append(Patch(facecolor="black", label="not finite"))
+        return mesh, keys + unmeasured_key(cells)
+
+    def scale(self, mesh: QuadMesh, ax: Axes | list[Axes]) -> None:
+        """Draws the colour bar, with a line at the threshold."""
+        bar = mesh.figure.colorbar(
+            mesh, ax=ax, label=_METRICS[self.metric][0], pad=0.02, extend="neither"
+        )
+        bar.outline.set_visible(False)
+        if self.threshold is not None:
+            bar.ax.axhline(self.threshold, color="white", linewidth=2)
+            bar.ax.axhline(self.threshold, color="black", linewidth=1, marker="")
+
+
+@style()
+def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, **options) -> Axes:
+    """Layer × position of one metric at one T; `options` are the fields of a `View`.
+
+    `fidelity` has the columns of the log's table of that name and, for this `T`, tensor and mode, at most one row per
+    layer and position.
+    """
+    ax, view = axes(6.5, 3.2, ax), View(**options)
+    mesh, keys = view.draw(ax, fidelity, T)
+    view.scale(mesh, ax)
+    return heading(ax, f"{view.tensor}, {view.mode}, T = {T}", keys)
 
 
 @style()
 def fidelity_grid(
-    fidelity: pd.DataFrame,
-    Ts: Iterable[int],
-    *,
-    tensor: str = "update",
-    mode: str = "isolated",
-    metric: str = "1-cosine",
-    threshold: float | None = None,
-    columns: int = 2,
-    **options,
+    fidelity: pd.DataFrame, Ts: Iterable[int], *, columns: int = 2, **options
 ) -> Figure:
-    """`fidelity_heatmap` at several T as small multiples with one colour scale; `options` are its `tokens` and `limits`."""
-    Ts = list(Ts)
+    """`fidelity_heatmap` at several T as small multiples with one colour scale; `options` are the fields of a `View`."""
+    Ts, view = list(Ts), View(**options)
     rows = -(-len(Ts) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(7, 0.7 + 2 * rows), squeeze=False)
     keys = {}
     for i, (ax, T) in enumerate(zip(grid.flat, Ts)):
-        mesh, marks = _draw(ax, fidelity, T, tensor, mode, metric, threshold, **options)
+        mesh, marks = view.draw(ax, fidelity, T)
         keys |= {key.get_label(): key for key in marks}
         ax.set_title(f"T = {T}")
         if i % columns:
@@ -104,82 +152,17 @@ def fidelity_grid(
             ax.tick_params(labelbottom=False)
     for ax in grid.flat[len(Ts) :]:
         ax.remove()
-    figure.suptitle(f"{tensor}, {mode}", x=0.01, ha="left", fontsize=9)
+    figure.suptitle(f"{view.tensor}, {view.mode}", x=0.01, ha="left", fontsize=9)
     if keys:
         figure.legend(handles=list(keys.values()), loc="outside upper right", ncols=len(keys))
-    _scale(mesh, list(grid.flat[: len(Ts)]), metric, threshold)
+    view.scale(mesh, list(grid.flat[: len(Ts)]))
     return figure
-
-
-def _draw(
-    ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=None
-) -> tuple[QuadMesh, list[Artist]]:
-    """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur."""
-    measured = fidelity[(fidelity["tensor"] == tensor) & (fidelity["mode"] == mode)]
-    rows = measured[measured["T"] == T]
-    kind = _METRICS[metric]
-    norm = kind.norm(*(limits or kind.limits))
-    value = (1 - rows["cosine"] if metric == "1-cosine" else rows[metric]).astype(float)
-    infinite = ~rows["finite"].fillna(True).astype(bool)
-    beyond = kind.fails(value, np.nan if threshold is None else threshold)
-    off_scale = 2 * norm.vmax if kind.fails(1, 0) else norm.vmin - 1
-    cells = _pivot(rows, value.clip(norm.vmin, norm.vmax).mask(infinite, off_scale), measured)
-    mesh = grid_cells(
-        ax,
-        cells,
-        norm,
-        matplotlib.colormaps[kind.colours].with_extremes(over="black", under="black"),
-    )
-    if tokens is not None and len(cells.columns) <= MAX_TOKEN_LABELS:
-        label_cells(
-            ax.xaxis, [_printable(tokens[position]) for position in cells.columns], MAX_TOKEN_LABELS
-        )
-        ax.tick_params(axis="x", rotation=90)
-        for text in ax.get_xticklabels():
-            text.set_parse_math(False)
-    if tensor == "logits":  # they belong to no layer
-        ax.set(ylabel="", yticks=[])
-    y, x = np.nonzero(_pivot(rows, beyond | infinite, measured).eq(True).to_numpy())
-    dark = mesh.to_rgba(cells.to_numpy()[y, x])[:, :3].mean(axis=1) < 0.5
-    ax.scatter(
-        x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=np.where(dark, "white", "black")
-    )
-    keys = []
-    if beyond.any():
-        broken = f"{kind.label} {'>' if kind.fails(1, 0) else '<'} {threshold:g}"
-        keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
-    if infinite.any():
-        keys.append(Patch(facecolor="black", label="not finite"))
-    return mesh, keys + unmeasured_key(cells)
-
-
-def _pivot(rows: pd.DataFrame, cell: pd.Series, measured: pd.DataFrame) -> pd.DataFrame:
-    """Layer × position over whatever was measured at any T, so that figures at several T line up."""
-    if rows.empty or rows.duplicated(["layer", "position"]).any():
-        problem = "several rows for one layer and position" if len(rows) else "no rows"
-        raise ValueError(
-            f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
-        )
-    layers, positions = (measured[name].sort_values().unique() for name in ("layer", "position"))
-    grid = rows.assign(cell=cell).pivot(index="layer", columns="position", values="cell")
-    return grid.reindex(index=layers, columns=positions)
-
-
-def _scale(mesh: QuadMesh, ax: Axes | list[Axes], metric: str, threshold: float | None) -> None:
-    """The colour bar, with a line at the threshold."""
-    bar = mesh.figure.colorbar(
-        mesh, ax=ax, label=_METRICS[metric].label, pad=0.02, extend="neither"
-    )
-    bar.outline.set_visible(False)
-    if threshold is not None:
-        bar.ax.axhline(threshold, color="white", linewidth=2)
-        bar.ax.axhline(threshold, color="black", linewidth=1, marker="")
 
 
 def _printable(token: str) -> str:
     """Token text with visible white space, at most 12 characters, only glyphs that the font has."""
     glyphs = get_font(findfont("DejaVu Sans")).get_charmap()
-    visible = token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
+    visible = token.translate(str.maketrans(" \n\t", "␣↵⇥"))
     short = visible if len(visible) <= 12 else visible[:11] + "…"
     return "".join(
         letter if ord(letter) in glyphs and letter.isprintable() else "□" for letter in short
@@ -187,40 +170,26 @@ def _printable(token: str) -> str:
 
 
 @style()
-def update_cosine_bars(
-    ablations: pd.DataFrame, *, threshold: float = 0.97, ax: Axes | None = None
-) -> Axes:
+def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97) -> Axes:
     """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of the hidden state.
 
     `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and ``cosine``; one bar
     per ingredient, in the order given. Bars that fail `threshold` are hatched and their figure is crossed.
     """
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
-    ax = axes(ax, 5.5, 0.8 + 0.28 * len(table))
-    fails = table["update"] < threshold
+    ax = axes(5.5, 0.8 + 0.28 * len(table))
     bars = ax.barh(
         table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update"
     )
-    for bar, (row, value), failed in zip(bars, table["update"].items(), fails):
-        bar.set_hatch("////" if failed else None)
-        ax.text(1.03, row, f"{value:.4f}{' ×' if failed else ''}", va="center")
-    limit = ax.axvline(
-        threshold,
-        color="black",
-        linewidth=1,
-        linestyle="--",
-        label=f"threshold {threshold:g} (× fails)",
-    )
-    keys = [bars, limit]
+    for bar, (row, value) in zip(bars, table["update"].items()):
+        hatch, cross = ("////", " ×") if value < threshold else (None, "")
+        bar.set_hatch(hatch)
+        ax.text(1.03, row, f"{value:.4f}{cross}", va="center")
+    limit = f"threshold {threshold:g} (× fails)"
+    keys = [bars, ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=limit)]
     if "hidden" in table:
-        keys += ax.plot(
-            table["hidden"],
-            table.index,
-            "o",
-            color="black",
-            markerfacecolor="white",
-            label="hidden state",
-        )
+        ring = {"color": "black", "markerfacecolor": "white", "label": "hidden state"}
+        keys += ax.plot(table["hidden"], table.index, "o", **ring)
     ax.invert_yaxis()
     ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)), 1.18))
     ax.tick_params(axis="y", length=0)
@@ -228,14 +197,14 @@ def update_cosine_bars(
 
 
 @style()
-def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def error_parts(parts: pd.DataFrame) -> Axes:
     """Where the error of each layer comes from: one line per part on a log scale, the total dashed.
 
     `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a relative RMS. Lines,
     not a stack, since the parts are vectors and their norms do not add. A part that was not measured is left out.
     """
     lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
-    return _part_lines(axes(ax, 6.0, 2.8), lines, "parts of the error")
+    return _part_lines(axes(6.0, 2.8), lines, "parts of the error")
 
 
 def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
@@ -255,29 +224,14 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
     `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``, ``cross`` are left out.
     """
-    row = (
-        parts[parts["layer"] == layer]
-        .iloc[0]
-        .drop(["layer", "rss", "cross", "run_id"], errors="ignore")
-        .astype(float)
-    )
-    ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
+    rows = parts.set_index("layer").drop(columns=["rss", "cross", "run_id"], errors="ignore")
+    row = rows.loc[layer].astype(float)
+    ax = axes(4.5, 0.9 + 0.25 * len(row), ax)
     least = row[row > 0].min() / 10
-    ax.barh(
-        row.index,
-        row.where(row > 0, least),
-        0.6,
-        color=["#0072B2" if name != "total" else "0.4" for name in row.index],
-    )
+    lengths = row.where(row > 0, least)
+    ax.barh(row.index, lengths, 0.6, color=np.where(row.index == "total", "0.4", "#0072B2"))
     for name, value in row.items():
-        text = "not measured" if value != value else f"{value:.2g}"
-        ax.annotate(
-            text,
-            (value if value > 0 else least, name),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-        )
+        note(ax, "not measured" if pd.isna(value) else f"{value:.2g}", lengths[name], name)
     ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))
     ax.invert_yaxis()
     ax.tick_params(axis="y", length=0)
@@ -285,7 +239,7 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
 
 @style()
-def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def error_by_position(parts: pd.DataFrame) -> Axes:
     """Error along the sequence: one line per part on a log scale, the median over layers; the total dashed.
 
     `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts that are zero
@@ -294,5 +248,5 @@ def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
     return _part_lines(
-        axes(ax, 6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence"
+        axes(6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence"
     )

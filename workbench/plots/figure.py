@@ -21,6 +21,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which colour-blind readers tell apart."""
@@ -51,7 +52,10 @@ STYLE = {
     "svg.fonttype": "none",  # text stays text: searchable, and set in the reader's font
 }
 
-_UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
+_DATES = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+"""The box of a text that lies on lines."""
+
 _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
 
 
@@ -82,14 +86,14 @@ def save(
     """
     if not alt.strip():
         raise ValueError(f"{stem}: a figure needs a text alternative")
-    stem, title = Path(stem), ""
+    stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in (*formats, "json")]
     for path, suffix in zip(paths, formats):
         with style():
             drawn = draw()
             figure = drawn if isinstance(drawn, Figure) else drawn.figure
-            figure.savefig(path, format=suffix, metadata=_UNDATED[suffix])
+            figure.savefig(path, format=suffix, metadata=_DATES.get(suffix))
             title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
             plt.close(figure)
     sidecar = {"title": title, "alt": alt, "run_ids": list(run_ids), "written_by": writer()}
@@ -102,7 +106,7 @@ def writer() -> str:
     return f"matplotlib {matplotlib.__version__}, Pillow {PIL.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
-def axes(ax: Axes | None, width: float, height: float) -> Axes:
+def axes(width: float, height: float, ax: Axes | None = None) -> Axes:
     """`ax`, or the axes of a new figure of that size in inches."""
     return plt.subplots(figsize=(width, height))[1] if ax is None else ax
 
@@ -121,26 +125,38 @@ def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) ->
     return mesh
 
 
-def write_cells(ax: Axes, grid: pd.DataFrame, text: Callable, **looks: Callable) -> None:
-    """Writes `text(value)`, unless None, into the middle of every cell; `looks` are properties of the text by value."""
-    for (y, x), value in np.ndenumerate(grid.to_numpy()):
-        if (label := text(value)) is not None:
-            look = {name: of(value) for name, of in looks.items()}
-            ax.text(x + 0.5, y + 0.5, label, ha="center", va="center", **look)
+def ink(mesh: QuadMesh) -> np.ndarray:
+    """The colour, white or black, that is seen on each cell of a mesh."""
+    dark = mesh.to_rgba(mesh.get_array())[..., :3].mean(axis=-1) < 0.5
+    return np.where(dark, "white", "black")
+
+
+def write_cells(mesh: QuadMesh, texts: pd.DataFrame) -> None:
+    """Writes each text, unless it is missing, into the middle of its cell; a failure, ✗, in bold."""
+    colours = ink(mesh)
+    for (y, x), text in np.ndenumerate(texts.to_numpy()):
+        if not pd.isna(text):
+            weight = "bold" if text == "✗" else "normal"
+            mesh.axes.text(
+                x + 0.5, y + 0.5, text, ha="center", va="center", color=colours[y, x], weight=weight
+            )
+
+
+def note(ax: Axes, text: str, x: float, y: float | str) -> Annotation:
+    """Writes a text to the right of a point of the data."""
+    return ax.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center")
+
+
+def ring(ax: Axes, x: float, y: float, **options) -> None:
+    """A ring around a point of the data."""
+    ax.plot(x, y, "o", ms=11, mfc="none", mec="black", **options)
 
 
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
     """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are more than `most`."""
-    step = next(
-        step
-        for n in itertools.count()
-        for step in (10**n, 2 * 10**n, 5 * 10**n)
-        if len(labels) <= step * most
-    )
-    axis.set_ticks(
-        [i + 0.5 for i in range(0, len(labels), step)],
-        labels=[str(label) for label in labels[::step]],
-    )
+    steps = (step * 10**n for n in itertools.count() for step in (1, 2, 5))
+    step = next(step for step in steps if len(labels) <= step * most)
+    axis.set_ticks(np.arange(0, len(labels), step) + 0.5, labels=list(map(str, labels[::step])))
     axis.set_tick_params(length=0)
 
 
@@ -171,13 +187,8 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
     ax.set_title(title, pad=18 if keys else None)
     if keys:
-        ax.legend(
-            handles=keys,
-            loc="lower left",
-            bbox_to_anchor=(0, 1.01),
-            ncols=len(keys),
-            handlelength=1.4,
-        )
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1.01)}
+        ax.legend(handles=keys, ncols=len(keys), handlelength=1.4, **place)
     return ax
 
 
@@ -189,14 +200,8 @@ def median_range(
     for name, line in samples.groupby(lines, sort=False):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
         reach = [values["median"] - values["min"], values["max"] - values["median"]]
-        ax.errorbar(
-            values.index,
-            values["median"],
-            yerr=reach,
-            capsize=2.5,
-            elinewidth=0.8,
-            label=label.format(name),
-        )
+        look = {"capsize": 2.5, "elinewidth": 0.8, "label": label.format(name)}
+        ax.errorbar(values.index, values["median"], yerr=reach, **look)
     ax.set_xscale("log", base=base)
     at = sorted(samples[x].unique())
     ax.set_xticks(at, labels=map(str, at))

@@ -5,38 +5,32 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
-from workbench.plots.figure import axes, grid_cells, heading, pivot_in_order, style, write_cells
+from workbench.plots.figure import (
+    ON_LINES,
+    axes,
+    grid_cells,
+    heading,
+    pivot_in_order,
+    style,
+    write_cells,
+)
 
 
 @style()
 def headroom(
-    rows: pd.DataFrame,
-    *,
-    x: str,
-    lines: str,
-    xlabel: str | None = None,
-    log: bool = False,
-    ax: Axes | None = None,
+    rows: pd.DataFrame, *, x: str, lines: str, xlabel: str | None = None, log: bool = False
 ) -> Axes:
     """Headroom in bits over the column `x`, one line per value of the column `lines`; at 0 and below, fp16 overflows.
 
     `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn.
     """
-    ax = axes(ax, 6.0, 3.0)
+    ax = axes(6.0, 3.0)
     for name, line in rows.groupby(lines, sort=False):
         least = line.groupby(x)["headroom_bits"].min()
         ax.plot(least.index, least, label=str(name))
     low = min(ax.get_ylim()[0], -1.0)
     ax.axhspan(low, 0, facecolor="0.92", edgecolor="0.6", hatch="////", linewidth=0, zorder=0)
-    ax.text(
-        0.01,
-        0.02,
-        "beyond 65504: inf",
-        transform=ax.transAxes,
-        ha="left",
-        va="bottom",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-    )
+    ax.text(0.01, 0.02, "beyond 65504: inf", transform=ax.transAxes, va="bottom", bbox=ON_LINES)
     ax.set(xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear")
     ax.set_ylim(bottom=low)
     ax.grid(axis="y")
@@ -44,24 +38,15 @@ def headroom(
 
 
 @style()
-def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+def mask_leaks(table: pd.DataFrame) -> Axes:
     """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is black and says so.
 
     `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to be drawn.
     """
     grid = pivot_in_order(table, "mask", "case", "leak")
-    ax = axes(ax, 2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
+    ax = axes(2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
     colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
     mesh = grid_cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
-    write_cells(
-        ax,
-        grid,
-        lambda leak: f"{leak:.2f}" if leak == leak else "NaN ×",
-        color=lambda leak: (
-            "white"
-            if sum(mesh.to_rgba(min(leak, 1) if leak == leak else 2.0)[:3]) < 1.5
-            else "black"
-        ),
-    )
+    write_cells(mesh, grid.map(lambda leak: "NaN ×" if pd.isna(leak) else f"{leak:.2f}"))
     ax.set(xlabel="", ylabel="")
     return heading(ax, "weight on positions that the mask blocks")

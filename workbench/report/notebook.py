@@ -35,8 +35,9 @@ def run_notebook(
     from traitlets.config import Config
 
     root = log.default_root()
+    project = log.project(root)
     name = report.experiment(number).name
-    source = log.project(root) / "notebooks" / f"{name}.ipynb"
+    source = project / "notebooks" / f"{name}.ipynb"
     if not source.is_file():
         raise InputError(
             f"notebook {source}",
@@ -50,17 +51,13 @@ def run_notebook(
     code = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
     started = []  # cells
     bar = tqdm(total=code, desc=name, unit="cell", disable=not progress)
-    executed = log.project(root) / "build" / "notebooks" / source.name
+    executed = project / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as sockets
-    ):  # over TCP, every user of this machine could listen
-        kernel = Config(
-            KernelManager={"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
-        )
+    with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user here could listen
+        manager = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
         client = nbclient.NotebookClient(
             notebook,
-            config=kernel,
+            config=Config(KernelManager=manager),
             timeout=1800,
             resources={"metadata": {"path": str(source.parent)}},
             on_cell_execute=lambda cell, **_: started.append(cell),
@@ -72,11 +69,9 @@ def run_notebook(
             nbclient.exceptions.CellControlSignal,
             nbclient.exceptions.DeadKernelError,
         ) as problem:
-            refusal, words = _failure(problem)
-            copy = executed.relative_to(log.project(root))
-            raise refusal or CellError(
-                f"{name}, cell [{len(started)}]: {words} (executed copy: {copy})"
-            ) from None
+            copy = executed.relative_to(project)
+            where = f"{name}, cell [{len(started)}]"
+            raise _failure(problem, where, f"(executed copy: {copy})") from None
         finally:
             bar.close()
             nbformat.write(notebook, executed)
@@ -98,12 +93,13 @@ def run_notebook(
     }
 
 
-def _failure(problem: Exception) -> tuple[InputError | None, str]:
-    """The InputError that a cell raised, if it was one, and any other failure in one line."""
+def _failure(problem: Exception, where: str, copy: str) -> Exception:
+    """The InputError that a cell raised, if it was one, or any other failure in one line."""
     name, text = getattr(problem, "ename", None), getattr(problem, "evalue", str(problem))
-    refusal = InputError.from_message(text) if name == "InputError" else None
     lines = text.strip().splitlines() or [""]
-    return refusal, f"{name}: {lines[-1]}" if name else lines[0]
+    words = f"{name}: {lines[-1]}" if name else lines[0]
+    refusal = InputError.from_message(text) if name == "InputError" else None
+    return refusal or CellError(f"{where}: {words} {copy}")
 
 
 def _verdict(runs) -> str:

@@ -1,6 +1,7 @@
 """Results as the small DataFrames that notebooks and reports show. Knows no files and draws nothing."""
 
 from collections.abc import Iterable
+from math import prod
 
 import pandas as pd
 from pandas.io.formats.style import Styler
@@ -22,14 +23,18 @@ def shard_interface(bundle: Bundle) -> pd.DataFrame:
     shard = bundle.manifest.shards[0]
     states = {name: state.shape for name, state in shard.states.items()}
     roles = {"input": shard.inputs, "state": states, "output": shard.outputs}
-    rows = [(role, *tensor) for role, shapes in roles.items() for tensor in shapes.items()]
-    frame = pd.DataFrame(rows, columns=["role", "name", "dims"])
-    frame["shape"] = ["[" + ", ".join(map(str, dims)) + "]" for dims in frame["dims"]]
-    frame["dtype"] = ["int32" if name == "pos" else "fp16" for name in frame["name"]]
-    frame["bytes"] = [
-        2 * pd.Series([1 if n == "T" else n for n in dims]).prod() for dims in frame.pop("dims")
+    rows = [
+        {
+            "role": role,
+            "name": name,
+            "shape": f"[{', '.join(map(str, dims))}]",
+            "dtype": "int32" if name == "pos" else "fp16",
+            "bytes": 2 * prod(n for n in dims if n != "T"),
+        }
+        for role, shapes in roles.items()
+        for name, dims in shapes.items()
     ]
-    return frame
+    return pd.DataFrame(rows)
 
 
 def styled(frame: pd.DataFrame) -> Styler:
@@ -53,31 +58,23 @@ def gates(results: Iterable[Gate]) -> pd.DataFrame:
 
 def budget(sizes: Budget, setting: str) -> pd.DataFrame:
     """Bytes by part, as `plots.memory_bar` draws them."""
-    names = {
-        "weights": "weights",
-        "kv": "KV cache",
-        "side_states": "side states",
-        "embedding": "embedding",
-        "buffers": "buffers",
+    parts = {
+        "weights": sizes.weights,
+        "KV cache": sizes.kv,
+        "side states": sizes.side_states,
+        "embedding": sizes.embedding,
+        "buffers": sizes.buffers,
     }
-    return pd.DataFrame(
-        {
-            "setting": setting,
-            "part": names.values(),
-            "bytes": [getattr(sizes, part) for part in names],
-        }
-    )
+    rows = [(setting, *part) for part in parts.items()]
+    return pd.DataFrame(rows, columns=["setting", "part", "bytes"])
 
 
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
     """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what it says, advice."""
     rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
-    frame = pd.DataFrame(rows, columns=["id", "confidence", "effect", "shard", "says", "advice"])
-    return (
-        frame.groupby(["id", "confidence", "effect", "says", "advice"])
-        .agg(shards=("shard", "nunique"))
-        .reset_index()
-    )
+    by = ["id", "confidence", "effect", "says", "advice"]
+    frame = pd.DataFrame(rows, columns=["shard", *by])
+    return frame.groupby(by)["shard"].nunique().reset_index(name="shards")
 
 
 def listing(values: dict) -> pd.DataFrame:

@@ -26,56 +26,24 @@ from workbench.sweep.runs import TIMES
 
 @dataclass(frozen=True)
 class Experiment:
-    """Number, slug and question of a numbered experiment; its notebook and its folder are named `number_slug`."""
+    """Number, name and question of a numbered experiment; its notebook and its folder have its name."""
 
     number: str
-    slug: str
+    name: str
     question: str
 
-    @property
-    def name(self) -> str:
-        return f"{self.number}_{self.slug}"
 
-
-EXPERIMENTS = {
-    e.number: e
-    for e in (
-        Experiment(
-            "05",
-            "stateful_kv_cache",
-            "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?",
-        ),
-        Experiment(
-            "29", "zaya_probe", "What does a Q→O probe of ZAYA's attention leave unmeasured?"
-        ),
-        Experiment(
-            "30",
-            "zaya_stateful_attention",
-            "Does ZAYA's stateful attention survive the export, judged by Hugging Face?",
-        ),
-        Experiment(
-            "31",
-            "error_parts",
-            "How much of the error is storage, re-authoring, quantization, precision, device?",
-        ),
-        Experiment(
-            "32",
-            "fp16_overflow",
-            "Why does Qwen 2.5 give NaN on one compute unit and not on another?",
-        ),
-        Experiment(
-            "33",
-            "cache_reuse",
-            "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?",
-        ),
-        Experiment(
-            "34",
-            "decode_sweep",
-            "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?",
-        ),
-        Experiment("35", "routed_experts", "What does routing experts on the host save?"),
-    )
+_QUESTIONS = {
+    "05_stateful_kv_cache": "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?",
+    "29_zaya_probe": "What does a Q→O probe of ZAYA's attention leave unmeasured?",
+    "30_zaya_stateful_attention": "Does ZAYA's stateful attention survive the export, judged by Hugging Face?",
+    "31_error_parts": "How much of the error is storage, re-authoring, quantization, precision, device?",
+    "32_fp16_overflow": "Why does Qwen 2.5 give NaN on one compute unit and not on another?",
+    "33_cache_reuse": "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?",
+    "34_decode_sweep": "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?",
+    "35_routed_experts": "What does routing experts on the host save?",
 }
+EXPERIMENTS = {name[:2]: Experiment(name[:2], name, text) for name, text in _QUESTIONS.items()}
 
 
 def experiment(number: str) -> Experiment:
@@ -130,10 +98,11 @@ def exhibit(
 
     `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is logged with.
     """
-    flat = data.set_axis(
-        [" ".join(map(str, c)) if isinstance(c, tuple) else str(c) for c in data.columns], axis=1
-    )
-    flat = flat.reset_index() if data.index.name or data.index.nlevels > 1 else flat
+    flat = data.rename(columns=str)
+    if data.columns.nlevels > 1:
+        flat.columns = flat.columns.map(" ".join)
+    if data.index.name or data.index.nlevels > 1:
+        flat = flat.reset_index()
     content = flat.astype(object).where(flat.notna(), None).to_dict("split", index=False)
     content["run_ids"] = sorted({*run_ids, *(data["run_id"].dropna() if "run_id" in data else ())})
     return {
@@ -167,25 +136,16 @@ def write_exhibit(row: Mapping, place: Path, number: str) -> list[Path]:
     data, name, caption = data_of(row), row["name"], row["caption"]
     if row["plot"]:
         draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
-        return plots.save(
-            lambda: draw(data, **options),
-            place / "figures" / name,
-            run_ids=runs_of(row),
-            alt=caption,
-        )
+        stem = place / "figures" / name
+        return plots.save(lambda: draw(data, **options), stem, run_ids=runs_of(row), alt=caption)
     path = place / "tables" / f"{name}.tex"
     path.parent.mkdir(parents=True, exist_ok=True)
-    latex_caption = re.sub(r"([&%$#_{}])", r"\\\1", caption)
-    path.write_text(
-        data.to_latex(
-            index=False,
-            escape=True,
-            na_rep="--",
-            float_format="%.4g",
-            caption=latex_caption,
-            label=f"tab:{number}-{name}",
-        )
-    )
+    latex = {
+        "caption": re.sub(r"([&%$#_{}])", r"\\\1", caption),
+        "label": f"tab:{number}-{name}",
+        "float_format": "%.4g",
+    }
+    path.write_text(data.to_latex(index=False, escape=True, na_rep="--", **latex))
     return [path]
 
 
@@ -217,7 +177,8 @@ def write_report(
     for row in exhibits:
         write_exhibit(row, place, number)
     again = " ".join(["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])])
-    config = _config(notebook)
+    configs = notebook["config"].dropna()
+    config = json.loads(configs.item()) if len(configs) else {}
     parameters = config.get("parameters", {})
     settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in parameters.items())
     parts = [
@@ -316,12 +277,6 @@ def behind(
     return (runs[runs["run_id"].isin(stood_on)] if len(notebooks) else runs), exhibits
 
 
-def _config(notebook: pd.DataFrame) -> dict:
-    """The `config` of a notebook's run, given as at most one row."""
-    configs = notebook["config"].dropna()
-    return json.loads(configs.item()) if len(configs) else {}
-
-
 def _setup(runs: pd.DataFrame, parameters: dict) -> str:
     columns = [
         "checkpoint",
@@ -336,9 +291,9 @@ def _setup(runs: pd.DataFrame, parameters: dict) -> str:
         "power_source",
     ]
     runs = with_machines(runs)
-    rows = [(c, ", ".join(sorted(runs[c].dropna().astype(str).unique()))) for c in columns]
-    rows += [(f"parameter {name}", str(value)) for name, value in parameters.items()]
-    table = pd.DataFrame([(c, v or "not measured") for c, v in rows], columns=["setting", "value"])
+    values = {c: ", ".join(sorted(runs[c].dropna().astype(str).unique())) for c in columns}
+    values |= {f"parameter {name}": str(value) for name, value in parameters.items()}
+    table = pd.DataFrame(values.items(), columns=["setting", "value"]).replace("", "not measured")
     return "## Setup\n\n" + table.to_markdown(index=False)
 
 
@@ -348,10 +303,8 @@ def _results(exhibits: list[dict], again: str) -> str:
     for row in exhibits:
         name, caption, rows = row["name"], row["caption"], f"Log rows {', '.join(runs_of(row))}"
         if row["plot"]:
-            parts += [
-                f"![{caption}](figures/{name}.svg)",
-                f"{caption} {rows}; drawn again by `{again}`.",
-            ]
+            again_by = f"{caption} {rows}; drawn again by `{again}`."
+            parts += [f"![{caption}](figures/{name}.svg)", again_by]
         else:
             table = data_of(row).to_markdown(index=False, floatfmt=".4g")
             parts += [caption, table, f"LaTeX: [`tables/{name}.tex`](tables/{name}.tex). {rows}."]
@@ -372,21 +325,20 @@ def _latest(runs: pd.DataFrame) -> pd.DataFrame:
         "setting",
         "round",
     ]
-    return runs.groupby(
-        [*by, *(["machine", "software"] if "machine" in runs else [])], dropna=False
-    ).tail(1)
+    by += [column for column in ("machine", "software") if column in runs]
+    return runs.groupby(by, dropna=False).tail(1)
 
 
 def _verdicts(runs: pd.DataFrame) -> str:
     latest = _latest(runs[runs["verdict"].notna()])
     parts = ["## Verdicts"]
+    title = (
+        "**{verdict}** {checkpoint}, {compress}, max_seq_len {max_seq_len}, "
+        "{layers_per_shard} layers per shard, {kv_write}, {layout} (log row {run_id})"
+    )
     for run in latest.to_dict("records"):
         gates = pd.DataFrame(json.loads(run["config"]).get("gates", []))
-        title = (
-            f"**{run['verdict']}** {run['checkpoint']}, {run['compress']}, max_seq_len {run['max_seq_len']}, "
-            f"{run['layers_per_shard']} layers per shard, {run['kv_write']}, {run['layout']} (log row {run['run_id']})"
-        )
-        parts.append(title)
+        parts.append(title.format(**run))
         if len(gates) and (run["verdict"] == "RED" or len(latest) <= 4):
             table = gates[["verdict", "name", "value", "threshold", "reason"]]
             parts.append(table.to_markdown(index=False, floatfmt=".6g", missingval="–"))
@@ -396,28 +348,21 @@ def _verdicts(runs: pd.DataFrame) -> str:
 def _speed(runs: pd.DataFrame, root) -> str:
     """The speeds of each machine under its name: they are never put into one table."""
     named = with_machines(runs[runs["command"] == "sweep"])
-    parts = [
-        part
-        for name in machine_names(named)
-        if (part := _speed_of(named[named["machine"] == name], name, root))
-    ]
+    parts = [_speed_of(named[named["machine"] == name], root) for name in machine_names(named)]
     return "\n\n".join(["## Speed", *parts]) if parts else ""
 
 
-def _speed_of(runs: pd.DataFrame, machine: str, root) -> str:
-    ids = _latest(runs)["run_id"].tolist()
-    samples = log.load(
-        "samples", root=root, where={"run_id": ids, "phase": ["tokens_per_s", "call"]}
-    )
+def _speed_of(runs: pd.DataFrame, root) -> str:
+    where = {"run_id": _latest(runs)["run_id"].tolist(), "phase": ["tokens_per_s", "call"]}
+    samples = log.load("samples", root=root, where=where)
     options = [c for c in ("checkpoint", "checkpoint_hash", *TIMES, "software") if c not in samples]
     speeds = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
-    speeds["doubtful"] = [
-        " ".join(n for n in ("drifting", "unstable") if row[n]) for row in speeds.to_dict("records")
-    ]
+    doubts = speeds[["drifting", "unstable"]].astype(bool)
+    speeds["doubtful"] = doubts.dot(doubts.columns + " ").str.strip()
     varied = [option for option in options if speeds[option].nunique(dropna=False) > 1]
     columns = [*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]
     table = speeds.sort_values(["phase", *varied, "T"])[columns]
-    return f"On {machine}:\n\n{table.to_markdown(index=False, floatfmt='.4g')}"
+    return f"On {runs['machine'].iloc[0]}:\n\n{table.to_markdown(index=False, floatfmt='.4g')}"
 
 
 def _unmeasured(runs: pd.DataFrame) -> str:

@@ -23,47 +23,27 @@ def source_figures(project: Path, pattern: str) -> pd.DataFrame:
 
 def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
     """Records of the write probe as `plots.cache_rows` wants them: one row per call, layer and slot."""
-    number = {
-        point: i for i, point in enumerate(dict.fromkeys((r["T"], r["pos"]) for r in records))
-    }
-    rows = [
-        {
-            "call": number[r["T"], r["pos"]],
-            "T": r["T"],
-            "slot": slot,
-            "layer": r["layer"],
-            "changed": slot in r["changed"],
-            "expected": slot in r["expected"],
-        }
-        for r in records
-        for slot in range(slots)
-    ]
-    return (
-        pd.DataFrame(rows)
-        .groupby(["call", "T", "slot", "layer"], as_index=False)
-        .agg({"changed": "any", "expected": "any"})
-    )
+    probes = pd.DataFrame(records)
+    probes["call"] = probes.groupby(["T", "pos"], sort=False).ngroup()
+    rows = probes.merge(pd.Series(range(slots), name="slot"), how="cross")
+    for name in ("changed", "expected"):
+        rows[name] = [slot in written for slot, written in zip(rows["slot"], rows[name])]
+    calls = rows.groupby(["call", "T", "slot", "layer"], as_index=False)
+    return calls[["changed", "expected"]].any()
 
 
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
     """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds `kv_bytes`'s keywords."""
-    return pd.DataFrame(
-        [
-            {"setting": name, "part": "KV cache", "bytes": kv_bytes(**case)}
-            for name, case in cases.items()
-        ]
-    )
+    rows = [(name, "KV cache", kv_bytes(**case)) for name, case in cases.items()]
+    return pd.DataFrame(rows, columns=["setting", "part", "bytes"])
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     """The isolated fidelity rows furthest from the golden."""
     judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
     columns = ["layer", "position", "T", "tensor", "cosine", "psnr_db", "max_abs", "finite"]
-    return (
-        judged.sort_values("cosine", na_position="first")[columns]
-        .head(count)
-        .reset_index(drop=True)
-    )
+    ranked = judged.sort_values("cosine", na_position="first", ignore_index=True)
+    return ranked[columns].head(count)
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
@@ -85,9 +65,8 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
         f"At max_seq_len {lengths[-1]}, T = {Ts[-1]} carries {ratio:.2f} times the tokens per second of T = {Ts[0]}."
     )
     typical = layers.groupby("T")["layer_ms"].median()
-    lines.append(
-        "Median ms per layer: " + ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items()) + "."
-    )
+    words = ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items())
+    lines.append(f"Median ms per layer: {words}.")
     return "\n".join(lines)
 
 
@@ -108,15 +87,11 @@ def choice_conclusion(found: pd.DataFrame) -> str:
         f"Fastest of {len(passing)} configurations that pass (of {len(found)}) on {machine}: {summary(best)}"
     ]
     lines += [f"Faster, and not passing: {summary(first)}"] if first["verdict"] != "GREEN" else []
-    for axis in [
-        c for c in found if c in (*Options.model_fields, *_WAYS) and found[c].nunique() > 1
-    ]:
+    axes = [*Options.model_fields, *_WAYS]
+    for axis in [c for c in found if c in axes and found[c].nunique() > 1]:
         speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
-        lines.append(
-            f"{axis}: "
-            + ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
-            + " (medians)."
-        )
+        words = ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
+        lines.append(f"{axis}: {words} (medians).")
     return "\n".join(lines)
 
 
@@ -124,18 +99,13 @@ def routing_prediction(experts: int = 16) -> pd.DataFrame:
     """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard, and a router's and one
     expert's shard."""
     (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
-    one = replace(
-        dense, weight_bytes=dense.weight_bytes // experts, flops=dense.flops / experts, dispatches=2
-    )
+    weights, flops = dense.weight_bytes // experts, dense.flops / experts
+    one = replace(dense, weight_bytes=weights, flops=flops, dispatches=2)
     rows = [
-        {
-            "experts": name,
-            "weight_bytes": w.weight_bytes,
-            "predicted_ms": roofline.predict_ms([w], "M4 Max")["ms"].sum(),
-        }
-        for name, w in (("dense", dense), ("routed", one))
+        (name, work.weight_bytes, roofline.predict_ms([work], "M4 Max")["ms"].sum())
+        for name, work in (("dense", dense), ("routed", one))
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["experts", "weight_bytes", "predicted_ms"])
 
 
 def profile_parts(profile: pd.DataFrame) -> dict[str, float]:
@@ -147,21 +117,15 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
     """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of attention, and of the other parts."""
     leaf = profile["module"].str.rsplit(".", n=1).str[-1]
     probe = profile["part"].eq("attention") & leaf.isin(["q_proj", "o_proj"])
-    label = profile["part"].replace(
-        {"moe": "router and experts", "mlp": "MLP", "rest": "norms and residual"}
-    )
-    label = label.mask(label.eq("attention"), "rest of attention").mask(
-        probe, "probe: q_proj and o_proj"
-    )
-    order = [
-        "probe: q_proj and o_proj",
-        "rest of attention",
-        "router and experts",
-        "MLP",
-        "norms and residual",
-    ]
-    ms = profile["ms"].groupby(label).sum()
-    frame = ms.reindex([n for n in order if n in ms]).rename_axis("part").reset_index()
+    names = {
+        "probe": "probe: q_proj and o_proj",
+        "attention": "rest of attention",
+        "moe": "router and experts",
+        "mlp": "MLP",
+        "rest": "norms and residual",
+    }
+    ms = profile["ms"].groupby(profile["part"].mask(probe, "probe")).sum().rename(names)
+    frame = ms.reindex([n for n in names.values() if n in ms]).rename_axis("part").reset_index()
     return frame.assign(share=frame["ms"] / frame["ms"].sum())
 
 
@@ -177,13 +141,12 @@ def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str
 
 def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """Worst and mean isolated update cosine of each layer, one pair of columns per prompt."""
-    columns = {}
-    for prompt, rows in results.items():
-        judged = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")].groupby("layer")[
-            "cosine"
-        ]
-        columns |= {(prompt, "worst"): judged.min(), (prompt, "mean"): judged.mean()}
-    return pd.DataFrame(columns)
+    cosines = {
+        prompt: rows.query("mode == 'isolated' and tensor == 'update'").groupby("layer")["cosine"]
+        for prompt, rows in results.items()
+    }
+    columns = {prompt: cosine.agg(worst="min", mean="mean") for prompt, cosine in cosines.items()}
+    return pd.concat(columns, axis=1)
 
 
 def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
@@ -195,27 +158,16 @@ def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
         f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, fail the update's gate of {threshold}."
     ]
     lines += [f"A gate on the hidden state would not see: {', '.join(blind)}."] if blind else []
-    lines += (
-        [f"Too small on this checkpoint for the update's gate: {', '.join(missed)}."]
-        if missed
-        else []
-    )
+    if missed:
+        lines.append(f"Too small on this checkpoint for the update's gate: {', '.join(missed)}.")
     return "\n".join(lines)
 
 
 def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     """Number and bytes of each kind of shard, by bundle."""
-    rows = [
-        {"bundle": name, "kind": s.kind, "bytes": s.bytes}
-        for name, b in bundles.items()
-        for s in b.manifest.shards
-    ]
-    return (
-        pd.DataFrame(rows)
-        .groupby(["bundle", "kind"])["bytes"]
-        .agg(["count", "sum", "max"])
-        .reset_index()
-    )
+    rows = [(name, s.kind, s.bytes) for name, b in bundles.items() for s in b.manifest.shards]
+    sizes = pd.DataFrame(rows, columns=["bundle", "kind", "bytes"]).groupby(["bundle", "kind"])
+    return sizes["bytes"].agg(["count", "sum", "max"]).reset_index()
 
 
 def bench_rows(rows: list[dict], machine: str) -> pd.DataFrame:

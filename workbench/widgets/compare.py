@@ -54,9 +54,7 @@ class Compare(Panel):
             choice("B", names, last),
         ]
         super().__init__(controls, self.settings)
-        self.controls["machine"].observe(
-            lambda change: self.guarded(lambda: self._offer(change["new"])), names="value"
-        )
+        self.follow(self.controls["machine"], self._offer)
         self.draw()
 
     def _entries(self, machine: str) -> tuple[list[tuple[str, str]], str, str]:
@@ -75,13 +73,9 @@ class Compare(Panel):
             self.controls[side].value = run_id
 
     def _draw(self) -> None:
-        machine, comparison = (
-            self.value("machine"),
-            log.compare(self.value("A"), self.value("B"), self.root),
-        )
-        measures = comparison.measures[
-            lambda rows: rows["ratio"].notna() & rows["phase"].ne("layer")
-        ]
+        machine = self.value("machine")
+        comparison = log.compare(self.value("A"), self.value("B"), self.root)
+        measures = comparison.measures.dropna(subset="ratio").query("phase != 'layer'")
         if measures.empty:
             with plots.style():
                 figure, ax = plt.subplots(figsize=(6, 1.2))

@@ -62,7 +62,7 @@ class Panel:
         self.picture, self.message = Picture(), ui.HTML()
         for control in controls:
             control.layout.margin = "2px 14px 2px 0"
-            control.observe(lambda _: self.draw(), names="value")
+            self.follow(control, lambda _: self.draw())
         row = ui.HBox(controls, layout=ui.Layout(flex_flow="row wrap"))
         self.box = ui.VBox([row, self.message, self.picture, *below])
         self.box.add_class(f"workbench-{type(self).__name__.lower()}")
@@ -70,18 +70,19 @@ class Panel:
     def value(self, name: str):
         return self.controls[name].value
 
+    def follow(self, control: ui.Widget, action: Callable, name: str = "value") -> None:
+        """Calls `action`, guarded, with every new value of a control."""
+        control.observe(lambda change: self.guarded(lambda: action(change["new"])), names=name)
+
     def guarded(self, action: Callable[[], None]) -> None:
         """Runs a callback; what it raises is kept and shown."""
         try:
             action()
         except Exception as problem:  # shown in the widget, kept, raised by check()
             self.errors.append(problem)
-            text = (
-                str(problem) if isinstance(problem, InputError) else traceback.format_exc(limit=2)
-            )
-            self.message.value = (
-                f"<pre class='workbench-error' style='color:#b00'>{html.escape(text)}</pre>"
-            )
+            refused = isinstance(problem, InputError)
+            text = html.escape(str(problem) if refused else traceback.format_exc(limit=2))
+            self.message.value = f"<pre class='workbench-error' style='color:#b00'>{text}</pre>"
 
     def check(self) -> None:
         """Raises the first error of any callback so far."""
@@ -91,9 +92,6 @@ class Panel:
     def draw(self) -> None:
         with _ONE_FIGURE:
             self.guarded(self._draw)
-
-    def _draw(self) -> None:
-        raise TypeError(f"{type(self).__name__} draws nothing")
 
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture."""
@@ -157,18 +155,13 @@ class BackgroundJob:
     def refresh(self) -> None:
         """Writes the number of steps on the Run button."""
         count = len(self.steps())
-        self.run.description, self.run.disabled = (
-            f"Run what is missing ({count})" if count else "Nothing is missing",
-            not count,
-        )
+        self.run.disabled = not count
+        self.run.description = f"Run what is missing ({count})" if count else "Nothing is missing"
 
     def start(self) -> None:
         self.stopped.clear()
-        self.run.disabled, self.cancel.disabled, self.progress.layout.visibility = (
-            True,
-            False,
-            "visible",
-        )
+        self.run.disabled, self.cancel.disabled = True, False
+        self.progress.layout.visibility = "visible"
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 

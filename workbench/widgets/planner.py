@@ -46,16 +46,13 @@ class Planner(Panel):
         )
         self.box.children = (*self.box.children, self.job.box)
         for control in self.controls.values():
-            control.observe(lambda _: self.job.refresh(), names="value")
+            self.follow(control, lambda _: self.job.refresh())
         self.draw()
 
     @property
     def options(self) -> Options:
-        return export_options(
-            max_seq_len=self.value("max_seq_len"),
-            t_max=self.value("T"),
-            compress=self.value("compress"),
-        )
+        length, T, compress = (self.value(name) for name in ("max_seq_len", "T", "compress"))
+        return export_options(max_seq_len=length, t_max=T, compress=compress)
 
     def _lint(self) -> None:
         options = self.options
@@ -63,31 +60,22 @@ class Planner(Panel):
         self.placements[options] = placement.predicted_placement(bundle, int(self.value("chip")[1]))
 
     def _draw(self) -> None:
-        options, name, machine, chip = (
-            self.options,
-            self.checkpoint.path.name,
-            self.value("machine"),
-            self.value("chip"),
-        )
+        options, name = self.options, self.checkpoint.path.name
+        machine, chip = self.value("machine"), self.value("chip")
         size = MACHINES[machine]
         budget = memory.budget_of_checkpoint(self.checkpoint, options, size)
-        machines = (
-            {machine: size} if budget.total > size / 50 else {}
-        )  # else the checkpoint's bar would be invisible
-        self.show(
-            plots.memory_bar(tables.budget(budget, name), machines).figure, f"memory of {name}"
-        )
-        rates = {
-            T: 1e3
-            * T
-            / roofline.predict_ms(memory.decode_work(self.checkpoint, options, T), chip)["ms"].sum()
-            for T in sorted({1, self.value("T")})
-        }
+        # beside a machine far larger, the checkpoint's bar would be invisible
+        machines = {machine: size} if budget.total > size / 50 else {}
+        ax = plots.memory_bar(tables.budget(budget, name), machines)
+        self.show(ax.figure, f"memory of {name}")
+        rates = []
+        for T in sorted({1, self.value("T")}):
+            work = memory.decode_work(self.checkpoint, options, T)
+            rate = 1e3 * T / roofline.predict_ms(work, chip)["ms"].sum()
+            rates.append(f"{rate:.0f} tok/s at T = {T}")
         self.message.value = (
             f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {machine}. "
-            f"Predicted on {chip}: "
-            + ", ".join(f"{rate:.0f} tok/s at T = {T}" for T, rate in rates.items())
-            + f" (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
+            f"Predicted on {chip}: {', '.join(rates)} (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
         )
         self.rules.value = "Rules: not checked, they need the exported graph."
         if options in self.placements:
