@@ -1,7 +1,7 @@
 """Figures for notebooks and write-ups: DataFrames flow in, Axes flow out.
 
-Every function takes the data first and keyword options after, draws a new figure (`fidelity_heatmap`, `layer_parts` and
-`speed`: or into `ax`) and returns the Axes; none shows anything or reads a file. What a colour says, a symbol, a number or a hatch says too. Knows nothing of the
+Every function takes the data first and keyword options after, draws into `ax` (or a new figure) and returns the Axes;
+none shows anything or reads a file. What a colour says, a symbol, a number or a hatch says too. Knows nothing of the
 log, of bundles, or of how a figure was measured: a function draws the columns that its docstring names, and raises
 ValueError when they do not say one thing.
 """

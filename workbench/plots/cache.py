@@ -28,7 +28,7 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 
 
 @style()
-def cache_rows(changed: pd.DataFrame) -> Axes:
+def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Call × slot: filled where a row was written as expected, hollow where it was missed, crossed where it strayed.
 
     `changed`: ``call``, ``T``, ``slot``, ``layer``, and the booleans ``changed`` and ``expected``, for up to about 100
@@ -41,7 +41,7 @@ def cache_rows(changed: pd.DataFrame) -> Axes:
     cells["as expected"] = cells["expected"] & ~cells["missed"]
     calls = rows.groupby("call")["T"].first()
     slots = pd.Index(cells["slot"].unique()).sort_values()
-    ax = axes(min(1.4 + 0.16 * len(slots), 7), 0.9 + 0.18 * len(calls))
+    ax = axes(ax, min(1.4 + 0.16 * len(slots), 7), 0.9 + 0.18 * len(calls))
     for kind, look in _CALL_MARKS.items():
         marked = cells[cells[kind]]
         x, y = slots.get_indexer(marked["slot"]), calls.index.get_indexer(marked["call"])
@@ -64,14 +64,14 @@ def _marked(ax: Axes, verdicts: pd.DataFrame) -> None:
 
 
 @style()
-def reuse_matrix(cells: pd.DataFrame) -> Axes:
+def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """One mark per cell of the reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
     cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"], path], sep="  "))
     rows = cells[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
     table = pivot_in_order(rows, "row", "context", "verdict").sort_index(axis=1)
-    ax = axes(2.4 + 0.55 * len(table.columns), 0.9 + 0.2 * len(table))
+    ax = axes(ax, 2.4 + 0.55 * len(table.columns), 0.9 + 0.2 * len(table))
     _marked(ax, table)
     ax.set(xlabel="context (tokens)", ylabel="")
     return heading(ax, "restored caches", unmeasured_key(table.where(table.isin(["GREEN", "RED"]))))
@@ -99,10 +99,10 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
 
 
 @style()
-def first_token(samples: pd.DataFrame) -> Axes:
+def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one row per repetition;
     medians, bars from the least to the largest."""
-    ax = axes(4.8, 3.0)
+    ax = axes(ax, 4.8, 3.0)
     median_range(ax, samples, "context", "ms", "temperature")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")
     ax.xaxis.minorticks_off()

@@ -49,7 +49,7 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     units = timed["unit"].unique()
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
-    ax = axes(4.5, 2.8, ax)
+    ax = axes(ax, 4.5, 2.8)
     ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
@@ -58,7 +58,7 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
-def layer_ms(layers: pd.DataFrame) -> Axes:
+def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
 
     `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
@@ -68,7 +68,7 @@ def layer_ms(layers: pd.DataFrame) -> Axes:
     grid = layers.pivot_table(
         index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
     ).astype(float)
-    ax = axes(1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
+    ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
     mesh = grid_cells(ax, grid, Normalize(0, grid.max(axis=None)), colormaps["cividis"])
     write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
     bar = ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02)
@@ -77,7 +77,7 @@ def layer_ms(layers: pd.DataFrame) -> Axes:
 
 
 @style()
-def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int]) -> Axes:
+def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
     """Stacked bars of what must be resident, one per setting, over hollow bars of what machines have.
 
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
@@ -88,7 +88,7 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int]) -> Axes:
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
     table, machines = table / scale, pd.Series(budget, dtype=float) / scale
     bars = len(table) + len(machines)
-    ax = axes(6.5, 0.9 + 0.25 * bars)
+    ax = axes(ax, 6.5, 0.9 + 0.25 * bars)
     totals = _stack(ax, table)
     ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
     ax.vlines(machines, -0.5, range(len(table), bars), "black", "dashed", linewidth=0.8)
@@ -110,9 +110,9 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
 
 
 @style()
-def parts_bar(parts: pd.DataFrame) -> Axes:
+def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
-    ax = axes(6.5, 1.7)
+    ax = axes(ax, 6.5, 1.7)
     labels = [f"{row.part} ({row.ms:.3g} ms)" for row in parts.itertuples()]
     totals = _stack(ax, pd.DataFrame([parts["ms"].to_list()], columns=labels))
     ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, totals[0]))
@@ -141,14 +141,14 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
 
 
 @style()
-def ratios(measures: pd.DataFrame) -> Axes:
+def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Run B over run A: a dot per measurement with its interval; hollow where there are too few runs for one.
 
     `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives. A
     column ``machine`` goes into the title and must name one.
     """
     shown = measures.dropna(subset="ratio")
-    ax, names = axes(6.0, 1.0 + 0.22 * len(shown)), []
+    ax, names = axes(ax, 6.0, 1.0 + 0.22 * len(shown)), []
     above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 7}
     for y, row in enumerate(shown.itertuples()):
         words = {"": row.phase, " ": row.shard, " T ": row.T, " depth ": row.depth}
@@ -167,14 +167,14 @@ def ratios(measures: pd.DataFrame) -> Axes:
 
 
 @style()
-def speed_against_fidelity(configurations: pd.DataFrame) -> Axes:
+def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
 
     `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each. A column
     ``machine`` goes into the title and must name one.
     """
     title = on_machine("speed against fidelity", configurations)
-    ax = axes(5.5, 3.2)
+    ax = axes(ax, 5.5, 3.2)
     error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
     for verdict, (marker, colour) in _VERDICTS.items():
         points = configurations[configurations["verdict"] == verdict]
@@ -193,12 +193,12 @@ def speed_against_fidelity(configurations: pd.DataFrame) -> Axes:
 
 
 @style()
-def roofline(predictions: pd.DataFrame) -> Axes:
+def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
 
     `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
     """
-    ax = axes(4.2, 3.6)
+    ax = axes(ax, 4.2, 3.6)
     ms = predictions[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")

@@ -125,7 +125,7 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, 
     `fidelity` has the columns of the log's table of that name and, for this `T`, tensor and mode, at most one row per
     layer and position.
     """
-    ax, view = axes(6.5, 3.2, ax), View(**options)
+    ax, view = axes(ax, 6.5, 3.2), View(**options)
     mesh, keys = view.draw(ax, fidelity, T)
     view.scale(mesh, ax)
     return heading(ax, f"{view.tensor}, {view.mode}, T = {T}", keys)
@@ -170,14 +170,16 @@ def _printable(token: str) -> str:
 
 
 @style()
-def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97) -> Axes:
+def update_cosine_bars(
+    ablations: pd.DataFrame, *, threshold: float = 0.97, ax: Axes | None = None
+) -> Axes:
     """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of the hidden state.
 
     `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and ``cosine``; one bar
     per ingredient, in the order given. Bars that fail `threshold` are hatched and their figure is crossed.
     """
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
-    ax = axes(5.5, 0.8 + 0.28 * len(table))
+    ax = axes(ax, 5.5, 0.8 + 0.28 * len(table))
     bars = ax.barh(
         table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update"
     )
@@ -197,14 +199,14 @@ def update_cosine_bars(ablations: pd.DataFrame, *, threshold: float = 0.97) -> A
 
 
 @style()
-def error_parts(parts: pd.DataFrame) -> Axes:
+def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Where the error of each layer comes from: one line per part on a log scale, the total dashed.
 
     `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a relative RMS. Lines,
     not a stack, since the parts are vectors and their norms do not add. A part that was not measured is left out.
     """
     lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
-    return _part_lines(axes(6.0, 2.8), lines, "parts of the error")
+    return _part_lines(axes(ax, 6.0, 2.8), lines, "parts of the error")
 
 
 def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
@@ -226,7 +228,7 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
     """
     rows = parts.set_index("layer").drop(columns=["rss", "cross", "run_id"], errors="ignore")
     row = rows.loc[layer].astype(float)
-    ax = axes(4.5, 0.9 + 0.25 * len(row), ax)
+    ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
     least = row[row > 0].min() / 10
     lengths = row.where(row > 0, least)
     ax.barh(row.index, lengths, 0.6, color=np.where(row.index == "total", "0.4", "#0072B2"))
@@ -239,7 +241,7 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
 
 @style()
-def error_by_position(parts: pd.DataFrame) -> Axes:
+def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Error along the sequence: one line per part on a log scale, the median over layers; the total dashed.
 
     `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts that are zero
@@ -248,5 +250,5 @@ def error_by_position(parts: pd.DataFrame) -> Axes:
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
     return _part_lines(
-        axes(6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence"
+        axes(ax, 6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence"
     )

@@ -106,7 +106,7 @@ def writer() -> str:
     return f"matplotlib {matplotlib.__version__}, Pillow {PIL.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
-def axes(width: float, height: float, ax: Axes | None = None) -> Axes:
+def axes(ax: Axes | None, width: float, height: float) -> Axes:
     """`ax`, or the axes of a new figure of that size in inches."""
     return plt.subplots(figsize=(width, height))[1] if ax is None else ax
 

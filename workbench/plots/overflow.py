@@ -18,13 +18,19 @@ from workbench.plots.figure import (
 
 @style()
 def headroom(
-    rows: pd.DataFrame, *, x: str, lines: str, xlabel: str | None = None, log: bool = False
+    rows: pd.DataFrame,
+    *,
+    x: str,
+    lines: str,
+    xlabel: str | None = None,
+    log: bool = False,
+    ax: Axes | None = None,
 ) -> Axes:
     """Headroom in bits over the column `x`, one line per value of the column `lines`; at 0 and below, fp16 overflows.
 
     `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn.
     """
-    ax = axes(6.0, 3.0)
+    ax = axes(ax, 6.0, 3.0)
     for name, line in rows.groupby(lines, sort=False):
         least = line.groupby(x)["headroom_bits"].min()
         ax.plot(least.index, least, label=str(name))
@@ -38,13 +44,13 @@ def headroom(
 
 
 @style()
-def mask_leaks(table: pd.DataFrame) -> Axes:
+def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is black and says so.
 
     `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to be drawn.
     """
     grid = pivot_in_order(table, "mask", "case", "leak")
-    ax = axes(2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
+    ax = axes(ax, 2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
     colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
     mesh = grid_cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
     write_cells(mesh, grid.map(lambda leak: "NaN ×" if pd.isna(leak) else f"{leak:.2f}"))
