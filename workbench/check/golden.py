@@ -150,11 +150,13 @@ def make_golden(
     label: str = "source",
     fed: np.ndarray | None = None,
     fed_router: np.ndarray | None = None,
+    stream: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Golden:
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
     Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
     layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on.
+    `stream` is applied to what enters and what leaves every layer, such as a rounding.
     """
     import transformers
 
@@ -182,7 +184,7 @@ def make_golden(
         arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
         arguments += [torch.from_numpy(array)[None] for array in arrays]
     records = [
-        _record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i])
+        _record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i], stream)
         for i, layer in enumerate(base.layers)
     ]
     with torch.inference_mode():
@@ -252,17 +254,24 @@ def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
 
 
 def _record_layer(
-    layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor]
+    layer: nn.Module,
+    prefix: str,
+    read: WeightReader,
+    replaced: list[torch.Tensor],
+    stream: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, np.ndarray]:
     """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left.
 
-    `replaced` takes the place of the layer's first arguments.
+    `replaced` takes the place of the layer's first arguments; `stream` is applied to the first one
+    and to the output.
     """
     record = {}
 
     def enter(module, args, kwargs):
         args = args or (kwargs.pop("hidden_states"),)
         args = (*replaced, *args[len(replaced) :])
+        if stream:
+            args = (stream(args[0]), *args[1:])
         record["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
             _assign(module, name, read(prefix + name))
@@ -270,11 +279,14 @@ def _record_layer(
 
     def leave(module, args, output):
         outputs = output if isinstance(output, tuple) else (output,)
+        if stream:
+            outputs = (stream(outputs[0]), *outputs[1:])
         for name, value in zip(("hidden", "router"), outputs, strict=False):
             if value is not None:
                 record[name] = value[0].float().numpy().copy()
         for name in module.state_dict():
             _assign(module, name, None)
+        return outputs if isinstance(output, tuple) else outputs[0]
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
