@@ -7,16 +7,17 @@ the budget is not the price of compression.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, metrics
 from workbench.check.fidelity import ForwardPass
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, make_golden, stored_weights
+from workbench.check.golden import Golden, empty_model, make_golden, stored_weights
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -73,15 +74,40 @@ class Price:
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
     """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle` stores."""
     scale = 2.0**bundle.manifest.residual_exponent
-    run = partial(
-        make_golden,
-        checkpoint,
-        golden.ids,
-        stored_weights(checkpoint, bundle),
-        "budget",
-        stream=lambda x: (x / scale).half().float() * scale,
-    )
-    return Budget(run(fed=golden.x, fed_router=golden.router), run())
+    weights = stored_weights(checkpoint, bundle)
+
+    def run(*fed: np.ndarray | None) -> Golden:
+        model = _rounding_model(checkpoint, scale)
+        return make_golden(checkpoint, golden.ids, weights, "budget", *fed, model=model)
+
+    x = _rounded(torch.from_numpy(golden.x), scale).numpy()
+    return Budget(run(x, golden.router), run())
+
+
+def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
+    """Hugging Face's model whose stream is rounded to fp16 where it enters the first layer and leaves each."""
+
+    def enter(layer, args, kwargs):
+        name, x = (None, args[0]) if args else ("hidden_states", kwargs["hidden_states"])
+        if name is None:
+            return (_rounded(x, scale), *args[1:]), kwargs
+        return args, kwargs | {name: _rounded(x, scale)}
+
+    def leave(layer, args, output):
+        if isinstance(output, tuple):
+            return (_rounded(output[0], scale), *output[1:])
+        return _rounded(output, scale)
+
+    model = empty_model(checkpoint.config)
+    model.model.layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+    for layer in model.model.layers:
+        layer.register_forward_hook(leave)
+    return model
+
+
+def _rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """As the bundle's stream holds it: fp16, divided by `scale`."""
+    return (x / scale).half().float() * scale
 
 
 def measure_price(
