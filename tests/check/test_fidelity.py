@@ -64,7 +64,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
     checkpoint, bundle = identity
-    splits = error.split_error(checkpoint, bundle, bundle, prompt(97, 8))
+    splits = error.split_error(checkpoint, bundle, prompt(97, 8))
     assert {g.verdict for g in error.error_gates(splits)} == {"GREEN"}
     assert (
         splits["isolated"]
