@@ -40,11 +40,6 @@ class ExportedModel:
     tokens: list[str]
     goldens: Path
 
-    @cached_property
-    def golden(self) -> golden.Golden:
-        """Hugging Face's values for `ids`, computed when they are first used."""
-        return golden.stored_golden(self.checkpoint, self.ids, self.goldens)
-
     def validate(
         self,
         Ts: Iterable[int] | None = None,
@@ -58,6 +53,11 @@ class ExportedModel:
         keep_verdict(self.bundle, self.checkpoint)
         budget = measure_budget(self.bundle, self.checkpoint, reference)
         return validate(self.decoder, reference, Ts, budget=budget, max_kl=max_kl)
+
+    @cached_property
+    def golden(self) -> golden.Golden:
+        """Hugging Face's values for `ids`, computed when they are first used."""
+        return golden.stored_golden(self.checkpoint, self.ids, self.goldens)
 
 
 def token_texts(checkpoint: Checkpoint, ids: list[int]) -> list[str]:
