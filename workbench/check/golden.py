@@ -191,6 +191,7 @@ class ReferenceModel:
             checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
         )
         self.weights, self.label = weights, label
+        self.normed: np.ndarray | None = None  # [n, C], what the last call's logits are made of
         model = model or empty_model(self.checkpoint.config)
         self.config, self.base, prefix = model.config, model.model, self.checkpoint.prefix
         read = weights or self.checkpoint.tensor
@@ -230,9 +231,10 @@ class ReferenceModel:
             last = self.base(
                 input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
             )[0][0]
+            self.normed = last.numpy()
             logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
             if head:
-                logits = _logits(checkpoint, last, weights, prefix)
+                logits = _logits(checkpoint, last, weights)
         layers = {
             name: np.stack([record[name] for record in self.records]) for name in self.records[0]
         }
@@ -359,15 +361,15 @@ def _recording_cache(config, records: list[dict[str, np.ndarray]]):
     return Recording(config=config)
 
 
-def _logits(
-    checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None, prefix: str
-) -> np.ndarray:
+def head_weight(checkpoint: Checkpoint) -> str:
+    """Name of the tensor that turns the last hidden state into logits."""
+    tied = checkpoint.config.tie_word_embeddings
+    return f"{checkpoint.prefix}embed_tokens.weight" if tied else "lm_head.weight"
+
+
+def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None) -> np.ndarray:
     """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
-    name = (
-        f"{prefix}embed_tokens.weight"
-        if checkpoint.config.tie_word_embeddings
-        else "lm_head.weight"
-    )
+    name = head_weight(checkpoint)
     if weights:
         return (last @ weights(name).T).numpy()
     V = checkpoint.config.vocab_size

@@ -141,7 +141,7 @@ class ProgramPass(fidelity.Pass):
                 self.scores.add(layer, weights[seq, :, columns].numpy(), own < 0, scores)
 
     def errors(self, seq: int) -> pd.DataFrame:
-        """Errors of everything that one sequence computed, one row each."""
+        """Errors of everything that one sequence computed, one row each; chained ones per layer that they come from."""
         golden, trace = self.goldens[seq], self.traces[seq]
         frames = []
 
@@ -172,11 +172,15 @@ class ProgramPass(fidelity.Pass):
             differs = experts[:, 0] != golden.expert[layer]
             add("expert", layer, np.where(differs, golden.margin[layer], 0.0))
         if trace.logits is not None:
-            add("logits", -1, _errors(golden.logits, trace.logits))
+            floor = np.maximum(self.stretches[seq].logit_rms - _rms(golden.logits), 0.0)
+            add("logits", -1, _errors(golden.logits, trace.logits, floor))
         for name, expected, actual in self.states(seq):
             layer, leaf = split_layer(name)
             add(leaf, layer, *_state_errors(expected, actual, self.end(seq)), int(trace.T.max()))
-        return pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
+        rows = pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
+        if not self.isolated:  # errors of the layers before, and of the layer itself, add up
+            rows["error"] /= rows["layer"].replace(-1, len(golden.x)) + 1
+        return rows
 
     def end(self, seq: int) -> int:
         """Tokens in the cache after the pass."""
@@ -202,7 +206,8 @@ def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[
     for seq, logits in enumerate(decoder.logits(hidden)):
         golden, start = stretches[seq].golden, stretches[seq].start
         position = start + len(golden.ids) - T + np.arange(T)
-        error = _errors(golden.logits[-T:], logits)
+        floor = np.maximum(stretches[seq].logit_rms[-T:] - _rms(golden.logits[-T:]), 0.0)
+        error = _errors(golden.logits[-T:], logits, floor)
         frames.append(
             pd.DataFrame(
                 {"tensor": "logits", "layer": -1, "position": position, "T": T, "error": error}

@@ -13,7 +13,7 @@ import torch
 
 from workbench.bundle import Bundle, Manifest
 from workbench.bundle.names import CONV_STATE, K_STATE, V_DELAYED_STATE, V_STATE, split_layer
-from workbench.check.golden import Golden, ReferenceModel, stored_weights
+from workbench.check.golden import Golden, ReferenceModel, head_weight, stored_weights
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
@@ -43,12 +43,17 @@ class Reach:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive positions of one sequence from `start` on: the golden, and the states `before` and `after` it."""
+    """Consecutive positions of one sequence from `start` on: the golden, and the states `before` and `after` it.
+
+    `logit_rms` [n]: of logits that a normed hidden state as long as each position's gives in a random direction. Where some
+    rows of the head are huge (a massive activation's token) and cancel, the logits are smaller, but their rounding is not.
+    """
 
     golden: Golden
     start: int
     before: LayerStates
     after: LayerStates
+    logit_rms: np.ndarray
 
 
 def plan_reach(manifest: Manifest) -> Reach:
@@ -79,21 +84,28 @@ def reach_stretches(
     """The heads of all sequences, and their tails if there are any, as Hugging Face's model with the weights that `bundle`
     stores computes them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
+    head_rms = float(reference.weights(head_weight(checkpoint)).square().mean().sqrt())
     prompts = reach_prompts(bundle.manifest, plan, seed)
     pairs = [
-        _sequence(reference, ids, plan.head, start, np.random.default_rng([seed, seq]))
+        _sequence(reference, head_rms, ids, plan.head, start, np.random.default_rng([seed, seq]))
         for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True))
     ]
     return [list(stretches) for stretches in zip(*pairs, strict=True)]
 
 
 def _sequence(
-    reference: ReferenceModel, ids: np.ndarray, head: int, start: int, rng: np.random.Generator
+    reference: ReferenceModel,
+    head_rms: float,
+    ids: np.ndarray,
+    head: int,
+    start: int,
+    rng: np.random.Generator,
 ) -> list[Stretch]:
     cache, L = reference.cache(), len(reference.records)
     golden = reference.run(ids[:head], cache)
     after = [{K_STATE: golden.k[i], V_STATE: golden.v[i]} | _sides(cache, i) for i in range(L)]
-    first = Stretch(golden, 0, [{} for _ in after], after)
+    logit_rms = head_rms * np.linalg.norm(reference.normed, axis=-1)
+    first = Stretch(golden, 0, [{} for _ in after], after, logit_rms)
     if len(ids) == head:
         return [first]
     before = []
@@ -112,7 +124,8 @@ def _sequence(
         _joined(states, {K_STATE: golden.k[i], V_STATE: golden.v[i]}) | _sides(cache, i)
         for i, states in enumerate(before)
     ]
-    return [first, Stretch(golden, start, before, after)]
+    logit_rms = head_rms * np.linalg.norm(reference.normed, axis=-1)
+    return [first, Stretch(golden, start, before, after, logit_rms)]
 
 
 def _joined(states: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
