@@ -168,6 +168,15 @@ def test_constants_that_the_converter_drops_or_merges_are_covered(exports, tmp_p
     assert other.verdict == "RED" and "nothing covers" in other.reason
 
 
+def test_operands_that_do_not_fit_are_red_not_an_error(llama):
+    copy, checkpoint = llama("int8-channel")
+    scale = copy.weight("layers.1.self_attn.v_proj.weight").arrays["scale"].value
+    scale.type.tensorType.dimensions[0].constant.size = 7
+    found = gate(copy, checkpoint)
+    assert found.verdict == "RED" and "layers.1.self_attn.v_proj.weight" in found.reason
+    assert "o_proj" not in found.reason
+
+
 def test_a_damaged_weight_file_is_red_not_an_error(llama):
     copy, checkpoint = llama("fp16")
     path = next(e["path"] for e in copy.shard(0)["files"] if e["path"].endswith("weight.bin"))

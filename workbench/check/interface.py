@@ -34,7 +34,7 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     for shard in bundle.manifest.shards:
         try:
             differences += [f"{shard.name}: {text}" for text in _package(bundle, shard)]
-        except InputError as problem:
+        except (InputError, IndexError, ValueError) as problem:  # protobuf messages may lack parts
             differences.append(f"{shard.name}: {problem}")
     asked = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:

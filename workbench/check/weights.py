@@ -13,6 +13,7 @@ most the square of half a unit for each weight, which is taken off first.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isnan, prod
 
@@ -37,6 +38,11 @@ TABLE_LIMIT = (
 )
 FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
+DAMAGED = (
+    KeyError,
+    IndexError,
+    ValueError,
+)  # what operands that do not fit raise; InputError is one
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # what the host applies to embeddings: gate `host` compares it with the checkpoint's
 HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
@@ -64,13 +70,17 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
     for shard in tqdm(bundle.manifest.shards, desc="weights", unit="shard", disable=not progress):
         try:
             constants = Constants(bundle, shard)
-            problems += constants.uncovered()
-            for tensor in shard.weights:
+        except InputError as problem:
+            problems.append(f"{shard.name}: {problem}")
+            continue
+        problems += constants.uncovered()
+        for tensor in shard.weights:
+            try:
                 values, rows = checkpoint_values(checkpoint, shard, tensor, constants)
                 deviations += constants.deviations(tensor, values)
                 covered.setdefault(tensor, set()).update(rows)
-        except InputError as problem:
-            problems.append(f"{shard.name}: {problem}")
+            except DAMAGED as problem:
+                problems.append(f"{shard.name}: {tensor}: {problem}")
     tensors = text_tensors(checkpoint)
     for tensor in sorted(tensors):
         if len(covered.get(tensor, ())) < (checkpoint.shape(tensor) or [1])[0]:
@@ -211,16 +221,14 @@ def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> lis
     if any(bool((values.half() == neutral).all()) for neutral in (0.0, 1.0)):
         return []
     for shard in shards:
-        try:
+        with suppress(*DAMAGED):  # named already
             constants = Constants(bundle, shard)
-        except InputError:  # named already
-            continue
-        for twin in shard.weights:
-            expected = (values + shard.offsets.get(twin, 0.0)).reshape(-1, values.shape[-1])
-            if constants.size(twin) == values.numel() and all(
-                d.excess <= 1 for d in constants.deviations(twin, expected)
-            ):
-                return []
+            for twin in shard.weights:
+                expected = (values + shard.offsets.get(twin, 0.0)).reshape(-1, values.shape[-1])
+                if constants.size(twin) == values.numel() and all(
+                    d.excess <= 1 for d in constants.deviations(twin, expected)
+                ):
+                    return []
     return [f"nothing covers tensor {tensor}"]
 
 
