@@ -1,4 +1,4 @@
-"""Gate `weights`: GREEN on what the export stores, RED on weights changed in packages on disk, in every preset."""
+"""Gate `weights`: GREEN on what the export stores, RED on weights changed on disk, in every preset."""
 
 import shutil
 
