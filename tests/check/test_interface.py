@@ -1,4 +1,4 @@
-"""Gate `interface`: GREEN on what the export writes, RED where manifest, description or program was changed on disk."""
+"""Gate `interface`: GREEN on what the export writes, RED on what was changed on disk."""
 
 import pytest
 from copies import Copy
@@ -214,7 +214,7 @@ def test_a_tokenizer_file_that_is_missing_is_red(llama_bundle, tiny_llama, tmp_p
 
 
 def test_the_gate_needs_no_decoder(llama):
-    """A manifest that promises more tokens than the package takes is refused by decoders and RED here."""
+    """Decoders refuse a manifest of more tokens than the package takes; it is RED here."""
     copy = llama("fp16")
     option("t_max", 20)(copy)
     bundle = Bundle.open(copy.seal())

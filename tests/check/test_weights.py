@@ -1,4 +1,4 @@
-"""Gate `weights`: GREEN on what the export stores, RED on weights changed in packages on disk, in every preset."""
+"""Gate `weights`: GREEN on what the export stores, RED on weights changed on disk, in every preset."""
 
 import shutil
 
@@ -166,6 +166,15 @@ def test_constants_that_the_converter_drops_or_merges_are_covered(exports, tmp_p
     assert found.verdict == "GREEN", found.reason
     other = weights_gate(bundle, Checkpoint(source))
     assert other.verdict == "RED" and "nothing covers" in other.reason
+
+
+def test_operands_that_do_not_fit_are_red_not_an_error(llama):
+    copy, checkpoint = llama("int8-channel")
+    scale = copy.weight("layers.1.self_attn.v_proj.weight").arrays["scale"].value
+    scale.type.tensorType.dimensions[0].constant.size = 7
+    found = gate(copy, checkpoint)
+    assert found.verdict == "RED" and "layers.1.self_attn.v_proj.weight" in found.reason
+    assert "o_proj" not in found.reason
 
 
 def test_a_damaged_weight_file_is_red_not_an_error(llama):

@@ -157,7 +157,7 @@ def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
 
 
 def least_squared_error(values: np.ndarray, count: int) -> float:
-    """Squared error of the best table of `count` values, by dynamic programming over every cut of the sorted values."""
+    """Squared error of the best table of `count` values, by dynamic programming over all cuts."""
     points, counts = np.unique(values.astype(np.float64), return_counts=True)
     sums = [np.concatenate([[0], np.cumsum(counts * points**p)]) for p in range(3)]
     n, (s0, s1, s2) = len(points), sums

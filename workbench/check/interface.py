@@ -1,7 +1,8 @@
 """Gate `interface`: `bundle.json`, the packages' descriptions and their programs say one thing.
 
-Core ML reads the description, computes the program, and the host fills the buffers that the manifest names. All three are
-read from the files, none is run: a package that no runtime would load is RED here, with the first differences by name.
+Core ML reads the description, computes the program, and the host fills the buffers that the
+manifest names. All three are read from the files, none is run: a package that no runtime would load
+is RED here, with the first differences by name.
 """
 
 from collections.abc import Iterator
@@ -29,12 +30,14 @@ SIZES |= {"num_hidden_layers": "L", "vocab_size": "V"}
 
 
 def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
-    """Compares the manifest with every package and, where there is one, the checkpoint's tokens and sizes with it."""
+    """Compares the manifest with every package and, where there is one, the checkpoint's tokens and
+    sizes with it.
+    """
     differences = list(_options(bundle.manifest))
     for shard in bundle.manifest.shards:
         try:
             differences += [f"{shard.name}: {text}" for text in _package(bundle, shard)]
-        except InputError as problem:
+        except (InputError, IndexError, ValueError) as problem:  # protobuf messages may lack parts
             differences.append(f"{shard.name}: {problem}")
     asked = "no checkpoint given: tokens and tokenizer not compared"
     if checkpoint is not None:
@@ -80,7 +83,9 @@ def _options(m: Manifest) -> Iterator[str]:
 
 
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
-    """Differences between a shard of the manifest, the description of its package and the program in it."""
+    """Differences between a shard of the manifest, the description of its package and the program
+    in it.
+    """
     spec, o = read_spec(bundle.package(shard)), bundle.manifest.options
     described, functions = spec.description, spec.mlProgram.functions
     if spec.specificationVersion < SPECIFICATION:
@@ -121,7 +126,7 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
 
 
 def _names(what: str, declared, described, packaged) -> Iterator[str]:
-    """Differences between the names that manifest, description and program have, each of them once."""
+    """Differences between the names in manifest, description and program, each of them once."""
     texts = [sorted(declared), sorted(v.name for v in described), sorted(packaged)]
     if texts[0] != texts[1]:
         yield f"{what} {texts[0]} in the manifest, {texts[1]} in the description"
@@ -130,7 +135,9 @@ def _names(what: str, declared, described, packaged) -> Iterator[str]:
 
 
 def _input(value, shape: list, packaged: tuple, t_max: int, fixed: bool) -> Iterator[str]:
-    """Differences between an input's description, its type in the program and the `shape` in the manifest."""
+    """Differences between an input's description, its type in the program and the `shape` in the
+    manifest.
+    """
     array, name = value.type.multiArrayType, f"input {value.name}"
     expected = ("INT32" if value.name == POS else "FLOAT16", _sizes(shape, t_max, fixed))
     if packaged != expected:
@@ -187,7 +194,9 @@ def _regions(tensor: str, shape: list[int], shard: Shard) -> Iterator[str]:
 
 
 def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
-    """Constants that are stored in another way than `options.compress` says: matrices as the preset, all else as fp16."""
+    """Constants that are stored in another way than `options.compress` says: matrices as the
+    preset, all else as fp16.
+    """
     makers = {out.name: op for op in block.operations for out in op.outputs}
     routers = {value for name, value in shard.weights.items() if OUTSIDE in name}
     matrices = set()
@@ -210,7 +219,9 @@ def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
 
 
 def _stored_as(op) -> tuple:
-    """How a constant is stored: its operation, then dtype and, of scales and tables, shape of each operand."""
+    """How a constant is stored: its operation, then dtype and, of scales and tables, shape of each
+    operand.
+    """
     if op.type == "const":
         return "const", _tensor(op.attributes["val"].type)[0]
     operands = {n: _tensor(a.arguments[0].value.type) for n, a in sorted(op.inputs.items())}

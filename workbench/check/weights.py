@@ -1,18 +1,24 @@
-"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within what its preset must lose.
+"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within what its preset
+must lose.
 
-The loss that is allowed is computed from the checkpoint's tensor v and the preset alone, never from what is stored:
+The loss that is allowed is computed from the checkpoint's tensor v and the preset alone, never from
+what is stored:
 
-    fp16      half a unit in the last place of fp16 at v (v with its offset, where storage adds one)
-    integers  half a step, the step being amax / (2^(bits−1) − 1) of the tensor, channel or block in fp16; the fp16
-              rounding of v / step, 2^-11 of v, comes on top, and what a step that fp16 rounded down cannot reach
-    tables    the distance to the nearest entry, and half a unit in the last place of the two entries that compete
+    fp16      half a unit in the last place of fp16 at v (with the offset that storage adds)
+    integers  half a step, which is amax / (2^(bits−1) − 1) of the tensor, channel or block, in
+              fp16; on top come the fp16 rounding of v / step, 2^-11 of v, and what a step that
+              fp16 rounded down cannot reach
+    tables    the distance to the nearest entry, and half a unit in the last place of each of the
+              two entries that compete
 
-Compressed weights are compared with v rounded to fp16, which precedes compression. A table must also come within 0.1%
-of the squared error of the best table there is (exact k-means in one dimension); rounding its entries to fp16 adds at
-most the square of half a unit for each weight, which is taken off first.
+Compressed weights are compared with v rounded to fp16, which precedes compression. A table must
+also come within 0.1% of the squared error of the best table there is (exact k-means in one
+dimension); rounding its entries to fp16 adds at most the square of half a unit for each weight,
+which is taken off first.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isnan, prod
 
@@ -37,6 +43,11 @@ TABLE_LIMIT = (
 )
 FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
+DAMAGED = (
+    KeyError,
+    IndexError,
+    ValueError,
+)  # what operands that do not fit raise; InputError is one
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # what the host applies to embeddings: gate `host` compares it with the checkpoint's
 HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
@@ -44,7 +55,9 @@ HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden
 
 @dataclass(frozen=True)
 class Deviation:
-    """The worst weight of one stored tensor, in parts of what its preset must lose there; at most `limit`."""
+    """The worst weight of one stored tensor, in parts of what its preset must lose there; at most
+    `limit`.
+    """
 
     place: str
     value: float
@@ -57,20 +70,26 @@ class Deviation:
 
 
 def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> Gate:
-    """Compares every stored weight with the checkpoint's, and looks for tensors and constants that nothing covers."""
+    """Compares every stored weight with the checkpoint's, and looks for tensors and constants that
+    nothing covers.
+    """
     from tqdm.auto import tqdm
 
     deviations, problems, covered = [], [], {}
     for shard in tqdm(bundle.manifest.shards, desc="weights", unit="shard", disable=not progress):
         try:
             constants = Constants(bundle, shard)
-            problems += constants.uncovered()
-            for tensor in shard.weights:
+        except InputError as problem:
+            problems.append(f"{shard.name}: {problem}")
+            continue
+        problems += constants.uncovered()
+        for tensor in shard.weights:
+            try:
                 values, rows = checkpoint_values(checkpoint, shard, tensor, constants)
                 deviations += constants.deviations(tensor, values)
                 covered.setdefault(tensor, set()).update(rows)
-        except InputError as problem:
-            problems.append(f"{shard.name}: {problem}")
+            except DAMAGED as problem:
+                problems.append(f"{shard.name}: {tensor}: {problem}")
     tensors = text_tensors(checkpoint)
     for tensor in sorted(tensors):
         if len(covered.get(tensor, ())) < (checkpoint.shape(tensor) or [1])[0]:
@@ -87,7 +106,9 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
 
 
 class Constants:
-    """The constants of one shard's program, read from its package, none of them computed by `miltorch`."""
+    """The constants of one shard's program, read from its package, none of them computed by
+    `miltorch`.
+    """
 
     def __init__(self, bundle: Bundle, shard: Shard):
         self.shard, self.manifest = shard, bundle.manifest
@@ -105,7 +126,9 @@ class Constants:
         return _size(self.op(tensor))
 
     def deviations(self, tensor: str, values: torch.Tensor) -> list[Deviation]:
-        """What `tensor` deviates by from `values` [rows, columns], the checkpoint's with their offset."""
+        """What `tensor` deviates by from `values` [rows, columns], the checkpoint's with their
+        offset.
+        """
         op, place = self.op(tensor), f"{self.shard.name}: {tensor}"
         stored = self._dense(tensor, op).reshape(values.shape)
         if op.kind == "const":
@@ -122,7 +145,9 @@ class Constants:
         ]
 
     def uncovered(self) -> list[str]:
-        """Constants of `FEW` elements or more that are no tensor of the checkpoint and follow no formula."""
+        """Constants of `FEW` elements or more that are no tensor of the checkpoint and follow no
+        formula.
+        """
         tensors, problems = set(self.shard.weights.values()), []
         parts = {
             name for op in self.ops if op.kind != "const" and op.constant for name in op.reads()
@@ -169,8 +194,9 @@ class Constants:
 def checkpoint_values(
     checkpoint: Checkpoint, shard: Shard, tensor: str, constants: Constants
 ) -> tuple[torch.Tensor, range]:
-    """The checkpoint's values of what `shard` stores of `tensor`, float32 [rows, columns] with their offset, and which
-    rows of the tensor they are."""
+    """The checkpoint's values of what `shard` stores of `tensor`, float32 [rows, columns] with
+    their offset, and which rows of the tensor they are.
+    """
     if tensor not in checkpoint:
         raise _refusal(tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint")
     shape, size = checkpoint.shape(tensor), constants.size(tensor)
@@ -198,11 +224,12 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
 
 
 def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> list[str]:
-    """Why nothing covers a tensor that no shard, or not every row of which a shard, is said to hold; [] if something does.
+    """Why nothing covers a tensor that no shard, or not every row of which a shard, is said to
+    hold; [] if something does.
 
-    The host's tables are the business of gate `host`. coremltools drops a constant that changes nothing, all zeros or all
-    ones, and merges equal ones: a twin in the same shard then has these values. That the program computes with them is for
-    gate `program` to show.
+    The host's tables are the business of gate `host`. coremltools drops a constant that changes
+    nothing, all zeros or all ones, and merges equal ones: a twin in the same shard then has these
+    values. That the program computes with them is for gate `program` to show.
     """
     if tensor.removeprefix(checkpoint.prefix) in HOST_TENSORS:
         return []
@@ -211,16 +238,14 @@ def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> lis
     if any(bool((values.half() == neutral).all()) for neutral in (0.0, 1.0)):
         return []
     for shard in shards:
-        try:
+        with suppress(*DAMAGED):  # named already
             constants = Constants(bundle, shard)
-        except InputError:  # named already
-            continue
-        for twin in shard.weights:
-            expected = (values + shard.offsets.get(twin, 0.0)).reshape(-1, values.shape[-1])
-            if constants.size(twin) == values.numel() and all(
-                d.excess <= 1 for d in constants.deviations(twin, expected)
-            ):
-                return []
+            for twin in shard.weights:
+                expected = (values + shard.offsets.get(twin, 0.0)).reshape(-1, values.shape[-1])
+                if constants.size(twin) == values.numel() and all(
+                    d.excess <= 1 for d in constants.deviations(twin, expected)
+                ):
+                    return []
     return [f"nothing covers tensor {tensor}"]
 
 
@@ -231,7 +256,7 @@ def half_ulp(values: torch.Tensor) -> torch.Tensor:
 
 
 def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
-    """Largest |stored − values| over room(values), of [rows, columns]; nan where a value is none."""
+    """Largest |stored − values| over room(values), of [rows, columns]; nan if a value is nan."""
     worst = [0.0]
     for a, b in _pieces(*stored.shape):
         off, allowed = (stored[a:b] - values[a:b].float()).abs(), room(values[a:b].float())
@@ -240,7 +265,9 @@ def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
 
 
 def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -> float:
-    """Largest deviation of integers times a scale, in parts of what `preset` must lose on `rounded` (fp16) [rows, n]."""
+    """Largest deviation of integers times a scale, in parts of what `preset` must lose on `rounded`
+    (fp16) [rows, n].
+    """
     stored, rounded = (x.reshape(-1, preset.block or x.shape[1]) for x in (stored, rounded))
     largest = 2 ** (preset.bits - 1) - 1
     peak = torch.maximum(rounded.amax(1), -rounded.amin(1)).float()[:, None]
@@ -260,8 +287,9 @@ def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -
 def table_ratios(
     stored: torch.Tensor, rounded: torch.Tensor, table: torch.Tensor
 ) -> tuple[float, float]:
-    """Largest distance to the entry that is used, over that to the nearest one, and the squared error over the least that
-    a table of this length can have on `rounded` (fp16)."""
+    """Largest distance to the entry that is used, over that to the nearest one, and the squared
+    error over the least that a table of this length can have on `rounded` (fp16).
+    """
     entries = table.sort().values
     middles = (entries[1:] + entries[:-1]) / 2
     worst, error, rounding = [0.0], 0.0, 0.0
@@ -295,7 +323,7 @@ def _pieces(rows: int, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """`factor` repeated so that it lines up with `shape`: each of its axes divides that of `shape`."""
+    """`factor` repeated to line up with `shape`: each of its axes divides that of `shape`."""
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat(size // factor.shape[axis], axis)
