@@ -1,4 +1,5 @@
-"""Another runtime is compared with the portable one, within the distance that narrow sums make; no checkpoint is needed."""
+"""Another runtime is compared with the portable one, within the distance that narrow sums make; no
+checkpoint is needed."""
 
 import pytest
 from faults import FAULTS

@@ -1,4 +1,5 @@
-"""The price of compression is measured beside what rounding alone costs, and only the user's limit makes it RED."""
+"""The price of compression is measured beside what rounding alone costs, and only the user's limit
+makes it RED."""
 
 from dataclasses import replace
 
@@ -93,7 +94,8 @@ def test_a_layer_that_adds_nothing_costs_nothing_and_may_add_nothing(
 
 
 def test_the_budget_rounds_the_stream_as_the_bundle_holds_it(exports):
-    """One massive channel: rounding the stream alone costs far more than an update's own rounding."""
+    """One massive channel: rounding the stream alone costs far more than an update's own
+    rounding."""
     path = exports.checkpoint("llama")
     checkpoint, bundle = Checkpoint(path), exports.bundle(path)
     reference = golden.make_golden(checkpoint, prompt(97, 12))

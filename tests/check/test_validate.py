@@ -1,4 +1,5 @@
-"""The verdict: bug gates with a checkpoint, the stored ones without, and a bundle that no decoder runs is still RED."""
+"""The verdict: bug gates with a checkpoint, the stored ones without, and a bundle that no decoder
+runs is still RED."""
 
 import json
 import shutil

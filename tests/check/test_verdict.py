@@ -1,4 +1,5 @@
-"""verdict.json holds what the checkpoint's gates said, for one identity of a bundle, and nothing for another."""
+"""verdict.json holds what the checkpoint's gates said, for one identity of a bundle, and nothing
+for another."""
 
 import json
 import shutil

@@ -1,7 +1,9 @@
-"""Whether another runtime computes what the portable one does: no checkpoint is needed, so a Mac decides by itself.
+"""Whether another runtime computes what the portable one does: no checkpoint is needed, so a Mac
+decides by itself.
 
-Every shard is fed the golden's inputs on both. The device may be as far from portable `declared` arithmetic as `narrow`
-is, which rounds sums to fp16 after every 32 products: that distance is measured for each bundle, not chosen.
+Every shard is fed the golden's inputs on both. The device may be as far from portable `declared`
+arithmetic as `narrow` is, which rounds sums to fp16 after every 32 products: that distance is
+measured for each bundle, not chosen.
 """
 
 import hashlib
@@ -22,15 +24,17 @@ from workbench.errors import InputError
 from workbench.files import write_whole
 
 METADATA = "workbench-reference"
-# Times the distance declared–narrow. `declared` lies one rounding away from exact arithmetic, and a device may lie another
-# one away on the other side: portable `exact` is 1.3 distances away on tiny-llama.
+# Times the distance declared–narrow. `declared` lies one rounding away from exact arithmetic, and a
+# device may lie another one away on the other side: portable `exact` is 1.3 distances away on
+# tiny-llama.
 DEVICE_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W], and `distance` [n], the RMS of
-    `declared` − `narrow` at each position. `key`: the bundle and the tokens that they belong to."""
+    """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W], and
+    `distance` [n], the RMS of `declared` − `narrow` at each position. `key`: the bundle and the
+    tokens that they belong to."""
 
     declared: dict[str, np.ndarray]
     distance: dict[str, np.ndarray]
@@ -59,7 +63,8 @@ class Reference:
 
 
 def make_reference(bundle: Bundle, golden: Golden) -> Reference:
-    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens, seen as a device shows it."""
+    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens, seen
+    as a device shows it."""
     results = []
     for precision in ("declared", "narrow"):
         decoder = Decoder(bundle, "portable", precision)
@@ -71,7 +76,8 @@ def make_reference(bundle: Bundle, golden: Golden) -> Reference:
 
 
 def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
-    """`make_reference`, once: the file stays beside the golden at `path`, where that folder can be written."""
+    """`make_reference`, once: the file stays beside the golden at `path`, where that folder can be
+    written."""
     key = _key(bundle, golden)
     path = path.with_name(f"{path.stem}-{bundle.identity[:10]}.reference.safetensors")
     with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
@@ -85,7 +91,8 @@ def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
 
 
 def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
-    """GREEN where every layer's output, K, V and the logits are near to portable `declared`, as `narrow` is.
+    """GREEN where every layer's output, K, V and the logits are near to portable `declared`, as
+    `narrow` is.
 
     The value is the worst tensor's distance in units of that distance, as an RMS over positions.
     """
@@ -108,8 +115,8 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
 
 
 def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
-    """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of every T in turn, each shard fed the
-    golden's input, the head the golden's last hidden state."""
+    """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of every T in
+    turn, each shard fed the golden's input, the head the golden's last hidden state."""
     options, results = decoder.options, {}
     Ts = fidelity.default_ts(options.t_max, options.t == "fixed")
     trace = fidelity.run_golden(decoder, golden, Ts)
@@ -126,7 +133,8 @@ def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
 
 
 def _clear(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
-    """Positions [n] of each result that no near-tied choice of an expert, in its own shard, can have turned."""
+    """Positions [n] of each result that no near-tied choice of an expert, in its own shard, can
+    have turned."""
     if golden.margin is None:
         return {}
     tied, clear = fidelity.near_ties(decoder, golden), {}

@@ -1,8 +1,9 @@
-"""What compression and fp16 cost: how far a bundle is from the checkpoint, beside what rounding alone must cost.
+"""What compression and fp16 cost: how far a bundle is from the checkpoint, beside what rounding
+alone must cost.
 
-The budget is Hugging Face's own model in fp32 with the weights that the bundle stores, its stream rounded to fp16 where
-it enters and leaves a layer, its cache rows rounded once. Nothing of the exported program is in it, so an error far above
-the budget is not the price of compression.
+The budget is Hugging Face's own model in fp32 with the weights that the bundle stores, its stream
+rounded to fp16 where it enters and leaves a layer, its cache rows rounded once. Nothing of the
+exported program is in it, so an error far above the budget is not the price of compression.
 """
 
 from collections.abc import Sequence
@@ -22,13 +23,15 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
-# Times the budget that an error may be. Inner results of a layer are rounded as well, which the budget leaves out.
+# Times the budget that an error may be. Inner results of a layer are rounded as well, which the
+# budget leaves out.
 BUDGET_FACTOR = 8.0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Goldens of the stored weights and a rounded stream: every layer fed the source golden's input, and all in a row."""
+    """Goldens of the stored weights and a rounded stream: every layer fed the source golden's
+    input, and all in a row."""
 
     isolated: Golden
     chained: Golden
@@ -36,10 +39,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Price:
-    """`kl` [n] nats from the golden to the bundle at each position, `same_top` the share of positions with the same top token.
+    """`kl` [n] nats from the golden to the bundle at each position, `same_top` the share of
+    positions with the same top token.
 
-    `rows`: one per layer, position, T and tensor (update, k, v) of isolated passes: `error` and `budget`, relative RMS, and
-    their `ratio`. `budget` and `ratio` are null and `budget_kl` is None where no budget was measured.
+    `rows`: one per layer, position, T and tensor (update, k, v) of isolated passes: `error` and
+    `budget`, relative RMS, and their `ratio`. `budget` and `ratio` are null and `budget_kl` is None
+    where no budget was measured.
     """
 
     kl: np.ndarray
@@ -49,7 +54,8 @@ class Price:
 
     @property
     def worst(self) -> pd.Series:
-        """Ratio of error to budget of the layer, T and tensor where it is largest: its RMS over positions."""
+        """Ratio of error to budget of the layer, T and tensor where it is largest: its RMS over
+        positions."""
         ratios = self.rows["ratio"].fillna(np.inf).astype(float) ** 2
         means = ratios.groupby([self.rows[name] for name in ("layer", "T", "tensor")]).mean()
         return (means**0.5).sort_values(ascending=False).head(1).reset_index().iloc[0]
@@ -72,7 +78,8 @@ class Price:
 
 
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
-    """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle` stores."""
+    """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle`
+    stores."""
     scale = 2.0**bundle.manifest.residual_exponent
     weights = stored_weights(checkpoint, bundle)
 
@@ -85,7 +92,8 @@ def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Bu
 
 
 def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
-    """Hugging Face's model whose stream is rounded to fp16 where it enters the first layer and leaves each."""
+    """Hugging Face's model whose stream is rounded to fp16 where it enters the first layer and
+    leaves each."""
 
     def enter(layer, args, kwargs):
         name, x = (None, args[0]) if args else ("hidden_states", kwargs["hidden_states"])
@@ -121,8 +129,8 @@ def measure_price(
     """What `decoder` costs against `golden`; with the `checkpoint` also the budget.
 
     Args:
-        passes: isolated passes by T and the chained one, where they have been run (see `fidelity.measure_fidelity`).
-        budget: `measure_budget`'s, where it has been run.
+        passes: isolated passes by T and the chained one, where they have been run (see
+        `fidelity.measure_fidelity`). budget: `measure_budget`'s, where it has been run.
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
     if budget is None and checkpoint is not None:
@@ -138,7 +146,8 @@ def measure_price(
 
 
 def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
-    """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding alone explains, within a factor."""
+    """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding alone explains,
+    within a factor."""
     limit = gates.at_most(
         "max_kl",
         float(np.mean(price.kl)),
@@ -158,7 +167,8 @@ def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
 def price_rows(
     decoder: Decoder, golden: Golden, isolated: dict[int, ForwardPass], budget: Budget | None = None
 ) -> pd.DataFrame:
-    """The rows of `Price`; updates that may be another expert's, where a runtime does not show the choice, are left out."""
+    """The rows of `Price`; updates that may be another expert's, where a runtime does not show the
+    choice, are left out."""
     near_ties, parts = fidelity.near_ties(decoder, golden), []
     for T, trace in isolated.items():
         for layer, hidden in trace.hidden.items():
@@ -181,7 +191,8 @@ def _by_position(cache: np.ndarray | None) -> np.ndarray | None:
 
 
 def _errors(reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | None) -> pd.DataFrame:
-    """Per position of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and half an ulp together."""
+    """Per position of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and
+    half an ulp together."""
     scale, error = metrics.rms(reference), metrics.rms(reference, actual)
     rows = pd.DataFrame({"position": np.arange(len(scale)), "error": metrics.over(error, scale)})
     if rounded is None:
@@ -192,7 +203,8 @@ def _errors(reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | Non
 
 
 def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache, all do not."""
+    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache, all do
+    not."""
     return np.array([metrics.kl(*pair) for pair in zip(reference, actual, strict=True)])
 
 

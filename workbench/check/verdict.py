@@ -1,4 +1,5 @@
-"""BUNDLE/verdict.json: what the gates that need the checkpoint said of a bundle, for machines that lack the checkpoint."""
+"""BUNDLE/verdict.json: what the gates that need the checkpoint said of a bundle, for machines that
+lack the checkpoint."""
 
 import json
 from collections.abc import Iterable
@@ -39,7 +40,8 @@ def save(bundle: Bundle, gates: Iterable[Gate]) -> Path:
 
 
 def load(bundle: Bundle) -> list[Gate] | None:
-    """The gates of the bundle's verdict.json; None where there is none, or one of another bundle or format."""
+    """The gates of the bundle's verdict.json; None where there is none, or one of another bundle or
+    format."""
     try:
         contents = json.loads((bundle.root / NAME).read_text())
         if (contents["format"], contents["bundle"]) != (VERDICT_FORMAT, bundle.identity):

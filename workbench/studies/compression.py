@@ -1,7 +1,8 @@
-"""What each preset costs beside its size, the cheapest that passes, and a fault that compression would hide.
+"""What each preset costs beside its size, the cheapest that passes, and a fault that compression
+would hide.
 
-Is the bundle faulty, and what does compression cost: two questions. A fault planted in a bundle on disk answers the first
-with RED while the price may stay far below any limit.
+Is the bundle faulty, and what does compression cost: two questions. A fault planted in a bundle on
+disk answers the first with RED while the price may stay far below any limit.
 """
 
 import json
@@ -31,8 +32,9 @@ def preset_prices(
     max_kl: float = gates.MAX_KL,
     **options,
 ) -> pd.DataFrame:
-    """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top token, the verdict of the
-    gates that ask for bugs, and that of all gates. Bundles are exported into `bundles` with `options`."""
+    """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top
+    token, the verdict of the gates that ask for bugs, and that of all gates. Bundles are exported
+    into `bundles` with `options`."""
     rows = []
     for preset in presets:
         bundle = bundle_for(checkpoint, export_options(compress=preset, **options), bundles)
@@ -67,14 +69,16 @@ def cheapest_conclusion(prices: pd.DataFrame, max_kl: float) -> str:
 
 
 def price_table(result: Validation) -> pd.DataFrame:
-    """Price beside budget: mean, median, 99% and largest KL of the bundle, and of what rounding alone costs."""
+    """Price beside budget: mean, median, 99% and largest KL of the bundle, and of what rounding
+    alone costs."""
     price = result.price.json()
     budget = price["budget"]["kl"] if price["budget"] else dict.fromkeys(price["kl"])
     return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
 
 
 def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
-    """A copy of `bundle` in `folder` whose rotary frequencies are `factor` times what they should be."""
+    """A copy of `bundle` in `folder` whose rotary frequencies are `factor` times what they should
+    be."""
     copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     for rope in manifest["rope"]:
