@@ -86,6 +86,20 @@ def test_cells_beyond_the_threshold_are_crossed_and_the_threshold_is_stated():
     assert legend(ax) == ["1 − cosine > 0.03"]
 
 
+def test_errors_beyond_their_own_budget_are_crossed_and_its_range_is_on_the_scale():
+    data = fidelity()
+    data = data.assign(error=0.01, budget=np.linspace(0.001, 0.004, len(data)))
+    data.loc[4, "error"], data.loc[9, "error"] = 0.02, 0.5
+    ax = plots.fidelity_heatmap(data, T=1, metric="error", budget=10)
+    beyond = data["error"] > 10 * data["budget"]
+    assert 0 < len(crossed(ax)) == beyond[data["T"] == 1].sum()
+    assert legend(ax) == ["relative RMS error > 10 × budget"]
+    (bar,) = (axis for axis in ax.figure.axes if axis is not ax)
+    marks = {float(line.get_ydata()[0]) for line in bar.lines}
+    assert marks == {data["budget"].min(), data["budget"].max()}
+    assert "budget" in bar.get_ylabel()
+
+
 @pytest.mark.parametrize(
     ("metric", "threshold", "rows"),
     [("psnr_db", 63.0, {0, 1}), ("max_abs", 0.05, {0, 1, 2}), ("max_abs", 0.2, set())],

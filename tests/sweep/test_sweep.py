@@ -234,3 +234,23 @@ def test_a_log_belongs_to_the_project_whose_log_it_is_or_to_its_folder(tmp_path,
     assert log.project(tmp_path / root) == tmp_path / project
     (tmp_path / project / "model").mkdir(parents=True)
     assert cell.find("model", tmp_path / root) == tmp_path / project / "model"
+
+
+def test_the_limit_on_kl_is_the_grid_s_and_changing_it_measures_nothing(swept, grid):
+    folder, _ = swept
+    (logged,) = log.load("runs", root=folder / "log").dropna(subset="verdict").to_dict("records")
+    gates = {g["name"]: g["verdict"] for g in json.loads(logged["config"])["gates"]}
+    assert {gates[name] for name in ("weights", "program", "host", "max_kl", "budget")} == {"GREEN"}
+    found = sweep.configurations(sweep.make_grid(grid), folder / "log")
+    assert set(found["verdict"]) == {"GREEN"} and (found["kl_mean"] > 0).all()
+    strict = grid | {"max_kl": float(found["kl_mean"].min()) / 2}
+    assert set(sweep.configurations(sweep.make_grid(strict), folder / "log")["verdict"]) == {"RED"}
+    counts = sweep.sweep(
+        sweep.make_grid(strict), root=folder / "log", bundles=folder / "bundles", progress=False
+    )
+    assert (counts["done"], counts["resumed"]) == (0, 2)
+
+
+def test_a_limit_below_zero_is_refused(grid):
+    with pytest.raises(InputError, match="max_kl"):
+        sweep.make_grid(grid | {"max_kl": -0.1})

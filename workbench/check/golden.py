@@ -128,6 +128,18 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     return read
 
 
+def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
+    """The checkpoint's values rounded to fp16 as an uncompressed bundle would store them, with the
+    offsets that `bundle` adds."""
+    offsets = {name: o for shard in bundle.manifest.shards for name, o in shard.offsets.items()}
+
+    def read(name: str) -> torch.Tensor:
+        offset = offsets.get(name, 0.0)
+        return (checkpoint.tensor(name) + offset).half().float() - offset
+
+    return read
+
+
 def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
     """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
     token ids and the version of transformers. A file that cannot be read is written again."""
@@ -150,58 +162,104 @@ def make_golden(
     label: str = "source",
     fed: np.ndarray | None = None,
     fed_router: np.ndarray | None = None,
+    model: nn.Module | None = None,
+    head: bool = True,
 ) -> Golden:
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
     Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
-    layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on.
+    layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on. `model` is what
+    runs (default: `empty_model` of the checkpoint's configuration). Without `head` the logits
+    are nan and take no memory.
     """
+    reference = ReferenceModel(checkpoint, weights, label, model)
+    reference.replace_inputs(fed, fed_router)
+    return reference.run(ids, reference.cache(), head)
+
+
+class ReferenceModel:
+    """Hugging Face's model over one sequence, call by call; see `make_golden`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | str | Path,
+        weights: WeightReader | None = None,
+        label: str = "source",
+        model: nn.Module | None = None,
+    ):
+        self.checkpoint = (
+            checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+        )
+        self.weights, self.label = weights, label
+        self.normed: np.ndarray | None = None  # [n, C], what the last call's logits are made of
+        model = model or empty_model(self.checkpoint.config)
+        self.config, self.base, prefix = model.config, model.model, self.checkpoint.prefix
+        read = weights or self.checkpoint.tensor
+        self.base.embed_tokens.padding_idx = None
+        for name, _ in self.base.named_parameters():
+            if not name.startswith(("layers.", "embed_tokens.")):
+                assign_parameter(self.base, name, read(prefix + name))
+        # each layer's first arguments: its input and, from the second layer on, a router state
+        self.replaced: list[list[torch.Tensor]] = [[] for _ in self.base.layers]
+        self.records = [
+            _record_layer(layer, f"{prefix}layers.{i}.", read, self.replaced[i])
+            for i, layer in enumerate(self.base.layers)
+        ]
+
+    def replace_inputs(self, fed: np.ndarray | None, fed_router: np.ndarray | None) -> None:
+        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on."""
+        for i, arguments in enumerate(self.replaced if fed is not None else ()):
+            arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
+            arguments += [torch.from_numpy(array)[None] for array in arrays]
+
+    def cache(self):
+        """An empty cache of one sequence."""
+        return _recording_cache(self.config, self.records)
+
+    def run(self, ids: Sequence[int], cache, head: bool = True) -> Golden:
+        """One call over `ids` [n] that continues `cache`: the golden of these n positions."""
+        import transformers
+
+        checkpoint, weights, prefix = self.checkpoint, self.weights, self.checkpoint.prefix
+        ids = check_ids(ids, self.config.vocab_size)
+        rows, remapped = np.unique(ids, return_inverse=True)
+        embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
+        self.base.embed_tokens.weight = nn.Parameter(
+            embedded if weights is None else embedded.half().float(), False
+        )
+        with torch.inference_mode():
+            last = self.base(
+                input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
+            )[0][0]
+            self.normed = last.numpy()
+            logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
+            if head:
+                logits = _logits(checkpoint, last, weights)
+        layers = {
+            name: np.stack([record[name] for record in self.records]) for name in self.records[0]
+        }
+        return Golden(
+            ids=ids,
+            logits=logits,
+            **layers,
+            meta={
+                "checkpoint": checkpoint.sha256,
+                "weights": self.label,
+                "transformers": transformers.__version__,
+            },
+        )
+
+
+def empty_model(config) -> nn.Module:
+    """Hugging Face's model of a configuration in fp32 with eager attention; its parameters have no
+    storage until they are assigned, its buffers (rotary tables, scales) are real."""
     import transformers
 
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    config, prefix, read = checkpoint.config, checkpoint.prefix, weights or checkpoint.tensor
-    ids = check_ids(ids, config.vocab_size)
     with _parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-    base = model.eval().model
-    rows, remapped = np.unique(ids, return_inverse=True)
-    embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
-    base.embed_tokens.weight = nn.Parameter(
-        embedded if weights is None else embedded.half().float(), False
-    )
-    base.embed_tokens.padding_idx = None
-    for name, _ in base.named_parameters():
-        if not name.startswith(("layers.", "embed_tokens.")):
-            _assign(base, name, read(prefix + name))
-    replaced = [
-        [] for _ in base.layers
-    ]  # each layer's first arguments: its input and, from the second layer on, a router state
-    for i, arguments in enumerate(replaced if fed is not None else ()):
-        arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
-        arguments += [torch.from_numpy(array)[None] for array in arrays]
-    records = [
-        _record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i])
-        for i, layer in enumerate(base.layers)
-    ]
-    with torch.inference_mode():
-        cache = _recording_cache(config, records)
-        last = base(
-            input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
-        )[0][0]
-        logits = _logits(checkpoint, last, weights, prefix)
-    layers = {name: np.stack([record[name] for record in records]) for name in records[0]}
-    return Golden(
-        ids=ids,
-        logits=logits,
-        **layers,
-        meta={
-            "checkpoint": checkpoint.sha256,
-            "weights": label,
-            "transformers": transformers.__version__,
-        },
-    )
+    return model.eval()
 
 
 def whole_prompt(checkpoint: Checkpoint):
@@ -239,7 +297,7 @@ def _parameters_on_meta():
         nn.Module.register_parameter = register
 
 
-def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are copied into."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
@@ -265,7 +323,7 @@ def _record_layer(
         args = (*replaced, *args[len(replaced) :])
         record["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
-            _assign(module, name, read(prefix + name))
+            assign_parameter(module, name, read(prefix + name))
         return args, kwargs
 
     def leave(module, args, output):
@@ -274,7 +332,7 @@ def _record_layer(
             if value is not None:
                 record[name] = value[0].float().numpy().copy()
         for name in module.state_dict():
-            _assign(module, name, None)
+            assign_parameter(module, name, None)
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
@@ -303,15 +361,15 @@ def _recording_cache(config, records: list[dict[str, np.ndarray]]):
     return Recording(config=config)
 
 
-def _logits(
-    checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None, prefix: str
-) -> np.ndarray:
+def head_weight(checkpoint: Checkpoint) -> str:
+    """Name of the tensor that turns the last hidden state into logits."""
+    tied = checkpoint.config.tie_word_embeddings
+    return f"{checkpoint.prefix}embed_tokens.weight" if tied else "lm_head.weight"
+
+
+def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None) -> np.ndarray:
     """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
-    name = (
-        f"{prefix}embed_tokens.weight"
-        if checkpoint.config.tie_word_embeddings
-        else "lm_head.weight"
-    )
+    name = head_weight(checkpoint)
     if weights:
         return (last @ weights(name).T).numpy()
     V = checkpoint.config.vocab_size

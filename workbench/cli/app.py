@@ -14,7 +14,6 @@ from workbench.errors import InputError
 
 # command and old spelling of an option → its spelling now
 RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
-RENAMED["error", "--plain"] = "--fp16-bundle"
 
 
 class Commands(TyperGroup):

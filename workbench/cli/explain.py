@@ -1,5 +1,5 @@
-"""`workbench error`, `trace` and `matrix`: where a bundle's error comes from, how near it comes to fp16's limits, and what
-each compute unit computes."""
+"""`workbench error`, `explain`, `trace` and `matrix`: where a bundle's error comes from, which other model it computes, how
+near it comes to fp16's limits, and what each compute unit computes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,24 +29,17 @@ def error_command(
     bundle: Path,
     checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
-    fp16_bundle: Annotated[
-        Path | None,
-        Option(help="fp16 export with the same options (default: made in data/bundles)."),
-    ] = None,
     weights: Annotated[
         bool, Option(help="Also find which weights' compression costs most.")
     ] = False,
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The error of every layer's update, split into storage, re-authoring, quantization, precision and runtime.
+    """The error of every layer's update, split into storage, quantization, re-authoring, precision and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
-    opened, fp16 = (
-        workbench.Bundle.open(bundle),
-        workbench.Bundle.open(fp16_bundle) if fp16_bundle else None,
-    )
+    opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
     from workbench.check.golden import make_golden
     from workbench.explain import error
@@ -56,18 +49,10 @@ def error_command(
 
     source = Checkpoint(checkpoint)
     ids = ids_for(prompt_ids, opened.manifest.dims.V)
-    options = opened.manifest.options.model_copy(update={"compress": "fp16"})
-    if options == opened.manifest.options:
-        fp16 = fp16 or opened
-    elif not fp16:
-        folder = workbench.log.project() / "data" / "bundles"
-        fp16 = workbench.sweep.bundle_for(source, options, folder, progress=not json)
-    splits = error.split_error(
-        source, opened, fp16, ids, device=coreml_available(), progress=not json
-    )
+    splits = error.split_error(source, opened, ids, device=coreml_available(), progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:
-        trial = weighing.WeightTrial(opened, fp16, make_golden(source, ids))
+        trial = weighing.WeightTrial(opened, source, make_golden(source, ids))
         frames["weights"] = weighing.costs(trial)
         frames["remedies"] = weighing.remedies(trial, frames["weights"])
     checks = error.error_gates(splits)
@@ -91,6 +76,31 @@ def error_command(
 def _record(bundle, command: str, result: dict) -> None:
     row = {"verdict": result["verdict"], "runtime": "portable", "config": gates.jsonable(result)}
     record(command, result, bundle, row)
+
+
+def explain_command(
+    bundle: Path,
+    checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
+    log: Log = False,
+    json: Json = False,
+) -> None:
+    """Which variant of the checkpoint's model a faulty bundle computes: another rope, norm, window, scale, order of layers …
+
+    Example: workbench explain build/llama --checkpoint data/tiny-llama
+    """
+    opened = workbench.Bundle.open(bundle)
+    paths.checkpoint(checkpoint)
+    from workbench.explain import variants
+    from workbench.models.checkpoint import Checkpoint
+
+    frame = variants.explain_bundle(opened, Checkpoint(checkpoint), progress=not json)
+    fits = variants.fitting(frame)
+    result = {"fits": fits, "variants": gates.records(frame)}
+    if log:
+        row = {"runtime": "portable", "precision": "exact", "config": gates.jsonable(result)}
+        record("explain", result, opened, row)
+    lines = [f"{row['relative_rms']:<12.3g}{row['name']}" for row in frame.to_dict("records")]
+    show(result, json, [variants.conclusion(fits), *lines])
 
 
 def trace_command(

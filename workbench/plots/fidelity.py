@@ -34,6 +34,7 @@ from workbench.plots.figure import (
 MAX_TOKEN_LABELS = 64
 _METRICS = {
     "1-cosine": ("1 − cosine", LogNorm, (1e-6, 1e-1)),
+    "error": ("relative RMS error", LogNorm, (1e-6, 1e0)),
     "max_abs": ("largest absolute error", LogNorm, (1e-6, 1e2)),
     "psnr_db": ("PSNR (dB)", Normalize, (0.0, 120.0)),
 }
@@ -43,8 +44,9 @@ _METRICS = {
 class View:
     """What a heatmap shows of the log's table `fidelity`.
 
-    `metric` is ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and cells whose
-    result is not finite are crossed; cells without a measurement are hatched. `limits` fix the colour scale, so that
+    `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and
+    cells whose result is not finite are crossed; cells without a measurement are hatched. `budget` says how many times
+    the rows' own ``budget`` (what rounding alone costs) an ``error`` may be. `limits` fix the colour scale, so that
     figures compare; values outside take the colour of the nearer end. `tokens[position]` names the positions where there
     are at most 64.
     """
@@ -53,6 +55,7 @@ class View:
     mode: str = "isolated"
     metric: str = "1-cosine"
     threshold: float | None = None
+    budget: float | None = None
     tokens: Sequence[str] | None = None
     limits: tuple[float, float] | None = None
 
@@ -75,6 +78,12 @@ class View:
         )
         infinite = ~rows["finite"].fillna(True).astype(bool)
         threshold = np.nan if self.threshold is None else self.threshold
+        limit = f"{threshold:g}"
+        if self.budget is not None:
+            limit, threshold = (
+                f"{self.budget:g} × budget",
+                self.budget * rows["budget"].astype(float),
+            )
         if self.metric == "psnr_db":  # small values fail; bright colours lie on the failing side
             colours, off_scale, beyond, sign = "cividis_r", least - 1, value < threshold, "<"
         else:
@@ -101,21 +110,25 @@ class View:
         ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=ink(mesh)[y, x])
         keys = []
         if beyond.any():
-            broken = f"{label} {sign} {threshold:g}"
+            broken = f"{label} {sign} {limit}"
             keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
         if infinite.any():
             keys.append(Patch(facecolor="black", label="not finite"))
         return mesh, keys + unmeasured_key(cells)
 
-    def scale(self, mesh: QuadMesh, ax: Axes | list[Axes]) -> None:
-        """Draws the colour bar, with a line at the threshold."""
+    def scale(self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame) -> None:
+        """Draws the colour bar, with a line at the threshold, or at the least and the largest budget of the rows."""
         bar = mesh.figure.colorbar(
             mesh, ax=ax, label=_METRICS[self.metric][0], pad=0.02, extend="neither"
         )
         bar.outline.set_visible(False)
-        if self.threshold is not None:
-            bar.ax.axhline(self.threshold, color="white", linewidth=2)
-            bar.ax.axhline(self.threshold, color="black", linewidth=1, marker="")
+        marks = [] if self.threshold is None else [self.threshold]
+        if self.budget is not None and fidelity["budget"].notna().any():
+            marks += [fidelity["budget"].min(), fidelity["budget"].max()]
+            bar.set_label(f"{_METRICS[self.metric][0]} (lines: least and largest budget)")
+        for mark in marks:
+            bar.ax.axhline(mark, color="white", linewidth=2)
+            bar.ax.axhline(mark, color="black", linewidth=1, marker="")
 
 
 @style()
@@ -127,7 +140,7 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, 
     """
     ax, view = axes(ax, 6.5, 3.2), View(**options)
     mesh, keys = view.draw(ax, fidelity, T)
-    view.scale(mesh, ax)
+    view.scale(mesh, ax, fidelity)
     return heading(ax, f"{view.tensor}, {view.mode}, T = {T}", keys)
 
 
@@ -155,7 +168,7 @@ def fidelity_grid(
     figure.suptitle(f"{view.tensor}, {view.mode}", x=0.01, ha="left", fontsize=9)
     if keys:
         figure.legend(handles=list(keys.values()), loc="outside upper right", ncols=len(keys))
-    view.scale(mesh, list(grid.flat[: len(Ts)]))
+    view.scale(mesh, list(grid.flat[: len(Ts)]), fidelity)
     return figure
 
 

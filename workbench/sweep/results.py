@@ -1,5 +1,7 @@
 """The log's tables of a grid: times of one machine, fidelity of any, and one row per configuration."""
 
+import json
+import math
 from functools import cache
 from pathlib import Path
 
@@ -91,7 +93,8 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
     ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
-    T) and ``verdict``. For `machine` see `stored_tables`.
+    T), ``kl_mean`` (nats) and ``verdict``: RED where another gate than the user's limit is, or the mean KL is above the
+    grid's `max_kl`. For `machine` see `stored_tables`.
     """
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
@@ -109,7 +112,8 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
     every = log.load("runs", root=root)
-    validated = runs.newest(every[every["verdict"].notna()], about)[[*about, "verdict"]]
+    validated = _priced(runs.newest(every[every["verdict"].notna()], about), grid.max_kl)
+    validated = validated[[*about, "kl_mean", "verdict"]]
     rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
     rows["verdict"] = rows["verdict"].fillna("not_run")
     rows["name"] = [
@@ -126,11 +130,24 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
         "call_ms",
         "n",
         "worst_cosine",
+        "kl_mean",
         "verdict",
     ]
     return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[
         list(dict.fromkeys(columns))
     ]
+
+
+def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
+    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` that they have under the limit `max_kl`."""
+    configs = [json.loads(text or "{}") for text in rows["config"]]
+    kl = [float(((c.get("price") or {}).get("kl") or {}).get("mean", "nan")) for c in configs]
+    verdicts = []
+    for config, mean, logged in zip(configs, kl, rows["verdict"], strict=True):
+        others = [g["verdict"] for g in config.get("gates", []) if g["name"] != "max_kl"]
+        red = "RED" in others or mean > max_kl
+        verdicts.append(logged if math.isnan(mean) else "RED" if red else "GREEN")
+    return rows.assign(kl_mean=kl, verdict=verdicts)
 
 
 def varied_axes(grid: Grid) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from workbench import log, plots, report, sweep
 from workbench.bundle import Options
 from workbench.check import gates
+from workbench.check.price import BUDGET_FACTOR
 from workbench.errors import InputError
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
@@ -24,7 +25,12 @@ from workbench.sweep import runs
 from workbench.sweep.cell import find
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
 
-METRICS = {"1 − cosine": "1-cosine", "largest error": "max_abs", "PSNR (dB)": "psnr_db"}
+METRICS = {
+    "1 − cosine": "1-cosine",
+    "relative error": "error",
+    "largest error": "max_abs",
+    "PSNR (dB)": "psnr_db",
+}
 WORST = 8
 
 
@@ -145,11 +151,8 @@ class Explorer(Panel):
 
     def _measure_split(self, options: Options) -> None:
         """Splits the error over the grid's prompt (see `workbench.explain.error`) and logs it."""
-        fp16 = options.model_copy(update={"compress": "fp16"})
-        plain, bundle = (
-            sweep.bundle_for(self.checkpoint, o, self.bundles) for o in (fp16, options)
-        )
-        splits = error.split_error(self.checkpoint, bundle, plain, self.grid.validate_ids)
+        bundle = sweep.bundle_for(self.checkpoint, options, self.bundles)
+        splits = error.split_error(self.checkpoint, bundle, self.grid.validate_ids)
         results = error.error_gates(splits)
         parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
         row = runs.describe(bundle) | {
@@ -237,20 +240,13 @@ class Explorer(Panel):
     def _options(self) -> dict:
         """Keywords of the heatmap as it is shown."""
         tensor, metric = self.value("tensor"), self.value("metric")
-        least = gates.LIMITS[self.setting.compress]
-        cosine = {
-            "update": least.update_cosine,
-            "logits": least.logits_cosine,
-            "k": least.kv_cosine,
-            "v": least.kv_cosine,
-        }
         return {
             "T": self.value("T"),
             "tensor": tensor,
             "metric": metric,
+            "budget": BUDGET_FACTOR if metric == "error" else None,
             "mode": self._mode(),
             "tokens": self.tokens if self.positions[-1] < len(self.tokens) else None,
-            "threshold": 1 - cosine[tensor] if tensor in cosine and metric == "1-cosine" else None,
         }
 
     def _heatmap(self, ax: Axes) -> None:
@@ -266,7 +262,8 @@ class Explorer(Panel):
         """The cells furthest from the golden; the first line selects none."""
         metric, lines = self.value("metric"), [("click on a cell, or choose one here", None)]
         column = "cosine" if metric == "1-cosine" else metric
-        ranked = self.rows.sort_values(column, ascending=column != "max_abs", na_position="first")
+        rising = column not in ("max_abs", "error")
+        ranked = self.rows.sort_values(column, ascending=rising, na_position="first")
         for row in ranked.head(WORST).to_dict("records"):
             layer, position = int(row["layer"]), int(row["position"])
             token = f" “{self.tokens[position]}”" if position < len(self.tokens) else ""

@@ -1,0 +1,229 @@
+"""The program's own gate, in every preset: no fault hides behind what compression costs, no sound bundle is RED."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from faults import constant, host, steps, wrap
+from safetensors.torch import load_file, save_file
+
+from workbench import Decoder
+from workbench.bundle.names import ATTN_MASK
+from workbench.check import program
+from workbench.check.causality import causality_gate
+from workbench.check.reach import plan_reach
+from workbench.models.checkpoint import Checkpoint
+
+PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
+S = 64
+
+
+def verdicts(decoder, checkpoint) -> dict[str, str]:
+    return {g.name: g.verdict for g in program.program_gates(decoder, checkpoint, Ts=[1, 4])}
+
+
+def epsilon_times_100(decoder):
+    step = next(s for s in steps(decoder, 1, "real_div", "input_layernorm") if "x" in s.constants)
+    step.constants["x"] = step.constants["x"] * 100
+
+
+def attention_to_the_last_40_rows(decoder):
+    def recent(arguments):
+        visible = arguments["x"] > -5e3
+        newer = visible.flip(-1).cumsum(-1).flip(-1)
+        return arguments | {"x": torch.where(newer > 40, -1e4, arguments["x"])}
+
+    wrap(steps(decoder, 2, "softmax")[0], before=recent)
+
+
+def value_head_damaged_past_row_48(decoder):
+    def damaged(value):
+        value = value.clone()
+        value[:, 0, 48:] *= 1.01
+        return value
+
+    for step in steps(decoder, 1, "read_state"):
+        if step.operands[0][1].endswith("v_state"):
+            wrap(step, after=damaged)
+
+
+def mask_blocks_the_last_row(decoder):
+    host(decoder, lambda made, *_: made[ATTN_MASK][..., -1].fill(-1e4))
+
+
+def frequencies(decoder, change):
+    decoder.host.tables = [
+        (suffix, rope.model_copy(update={"inv_freq": change(rope.inv_freq)}), window)
+        for suffix, rope, window in decoder.host.tables
+    ]
+
+
+def frequencies_in_bf16(decoder):
+    frequencies(decoder, lambda f: torch.tensor(f).bfloat16().tolist())
+
+
+def frequencies_in_fp16(decoder):
+    frequencies(decoder, lambda f: torch.tensor(f).half().tolist())
+
+
+def rope_frozen_past_32(decoder):
+    original = decoder.host.inputs
+
+    def inputs(offsets, counts, T):
+        frozen = original(np.minimum(offsets, 32), counts, T)
+        ropes = {name: value for name, value in frozen.items() if name.startswith("rope")}
+        return original(offsets, counts, T) | ropes
+
+    decoder.host.inputs = inputs
+
+
+def rope_of_the_first_sequence(decoder):
+    def first(made, *_):
+        for name in ("rope_cos", "rope_sin"):
+            made[name][:] = made[name][:1]
+
+    host(decoder, first)
+
+
+def score_scale_times_1_05(decoder):
+    step = next(
+        s
+        for s in steps(decoder, 0, "mul", "self_attn")
+        if "y" in s.constants and s.constants["y"].numel() == 1
+    )
+    step.constants["y"] = step.constants["y"] * 1.05
+
+
+def values_times_0_9(decoder):
+    constant(decoder, 2, "self_attn.v_proj.weight", lambda w: w * 0.9)
+
+
+def gate_and_up_exchanged(decoder):
+    model = decoder.layers[1]
+    names = [model.shard.weights[f"model.layers.1.mlp.{n}_proj.weight"] for n in ("gate", "up")]
+    gate, up = (model.executable.body.constants[name].clone() for name in names)
+    constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
+    constant(decoder, 1, "mlp.up_proj.weight", lambda w: gate)
+
+
+def norms_exchanged(decoder):
+    model, weights = (
+        decoder.layers[3],
+        ("input_layernorm.weight", "post_attention_layernorm.weight"),
+    )
+    values = [
+        model.executable.body.constants[model.shard.weights[f"model.layers.3.{name}"]].clone()
+        for name in weights
+    ]
+    for name, value in zip(weights, reversed(values), strict=True):
+        constant(decoder, 3, name, lambda w, value=value: value)
+
+
+FAULTS = (
+    epsilon_times_100,
+    attention_to_the_last_40_rows,
+    value_head_damaged_past_row_48,
+    mask_blocks_the_last_row,
+    frequencies_in_bf16,
+    frequencies_in_fp16,
+    rope_frozen_past_32,
+    rope_of_the_first_sequence,
+    score_scale_times_1_05,
+    values_times_0_9,
+    gate_and_up_exchanged,
+    norms_exchanged,
+)
+
+
+@pytest.mark.parametrize("compress", PRESETS)
+def test_faults_turn_the_program_red_in_every_preset(exports, tiny_llama, compress):
+    bundle = exports.bundle(tiny_llama.path, compress=compress, max_seq_len=S, batch=3)
+    assert set(verdicts(Decoder(bundle, "portable", "exact"), tiny_llama).values()) == {"GREEN"}
+    for plant in FAULTS:
+        decoder = Decoder(bundle, "portable", "exact")
+        plant(decoder)
+        assert verdicts(decoder, tiny_llama)["program"] == "RED", plant.__name__
+
+
+DRAWS = [
+    ("llama", {"compress": "fp16", "states": "packed", "layers_per_shard": 2}),
+    ("qwen2", {"compress": "int8-tensor", "batch": 3, "layout": "bc1t"}),
+    ("qwen3", {"compress": "lut4", "t": "fixed", "kv_write": "slice", "batch": 2}),
+    (
+        "gemma3_text",
+        {"compress": "int4-block32", "sliding": "ring", "batch": 2, "layers_per_shard": 3},
+    ),
+    ("zaya", {"compress": "int8-channel", "batch": 2}),
+    ("zaya", {"compress": "fp16", "moe": "routed", "batch": 2}),
+    ("llama", {"compress": "lut6", "max_seq_len": 5, "t_max": 2}),
+]
+
+
+@pytest.mark.parametrize("family, options", DRAWS)
+def test_sound_bundles_are_green_with_room(exports, family, options):
+    path = exports.checkpoint(family)
+    decoder = exports.decoder(path, **{"max_seq_len": S} | options)
+    errors, scores = program.program_errors(decoder, Checkpoint(path))
+    assert errors["error"].max() < program.LIMIT / 4 and scores.gate().verdict == "GREEN"
+    assert causality_gate(decoder).verdict == "GREEN"
+    reached = plan_reach(decoder.manifest)
+    assert errors["position"].max() == decoder.options.max_seq_len - 1
+    assert len(set(reached.starts)) == (
+        1 if options.get("kv_write") == "slice" else decoder.options.batch
+    )
+
+
+@pytest.mark.parametrize("compress", ("fp16", "int8-tensor", "lut4"))
+def test_a_massive_activation_is_no_fault(exports, tiny_llama, tmp_path_factory, compress):
+    path = exports.root / "massive"
+    if not path.exists():
+        shutil.copytree(tiny_llama.path, path)
+        weights = load_file(path / "model.safetensors")
+        row = weights["model.embed_tokens.weight"][
+            json.loads((path / "config.json").read_text())["bos_token_id"]
+        ]
+        row[3], row[40] = 1500, -820
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    decoder = exports.decoder(path, compress=compress, max_seq_len=S)
+    assert set(verdicts(decoder, Checkpoint(path)).values()) == {"GREEN"}
+
+
+def test_24_random_layers_are_no_fault(exports):
+    path = exports.checkpoint("llama", num_hidden_layers=24)
+    decoder = exports.decoder(path, compress="int8-tensor", layers_per_shard=4)
+    assert set(verdicts(decoder, Checkpoint(path)).values()) == {"GREEN"}
+
+
+def test_scores_that_pass_the_mask_are_named(exports):
+    path = exports.root / "biased"
+    if not path.exists():
+        shutil.copytree(exports.checkpoint("qwen2"), path)
+        weights = load_file(path / "model.safetensors")
+        for name in ("q_proj", "k_proj"):
+            weights[f"model.layers.1.self_attn.{name}.bias"][:] = (
+                200.0 if name == "q_proj" else -200.0
+            )
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    decoder = exports.decoder(path, max_seq_len=S)
+    (gate,) = (g for g in program.program_gates(decoder, Checkpoint(path)) if g.name == "scores")
+    assert gate.verdict == "RED" and "layer 1" in gate.reason and "scores up to" in gate.reason
+
+
+def future_left_visible(decoder):
+    host(decoder, lambda made, *_: made[ATTN_MASK].fill(0))
+
+
+def test_a_token_that_changes_the_past_is_named(llama_bundle):
+    decoder = Decoder(llama_bundle, "portable")
+    assert causality_gate(decoder).verdict == "GREEN"
+    future_left_visible(decoder)
+    gate = causality_gate(decoder)
+    assert gate.verdict == "RED" and "output of" in gate.reason
+
+
+def test_a_sequence_that_reads_another_is_named(exports):
+    decoder = exports.decoder(exports.checkpoint("llama"), batch=2)
+    wrap(steps(decoder, 0, "conv", "o_proj")[0], after=lambda y: y + 1e-3 * y.flip(0))
+    assert causality_gate(decoder).verdict == "RED"
