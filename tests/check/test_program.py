@@ -25,7 +25,8 @@ def verdicts(decoder, checkpoint) -> dict[str, str]:
 
 
 def epsilon_times_100(decoder):
-    step = next(s for s in steps(decoder, 1, "real_div", "input_layernorm") if "x" in s.constants)
+    # where the stream is small: later layers' norms read squares that no epsilon of this size moves
+    step = next(s for s in steps(decoder, 0, "real_div", "input_layernorm") if "x" in s.constants)
     step.constants["x"] = step.constants["x"] * 100
 
 
