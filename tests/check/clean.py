@@ -18,14 +18,14 @@ from workbench import Decoder  # noqa: E402
 from workbench.bundle.manifest import Options  # noqa: E402
 from workbench.check import golden  # noqa: E402
 from workbench.check.checklist import check_bundle  # noqa: E402
-from workbench.check.gates import LIMITS  # noqa: E402
+from workbench.bundle.presets import PRESETS as ALL_PRESETS  # noqa: E402
 from workbench.check.validate import validate  # noqa: E402
 
-FAMILIES, PRESETS = sorted(DIMS), sorted(LIMITS)
+FAMILIES, PRESETS = sorted(DIMS), sorted(ALL_PRESETS)
 
 
-def draw(seed: int) -> tuple[str, dict, dict]:
-    """A family, changes to its tiny dimensions, and export options; families and presets take turns."""
+def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
+    """A family, changes to its tiny dimensions, and export options; families take turns, and presets unless one is given."""
     rng = np.random.default_rng(seed)
     changes = {
         "seed": seed,
@@ -44,7 +44,7 @@ def draw(seed: int) -> tuple[str, dict, dict]:
         changes |= dict(
             zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True)
         )
-    compress = PRESETS[seed // len(FAMILIES) % len(PRESETS)]
+    compress = preset or PRESETS[seed // len(FAMILIES) % len(PRESETS)]
     if changes.get("num_attention_heads") == 3 and (
         changes["hidden_size"] == 64 or compress == "int4-block32"
     ):
@@ -58,7 +58,12 @@ def draw(seed: int) -> tuple[str, dict, dict]:
         "kv_write": str(rng.choice(["mask", "slice"])),
         "layout": str(rng.choice(["bct1", "bc1t"])),
         "states": str(rng.choice(["separate", "packed"])),
+        "batch": int(rng.choice([1, 1, 3])),
     }
+    if family == "gemma3_text" and options["kv_write"] == "mask":
+        options["sliding"] = str(rng.choice(["mask", "ring"]))
+    if family == "zaya" and rng.integers(2):
+        options |= {"moe": "routed", "layers_per_shard": 1}
     return (
         family,
         changes,

@@ -1,0 +1,320 @@
+"""A copy of a bundle on disk that a test edits: its weight files, its programs, its descriptions, its manifest.
+
+`Copy.seal` writes what was edited and brings every size and SHA-256 of bundle.json up to date, so that the copy opens
+like any bundle and nothing but a gate can notice the edit.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from miltorch.blob import DTYPES, unpack_bits
+from miltorch.program import DTYPE_BITS, NUMPY, spec_path
+from miltorch.quiet import coremltools
+from workbench.files import sha256
+
+
+class StoredArray:
+    """One array of a package: the protobuf value that holds it, or says where in the weight file it lies."""
+
+    def __init__(self, value, folder: Path):
+        from coremltools.proto import MIL_pb2
+
+        tensor = value.type.tensorType
+        self.value, self.folder = value, folder
+        self.dtype = MIL_pb2.DataType.Name(tensor.dataType)
+        self.shape = tuple(d.constant.size for d in tensor.dimensions)
+
+    def read(self) -> np.ndarray:
+        """Its elements, those of sub-byte integers one per byte."""
+        dtype, bits = np.dtype(NUMPY[self.dtype]), DTYPE_BITS.get(self.dtype)
+        if self.value.WhichOneof("value") == "blobFileValue":
+            raw = np.array(self._payload("r"))
+        else:
+            field = self._field()
+            if field != "bytes":
+                values = getattr(self.value.immediateValue.tensor, field).values
+                return np.array(values, dtype).reshape(self.shape)
+            raw = np.frombuffer(self.value.immediateValue.tensor.bytes.values, np.uint8)
+        if bits:
+            signed = dtype.kind == "i"
+            return unpack_bits(raw, bits, self._count, signed).reshape(self.shape)
+        return raw.view(dtype)[: self._count].reshape(self.shape).copy()
+
+    def write(self, array: np.ndarray) -> None:
+        """Puts `array`, of the same shape, in its place."""
+        assert array.shape == self.shape, (array.shape, self.shape)
+        values = np.ascontiguousarray(array).astype(NUMPY[self.dtype]).ravel()
+        raw = _packed(values, DTYPE_BITS[self.dtype]) if self.dtype in DTYPE_BITS else values
+        raw = raw.view(np.uint8)
+        if self.value.WhichOneof("value") == "blobFileValue":
+            payload = self._payload("r+")
+            payload[: len(raw)] = raw
+            payload.flush()
+            return
+        field, tensor = self._field(), self.value.immediateValue.tensor
+        if field == "bytes":
+            tensor.bytes.values = raw.tobytes()
+        else:
+            getattr(tensor, field).values[:] = values.tolist()
+
+    @property
+    def _count(self) -> int:
+        return int(np.prod(self.shape, dtype=object))
+
+    def _field(self) -> str:
+        return self.value.immediateValue.tensor.WhichOneof("value")
+
+    def _payload(self, mode: str) -> np.memmap:
+        blob = self.value.blobFileValue
+        path = self.folder / blob.fileName.removeprefix("@model_path/")
+        record = np.memmap(path, np.uint8, mode="r")[blob.offset : blob.offset + 64]
+        size, start = record[8:24].view(np.uint64).tolist()
+        assert DTYPES[int(record[4:8].view(np.uint32)[0])][0] is not None
+        return np.memmap(path, np.uint8, mode=mode, offset=start, shape=(size,))
+
+
+def _packed(values: np.ndarray, bits: int) -> np.ndarray:
+    """Little-endian packed bytes of integers of `bits` bits each."""
+    unsigned = values.astype(np.int64) & ((1 << bits) - 1)
+    stream = (unsigned[:, None] >> np.arange(bits)) & 1
+    return np.packbits(stream.astype(np.uint8).ravel(), bitorder="little")
+
+
+class StoredWeight:
+    """A weight as its preset stores it: `arrays` by role (val; data and scale; indices and lut)."""
+
+    def __init__(self, arrays: dict[str, StoredArray]):
+        self.arrays = arrays
+
+    @property
+    def codes(self) -> str:
+        """The role that has one entry per weight."""
+        return next(role for role in ("val", "data", "indices") if role in self.arrays)
+
+    def read(self) -> np.ndarray:
+        """The weight, decompressed, float32."""
+        codes = self.arrays[self.codes].read()
+        if self.codes == "val":
+            return codes.astype(np.float32)
+        if self.codes == "indices":
+            return self.arrays["lut"].read().ravel().astype(np.float32)[codes]
+        return codes.astype(np.float32) * self._scales(codes.shape)
+
+    def write(self, values: np.ndarray) -> None:
+        """Stores what is nearest to `values` among what scale or table can express."""
+        if self.codes == "val":
+            codes = values
+        elif self.codes == "indices":
+            table = self.arrays["lut"].read().ravel().astype(np.float32)
+            codes = np.abs(values[..., None] - table).argmin(-1)
+        else:
+            top = 127 if self.arrays["data"].dtype == "INT8" else 7
+            codes = np.rint(values / self._scales(values.shape)).clip(-top, top)
+        before = self.arrays[self.codes].read()
+        self.arrays[self.codes].write(codes)
+        after = self.arrays[self.codes].read()
+        assert not np.array_equal(before, after), "this change is lost when it is stored"
+
+    def scale(self, factor: float) -> None:
+        """Multiplies the weight by way of its scale or table where it has one."""
+        role = {"val": "val", "data": "scale", "indices": "lut"}[self.codes]
+        self.arrays[role].write(self.arrays[role].read().astype(np.float32) * factor)
+
+    def scale_row(self, row: int, factor: float) -> None:
+        """Multiplies one output channel, by its own scale where it has one."""
+        scale = self.arrays.get("scale")
+        if scale is not None and scale.shape[0] > 1:
+            values = scale.read()
+            values[row] = values[row].astype(np.float32) * factor
+            scale.write(values)
+        else:
+            values = self.read()
+            values[row] *= factor
+            self.write(values)
+
+    def shift(self, steps: int) -> None:
+        """Moves every weight by `steps` of what its storage can tell apart, as a wrong zero point does."""
+        array = self.arrays[self.codes]
+        codes = array.read()
+        if self.codes == "val":
+            array.write((codes.view(np.int16) + np.int16(steps)).view(np.float16))
+        else:
+            low, high = {"INT8": (-127, 127), "INT4": (-7, 7)}.get(array.dtype, (0, codes.max()))
+            array.write((codes.astype(int) + steps).clip(low, high))
+
+    def copy(self, other: "StoredWeight") -> None:
+        """Takes the bytes of another weight of the same shape."""
+        values = {role: array.read() for role, array in other.arrays.items()}
+        for role, array in self.arrays.items():
+            array.write(values[role])
+
+    def swap(self, other: "StoredWeight") -> None:
+        values = {role: array.read() for role, array in self.arrays.items()}
+        self.copy(other)
+        for role, array in other.arrays.items():
+            array.write(values[role])
+
+    def _scales(self, shape: tuple[int, ...]) -> np.ndarray:
+        scale = self.arrays["scale"].read().astype(np.float32)
+        for axis, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
+            scale = scale.repeat(size // count, axis)
+        return scale
+
+
+class Copy:
+    """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be edited."""
+
+    def __init__(self, source: Path, root: Path):
+        coremltools()
+        self.root = Path(shutil.copytree(source, root))
+        self.manifest = json.loads((self.root / "bundle.json").read_text())
+        self._specs = {}
+
+    @property
+    def compress(self) -> str:
+        return self.manifest["options"]["compress"]
+
+    def shard(self, layer: int | None = None, kind: str = "layers") -> dict:
+        """The shard that holds a decoder layer, or the first of another kind."""
+        return next(
+            s
+            for s in self.manifest["shards"]
+            if s["kind"] == kind and (layer is None or layer in range(*s["layers"]))
+        )
+
+    def spec(self, shard: dict):
+        """The Model protobuf of a shard; what is changed in it is written by `seal`."""
+        from coremltools.proto import Model_pb2
+
+        path = spec_path(self.root / shard["path"])
+        if path not in self._specs:
+            self._specs[path] = Model_pb2.Model.FromString(path.read_bytes())
+        return self._specs[path]
+
+    def block(self, shard: dict):
+        function = self.spec(shard).mlProgram.functions["main"]
+        return function.block_specializations[function.opset]
+
+    def weight(self, tensor: str) -> StoredWeight:
+        """The stored form of a checkpoint tensor, its name given from its end; of several slices the first."""
+        shard, name = next(
+            (shard, name)
+            for shard in self.manifest["shards"]
+            for full, name in shard["weights"].items()
+            if full == tensor or full.endswith("." + tensor)
+        )
+        return self.constant(shard, name)
+
+    def constant(self, shard: dict, name: str) -> StoredWeight:
+        """The stored form of a program's constant."""
+        folder = spec_path(self.root / shard["path"]).parent
+        op = next(
+            o for o in self.block(shard).operations if o.outputs and o.outputs[0].name == name
+        )
+        if op.type == "const":
+            return StoredWeight({"val": StoredArray(op.attributes["val"], folder)})
+        arrays = {}
+        for role in op.inputs:
+            bound = op.inputs[role].arguments[0]
+            if bound.WhichOneof("binding") == "name":
+                arrays[role] = self.constant(shard, bound.name).arrays["val"]
+            else:
+                arrays[role] = StoredArray(bound.value, folder)
+        return StoredWeight(arrays)
+
+    def operations(self, shard: dict, kind: str, module: str = "") -> list:
+        """Operations of a shard's program by kind and source module (a suffix of its path), at least one."""
+        found = [
+            op
+            for op in self.block(shard).operations
+            if op.type == kind
+            and shard["modules"].get(op.outputs[0].name if op.outputs else "", "").endswith(module)
+        ]
+        assert found, (kind, module)
+        return found
+
+    def feed(self, operation, parameter: str, name: str) -> None:
+        """Makes an operation read another value."""
+        assert parameter in operation.inputs
+        operation.inputs[parameter].arguments[0].name = name
+
+    def constants_first(self, shard: dict) -> None:
+        """Moves all constants of a shard's program before its first operation."""
+        operations = self.block(shard).operations
+        made = sorted(operations, key=lambda op: op.type != "const" and "constexpr" not in op.type)
+        del operations[:]
+        operations.extend(made)
+
+    def insert(self, shard: dict, after, kind: str, **inputs: str | np.ndarray) -> None:
+        """Puts an operation behind `after`, whose result it takes as `x`; all later readers take what it returns."""
+        operations, name = self.block(shard).operations, f"planted_{after.outputs[0].name}"
+        index = next(i for i, op in enumerate(operations) if op == after)
+        later, old = list(operations[index + 1 :]), after.outputs[0].name
+        del operations[index + 1 :]
+        made = [self._const(operations, f"{name}_{p}", v) for p, v in inputs.items()]
+        op = operations.add(type=kind)
+        op.outputs.add().CopyFrom(after.outputs[0])
+        op.outputs[0].name = name
+        op.inputs["x"].arguments.add(name=old)
+        for parameter, constant in zip(inputs, made, strict=True):
+            op.inputs[parameter].arguments.add(name=constant)
+        for op in later:
+            for argument in op.inputs.values():
+                for bound in argument.arguments:
+                    if bound.WhichOneof("binding") == "name" and bound.name == old:
+                        bound.name = name
+            operations.append(op)
+
+    def _const(self, operations, name: str, value: np.ndarray) -> str:
+        from coremltools.proto import MIL_pb2
+
+        op = operations.add(type="const")
+        held = op.attributes["val"]
+        kinds = {"float16": "FLOAT16", "int32": "INT32", "bool": "BOOL"}
+        kind = MIL_pb2.DataType.Value(kinds[value.dtype.name])
+        for typed in (held.type, op.outputs.add(name=name).type):
+            typed.tensorType.dataType, typed.tensorType.rank = kind, value.ndim
+            for size in value.shape:
+                typed.tensorType.dimensions.add().constant.size = size
+        tensor = held.immediateValue.tensor
+        if value.dtype == np.float16:
+            tensor.bytes.values = value.tobytes()
+        elif value.dtype == np.int32:
+            tensor.ints.values.extend(value.ravel().tolist())
+        else:
+            tensor.bools.values.extend(value.ravel().tolist())
+        return name
+
+    def embedding(self, change: Callable[[np.ndarray], None]) -> None:
+        """Changes the host's embedding table [V, C] in place."""
+        from safetensors.numpy import load_file, save_file
+
+        path = self.root / self.manifest["embedding"]["file"]["path"]
+        tensors = {name: value.copy() for name, value in load_file(path).items()}
+        change(tensors["weight"])
+        save_file(tensors, path)
+
+    def file(self, path: str, change: Callable[[bytes], bytes]) -> None:
+        (self.root / path).write_bytes(change((self.root / path).read_bytes()))
+
+    def seal(self) -> Path:
+        """Writes programs and manifest, every file's size and SHA-256 brought up to date; returns the folder."""
+        for path, spec in self._specs.items():
+            path.write_bytes(spec.SerializeToString(deterministic=True))
+        manifest = self.manifest
+        for shard in manifest["shards"]:
+            for entry in shard["files"]:
+                self._renew(entry)
+            shard["bytes"] = sum(entry["bytes"] for entry in shard["files"])
+        for entry in (manifest["embedding"]["file"], *manifest["tokens"]["files"]):
+            self._renew(entry)
+        (self.root / "bundle.json").write_text(json.dumps(manifest, indent=1))
+        return self.root
+
+    def _renew(self, entry: dict) -> None:
+        path = self.root / entry["path"]
+        entry |= {"bytes": path.stat().st_size, "sha256": sha256(path)}
