@@ -121,8 +121,14 @@ def draw(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
 KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:.*distinct clusters")
-@pytest.mark.parametrize("preset", PRESETS)
+def ours(weight: np.ndarray, preset: str) -> dict[str, np.ndarray]:
+    part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
+    values = torch.from_numpy(weight.reshape(-1).copy())
+    return compress.stored_arrays(part, values, float(values.abs().max()), Scratch())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("int")])
 @settings(max_examples=25, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
@@ -133,13 +139,55 @@ KINDS = ["normal", "zero rows", "any bits", "subnormal", "wide", "few values"]
 @example(kind="normal", rows=400, blocks=16, seed=1)
 @example(kind="any bits", rows=130, blocks=9, seed=2)
 @example(kind="few values", rows=200, blocks=4, seed=3)
-def test_our_compression_is_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
+def test_our_integers_are_coremltools_bit_for_bit(preset, kind, rows, blocks, seed):
     weight = draw(kind, (rows, 32 * blocks), seed)[:, :, None, None]
-    part = WeightSource("w", "w", weight.shape, preset=bundle.PRESETS[preset])
-    values = torch.from_numpy(weight.reshape(-1).copy())
-    ours = compress.stored_arrays(part, values, float(values.abs().max()), Scratch())
+    arrays = ours(weight, preset)
     for role, expected in theirs(weight, preset).items():
-        assert ours[role].tobytes() == expected.astype(ours[role].dtype).tobytes(), role
+        assert arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes(), role
+
+
+@pytest.mark.parametrize("preset", ["lut4", "lut6"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_tables_of_large_tensors_are_coremltools_bit_for_bit(preset, kind):
+    """From 10,000 values on coremltools takes its exact solver by itself."""
+    weight = draw(kind, (130, 96), 2)[:, :, None, None]
+    arrays = ours(weight, preset)
+    for role, expected in theirs(weight, preset).items():
+        assert arrays[role].tobytes() == expected.astype(arrays[role].dtype).tobytes(), role
+
+
+def least_squared_error(values: np.ndarray, count: int) -> float:
+    """Squared error of the best table of `count` values, by dynamic programming over every cut of the sorted values."""
+    points, counts = np.unique(values.astype(np.float64), return_counts=True)
+    sums = [np.concatenate([[0], np.cumsum(counts * points**p)]) for p in range(3)]
+    n, (s0, s1, s2) = len(points), sums
+    first, last = np.triu_indices(n)
+    cost = np.full((n, n + 1), np.inf)  # cost[i, j]: points i … j − 1 share one entry
+    weight, total = s0[last + 1] - s0[first], s1[last + 1] - s1[first]
+    cost[first, last + 1] = np.maximum(0, s2[last + 1] - s2[first] - total**2 / weight)
+    best = cost[0]
+    for _ in range(min(count, n) - 1):
+        best = np.minimum(best, (best[:n, None] + cost).min(0))
+    return float(best[n])
+
+
+@pytest.mark.parametrize("preset", ["lut4", "lut6"])
+@settings(max_examples=20, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    rows=st.integers(2, 20),
+    blocks=st.integers(1, 2),
+    seed=st.integers(0, 1 << 30),
+)
+@example(kind="normal", rows=20, blocks=2, seed=1)
+def test_our_tables_of_small_tensors_have_the_least_squared_error(preset, kind, rows, blocks, seed):
+    values = draw(kind, (rows, 32 * blocks), seed).reshape(-1)
+    arrays = ours(values.reshape(rows, -1, 1, 1), preset)
+    stored = arrays["lut"][arrays["indices"]].astype(np.float64)
+    rounding = (np.spacing(np.abs(stored).astype(np.float16)).astype(np.float64) / 2) ** 2
+    least = least_squared_error(values, 1 << int(preset[3:]))
+    scale = float((values.astype(np.float64) ** 2).sum())  # sums of squares cancel in the cuts
+    assert ((stored - values) ** 2).sum() <= least + rounding.sum() + 1e-12 * scale
 
 
 @given(bits=st.sampled_from([4, 6]), values=st.lists(st.integers(0, 63), min_size=1, max_size=40))

@@ -2,7 +2,8 @@
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
 q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they
-occur, by the solver coremltools uses; below 10,000 values it uses scikit-learn's, so that is called as it is.
+occur, by coremltools' exact solver, for tensors of every size. Left alone, coremltools gives tensors below 10,000 values
+to scikit-learn, whose tables are worse; `exact_tables` keeps conversions from it.
 tests/export/test_compress.py compares the bytes with coremltools' own.
 """
 
@@ -15,7 +16,6 @@ from miltorch.quiet import quiet
 from workbench.bundle.presets import Preset
 from workbench.export.weights import Scratch, WeightSource
 
-FEW_VALUES = 10_000  # coremltools clusters fewer values than this with scikit-learn
 PIECE = 1 << 16
 MINUS_ZERO = 0x8000
 
@@ -73,11 +73,7 @@ def quantize_weight(
 def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     """A table of 2^bits values for the whole tensor, and an index into it for each weight."""
     from coremltools._deps import kmeans1d
-    from coremltools.models.neural_network import quantization_utils
 
-    if len(values) < FEW_VALUES:
-        lut, indices = quantization_utils._get_kmeans_lookup_table_and_weight(bits, values)
-        return {"indices": indices.astype(np.uint8), "lut": lut.reshape(-1).astype(np.float16)}
     codes = values.view(np.uint16)
     counts = np.bincount(codes, minlength=1 << 16)
     counts[0], counts[MINUS_ZERO] = counts[0] + counts[MINUS_ZERO], 0
@@ -94,14 +90,14 @@ def palettize(values: np.ndarray, bits: int) -> dict[str, np.ndarray]:
 
 
 def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarray]:
-    """What `stored_arrays` returns, by coremltools' own functions."""
+    """What `stored_arrays` returns, by coremltools' own functions and its exact k-means."""
     from coremltools.optimize.coreml._quantization_passes import (
         linear_quantize_weights,
         palettize_weights,
     )
 
     array, preset = values.numpy().reshape(weight.shape), weight.preset
-    with quiet():
+    with quiet(), exact_tables():
         if not preset.is_integer:
             palette = palettize_weights.blockwise_compress(array, "KMEANS", preset.bits, [0] * 4)
             return {"indices": palette.indices.reshape(-1), "lut": palette.lut.reshape(-1)}
@@ -110,6 +106,20 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
             array, preset.bits, "LINEAR_SYMMETRIC", True, blocks
         )
     return {"data": linear.data.reshape(-1), "scale": linear.scale.reshape(-1)}
+
+
+@contextmanager
+def exact_tables():
+    """Inside, coremltools' palettization takes its exact k-means for tensors of every size."""
+    from coremltools.optimize.coreml import _quantization_passes as passes
+
+    cluster = passes._get_kmeans_lookup_table_and_weight
+
+    def exact(nbits: int, weight: np.ndarray, **_) -> tuple[np.ndarray, np.ndarray]:
+        return cluster(nbits, weight, force_kmeans1d=True)
+
+    with replaced(passes, "_get_kmeans_lookup_table_and_weight", exact):
+        yield
 
 
 @contextmanager
@@ -150,7 +160,7 @@ def installed(preset: Preset):
 
 
 @contextmanager
-def replaced(owner: type, name: str, attribute):
+def replaced(owner, name: str, attribute):
     """`owner.name` is `attribute` inside."""
     original = vars(owner)[name]
     setattr(owner, name, attribute)

@@ -143,13 +143,14 @@ class Maker:
     def _convert(
         self, spec: Spec, folder: Path, plain: bool
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Converts a shard with coremltools into `folder`; `plain`: with nothing of ours in it.
+        """Converts a shard with coremltools into `folder`; `plain`: by its own code alone, if with its exact k-means.
 
         Returns (parameter path → program value that holds it, program value → module path).
         """
         weights = self.weights[spec.name]
         with self.clock("template"), ExitStack() as stack:
             module, _ = build(spec, self.source, self.plan, self.options)
+            stack.enter_context(compress.exact_tables())
             if not plain:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())

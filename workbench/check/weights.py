@@ -1,0 +1,311 @@
+"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within what its preset must lose.
+
+The loss that is allowed is computed from the checkpoint's tensor v and the preset alone, never from what is stored:
+
+    fp16      half a unit in the last place of fp16 at v (v with its offset, where storage adds one)
+    integers  half a step, the step being amax / (2^(bits−1) − 1) of the tensor, channel or block in fp16; the fp16
+              rounding of v / step, 2^-11 of v, comes on top, and what a step that fp16 rounded down cannot reach
+    tables    the distance to the nearest entry, and half a unit in the last place of the two entries that compete
+
+Compressed weights are compared with v rounded to fp16, which precedes compression. A table must also come within 0.1%
+of the squared error of the best table there is (exact k-means in one dimension); rounding its entries to fp16 adds at
+most the square of half a unit for each weight, which is taken off first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isnan, prod
+
+import numpy as np
+import torch
+
+import miltorch
+from miltorch.program import Op, Ref
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.names import MIN_NORMAL, ROUTER_STATE, split_layer
+from workbench.bundle.presets import Preset
+from workbench.check import gates
+from workbench.check.gates import Gate
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+
+LIMIT = (
+    1.05  # parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2
+)
+TABLE_LIMIT = 1.001  # squared error over that of the best table
+FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
+PIECE = 1 << 20  # weights compared at a time
+EXPONENT = 0x7F800000  # bits of a float32's exponent
+# what the host applies to embeddings: gate `host` compares it with the checkpoint's
+HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The worst weight of one stored tensor, in parts of what its preset must lose there; at most `limit`."""
+
+    place: str
+    value: float
+    limit: float
+    unit: str
+
+    @property
+    def excess(self) -> float:
+        return inf if isnan(self.value) else self.value / self.limit
+
+
+def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> Gate:
+    """Compares every stored weight with the checkpoint's, and looks for tensors and constants that nothing covers."""
+    from tqdm.auto import tqdm
+
+    deviations, problems, covered = [], [], {}
+    for shard in tqdm(bundle.manifest.shards, desc="weights", unit="shard", disable=not progress):
+        try:
+            constants = Constants(bundle, shard)
+            problems += constants.uncovered()
+            for tensor in shard.weights:
+                values, rows = checkpoint_values(checkpoint, shard, tensor, constants)
+                deviations += constants.deviations(tensor, values)
+                covered.setdefault(tensor, set()).update(rows)
+        except InputError as problem:
+            problems.append(f"{shard.name}: {problem}")
+    tensors = text_tensors(checkpoint)
+    for tensor in sorted(tensors):
+        if len(covered.get(tensor, ())) < (checkpoint.shape(tensor) or [1])[0]:
+            problems += uncovered_tensor(bundle, checkpoint, tensor)
+    worst = max(deviations, key=lambda d: d.excess, default=Deviation("", inf, LIMIT, "no weights"))
+    problems += [f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1]
+    reason = (
+        f"{len(deviations)} stored tensors of {len(tensors)} in the checkpoint; "
+        f"worst: {worst.place}, {worst.value:.4g} {worst.unit}; embeddings: gate host"
+    )
+    verdict = gates.RED if problems else gates.GREEN
+    reason = "; ".join(problems[:8]) + (" …" if problems[8:] else "") if problems else reason
+    return Gate("weights", verdict, worst.value, worst.limit, reason)
+
+
+class Constants:
+    """The constants of one shard's program, read from its package, none of them computed by `miltorch`."""
+
+    def __init__(self, bundle: Bundle, shard: Shard):
+        self.shard, self.manifest = shard, bundle.manifest
+        self.preset = bundle.manifest.options.preset
+        self.ops = list(miltorch.read(bundle.package(shard)).block.walk())
+        self.by_name = {name: op for op in self.ops if op.constant for name, _ in op.outputs}
+
+    def op(self, tensor: str) -> Op:
+        name = self.shard.weights[tensor]
+        if name not in self.by_name:
+            raise _refusal(tensor, f"no constant {name!r} in the program", "the one that holds it")
+        return self.by_name[name]
+
+    def size(self, tensor: str) -> int:
+        return _size(self.op(tensor))
+
+    def deviations(self, tensor: str, values: torch.Tensor) -> list[Deviation]:
+        """What `tensor` deviates by from `values` [rows, columns], the checkpoint's with their offset."""
+        op, place = self.op(tensor), f"{self.shard.name}: {tensor}"
+        stored = self._dense(tensor, op).reshape(values.shape)
+        if op.kind == "const":
+            ratio = worst_ratio(stored, values, half_ulp)
+            return [Deviation(place, ratio, LIMIT, "halves of an fp16 unit")]
+        if self.preset.is_integer:
+            ratio = integer_ratio(stored, values.half(), self.preset)
+            return [Deviation(place, ratio, LIMIT, f"half steps of {self.preset.name}")]
+        table = torch.from_numpy(self._value(op, "lut").reshape(-1).astype(np.float32))
+        nearest, error = table_ratios(stored, values.half(), table)
+        return [
+            Deviation(place, nearest, LIMIT, "distances to the nearest entry"),
+            Deviation(place, error, TABLE_LIMIT, "times the squared error of the best table"),
+        ]
+
+    def uncovered(self) -> list[str]:
+        """Constants of `FEW` elements or more that are no tensor of the checkpoint and follow no formula."""
+        tensors, problems = set(self.shard.weights.values()), []
+        parts = {
+            name for op in self.ops if op.kind != "const" and op.constant for name in op.reads()
+        }
+        for op in self.ops:
+            name = op.outputs[0][0] if op.outputs else op.name
+            if name not in tensors | parts and _literal_size(op) >= FEW and not self._formula(op):
+                problems.append(f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor")
+        return problems
+
+    def _formula(self, op: Op) -> str | None:
+        """Which constant of the model, that no checkpoint holds, `op` is."""
+        value = op.inputs.get("val")
+        if op.kind != "const" or value is None or ROUTER_STATE not in self.shard.inputs:
+            return None
+        value, before = np.ravel(value), self.shard.inputs[ROUTER_STATE][1]
+        if self.shard.layers[0] == 0 and len(value) == before and not value.any():
+            return "the first layer's scale of the router state before it, zeros"
+        if np.array_equal(value, np.arange(len(value))):
+            return "numbers of the expert classes"
+        return None
+
+    def _dense(self, tensor: str, op: Op) -> torch.Tensor:
+        """The stored values, float32, flat: dequantized, but not rounded to fp16 again."""
+        if op.kind == "const":
+            return torch.from_numpy(self._value(op, "val").astype(np.float32).reshape(-1))
+        if op.kind == "constexpr_blockwise_shift_scale" and self.preset.is_integer:
+            data = self._value(op, "data").astype(np.float32)
+            if "offset" in op.inputs:
+                data -= _spread(self._value(op, "offset").astype(np.float32), data.shape)
+            data *= _spread(self._value(op, "scale").astype(np.float32), data.shape)
+            return torch.from_numpy(data.reshape(-1))
+        lut = self._value(op, "lut") if "lut" in op.inputs else np.zeros(0)
+        if op.kind == "constexpr_lut_to_dense" and lut.size == 1 << self.preset.bits:
+            entries = torch.from_numpy(lut.reshape(-1).astype(np.float32))
+            return entries[torch.from_numpy(self._value(op, "indices").reshape(-1)).int()]
+        raise _refusal(tensor, f"stored as {op.kind}", f"what {self.preset.name} makes")
+
+    def _value(self, op: Op, role: str) -> np.ndarray:
+        value = op.inputs[role]
+        return self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
+
+
+def checkpoint_values(
+    checkpoint: Checkpoint, shard: Shard, tensor: str, constants: Constants
+) -> tuple[torch.Tensor, range]:
+    """The checkpoint's values of what `shard` stores of `tensor`, float32 [rows, columns] with their offset, and which
+    rows of the tensor they are."""
+    if tensor not in checkpoint:
+        raise _refusal(tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint")
+    shape, size = checkpoint.shape(tensor), constants.size(tensor)
+    rows = None if size == prod(shape) else slice(*shard.rows)
+    if size != prod(checkpoint.shape(tensor, rows)):
+        raise _refusal(tensor, f"{size} stored values", f"those of shape {shape}")
+    values = checkpoint.tensor(tensor, rows) + shard.offsets.get(tensor, 0.0)
+    covered = range(*(rows or slice(None)).indices((shape or [1])[0]))
+    return values.reshape(-1, shape[-1] if shape else 1), covered
+
+
+def text_tensors(checkpoint: Checkpoint) -> set[str]:
+    """Tensors of the checkpoint that Hugging Face's text model loads."""
+    import transformers
+
+    config = checkpoint.config
+    with torch.device("meta"):
+        names = transformers.AutoModelForCausalLM.from_config(config).state_dict().keys()
+    names = {
+        checkpoint.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        for name in names
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    return {name for name in names if name in checkpoint}
+
+
+def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> list[str]:
+    """Why nothing covers a tensor that no shard, or not every row of which a shard, is said to hold; [] if something does.
+
+    The host's tables are the business of gate `host`. coremltools drops a constant that changes nothing, all zeros or all
+    ones, and merges equal ones: a twin in the same shard then has these values. That the program computes with them is for
+    gate `program` to show.
+    """
+    if tensor.removeprefix(checkpoint.prefix) in HOST_TENSORS:
+        return []
+    index, values = split_layer(tensor)[0], checkpoint.tensor(tensor)
+    shards = [s for s in bundle.manifest.shards if index is None or index in range(*s.layers)]
+    if any(bool((values.half() == neutral).all()) for neutral in (0.0, 1.0)):
+        return []
+    for shard in shards:
+        constants = Constants(bundle, shard)
+        for twin in shard.weights:
+            expected = (values + shard.offsets.get(twin, 0.0)).reshape(-1, values.shape[-1])
+            if constants.size(twin) == values.numel() and all(
+                d.excess <= 1 for d in constants.deviations(twin, expected)
+            ):
+                return []
+    return [f"nothing covers tensor {tensor}"]
+
+
+def half_ulp(values: torch.Tensor) -> torch.Tensor:
+    """Half of the distance between the two fp16 values around each of `values` (float32)."""
+    bits = values.abs().clamp(min=MIN_NORMAL).view(torch.int32) & EXPONENT
+    return bits.view(torch.float32) * 2.0**-11
+
+
+def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
+    """Largest |stored − values| over room(values), of [rows, columns]; nan where a value is none."""
+    worst = [0.0]
+    for a, b in _pieces(*stored.shape):
+        off, allowed = (stored[a:b] - values[a:b].float()).abs(), room(values[a:b].float())
+        worst.append(float(torch.where(off == 0, 0.0, off / allowed).max()))
+    return float(np.max(worst))
+
+
+def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -> float:
+    """Largest deviation of integers times a scale, in parts of what `preset` must lose on `rounded` (fp16) [rows, n]."""
+    stored, rounded = (x.reshape(-1, preset.block or x.shape[1]) for x in (stored, rounded))
+    largest = 2 ** (preset.bits - 1) - 1
+    peak = torch.maximum(rounded.amax(1), -rounded.amin(1)).float()[:, None]
+    if preset.granularity == "per_tensor":
+        peak = peak.amax().expand(len(rounded), 1)
+    steps, worst = (peak / largest).half().float(), [0.0]
+    for a, b in _pieces(*stored.shape):
+
+        def room(values: torch.Tensor, step: torch.Tensor = steps[a:b]) -> torch.Tensor:
+            size = values.abs()
+            return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
+
+        worst.append(worst_ratio(stored[a:b], rounded[a:b], room))
+    return float(np.max(worst))
+
+
+def table_ratios(
+    stored: torch.Tensor, rounded: torch.Tensor, table: torch.Tensor
+) -> tuple[float, float]:
+    """Largest distance to the entry that is used, over that to the nearest one, and the squared error over the least that
+    a table of this length can have on `rounded` (fp16)."""
+    entries = table.sort().values
+    middles = (entries[1:] + entries[:-1]) / 2
+    worst, error, rounding = [0.0], 0.0, 0.0
+    for a, b in _pieces(*stored.shape):
+        used, values = stored[a:b], rounded[a:b].float()
+        nearest = entries[torch.bucketize(values, middles)]
+        off, least = (used - values).abs(), (nearest - values).abs()
+        room = least + half_ulp(used) + half_ulp(nearest)
+        worst.append(float((off / room).max()))
+        error += float((off.double() ** 2).sum())
+        rounding += float((half_ulp(used).double() ** 2).sum())
+    best, above = least_squared_error(rounded, len(table)), max(0.0, error - rounding)
+    return float(np.max(worst)), above / best if best else inf if above else 0.0
+
+
+def least_squared_error(values: torch.Tensor, count: int) -> float:
+    """Sum of squared distances of fp16 `values` to the best `count` points there are."""
+    from coremltools._deps import kmeans1d
+
+    distinct, counts = np.unique(values.numpy(), return_counts=True)
+    points = distinct.astype(np.float64)
+    clusters = kmeans1d.cluster(points, min(count, len(points)), weights=counts).clusters
+    weights = np.bincount(clusters, counts)
+    means = np.bincount(clusters, counts * points) / np.maximum(weights, 1)
+    return float((counts * (points - means[clusters]) ** 2).sum())
+
+
+def _pieces(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    height = max(1, PIECE // max(1, columns))
+    return ((a, min(a + height, rows)) for a in range(0, rows, height))
+
+
+def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """`factor` repeated so that it lines up with `shape`: each of its axes divides that of `shape`."""
+    for axis, size in enumerate(shape):
+        if factor.shape[axis] not in (1, size):
+            factor = factor.repeat(size // factor.shape[axis], axis)
+    return factor
+
+
+def _size(op: Op) -> int:
+    return prod(n or 0 for n in op.outputs[0][1].shape)
+
+
+def _literal_size(op: Op) -> int:
+    """Elements of the largest array that stands in the operation itself."""
+    values = [v for x in op.inputs.values() for v in (x if isinstance(x, list) else [x])]
+    return max((v.size for v in values if isinstance(v, np.ndarray)), default=0)
+
+
+def _refusal(tensor: str, actual: str, needed: str) -> InputError:
+    return InputError(f"tensor {tensor!r}", actual, needed, "export the bundle again")
