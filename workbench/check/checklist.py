@@ -11,7 +11,7 @@ import miltorch
 from workbench.ane import memory
 from workbench.bundle import Bundle
 from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache
-from workbench.check import fidelity, gates
+from workbench.check import fidelity, gates, metrics
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
 from workbench.decode import Decoder
@@ -221,21 +221,33 @@ def _addresses(records: list[dict]) -> Gate:
 
 
 def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
-    """The rows written at T = 1 and at t_max hold the golden's K and V."""
+    """The rows written at T = 1 and at t_max are the golden's K and V of their own positions.
+
+    The value is the worst layer's distance from them over its distance from the golden's rows of the nearest shift, each row
+    beside another position's: compression moves rows, but none to the place of another.
+    """
     if golden is None:
         return gates.not_run("cache_contents", "needs --golden")
-    limit, worst, place = gates.LIMITS[decoder.options.compress].kv_cosine, 1.0, "every row"
+    ratios = {}
     for T in sorted({1, decoder.options.t_max}):
-        rows = fidelity.compare_pass(fidelity.run_golden(decoder, golden, T), golden)
-        row = fidelity.worst_row(rows[rows["tensor"].isin(["k", "v"])])
-        if not row["cosine"] >= worst:
-            worst, place = (
-                row["cosine"],
-                f"layer {row['layer']} {row['tensor']}, position {row['position']}, T = {T}",
-            )
-    return gates.at_least(
-        "cache_contents", worst, limit, f"worst cache row against the golden's: {place}"
-    )
+        trace = fidelity.run_golden(decoder, golden, T)
+        for name, caches, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
+            for layer, cache in caches.items():
+                rows = trace.cached[layer]
+                place = f"layer {layer} {name}, T = {T}"
+                ratios[place] = _own_over_shifted(reference[layer][:, rows], cache[:, rows])
+    worst = max(ratios, key=lambda place: np.nan_to_num(ratios[place], nan=np.inf))
+    reason = f"distance from the golden's rows over that from rows of other positions: {worst}"
+    return gates.at_most("cache_contents", ratios[worst], 1.0, reason)
+
+
+def _own_over_shifted(reference: np.ndarray, rows: np.ndarray) -> float:
+    """Distance of `rows` [H_kv, n, D] from `reference` over the smallest one from `reference` shifted by 1 … n − 1 rows."""
+    own = np.linalg.norm(reference - rows)
+    shifted = [
+        np.linalg.norm(np.roll(reference, by, axis=1) - rows) for by in range(1, rows.shape[1])
+    ]
+    return float(metrics.over(own, min(shifted, default=np.inf)))
 
 
 def stale_rows(decoder: Decoder) -> Gate:

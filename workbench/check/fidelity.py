@@ -23,6 +23,8 @@ from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.errors import InputError
 
+NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
+
 
 @dataclass
 class ForwardPass:
@@ -260,11 +262,11 @@ def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
 
 
 def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
-    """Choices of experts [L, n] that the bundle's compression may turn: where a runtime does not show them, a layer's
-    update may be another expert's there."""
+    """Choices of experts [L, n] whose best two scores lie close: where a runtime does not show the choice, a layer's update
+    may be another expert's there."""
     if golden.margin is None:
         return np.zeros(golden.x.shape[:2], bool)
-    return golden.margin < gates.LIMITS[decoder.options.compress].routing_margin
+    return golden.margin < NEAR_TIE
 
 
 def worst_row(rows: pd.DataFrame) -> pd.Series:

@@ -150,22 +150,21 @@ def make_golden(
     label: str = "source",
     fed: np.ndarray | None = None,
     fed_router: np.ndarray | None = None,
+    model: nn.Module | None = None,
 ) -> Golden:
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
     Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
-    layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on.
+    layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on. `model` is what
+    runs (default: `empty_model` of the checkpoint's configuration).
     """
     import transformers
 
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    config, prefix, read = checkpoint.config, checkpoint.prefix, weights or checkpoint.tensor
+    model = model or empty_model(checkpoint.config)
+    config, prefix, read = model.config, checkpoint.prefix, weights or checkpoint.tensor
     ids = check_ids(ids, config.vocab_size)
-    with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
-    base = model.eval().model
+    base = model.model
     rows, remapped = np.unique(ids, return_inverse=True)
     embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
     base.embed_tokens.weight = nn.Parameter(
@@ -174,7 +173,7 @@ def make_golden(
     base.embed_tokens.padding_idx = None
     for name, _ in base.named_parameters():
         if not name.startswith(("layers.", "embed_tokens.")):
-            _assign(base, name, read(prefix + name))
+            assign_parameter(base, name, read(prefix + name))
     replaced = [
         [] for _ in base.layers
     ]  # each layer's first arguments: its input and, from the second layer on, a router state
@@ -202,6 +201,18 @@ def make_golden(
             "transformers": transformers.__version__,
         },
     )
+
+
+def empty_model(config) -> nn.Module:
+    """Hugging Face's model of a configuration in fp32 with eager attention; its parameters have no
+    storage until they are assigned, its buffers (rotary tables, scales) are real."""
+    import transformers
+
+    with _parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+    return model.eval()
 
 
 def whole_prompt(checkpoint: Checkpoint):
@@ -239,7 +250,7 @@ def _parameters_on_meta():
         nn.Module.register_parameter = register
 
 
-def _assign(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
     """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are copied into."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
@@ -265,7 +276,7 @@ def _record_layer(
         args = (*replaced, *args[len(replaced) :])
         record["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
-            _assign(module, name, read(prefix + name))
+            assign_parameter(module, name, read(prefix + name))
         return args, kwargs
 
     def leave(module, args, output):
@@ -274,7 +285,7 @@ def _record_layer(
             if value is not None:
                 record[name] = value[0].float().numpy().copy()
         for name in module.state_dict():
-            _assign(module, name, None)
+            assign_parameter(module, name, None)
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases

@@ -71,3 +71,15 @@ def compare_logits(reference: np.ndarray, actual: np.ndarray) -> dict[str, float
         "kl_max": float(np.max([kl(*pair) for pair in rows])),
         "cosine_min": float(np.min([cosine(*pair) for pair in rows])),
     }
+
+
+def rms(reference: np.ndarray, actual: np.ndarray | float = 0.0) -> np.ndarray:
+    """Root mean square of reference − actual along the last axis, float64."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.sqrt(((np.float64(reference) - actual) ** 2).mean(-1))
+
+
+def over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """error / scale; 0 where both are zero, inf where `scale` alone is."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((scale == 0) & (error == 0), 0.0, np.divide(error, scale))

@@ -1,4 +1,8 @@
-"""The verdict on a bundle against a golden: fidelity rows → gates → one JSON-able result."""
+"""The verdict on a bundle: is it faulty, and what does it cost?
+
+The bug gates need no tuning and ask nothing about compression; the price is measured against a golden and has the user's
+limit. What needs the checkpoint is kept in the bundle's verdict.json.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +10,43 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.check import fidelity, gates, metrics, rangedim
+from workbench.bundle import Bundle
+from workbench.check import (
+    causality,
+    device,
+    fidelity,
+    gates,
+    host,
+    interface,
+    metrics,
+    program,
+    rangedim,
+    verdict,
+    weights,
+)
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
+from workbench.check.price import (
+    HALF_ULP,
+    Budget,
+    Price,
+    measure_budget,
+    measure_price,
+    price_gates,
+)
 from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+
+NEED_DECODER = ("host", "program", "scores", "causality")
+BUG_GATES = ("interface", "weights", *NEED_DECODER)
+ROUTING_FACTOR = 4.0  # scores are rounded inside the router too, which the budget leaves out
 
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, the gates on them, and the comparison of `chained_logits` [n, V] with the golden's.
-    Where experts are routed and choices are recorded, layers go on with the golden's expert, and `free_logits` compares the
+    """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the comparison of `chained_logits` [n, V] with the
+    golden's, and the price. Where experts are routed and choices are recorded, layers go on with the golden's expert, and `free_logits` compares the
     logits of a chained run that goes on with the program's own (else None).
     """
 
@@ -23,6 +54,8 @@ class Validation:
     gates: list[Gate]
     logits: dict[str, float]
     chained_logits: np.ndarray
+    bug_gates: list[Gate]
+    price: Price
     free_logits: dict[str, float] | None = None
 
     @property
@@ -47,128 +80,164 @@ class Validation:
             "rows": len(self.rows),
             "logits": self.logits,
             "free_logits": self.free_logits,
+            "price": self.price.json(),
         }
 
 
+def bug_gates(
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    *,
+    exact: Decoder | None = None,
+    decoder: Decoder | None = None,
+    Ts: Sequence[int] | None = None,
+    progress: bool = False,
+) -> list[Gate]:
+    """Whether a bundle is faulty, whatever its compression: interface, weights, host, program, scores and causality.
+
+    Args:
+        exact: a portable decoder in `exact` arithmetic that runs the bundle (default: a new one).
+        decoder: the decoder whose host and calls are checked (default: `exact`).
+
+    Where the bundle's interface is RED and no decoder opens it, the gates that need one are not_run.
+    """
+    results = [interface.interface_gate(bundle, checkpoint)]
+    try:
+        results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
+        exact = exact or Decoder(bundle, "portable", "exact")
+    except InputError as problem:
+        if results[0].verdict != gates.RED:
+            raise
+        return results + unopened_gates(problem, BUG_GATES[len(results) :])
+    tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
+    return [
+        *results,
+        host.host_gate(tried, checkpoint),
+        *program.program_gates(exact, checkpoint, Ts=Ts, progress=progress),
+        causality.causality_gate(tried),
+    ]
+
+
+def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
+    """Gates `names` of a bundle whose interface is RED, where `problem` is why no decoder opens it."""
+    reason = f"the bundle cannot be opened: {problem.subject}: {problem.actual}"
+    return [gates.not_run(name, reason) for name in names]
+
+
+def keep_verdict(bundle: Bundle, checkpoint: Checkpoint) -> None:
+    """Runs the bug gates and keeps them in the bundle's verdict.json, unless it has one."""
+    if verdict.load(bundle) is None:
+        verdict.save(bundle, bug_gates(bundle, checkpoint))
+
+
+def stored_gates(bundle: Bundle) -> list[Gate]:
+    """The bug gates without the checkpoint: those of verdict.json, else the interface alone."""
+    if stored := verdict.load(bundle):
+        return stored
+    reason = f"needs --checkpoint: the bundle has no {verdict.NAME} of its own"
+    names = ("weights", *NEED_DECODER)
+    return [interface.interface_gate(bundle), *(gates.not_run(name, reason) for name in names)]
+
+
 def validate(
-    decoder: Decoder, golden: Golden, Ts: Sequence[int] | None = None, progress: bool = False
+    decoder: Decoder,
+    golden: Golden,
+    Ts: Sequence[int] | None = None,
+    *,
+    checkpoint: Checkpoint | None = None,
+    exact: Decoder | None = None,
+    budget: Budget | None = None,
+    reference: device.Reference | None = None,
+    max_kl: float = gates.MAX_KL,
+    progress: bool = False,
 ) -> Validation:
-    """Compares every layer × position × T of a bundle with `golden`, and applies the gates."""
+    """Whether a bundle is faulty, and what it costs: bug gates, every layer × position × T against `golden`, the price.
+
+    Args:
+        checkpoint: what the bundle was exported from; without it the bug gates are those of the bundle's verdict.json.
+        exact: as in `bug_gates`.
+        budget: as in `measure_price`; measured where there is a checkpoint.
+        reference: what the device gate compares another runtime with (default: made now).
+        max_kl: the user's limit on the mean KL of the chained logits, in nats.
+    """
+    same = fidelity.of_this_checkpoint(decoder, golden)
+    if checkpoint is None:
+        bugs = stored_gates(decoder.bundle)
+    elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
+        reason = "the bundle was exported from another checkpoint"
+        bugs = [gates.not_run(name, reason) for name in BUG_GATES]
+        checkpoint = None
+    else:
+        if exact is None and (decoder.runtime, decoder.precision) == ("portable", "exact"):
+            exact = decoder
+        bugs = bug_gates(
+            decoder.bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
+        )
     rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)
+    if checkpoint and budget is None:
+        budget = measure_budget(decoder.bundle, checkpoint, golden)
+    price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
     result = Validation(
-        rows, [], metrics.compare_logits(golden.logits, chained.logits), chained.logits
+        _with_errors(rows, price.rows),
+        [*bugs, same, gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows))],
+        metrics.compare_logits(golden.logits, chained.logits),
+        chained.logits,
+        bugs,
+        price,
     )
     choices = fidelity.choices(
         {f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden
     )
-    result.gates = _gates(result, decoder, traces, golden)
     if len(choices):
         free = fidelity.run_golden(decoder, golden, list(traces), "chained", forced=False)
         result.free_logits = metrics.compare_logits(golden.logits, free.logits)
-        result.gates += [
-            routing(
-                choices, gates.LIMITS[decoder.options.compress].routing_margin, result.free_logits
-            )
-        ]
+        result.gates.append(routing(choices, golden, budget, result.free_logits))
+    result.gates += [
+        rangedim.drift_gate(decoder, traces, golden),
+        _device(decoder, golden, reference),
+        *price_gates(result.price, max_kl),
+    ]
     return result
 
 
-def routing(choices: pd.DataFrame, limit: float, free: dict[str, float]) -> Gate:
-    """Only near-tied experts are picked differently. No other gate covers another expert's update: they all read layers
-    that went on with the golden's choice."""
+def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
+    """Fidelity rows with the `error` and `budget` of `Price.rows`, null on rows that have none."""
+    keys = ["layer", "position", "T", "tensor", "mode"]
+    errors = errors.drop(columns="ratio").assign(mode="isolated")
+    return rows.merge(errors, how="left", on=keys)
+
+
+def _device(decoder: Decoder, golden: Golden, reference: device.Reference | None) -> Gate:
+    if decoder.runtime == "portable":
+        return gates.not_run("device", "the portable runtime is what devices are compared with")
+    reference = reference or device.make_reference(decoder.bundle, golden)
+    return device.device_gate(decoder, golden, reference)
+
+
+def routing(
+    choices: pd.DataFrame, golden: Golden, budget: Budget | None, free: dict[str, float]
+) -> Gate:
+    """Only experts that rounding may turn are picked differently. No other gate covers another expert's update: they all
+    read layers that went on with the golden's choice.
+
+    Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own model by so much; where
+    the golden's lie further apart than `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's.
+    """
     differ = choices[choices["differs"]]
     reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
+    if budget is None:
+        return gates.not_run("routing", f"needs --checkpoint; {reason}")
+    again = budget.isolated
+    after = np.where(again.expert == golden.expert, again.margin, -again.margin)
+    moves = np.abs(golden.margin - after).max(axis=1) + HALF_ULP  # [L]
+    ratios = differ["margin"] / moves[differ["layer"]]
     if len(differ):
-        worst = differ.loc[differ["margin"].idxmax()]
-        reason += f", largest golden margin: layer {worst['layer']}, position {worst['position']}, {worst['run']}"
+        worst = differ.loc[ratios.idxmax()]
+        place = f"layer {worst['layer']}, position {worst['position']}, {worst['run']}"
+        reason += f"; largest margin over what rounding moves it by: {place}"
     reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
-    return gates.at_most(
-        "routing", float(differ["margin"].max()) if len(differ) else 0.0, limit, reason
-    )
-
-
-def _gates(result: Validation, decoder: Decoder, traces: dict, golden: Golden) -> list[Gate]:
-    limits, rows, logits = gates.LIMITS[decoder.options.compress], result.rows, result.logits
-    weights = (
-        "the stored weights" if golden.meta["weights"] != "source" else "the checkpoint's weights"
-    )
-    update, cached = _worst(rows, "update"), _worst(rows, "k", "v")
-    result_gates = [
-        fidelity.of_this_checkpoint(decoder, golden),
-        gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows)),
-        gates.at_least(
-            "update",
-            update["cosine"],
-            limits.update_cosine,
-            f"worst isolated update against {weights}: {_row_place(update)}{_ties(rows)}",
-        ),
-        gates.at_least(
-            "kv",
-            cached["cosine"],
-            limits.kv_cosine,
-            f"worst cache row against {weights}: {_row_place(cached)}",
-        ),
-        gates.at_most(
-            "logits_kl", logits["kl_max"], limits.logits_kl, "worst position, chained, nats"
-        ),
-        gates.at_least(
-            "logits_cosine", logits["cosine_min"], limits.logits_cosine, "worst position, chained"
-        ),
-    ]
-    if decoder.options.compress == "fp16":
-        reason = "share of positions with the golden's top token, near-ties apart"
-        result_gates.append(gates.at_least("logits_top1", logits["top1_agreement"], 1.0, reason))
-    return [*result_gates, trend(rows), rangedim.drift_gate(decoder, traces, golden)]
-
-
-def trend(rows: pd.DataFrame) -> Gate:
-    """A cache that is damaged as it is used errs more and more over its rows, or less and less (the oldest were hit most
-    often); compression errs alike in all. Rank correlation of position and error of chained K and V rows, position 0
-    apart: attention sinks there are unlike any other row. Some tokens are harder than others wherever they stand, so a small
-    trend counts only in what the hidden state's error at the same position does not explain."""
-    chained = rows[(rows["mode"] == "chained") & (rows["position"] > 0)].dropna(subset="cosine")
-    error = np.log((1 - chained["cosine"]).clip(lower=1e-14)) / 2
-    errors = error.groupby([chained["tensor"], chained["position"]]).mean()
-    caches = [tensor for tensor in ("k", "v") if tensor in errors]
-    if min((len(errors[tensor]) for tensor in caches), default=0) < gates.TREND_POSITIONS:
-        return gates.not_run("trend", f"needs {gates.TREND_POSITIONS} positions after the first")
-    trends = [
-        (
-            *_trend(_unexplained(errors[t], errors.get("hidden"))),
-            gates.TREND_GROWTH,
-            f"{t}, the hidden state's apart",
-        )
-        for t in caches
-    ]
-    trends += [(*_trend(errors[t]), gates.TREND_WHOLE, t) for t in caches]
-    growth, correlation, limit, tensor = max(trends, key=lambda t: (t[0] >= t[2]) * abs(t[1]))
-    verdict, words = gates.GREEN, ", flat"
-    if growth >= limit and abs(correlation) > gates.TREND:
-        verdict, words = gates.RED, ": a fault of the cache"
-    return Gate(
-        "trend",
-        verdict,
-        correlation,
-        gates.TREND,
-        f"rank correlation of position and error, {tensor}; "
-        f"newest and oldest quarter differ by a factor of {growth:.2f}{words}",
-    )
-
-
-def _unexplained(error: pd.Series, hidden: pd.Series | None) -> pd.Series:
-    """Log errors by position, less what the error of the hidden state at the same position explains."""
-    if hidden is None:
-        return error
-    hard = hidden.reindex(error.index)
-    return error - np.clip(error.cov(hard) / hard.var(), 0, 1) * (hard - hard.mean())
-
-
-def _trend(error: pd.Series) -> tuple[float, float]:
-    """Factor between the newest and the oldest quarter of log errors by position, and their rank correlation with it."""
-    quarter = -(-len(error) // 4)
-    correlation = error.rank().corr(error.index.to_series().rank())
-    growth = np.exp(abs(error.iloc[-quarter:].mean() - error.iloc[:quarter].mean()))
-    return float(growth), float(np.nan_to_num(correlation))
+    value = float(ratios.max()) if len(differ) else 0.0
+    return gates.at_most("routing", value, ROUTING_FACTOR, reason)
 
 
 def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
@@ -180,12 +249,6 @@ def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
 def _tied(rows: pd.DataFrame) -> pd.Series:
     """Updates that may be another expert's, where the runtime does not show the choice."""
     return rows.get("routing_tie", False) & (rows["tensor"] == "update")
-
-
-def _ties(rows: pd.DataFrame) -> str:
-    """How many updates the gate leaves out, in words."""
-    count = (_tied(rows) & (rows["mode"] == "isolated")).sum()
-    return f"; {count} with a near-tied choice of expert apart" if "routing_tie" in rows else ""
 
 
 def _worst(rows: pd.DataFrame, *tensors: str) -> pd.Series:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import Option, echo
 
 import workbench
 from workbench import paths
@@ -20,6 +20,7 @@ from workbench.cli.common import (
     gate_lines,
     load_golden,
     look_at,
+    price_lines,
     record,
     show,
 )
@@ -66,12 +67,16 @@ def validate_command(
     ] = None,
     runtime: RuntimeName = "auto",
     precision: Precision = "declared",
+    max_kl: Annotated[
+        float, Option(help="Your limit on the mean KL from the golden, in nats.", min=0)
+    ] = gates.MAX_KL,
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Every layer × position × T against the golden.
+    """Is the bundle faulty, and what does it cost? With a checkpoint the answer to the first is
+    kept in the bundle; a golden alone shows it and compares the runtime.
 
-    Example: workbench validate build/llama --checkpoint data/tiny-llama --tasks data/tasks/heldout.jsonl
+    Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
     """
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
@@ -84,15 +89,36 @@ def validate_command(
                 "the checkpoint that also answers them",
                 "give --checkpoint",
             )
-    decoder = workbench.Decoder(opened, runtime, precision)
-    reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
-    Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
-    validation = workbench.validate(decoder, reference, Ts, progress=not json)
+    from workbench.check import verdict
+    from workbench.check.device import stored_reference
+    from workbench.models.checkpoint import Checkpoint
+
+    source = Checkpoint(checkpoint) if checkpoint else None
+    try:
+        decoder = workbench.Decoder(opened, runtime, precision)
+    except InputError as problem:
+        checks = _unopened(opened, source, problem)
+        return show(_unopened_result(checks), json, ["RED", *gate_lines(checks)])
+    manifest = opened.manifest
+    reference = load_golden(golden, checkpoint, prompt_ids, manifest.dims.V, manifest.tokens.bos)
+    Ts = range(1, manifest.options.t_max + 1) if all_t else None
+    echo(_expectation(decoder, reference, source, Ts), err=True)
+    stored = golden and decoder.runtime != "portable"
+    validation = workbench.validate(
+        decoder,
+        reference,
+        Ts,
+        checkpoint=source,
+        reference=stored_reference(opened, reference, golden) if stored else None,
+        max_kl=max_kl,
+        progress=not json,
+    )
+    if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
+        verdict.save(opened, validation.bug_gates)
     if tasks:
         from workbench.check.tasks import answer_gates, load_tasks
-        from workbench.models.checkpoint import Checkpoint
 
-        validation.gates += answer_gates(decoder, Checkpoint(checkpoint), load_tasks(tasks))
+        validation.gates += answer_gates(decoder, source, load_tasks(tasks))
     result = validation.json()
     if log:
         row = {"verdict": validation.verdict, "config": {"gates": result["gates"]}}
@@ -102,4 +128,54 @@ def validate_command(
             **result["worst"]
         )
     )
-    show(result, json, [result["verdict"], *gate_lines(validation.gates), worst])
+    lines = [result["verdict"], *gate_lines(validation.gates), *price_lines(result["price"]), worst]
+    show(result, json, lines)
+
+
+def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
+    """Bug gates of a bundle that no decoder opens; raises `problem` unless its interface is RED."""
+    from workbench.check.interface import interface_gate
+    from workbench.check.validate import BUG_GATES, bug_gates, unopened_gates
+
+    interface = interface_gate(bundle, checkpoint)
+    if interface.verdict != gates.RED:
+        raise problem
+    if checkpoint:
+        return bug_gates(bundle, checkpoint)
+    return [interface, *unopened_gates(problem, BUG_GATES[1:])]
+
+
+def _unopened_result(checks: list[gates.Gate]) -> dict:
+    """The result of a bundle that no decoder opens: nothing of it was compared."""
+    nothing = dict.fromkeys(
+        ("worst", "min_cosine", "mean_cosine", "logits", "free_logits", "price")
+    )
+    return {"verdict": "RED", "gates": [gate.json() for gate in checks], "rows": 0} | nothing
+
+
+def _expectation(decoder, golden, checkpoint, Ts) -> str:
+    """How many positions are compared, and about how long that takes, from the time of one call."""
+    from time import perf_counter
+
+    from workbench.check.fidelity import default_ts
+    from workbench.check.reach import plan_reach
+
+    options = decoder.options
+    Ts = list(Ts or default_ts(options.t_max, options.t == "fixed"))
+    positions = len(golden.ids)
+    calls = sum(-(-positions // T) for T in [*Ts, options.t_max])
+    text = f"{positions} positions against the golden at T = {', '.join(map(str, Ts))}"
+    if checkpoint:
+        reach = plan_reach(decoder.manifest).count
+        text += f", {reach} to reach every row of the cache"
+        calls += reach
+    with decoder.set_aside():
+        decoder.begin()
+        chunk = [golden.ids[: 1 if options.t == "range" else options.t_max].tolist()]
+        times = []
+        for _ in range(2):  # the first call loads
+            decoder.begin()
+            start = perf_counter()
+            decoder.advance(chunk * options.batch, len(chunk[0]))
+            times.append(perf_counter() - start)
+    return f"{text}: about {max(1, round(calls * times[-1]))} s"

@@ -47,6 +47,18 @@ def gate_lines(gates: list) -> list[str]:
     ]
 
 
+def price_lines(price: dict) -> list[str]:
+    """What a bundle costs, and the budget beside it, in two lines."""
+
+    def figures(kl: dict) -> str:
+        return ", ".join(f"{name} {value:.3g}" for name, value in kl.items())
+
+    lines = [f"price: KL {figures(price['kl'])}; same top token {price['same_top']:.1%}"]
+    if budget := price["budget"]:
+        lines.append(f"budget, what rounding alone costs: KL {figures(budget['kl'])}")
+    return lines
+
+
 def parse_ids(text: str) -> list[int]:
     """Token ids as `--prompt-ids` writes them."""
     try:
@@ -57,13 +69,16 @@ def parse_ids(text: str) -> list[int]:
         ) from None
 
 
-def ids_for(prompt_ids: str | None, V: int) -> list[int]:
-    """The ids of a prompt, all of them in the vocabulary; 24 seeded random ones when no prompt is given."""
+def ids_for(prompt_ids: str | None, V: int, bos: int | None = None) -> list[int]:
+    """The ids of a prompt, all of them in the vocabulary; 24 seeded random ones when no prompt is
+    given, the first of them `bos` where there is one."""
     import numpy as np
 
     from workbench.check.golden import check_ids
 
     random = np.random.default_rng(0).integers(0, V, 24)
+    if bos is not None:
+        random[0] = bos
     return check_ids(random if prompt_ids is None else parse_ids(prompt_ids), V).tolist()
 
 
@@ -75,14 +90,20 @@ def look_at(golden: Path | None, checkpoint: Path | None) -> None:
         paths.checkpoint(checkpoint)
 
 
-def load_golden(golden: Path | None, checkpoint: Path | None, prompt_ids: str | None, V: int):
+def load_golden(
+    golden: Path | None,
+    checkpoint: Path | None,
+    prompt_ids: str | None,
+    V: int,
+    bos: int | None = None,
+):
     """The golden a command compares with: a stored one, or one made now from a checkpoint."""
     from workbench.check.golden import Golden, make_golden
 
     if golden:
         return Golden.load(golden)
     if checkpoint:
-        return make_golden(checkpoint, ids_for(prompt_ids, V))
+        return make_golden(checkpoint, ids_for(prompt_ids, V, bos))
     raise InputError(
         "golden",
         "neither --golden nor --checkpoint",

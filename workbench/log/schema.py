@@ -71,7 +71,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         text:  run_id! shard
         int:   layer position T
         text:  tensor! mode! runtime precision
-        float: cosine psnr_db max_abs
+        float: cosine psnr_db max_abs error budget
         bool:  finite routing_tie
     """),
     # A figure (`plot` names the function that draws it) or a table of a write-up, with the data it shows.

@@ -44,6 +44,7 @@ class _Metric(NamedTuple):
 
 _METRICS = {
     "1-cosine": _Metric("1 − cosine", LogNorm, (1e-6, 1e-1), operator.gt, "cividis"),
+    "error": _Metric("relative RMS error", LogNorm, (1e-6, 1e0), operator.gt, "cividis"),
     "max_abs": _Metric("largest absolute error", LogNorm, (1e-6, 1e2), operator.gt, "cividis"),
     "psnr_db": _Metric("PSNR (dB)", Normalize, (0.0, 120.0), operator.lt, "cividis_r"),
 }
@@ -59,19 +60,21 @@ def fidelity_heatmap(
     metric: str = "1-cosine",
     tokens: Sequence[str] | None = None,
     threshold: float | None = None,
+    budget: float | None = None,
     limits: tuple[float, float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Layer × position of one metric (``1-cosine``, ``max_abs`` or ``psnr_db``) at one T.
+    """Layer × position of one metric (``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``) at one T.
 
     `fidelity` has the columns of the log's table of that name and, for this `T`, `tensor` and `mode`, at most one row
     per layer and position. Cells beyond `threshold` (in the metric's unit) and cells whose result is not finite are
-    crossed; cells without a measurement are hatched. `limits` fix the colour scale, so that figures compare; values
+    crossed; cells without a measurement are hatched. `budget` says how many times the rows' own
+    ``budget`` (what rounding alone costs) an ``error`` may be; the colour bar shows the budgets' range. `limits` fix the colour scale, so that figures compare; values
     outside take the colour of the nearer end. `tokens[position]` names the positions where there are at most 64.
     """
     ax = axes(ax, 6.5, 3.2)
-    mesh, keys = _draw(ax, fidelity, T, tensor, mode, metric, threshold, tokens, limits)
-    _scale(mesh, ax, metric, threshold)
+    mesh, keys = _draw(ax, fidelity, T, tensor, mode, metric, threshold, budget, tokens, limits)
+    _scale(mesh, ax, metric, threshold, fidelity if budget else None)
     return heading(ax, f"{tensor}, {mode}, T = {T}", keys)
 
 
@@ -84,6 +87,7 @@ def fidelity_grid(
     mode: str = "isolated",
     metric: str = "1-cosine",
     threshold: float | None = None,
+    budget: float | None = None,
     columns: int = 2,
     **options,
 ) -> Figure:
@@ -93,7 +97,7 @@ def fidelity_grid(
     figure, grid = plt.subplots(rows, columns, figsize=(7, 0.7 + 2 * rows), squeeze=False)
     keys = {}
     for i, (ax, T) in enumerate(zip(grid.flat, Ts)):
-        mesh, marks = _draw(ax, fidelity, T, tensor, mode, metric, threshold, **options)
+        mesh, marks = _draw(ax, fidelity, T, tensor, mode, metric, threshold, budget, **options)
         keys |= {key.get_label(): key for key in marks}
         ax.set_title(f"T = {T}")
         if i % columns:
@@ -107,12 +111,12 @@ def fidelity_grid(
     figure.suptitle(f"{tensor}, {mode}", x=0.01, ha="left", fontsize=9)
     if keys:
         figure.legend(handles=list(keys.values()), loc="outside upper right", ncols=len(keys))
-    _scale(mesh, list(grid.flat[: len(Ts)]), metric, threshold)
+    _scale(mesh, list(grid.flat[: len(Ts)]), metric, threshold, fidelity if budget else None)
     return figure
 
 
 def _draw(
-    ax, fidelity, T, tensor, mode, metric, threshold, tokens=None, limits=None
+    ax, fidelity, T, tensor, mode, metric, threshold, budget=None, tokens=None, limits=None
 ) -> tuple[QuadMesh, list[Artist]]:
     """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur."""
     measured = fidelity[(fidelity["tensor"] == tensor) & (fidelity["mode"] == mode)]
@@ -121,7 +125,10 @@ def _draw(
     norm = kind.norm(*(limits or kind.limits))
     value = (1 - rows["cosine"] if metric == "1-cosine" else rows[metric]).astype(float)
     infinite = ~rows["finite"].fillna(True).astype(bool)
-    beyond = kind.fails(value, np.nan if threshold is None else threshold)
+    if budget is not None:
+        beyond = value > budget * rows["budget"].astype(float)
+    else:
+        beyond = kind.fails(value, np.nan if threshold is None else threshold)
     off_scale = 2 * norm.vmax if kind.fails(1, 0) else norm.vmin - 1
     cells = _pivot(rows, value.clip(norm.vmin, norm.vmax).mask(infinite, off_scale), measured)
     mesh = grid_cells(
@@ -146,7 +153,8 @@ def _draw(
     )
     keys = []
     if beyond.any():
-        broken = f"{kind.label} {'>' if kind.fails(1, 0) else '<'} {threshold:g}"
+        limit = f"{threshold:g}" if budget is None else f"{budget:g} × budget"
+        broken = f"{kind.label} {'>' if kind.fails(1, 0) else '<'} {limit}"
         keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
     if infinite.any():
         keys.append(Patch(facecolor="black", label="not finite"))
@@ -165,15 +173,25 @@ def _pivot(rows: pd.DataFrame, cell: pd.Series, measured: pd.DataFrame) -> pd.Da
     return grid.reindex(index=layers, columns=positions)
 
 
-def _scale(mesh: QuadMesh, ax: Axes | list[Axes], metric: str, threshold: float | None) -> None:
-    """The colour bar, with a line at the threshold."""
+def _scale(
+    mesh: QuadMesh,
+    ax: Axes | list[Axes],
+    metric: str,
+    threshold: float | None,
+    budgets: pd.DataFrame | None = None,
+) -> None:
+    """The colour bar, with a line at the threshold, or lines at the least and the largest of the rows' `budgets`."""
     bar = mesh.figure.colorbar(
         mesh, ax=ax, label=_METRICS[metric].label, pad=0.02, extend="neither"
     )
     bar.outline.set_visible(False)
-    if threshold is not None:
-        bar.ax.axhline(threshold, color="white", linewidth=2)
-        bar.ax.axhline(threshold, color="black", linewidth=1, marker="")
+    marks = [] if threshold is None else [threshold]
+    if budgets is not None and budgets["budget"].notna().any():
+        marks += [budgets["budget"].min(), budgets["budget"].max()]
+        bar.set_label(f"{_METRICS[metric].label} (lines: least and largest budget)")
+    for mark in marks:
+        bar.ax.axhline(mark, color="white", linewidth=2)
+        bar.ax.axhline(mark, color="black", linewidth=1, marker="")
 
 
 def _printable(token: str) -> str:

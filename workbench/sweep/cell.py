@@ -20,7 +20,9 @@ from workbench.ane import placement
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import MANIFEST_VERSION
 from workbench.check import golden
-from workbench.check.validate import validate
+from workbench.check.gates import jsonable
+from workbench.check.price import measure_budget
+from workbench.check.validate import keep_verdict, validate
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
@@ -34,8 +36,8 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
     """Exports what is missing, measures in a child, and returns the run's log files: path in the log → contents.
 
     Args:
-        job: {checkpoint, checkpoint_hash, options, run, setting, round, cell, judge_ids, experiment, bundles, timeout_s,
-            attempt, worker (an index; None: 0)}.
+        job: {checkpoint, checkpoint_hash, options, run, setting, round, cell, judge_ids, max_kl, experiment, bundles,
+            timeout_s, attempt, worker (an index; None: 0)}.
         measure: the function that a fresh process calls; it logs one run into job["root"].
     """
     started = time.time()
@@ -89,12 +91,14 @@ def measure_cell(job: dict) -> None:
         except InputError as problem:
             config["placement"] = str(problem)
     if job["judge_ids"]:
-        reference = golden.stored_golden(
-            _checkpoint(job), job["judge_ids"], _path(job).parent.with_name("golden")
-        )
-        validation = validate(decoder, reference)
+        checkpoint, folder = _checkpoint(job), _path(job).parent.with_name("golden")
+        reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
+        keep_verdict(bundle, checkpoint)
+        budget = measure_budget(bundle, checkpoint, reference)
+        validation = validate(decoder, reference, budget=budget, max_kl=job["max_kl"])
         fidelity, row["verdict"] = validation.rows, validation.verdict
         config["gates"] = [g.json() for g in validation.gates]
+        config["price"] = jsonable(validation.price.json())
     runs.record_run(
         job["experiment"],
         row | {"config": config},

@@ -98,6 +98,7 @@ def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here
         "round": c.round,
         "cell": c.key(sha256),
         "judge_ids": list(c.judge_ids),
+        "max_kl": grid.max_kl,
         "experiment": grid.experiment,
         "bundles": bundles and str(bundles),
         "timeout_s": grid.run.timeout_s,

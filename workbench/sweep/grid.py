@@ -20,6 +20,7 @@ from pydantic import (
 
 from workbench import export as exporting
 from workbench.bundle import Options
+from workbench.check.gates import MAX_KL
 from workbench.errors import InputError
 from workbench.sweep import runs
 
@@ -59,12 +60,14 @@ class Run(BaseModel, extra="forbid"):
 
 
 class Grid(BaseModel, extra="forbid"):
-    """A sweep: `checkpoint`, lists of export options, run options, and the prompt each bundle is validated on, if any."""
+    """A sweep: `checkpoint`, lists of export options, run options, the prompt each bundle is validated on, if any, and
+    the user's limit on its mean KL in nats."""
 
     checkpoint: str
     export: dict[str, Axis] = {}
     run: Run = Run()
     validate_ids: list[int] = []
+    max_kl: NonNegativeFloat = MAX_KL
     experiment: str = Field("sweep", pattern=r"^\w[\w-]*$")
 
 

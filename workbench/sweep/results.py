@@ -1,5 +1,7 @@
 """The log's tables of a grid: times of one machine, fidelity of any, and one row per configuration."""
 
+import json
+import math
 from functools import cache
 from pathlib import Path
 
@@ -94,7 +96,8 @@ def configurations(
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
     ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
-    T) and ``verdict``. For `machine` see `stored_tables`.
+    T), ``kl_mean`` (nats) and ``verdict``: RED where another gate than the user's limit is, or the mean KL is above the
+    grid's `max_kl`. For `machine` see `stored_tables`.
     """
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
@@ -127,14 +130,15 @@ def configurations(
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
     every = log.load("runs", root=root)
-    validated = runs.newest(every[every["verdict"].notna()], about)
+    validated = _priced(runs.newest(every[every["verdict"].notna()], about), grid.max_kl)
     for column, source, default in (
         ("worst_cosine", worst, float("nan")),
+        ("kl_mean", validated, float("nan")),
         ("verdict", validated, "not_run"),
     ):
         values = dict(zip(runs.values(source, about), source[column]))
         rows[column] = [values.get(key, default) for key in runs.values(rows, about)]
-    rows["worst_cosine"] = rows["worst_cosine"].astype(float)
+    rows = rows.astype({"worst_cosine": float, "kl_mean": float})
     rows["name"] = [
         ", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")
     ]
@@ -149,11 +153,24 @@ def configurations(
         "call_ms",
         "n",
         "worst_cosine",
+        "kl_mean",
         "verdict",
     ]
     return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[
         list(dict.fromkeys(columns))
     ]
+
+
+def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
+    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` that they have under the limit `max_kl`."""
+    configs = [json.loads(text or "{}") for text in rows["config"]]
+    kl = [float(((c.get("price") or {}).get("kl") or {}).get("mean", "nan")) for c in configs]
+    verdicts = []
+    for config, mean, logged in zip(configs, kl, rows["verdict"], strict=True):
+        others = [g["verdict"] for g in config.get("gates", []) if g["name"] != "max_kl"]
+        red = "RED" in others or mean > max_kl
+        verdicts.append(logged if math.isnan(mean) else "RED" if red else "GREEN")
+    return rows.assign(kl_mean=kl, verdict=verdicts)
 
 
 def varied_axes(grid: Grid) -> list[str]:

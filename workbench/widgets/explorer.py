@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from workbench import log, plots, report, sweep
 from workbench.bundle import Options
 from workbench.check import gates
+from workbench.check.price import BUDGET_FACTOR
 from workbench.errors import InputError
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
@@ -21,7 +22,12 @@ from workbench.report.study import token_texts
 from workbench.sweep import runs
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
 
-METRICS = {"1 − cosine": "1-cosine", "largest error": "max_abs", "PSNR (dB)": "psnr_db"}
+METRICS = {
+    "1 − cosine": "1-cosine",
+    "relative error": "error",
+    "largest error": "max_abs",
+    "PSNR (dB)": "psnr_db",
+}
 WORST = 8
 
 
@@ -283,25 +289,15 @@ class Explorer(Panel):
 
     def _options(self) -> dict:
         """Keywords of the heatmap as it is shown."""
-        tensor, metric, limits = (
-            self.value("tensor"),
-            self.value("metric"),
-            gates.LIMITS[self.setting.compress],
-        )
-        least = {
-            "update": limits.update_cosine,
-            "logits": limits.logits_cosine,
-            "k": limits.kv_cosine,
-            "v": limits.kv_cosine,
-        }
+        tensor, metric = self.value("tensor"), self.value("metric")
         fits = self.tokens and self._axes()[1][-1] < len(self.tokens)
         return {
             "T": self.value("T"),
             "tensor": tensor,
             "metric": metric,
+            "budget": BUDGET_FACTOR if metric == "error" else None,
             "mode": self._mode(),
             "tokens": self.tokens if fits else None,
-            "threshold": 1 - least[tensor] if tensor in least and metric == "1-cosine" else None,
         }
 
     def _heatmap(self, ax: Axes) -> None:
@@ -319,7 +315,7 @@ class Explorer(Panel):
         if self.rows is not None:
             column = "cosine" if metric == "1-cosine" else metric
             ranked = self.rows.sort_values(
-                column, ascending=column != "max_abs", na_position="first"
+                column, ascending=column not in ("max_abs", "error"), na_position="first"
             )
             for r in ranked.head(WORST).itertuples():
                 token = f" “{self.tokens[r.position]}”" if r.position < len(self.tokens) else ""

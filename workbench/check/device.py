@@ -1,0 +1,150 @@
+"""Whether another runtime computes what the portable one does: no checkpoint is needed, so a Mac decides by itself.
+
+Every shard is fed the golden's inputs on both. The device may be as far from portable `declared` arithmetic as `narrow`
+is, which rounds sums to fp16 after every 32 products: that distance is measured for each bundle, not chosen.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from workbench.bundle import Bundle
+from workbench.check import fidelity, gates, metrics
+from workbench.check.gates import Gate
+from workbench.check.golden import Golden
+from workbench.check.price import HALF_ULP
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.files import write_whole
+
+METADATA = "workbench-reference"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W], and `distance` [n], the RMS of
+    `declared` − `narrow` at each position. `key`: the bundle and the tokens that they belong to."""
+
+    declared: dict[str, np.ndarray]
+    distance: dict[str, np.ndarray]
+    key: str
+
+    def save(self, path: Path) -> None:
+        """Writes one safetensors file, whole or not at all."""
+        from safetensors.numpy import save_file
+
+        arrays = {f"declared/{name}": a for name, a in self.declared.items()}
+        arrays |= {f"distance/{name}": a for name, a in self.distance.items()}
+        arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+        write_whole(path, lambda file: save_file(arrays, file.name, {METADATA: self.key}))
+
+    @classmethod
+    def load(cls, path: Path) -> "Reference":
+        from safetensors import safe_open
+
+        with safe_open(path, framework="np") as file:
+            arrays, key = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+        parts = {
+            part: {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(f"{part}/")}
+            for part in ("declared", "distance")
+        }
+        return cls(**parts, key=key[METADATA])
+
+
+def make_reference(bundle: Bundle, golden: Golden) -> Reference:
+    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens, seen as a device shows it."""
+    results = []
+    for precision in ("declared", "narrow"):
+        decoder = Decoder(bundle, "portable", precision)
+        decoder.runtime = "coreml"  # no hook: inner layers go on with what the shard computed
+        results.append(_results(decoder, golden))
+    declared, narrow = results
+    distance = {name: metrics.rms(declared[name], narrow[name]) for name in declared}
+    return Reference(declared, distance, _key(bundle, golden))
+
+
+def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
+    """`make_reference`, once: the file stays beside the golden at `path`, where that folder can be written."""
+    key = _key(bundle, golden)
+    path = path.with_name(f"{path.stem}-{bundle.identity[:10]}.reference.safetensors")
+    with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
+        reference = Reference.load(path)
+        if reference.key == key:
+            return reference
+    reference = make_reference(bundle, golden)
+    with suppress(OSError, _broken()):
+        reference.save(path)
+    return reference
+
+
+def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
+    """GREEN where every layer's output, K, V and the logits are as near to portable `declared` as `narrow` is.
+
+    The value is the worst tensor's distance in units of that distance, as an RMS over positions.
+    """
+    if reference.key != _key(decoder.bundle, golden):
+        raise InputError(
+            "reference of the device gate",
+            "another bundle's, or another golden's",
+            "one of this bundle and this golden",
+            "make it again: workbench.check.device.make_reference",
+        )
+    ratios, clear = {}, _clear(decoder, golden)
+    for name, values in _results(decoder, golden).items():
+        declared = reference.declared[name]
+        limit = np.maximum(reference.distance[name], HALF_ULP * metrics.rms(declared))
+        ratio = metrics.over(metrics.rms(declared, values), limit)[clear.get(name, slice(None))]
+        ratios[name] = float(np.sqrt(np.mean(ratio**2))) if len(ratio) else 0.0
+    worst = max(ratios, key=lambda name: np.nan_to_num(ratios[name], nan=np.inf))
+    reason = f"distance from portable declared over that of portable narrow, worst: {worst}"
+    return gates.at_most("device", ratios[worst], 1.0, reason)
+
+
+def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
+    """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of every T in turn, each shard fed the
+    golden's input, the head the golden's last hidden state."""
+    options, results = decoder.options, {}
+    Ts = fidelity.default_ts(options.t_max, options.t == "fixed")
+    trace = fidelity.run_golden(decoder, golden, Ts)
+    for layer, hidden in trace.hidden.items():
+        results[f"hidden.{layer}"] = hidden
+    for name, caches in (("k", trace.k), ("v", trace.v)):
+        for layer, cache in caches.items():
+            results[f"{name}.{layer}"] = cache.transpose(1, 0, 2).reshape(cache.shape[1], -1)
+    last = golden.hidden[-1] / np.float32(2.0**decoder.manifest.residual_exponent)
+    with decoder.set_aside():
+        hidden = np.tile(last.T, (options.batch, 1, 1))
+        results["logits"] = decoder.logits(hidden)[0]
+    return results
+
+
+def _clear(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
+    """Positions [n] of each result that no near-tied choice of an expert, in its own shard, can have turned."""
+    if golden.margin is None:
+        return {}
+    tied, clear = fidelity.near_ties(decoder, golden), {}
+    for model in decoder.layers:
+        before = np.zeros(tied.shape[1], bool)
+        for layer in range(*model.shard.layers):
+            clear |= {f"{name}.{layer}": ~before for name in ("k", "v")}
+            before = before | tied[layer]
+            clear[f"hidden.{layer}"] = ~before
+    return clear
+
+
+def _key(bundle: Bundle, golden: Golden) -> str:
+    """The bundle and the golden that a reference belongs to."""
+    digest = hashlib.sha256(json.dumps([bundle.identity, golden.meta["checkpoint"]]).encode())
+    for array in (golden.ids, golden.x):
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
+def _broken() -> type[Exception]:
+    from safetensors import SafetensorError
+
+    return SafetensorError

@@ -1,0 +1,270 @@
+"""The host's part of a bundle against Hugging Face's own rotary and mask functions, embedding and head.
+
+Every input that a shard takes beside `x` is compared for all positions up to max_seq_len and every T, with dummy columns,
+with other offsets per sequence of a batch, and on ring buffers. No shard of layers runs.
+"""
+
+import inspect
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from workbench.bundle.names import (
+    ATTN_MASK,
+    KV_WRITE_MASK,
+    MASKED,
+    POS,
+    ROPE_COS,
+    ROPE_SIN,
+    ROUTER_STATE,
+    TAIL_SELECT,
+    X,
+)
+from workbench.check import gates
+from workbench.check.fidelity import default_ts
+from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model
+from workbench.decode import Decoder
+from workbench.models.checkpoint import Checkpoint
+
+LIMIT = 2e-5  # rounding of cos and sin in fp32 makes 6e-8; a table of bf16 frequencies 0.1
+MASK_ENTRIES = 1 << 28  # beyond that many, uncommon T skip positions evenly
+PROBES, UNLIKE = 16, 0.5  # hidden states per row of the head; compression leaves 0.15 of a logit
+
+Error = tuple[float, str]  # how far something is from its reference, and what it is
+
+
+def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
+    """cos, sin, masks, write addresses, tail selection, embedding rows and head order of a bundle.
+
+    Errors: of cos and sin absolute, of inverse frequencies relative, of masks relative to the mask
+    constant, of embedding rows relative to the row's RMS. A head row that is not the checkpoint's
+    counts with its logits' relative error, all others with 0.
+    """
+    base = empty_model(checkpoint.config).model
+    for name, _ in list(base.named_parameters()):
+        if not name.startswith(("layers.", "embed_tokens.")):
+            assign_parameter(base, name, checkpoint.tensor(checkpoint.prefix + name).half().float())
+    with torch.inference_mode():
+        kinds = _layer_kinds(decoder, base)
+        errors = [
+            *_frequency_errors(decoder, base),
+            *_call_errors(decoder, kinds),
+            *_embedding_errors(decoder, checkpoint, base),
+            *_head_errors(decoder, checkpoint, base),
+        ]
+    value, place = max(errors, key=lambda error: np.nan_to_num(error[0], nan=np.inf))
+    reason = f"rope, masks, addresses of every position and T, embedding, head; worst: {place}"
+    return gates.at_most("host", float(value), LIMIT, reason)
+
+
+class LayerKind:
+    """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S, D_rotary / 2]
+    and `visible(queries, keys)` of positions."""
+
+    def __init__(self, base, layer: int, S: int):
+        from transformers import masking_utils
+
+        attention = base.layers[layer].self_attn
+        self.window = getattr(attention, "sliding_window", None)
+        mask = (
+            masking_utils.sliding_window_causal_mask_function(self.window)
+            if self.window
+            else masking_utils.causal_mask_function
+        )
+        self._mask = mask
+        positions = torch.arange(S)[None]
+        cos, sin = base.rotary_emb(torch.zeros(1), positions, **_rope_key(base, layer))
+        self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
+
+    def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        q, k = torch.from_numpy(queries)[:, None], torch.from_numpy(keys)[None]
+        return self._mask(0, 0, q, k).numpy()
+
+
+def _rope_key(base, layer: int) -> dict[str, str]:
+    """How the rotary module is asked for a layer's table, where it has several."""
+    if "layer_type" in inspect.signature(base.rotary_emb.forward).parameters:
+        return {"layer_type": base.config.layer_types[layer]}
+    return {}
+
+
+def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
+    """(suffix of a layer's inputs, what Hugging Face applies to that layer), each pair once."""
+    layers = {}
+    for index, layer in enumerate(decoder.manifest.layers):
+        window = getattr(base.layers[index].self_attn, "sliding_window", None)
+        layers.setdefault((layer.suffix, *_rope_key(base, index).values(), window), index)
+    S = decoder.options.max_seq_len
+    return [(suffix, LayerKind(base, index, S)) for (suffix, *_), index in layers.items()]
+
+
+def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
+    """Inverse frequencies of the manifest, relative: the slowest turn too little to show in cos."""
+    ropes = {rope.name: rope for rope in decoder.manifest.rope}
+    for index, layer in enumerate(decoder.manifest.layers):
+        prefix = "".join(f"{key}_" for key in _rope_key(base, index).values())
+        reference = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy()
+        frequencies = np.float32(ropes[layer.rope].inv_freq)
+        yield (_largest(frequencies, reference, np.abs(reference)), f"inv_freq of layer {index}")
+
+
+def _call_errors(decoder: Decoder, kinds: list[tuple[str, LayerKind]]) -> Iterator[Error]:
+    """The worst error of every input over all calls."""
+    worst: dict[str, Error] = {}
+    shapes = {
+        name: shape
+        for model in decoder.layers
+        for name, shape in model.shard.inputs.items()
+        if name != X
+    }
+    for offsets, counts, T in _calls(decoder):
+        inputs = decoder.host.inputs(offsets, counts, T)
+        for name, shape in shapes.items():
+            error = _input_error(name, shape, inputs, kinds, offsets, counts, T)
+            if name not in worst or not error <= worst[name][0]:
+                at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
+                worst[name] = (error, f"{name} at {at}")
+    yield from worst.values()
+
+
+def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """(offsets [B], counts [B], T): every position at every T, then calls with dummy columns.
+
+    The sequences of a batch are at other positions and have other counts, unless the bundle writes
+    by a slice, which takes neither those nor dummy columns.
+    """
+    options = decoder.options
+    S, t_max, B = options.max_seq_len, options.t_max, options.batch
+    fixed, equal = options.t == "fixed", options.kv_write == "slice"
+    common = default_ts(t_max, fixed)
+    apart = np.zeros(B, int) if equal else np.arange(B) * (S // B + 1)
+    for T in [t_max] if fixed else range(1, t_max + 1):
+        step = T if T in common else T * max(1, S * S * t_max // MASK_ENTRIES)
+        for start in [*range(0, S - T + 1, step), S - T]:
+            offsets = (start + apart) % S
+            yield offsets, np.minimum(T, S - offsets), T
+        for start in () if equal else sorted({0, 1, S // 2, S - T, S - 1}):
+            for count in sorted({0, 1, T // 2, T - 1, T}):
+                offsets = (start + apart) % S
+                yield offsets, np.minimum((count + np.arange(B)) % (T + 1), S - offsets), T
+
+
+def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
+    """How far input `name` of one call is from its reference; what dummy columns may hold is free,
+    except that they write nothing and have finite values."""
+    if name not in inputs or inputs[name].shape != tuple(T if n == "T" else n for n in shape):
+        return np.inf
+    array = np.asarray(inputs[name])
+    if not np.isfinite(array).all():
+        return np.inf
+    if name == POS:
+        return float(np.abs(array - offsets[0]).max())
+    if name == ROUTER_STATE:
+        return float(np.abs(array).max())
+    if name == TAIL_SELECT:
+        behind = np.arange(array.shape[1], 0, -1)
+        return _largest(array, np.arange(T) == (counts[:, None] - behind)[:, :, None])
+    sequences = list(zip(array[:, 0], offsets, counts, strict=True))
+    if name.startswith(KV_WRITE_MASK):
+        return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
+    errors = [
+        _kind_error(kind, name.removesuffix(suffix), *sequence)
+        for suffix, kind in kinds
+        if name in (ROPE_COS + suffix, ROPE_SIN + suffix, ATTN_MASK + suffix)
+        for sequence in sequences
+    ]
+    return max(errors, default=np.inf)
+
+
+def _kind_error(kind: LayerKind, name: str, rows: np.ndarray, offset: int, count: int) -> float:
+    """One sequence's rows [T, width] of rope_cos, rope_sin or attn_mask, the valid ones."""
+    if name == ATTN_MASK:
+        return _mask_error(kind, rows[:count], offset)
+    table = kind.cos if name == ROPE_COS else kind.sin
+    return _largest(rows[:count], table[offset : offset + count])
+
+
+def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
+    """Masks [count, rows of the cache] of the positions from `offset` on, once these are written.
+
+    Row r of a cache of n rows then holds the last position written that is r modulo n. A position
+    that Hugging Face's mask shows and no row holds any more counts as a whole error.
+    """
+    count, n = rows.shape
+    if not count:
+        return 0.0
+    written = np.arange(max(0, offset + count - n), offset + count)
+    stored = np.full(n, -1)
+    stored[written % n] = written
+    queries = np.arange(offset, offset + count)
+    visible = kind.visible(queries, stored) & (stored >= 0)
+    if written[0] and kind.visible(queries, np.arange(written[0])).any():
+        return 1.0
+    return _largest(rows / MASKED, ~visible)
+
+
+def _write_error(mask: np.ndarray, offset: int, count: int) -> float:
+    """A write mask [rows, T] of one sequence: each valid column at its own row, dummies nowhere."""
+    expected, valid = np.zeros_like(mask), np.arange(count)
+    expected[(offset + valid) % len(mask), valid] = 1
+    return _largest(mask, expected)
+
+
+def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Error]:
+    """What enters the first layer for every token of the vocabulary, from fp16-rounded weights."""
+    layers, entering = base.layers, []
+    base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
+    taken = base.norm.register_forward_pre_hook(lambda _, args: entering.append(args[0]))
+    base.embed_tokens.padding_idx = None
+    scale, V = np.float32(2.0**decoder.manifest.residual_exponent), decoder.manifest.dims.V
+    for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
+        rows = _checkpoint_rows(checkpoint, "embed_tokens.weight", ids)
+        assign_parameter(base, "embed_tokens.weight", rows)
+        base(input_ids=torch.arange(len(ids))[:, None], use_cache=False)
+        reference = entering.pop()[:, 0].numpy()
+        actual = decoder.bundle.embed(ids[None])[0] * scale
+        rms = np.sqrt((np.float64(reference) ** 2).mean(1, keepdims=True))
+        errors = np.abs(np.float64(actual) - reference).max(1) / np.maximum(rms[:, 0], 1e-30)
+        worst = int(np.nan_to_num(errors, nan=np.inf).argmax())
+        yield errors[worst], f"embedding of token {ids[worst]}"
+    taken.remove()
+    base.layers = layers
+
+
+def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Error]:
+    """Rows of the head that are not the checkpoint's: logits of random hidden states.
+
+    A row is another one when its logits are wrong by half of themselves and by more than three
+    times what compression makes of most rows; how well each weight is stored is not asked here.
+    """
+    V, C = decoder.manifest.dims.V, decoder.manifest.dims.C
+    tied = checkpoint.config.tie_word_embeddings
+    probes = np.random.default_rng(0).standard_normal((PROBES, C)).astype(np.float32)
+    normed = base.norm(torch.from_numpy(probes))
+    hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
+    logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
+    for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
+        name = "embed_tokens.weight" if tied else "lm_head.weight"
+        reference = (normed @ _checkpoint_rows(checkpoint, name, ids).T).numpy()
+        size = np.sqrt((reference**2).mean(0))
+        for actual in logits[:, :, ids]:
+            error = np.sqrt(((np.float64(actual) - reference) ** 2).mean(0))
+            noise = min(np.median(error), 0.3 * np.median(size))
+            unlike = np.where(error > 3 * noise, error / np.maximum(size, 1e-30), 0)
+            worst = int(np.nan_to_num(unlike, nan=np.inf).argmax())
+            yield (unlike[worst] * (unlike[worst] > UNLIKE), f"row {ids[worst]} of the head")
+
+
+def _checkpoint_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> torch.Tensor:
+    """Consecutive rows of a tensor as fp16 holds them."""
+    prefix = "" if name == "lm_head.weight" else checkpoint.prefix
+    return checkpoint.tensor(prefix + name, slice(int(ids[0]), int(ids[-1]) + 1)).half().float()
+
+
+def _largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:
+    """The largest |actual − reference| / scale; inf where the shapes differ or a value is none."""
+    if np.shape(actual) != np.shape(reference):
+        return np.inf
+    errors = np.abs(np.float64(actual) - reference) / scale
+    return float(np.nan_to_num(errors, nan=np.inf).max(initial=0.0))

@@ -1,0 +1,201 @@
+"""What compression and fp16 cost: how far a bundle is from the checkpoint, beside what rounding alone must cost.
+
+The budget is Hugging Face's own model in fp32 with the weights that the bundle stores, its stream rounded to fp16 where
+it enters and leaves a layer, its cache rows rounded once. Nothing of the exported program is in it, so an error far above
+the budget is not the price of compression.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from workbench.bundle import Bundle
+from workbench.check import fidelity, gates, metrics
+from workbench.check.fidelity import ForwardPass
+from workbench.check.gates import Gate
+from workbench.check.golden import Golden, empty_model, make_golden, stored_weights
+from workbench.decode import Decoder
+from workbench.models.checkpoint import Checkpoint
+
+HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
+# Times the budget that an error may be. Inner results of a layer are rounded as well, which the budget leaves out.
+BUDGET_FACTOR = 8.0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Goldens of the stored weights and a rounded stream: every layer fed the source golden's input, and all in a row."""
+
+    isolated: Golden
+    chained: Golden
+
+
+@dataclass(frozen=True)
+class Price:
+    """`kl` [n] nats from the golden to the bundle at each position, `same_top` the share of positions with the same top token.
+
+    `rows`: one per layer, position, T and tensor (update, k, v) of isolated passes: `error` and `budget`, relative RMS, and
+    their `ratio`. `budget` and `ratio` are null and `budget_kl` is None where no budget was measured.
+    """
+
+    kl: np.ndarray
+    same_top: float
+    rows: pd.DataFrame
+    budget_kl: np.ndarray | None = None
+
+    @property
+    def worst(self) -> pd.Series:
+        """Ratio of error to budget of the layer, T and tensor where it is largest: its RMS over positions."""
+        ratios = self.rows["ratio"].fillna(np.inf).astype(float) ** 2
+        means = ratios.groupby([self.rows[name] for name in ("layer", "T", "tensor")]).mean()
+        return (means**0.5).sort_values(ascending=False).head(1).reset_index().iloc[0]
+
+    def json(self) -> dict:
+        budget = None
+        if self.budget_kl is not None:
+            budget = {
+                "kl": _summary(self.budget_kl),
+                "update": self._medians("update"),
+                "kv": self._medians("k", "v"),
+                "worst": self.worst.to_dict(),
+                "factor": BUDGET_FACTOR,
+            }
+        return {"kl": _summary(self.kl), "same_top": self.same_top, "budget": budget}
+
+    def _medians(self, *tensors: str) -> dict[str, float]:
+        rows = self.rows[self.rows["tensor"].isin(tensors)]
+        return {name: float(rows[name].median()) for name in ("error", "budget")}
+
+
+def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
+    """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle` stores."""
+    scale = 2.0**bundle.manifest.residual_exponent
+    weights = stored_weights(checkpoint, bundle)
+
+    def run(*fed: np.ndarray | None) -> Golden:
+        model = _rounding_model(checkpoint, scale)
+        return make_golden(checkpoint, golden.ids, weights, "budget", *fed, model=model)
+
+    x = _rounded(torch.from_numpy(golden.x), scale).numpy()
+    return Budget(run(x, golden.router), run())
+
+
+def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
+    """Hugging Face's model whose stream is rounded to fp16 where it enters the first layer and leaves each."""
+
+    def enter(layer, args, kwargs):
+        name, x = (None, args[0]) if args else ("hidden_states", kwargs["hidden_states"])
+        if name is None:
+            return (_rounded(x, scale), *args[1:]), kwargs
+        return args, kwargs | {name: _rounded(x, scale)}
+
+    def leave(layer, args, output):
+        if isinstance(output, tuple):
+            return (_rounded(output[0], scale), *output[1:])
+        return _rounded(output, scale)
+
+    model = empty_model(checkpoint.config)
+    model.model.layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+    for layer in model.model.layers:
+        layer.register_forward_hook(leave)
+    return model
+
+
+def _rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """As the bundle's stream holds it: fp16, divided by `scale`."""
+    return (x / scale).half().float() * scale
+
+
+def measure_price(
+    decoder: Decoder,
+    golden: Golden,
+    checkpoint: Checkpoint | None = None,
+    *,
+    passes: tuple[dict[int, ForwardPass], ForwardPass] | None = None,
+    budget: Budget | None = None,
+) -> Price:
+    """What `decoder` costs against `golden`; with the `checkpoint` also the budget.
+
+    Args:
+        passes: isolated passes by T and the chained one, where they have been run (see `fidelity.measure_fidelity`).
+        budget: `measure_budget`'s, where it has been run.
+    """
+    isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
+    if budget is None and checkpoint is not None:
+        budget = measure_budget(decoder.bundle, checkpoint, golden)
+    rows = price_rows(decoder, golden, isolated, budget)
+    same = np.argmax(golden.logits, -1) == np.argmax(chained.logits, -1)
+    return Price(
+        _kl(golden.logits, chained.logits),
+        float(np.mean(same)),
+        rows,
+        _kl(golden.logits, budget.chained.logits) if budget else None,
+    )
+
+
+def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
+    """`max_kl`: the user's limit on the mean KL; `budget`: errors are what rounding alone explains, within a factor."""
+    limit = gates.at_most(
+        "max_kl",
+        float(np.mean(price.kl)),
+        max_kl,
+        f"mean KL from the golden, nats; the limit of {max_kl:g} is yours (--max-kl)",
+    )
+    if price.budget_kl is None:
+        return [limit, gates.not_run("budget", "needs --checkpoint")]
+    worst = price.worst
+    reason = (
+        "error over what rounding of weights and stream alone costs Hugging Face's model: "
+        f"layer {worst['layer']}, {worst['tensor']}, T = {worst['T']}"
+    )
+    return [limit, gates.at_most("budget", float(worst["ratio"]), BUDGET_FACTOR, reason)]
+
+
+def price_rows(
+    decoder: Decoder, golden: Golden, isolated: dict[int, ForwardPass], budget: Budget | None = None
+) -> pd.DataFrame:
+    """The rows of `Price`; updates that may be another expert's, where a runtime does not show the choice, are left out."""
+    near_ties, parts = fidelity.near_ties(decoder, golden), []
+    for T, trace in isolated.items():
+        for layer, hidden in trace.hidden.items():
+            clear = np.ones(len(hidden), bool) if trace.experts else ~near_ties[layer]
+            rounded = budget and budget.isolated.update[layer]
+            rows = _errors(golden.update[layer], hidden - trace.x[layer], rounded)
+            parts.append(rows[clear].assign(layer=layer, T=T, tensor="update"))
+        for name, caches in (("k", trace.k), ("v", trace.v)):
+            for layer, cache in caches.items():
+                rounded = budget and np.float16(getattr(budget.isolated, name)[layer])
+                rows = _errors(*map(_by_position, (getattr(golden, name)[layer], cache, rounded)))
+                cached = rows.iloc[trace.cached[layer]]
+                parts.append(cached.assign(layer=layer, T=T, tensor=name))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _by_position(cache: np.ndarray | None) -> np.ndarray | None:
+    """Cache rows [H_kv, n, D] → [n, H_kv · D]."""
+    return None if cache is None else cache.transpose(1, 0, 2).reshape(cache.shape[1], -1)
+
+
+def _errors(reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | None) -> pd.DataFrame:
+    """Per position of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and half an ulp together."""
+    scale, error = metrics.rms(reference), metrics.rms(reference, actual)
+    rows = pd.DataFrame({"position": np.arange(len(scale)), "error": metrics.over(error, scale)})
+    if rounded is None:
+        return rows.assign(budget=np.nan, ratio=np.nan)
+    budget = metrics.rms(reference, rounded)
+    ratio = metrics.over(error, np.hypot(budget, HALF_ULP * scale))
+    return rows.assign(budget=metrics.over(budget, scale), ratio=ratio)
+
+
+def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
+    """KL [n] of logits [n, V], one row at a time: a row of a vocabulary fits the cache, all do not."""
+    return np.array([metrics.kl(*pair) for pair in zip(reference, actual, strict=True)])
+
+
+def _summary(kl: Sequence[float]) -> dict[str, float]:
+    figures = {"mean": np.mean(kl), "median": np.median(kl), "p99": np.percentile(kl, 99)}
+    return {name: float(value) for name, value in (figures | {"max": np.max(kl)}).items()}
