@@ -235,10 +235,15 @@ def all_bug_gates(
 def run_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
     """`finite`, `routing` and `same_for_every_T`: what a validation against a golden says beside the price."""
     from workbench.check.golden import make_golden
+    from workbench.check.price import measure_budget
     from workbench.check.validate import validate
 
     bos, dims, o = declared.manifest.tokens.bos, declared.manifest.dims, declared.options
     ids = [bos or 0, *tiny.prompt(dims.V, min(11, o.max_seq_len - 1))]
     Ts = (1, o.t_max) if o.t == "range" else None
-    found = validate(declared, make_golden(checkpoint, ids), Ts).gates
+    golden = make_golden(checkpoint, ids)
+    budget = (
+        measure_budget(declared.bundle, checkpoint, golden) if golden.expert is not None else None
+    )
+    found = validate(declared, golden, Ts, budget=budget).gates
     return [g for g in found if g.name in ("finite", "routing", "same_for_every_T")]

@@ -16,9 +16,9 @@ from tiny import DIMS, Exports, prompt  # noqa: E402
 
 from workbench import Decoder  # noqa: E402
 from workbench.bundle.manifest import Options  # noqa: E402
+from workbench.bundle.presets import PRESETS as ALL_PRESETS  # noqa: E402
 from workbench.check import golden  # noqa: E402
 from workbench.check.checklist import check_bundle  # noqa: E402
-from workbench.bundle.presets import PRESETS as ALL_PRESETS  # noqa: E402
 from workbench.check.validate import validate  # noqa: E402
 
 FAMILIES, PRESETS = sorted(DIMS), sorted(ALL_PRESETS)
