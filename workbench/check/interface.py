@@ -1,0 +1,272 @@
+"""Gate `interface`: `bundle.json`, the packages' descriptions and their programs say one thing.
+
+Core ML reads the description, computes the program, and the host fills the buffers that the manifest names. All three are
+read from the files, none is run: a package that no runtime would load is RED here, with the first differences by name.
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import prod
+
+from miltorch.program import read_spec
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.manifest import Manifest
+from workbench.bundle.names import K_STATE, KV_STATE, KV_WRITE_MASK, POS, SIDE_STATE, V_STATE
+from workbench.bundle.presets import FP16, Preset
+from workbench.check import gates
+from workbench.check.gates import Gate
+from workbench.errors import InputError
+from workbench.files import sha256
+from workbench.models.checkpoint import Checkpoint
+
+FUNCTION = "main"
+SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
+OUTSIDE = ".gate."  # matrices of routers stay fp16 under every preset
+SHOWN = 8  # differences that the reason names
+MATRICES = {"conv": "weight"}  # operation → the operand that compression is for
+SIZES = {"hidden_size": "C", "num_attention_heads": "H", "num_key_value_heads": "H_kv"}
+SIZES |= {"num_hidden_layers": "L", "vocab_size": "V"}
+
+
+def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate:
+    """Compares the manifest with every package and, where there is one, the checkpoint's tokens and sizes with it."""
+    differences = list(_options(bundle.manifest))
+    for shard in bundle.manifest.shards:
+        try:
+            differences += [f"{shard.name}: {text}" for text in _package(bundle, shard)]
+        except InputError as problem:
+            differences.append(f"{shard.name}: {problem}")
+    asked = "no checkpoint given: tokens and tokenizer not compared"
+    if checkpoint is not None:
+        asked = "tokens, tokenizer and sizes are the checkpoint's"
+        differences += _checkpoint(bundle.manifest, checkpoint)
+    fine = f"manifest, description and program agree in {len(bundle.manifest.shards)} packages; "
+    more = [f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []
+    gate = gates.none("interface", [*differences[:SHOWN], *more], fine + asked, sep="; ")
+    return Gate("interface", gate.verdict, float(len(differences)), 0.0, gate.reason)
+
+
+def _options(m: Manifest) -> Iterator[str]:
+    """What the manifest's options say against the shards that it lists."""
+    o = m.options
+    blocks = [s for s in m.shards if s.kind in ("layers", "router")]
+    kinds = {s.kind for s in blocks}
+    if kinds != {"router" if o.moe == "routed" else "layers"}:
+        yield f"moe = {o.moe} over shards of kind {', '.join(sorted(kinds))}"
+    for first, shard in zip(range(0, m.dims.L, o.layers_per_shard), blocks):
+        expected = (first, min(first + o.layers_per_shard, m.dims.L))
+        if shard.layers != expected:
+            yield f"layers_per_shard = {o.layers_per_shard} over {shard.name} of {shard.layers}"
+    rows_of = {block.layers: [] for block in blocks}
+    for shard in m.shards:
+        if shard.kind == "expert":
+            rows_of.setdefault(shard.layers, []).append(shard.rows)
+    experts = [sorted(rows) for rows in rows_of.values()]
+    numbers = [(e, e + 1) for e in range(max(map(len, experts), default=0))]
+    if any(rows != numbers for rows in experts) or bool(numbers) != (o.moe == "routed"):
+        yield f"moe = {o.moe} over experts {experts[:2]}"
+    for shard in blocks:
+        if (POS in shard.inputs) != (o.kv_write == "slice") or (
+            o.kv_write == "slice" and any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
+        ):
+            yield f"kv_write = {o.kv_write} over inputs {', '.join(shard.inputs)} of {shard.name}"
+        tensors = {entry.tensor for entry in shard.states.values()}
+        packed = all(tensor.startswith((KV_STATE, SIDE_STATE)) for tensor in tensors)
+        if packed != (o.states == "packed"):
+            yield f"states = {o.states} over {', '.join(sorted(tensors))} of {shard.name}"
+        for i in range(*shard.layers):
+            for name in {f"layers.{i}.{K_STATE}", f"layers.{i}.{V_STATE}"} - shard.states.keys():
+                yield f"{shard.name}: no state {name}"
+
+
+def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
+    """Differences between a shard of the manifest, the description of its package and the program in it."""
+    spec, o = read_spec(bundle.package(shard)), bundle.manifest.options
+    described, functions = spec.description, spec.mlProgram.functions
+    if spec.specificationVersion < SPECIFICATION:
+        yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"
+    named = [f.name for f in described.functions] or [described.defaultFunctionName or FUNCTION]
+    if list(functions) != [FUNCTION] or named != [FUNCTION]:
+        yield f"functions {sorted(functions)}, described {named}, not {FUNCTION} alone"
+        return
+    function = functions[FUNCTION]
+    if function.opset not in function.block_specializations:
+        yield f"no block for opset {function.opset!r}"
+        return
+    block = function.block_specializations[function.opset]
+    types = {out.name: out.type for op in block.operations for out in op.outputs}
+    operands = {p.name: p.type for p in function.inputs}
+    types = operands | types
+    fixed = o.t == "fixed" or o.t_max == 1
+    inputs = {n: _tensor(t) for n, t in operands.items() if t.WhichOneof("type") != "stateType"}
+    states = {n: _tensor(t.stateType.wrappedType) for n, t in operands.items() if n not in inputs}
+    outputs = {n: _tensor(types[n]) if n in types else ("nothing", []) for n in block.outputs}
+    yield from _names("inputs", shard.inputs, described.input, inputs)
+    yield from _names("outputs", shard.outputs, described.output, outputs)
+    tensors = {entry.tensor for entry in shard.states.values()}
+    yield from _names("states", tensors, described.state, states)
+
+    for value in described.input:
+        if value.name in shard.inputs and value.name in inputs:
+            yield from _input(value, shard.inputs[value.name], inputs[value.name], o.t_max, fixed)
+    for value in described.output:
+        if value.name in shard.outputs and value.name in outputs:
+            yield from _output(
+                value, shard.outputs[value.name], outputs[value.name], o.t_max, fixed
+            )
+    for value in described.state:
+        if value.name in tensors and value.name in states:
+            yield from _state(value, states[value.name], shard)
+    yield from _compression(shard, block, o.preset)
+
+
+def _names(what: str, declared, described, packaged) -> Iterator[str]:
+    """Differences between the names that manifest, description and program have, each of them once."""
+    texts = [sorted(declared), sorted(v.name for v in described), sorted(packaged)]
+    if texts[0] != texts[1]:
+        yield f"{what} {texts[0]} in the manifest, {texts[1]} in the description"
+    if texts[0] != texts[2]:
+        yield f"{what} {texts[0]} in the manifest, {texts[2]} in the program"
+
+
+def _input(value, shape: list, packaged: tuple, t_max: int, fixed: bool) -> Iterator[str]:
+    """Differences between an input's description, its type in the program and the `shape` in the manifest."""
+    array, name = value.type.multiArrayType, f"input {value.name}"
+    expected = ("INT32" if value.name == POS else "FLOAT16", _sizes(shape, t_max, fixed))
+    if packaged != expected:
+        yield f"{name} is {packaged} in the program, not {expected}"
+    if _dtype(array) != expected[0]:
+        yield f"{name} is described as {_dtype(array)}, not {expected[0]}"
+    sizes, flexible = list(array.shape), array.WhichOneof("ShapeFlexibility")
+    low = [(t_max if fixed else 1) if n == "T" else n for n in shape]
+    high = [t_max if n == "T" else n for n in shape]
+    ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
+    if len(sizes) != len(shape) or any(not a <= n <= b for a, n, b in zip(low, sizes, high)):
+        yield f"{name} is described as {sizes}, not {shape}"
+    if flexible == "shapeRange" and ranges != list(zip(low, high)):
+        yield f"{name} takes sizes {ranges}, not {list(zip(low, high))}"
+    elif flexible != "shapeRange" and (low != high or flexible):
+        yield f"{name} has {flexible or 'no shape range'} for T from 1 to {t_max}"
+
+
+def _output(value, shape: list, packaged: tuple, t_max: int, fixed: bool) -> Iterator[str]:
+    """The same of an output, the description of which may leave its shape out."""
+    array, expected = value.type.multiArrayType, ("FLOAT16", _sizes(shape, t_max, fixed))
+    if packaged != expected:
+        yield f"output {value.name} is {packaged} in the program, not {expected}"
+    if _dtype(array) != "FLOAT16":
+        yield f"output {value.name} is described as {_dtype(array)}, not FLOAT16"
+    elif list(array.shape) and list(array.shape) != _sizes(shape, t_max, True):
+        yield f"output {value.name} is described as {list(array.shape)}, not {shape}"
+
+
+def _state(value, packaged: tuple, shard: Shard) -> Iterator[str]:
+    """The same of a state tensor, and whether the manifest's logical states fill it."""
+    array = value.type.stateType.arrayType
+    described = (_dtype(array), list(array.shape))
+    if packaged != described or described[0] != "FLOAT16":
+        yield f"state {value.name} is {packaged} in the program, described as {described}"
+    else:
+        yield from _regions(value.name, described[1], shard)
+
+
+def _regions(tensor: str, shape: list[int], shard: Shard) -> Iterator[str]:
+    """Where the logical states of a tensor leave it, overlap, or leave a part of it to no state."""
+    entries = {n: s for n, s in shard.states.items() if s.tensor == tensor}
+    spans = {n: s.part or [(0, size) for size in s.shape] for n, s in entries.items()}
+    for name, part in spans.items():
+        if len(part) != len(shape) or any(b > size for (_, b), size in zip(part, shape)):
+            yield f"state {name} {entries[name].shape} lies outside {tensor} {shape}"
+            return
+    for a, b in combinations(spans, 2):
+        if all(max(p[0], q[0]) < min(p[1], q[1]) for p, q in zip(spans[a], spans[b])):
+            yield f"states {a} and {b} overlap in {tensor}"
+    filled = sum(prod(stop - start for start, stop in part) for part in spans.values())
+    if filled != prod(shape):
+        yield f"states fill {filled} of the {prod(shape)} elements of {tensor} {shape}"
+
+
+def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
+    """Constants that are stored in another way than `options.compress` says: matrices as the preset, all else as fp16."""
+    makers = {out.name: op for op in block.operations for out in op.outputs}
+    routers = {value for name, value in shard.weights.items() if OUTSIDE in name}
+    matrices = set()
+    for op in block.operations:
+        for bound in op.inputs[MATRICES[op.type]].arguments if op.type in MATRICES else ():
+            maker = makers.get(bound.name)
+            shape = _tensor(maker.outputs[0].type)[1] if maker else []
+            if shape[2:] == [1, 1] and min(shape[:2]) > 1 and bound.name not in routers:
+                matrices.add(bound.name)
+    for op in block.operations:
+        name = op.outputs[0].name if op.outputs else ""
+        actual = _stored_as(op)
+        shape = _tensor(op.outputs[0].type)[1] if op.outputs else []
+        if name in matrices and actual != _expected(preset, shape):
+            yield f"{name} is stored as {actual}, not {_expected(preset, shape)} of {preset.name}"
+        if name not in matrices and op.type.startswith("constexpr_"):
+            yield f"{name} is stored as {actual}, though {preset.name} is for matrices alone"
+        if name in shard.weights.values() and op.type == "const" and actual != ("const", "FLOAT16"):
+            yield f"{name} is stored as {actual}, not FLOAT16"
+
+
+def _stored_as(op) -> tuple:
+    """How a constant is stored: its operation, then dtype and, of scales and tables, shape of each operand."""
+    if op.type == "const":
+        return "const", _tensor(op.attributes["val"].type)[0]
+    operands = {n: _tensor(a.arguments[0].value.type) for n, a in sorted(op.inputs.items())}
+    return op.type, *(
+        (n, dtype, *shape) if n in ("scale", "lut") else (n, dtype)
+        for n, (dtype, shape) in operands.items()
+    )
+
+
+def _expected(preset: Preset, shape: list[int]) -> tuple:
+    """`_stored_as` of a matrix [outputs, inputs, 1, 1] under `preset`."""
+    if preset == FP16:
+        return "const", "FLOAT16"
+    if not preset.is_integer:
+        table = ("lut", "FLOAT16", 1, 1, 1, 1, 1 << preset.bits, 1)
+        return "constexpr_lut_to_dense", ("indices", f"UINT{preset.bits}"), table
+    rows = 1 if preset.granularity == "per_tensor" else shape[0]
+    scale = ("scale", "FLOAT16", rows, shape[1] // preset.block if preset.block else 1, 1, 1)
+    return "constexpr_blockwise_shift_scale", ("data", f"INT{preset.bits}"), scale
+
+
+def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
+    """Differences between the manifest and the checkpoint's tokens, tokenizer, family and sizes."""
+    config, tokens = checkpoint.config, m.tokens
+    pairs = {"family": (m.family, config.model_type), "bos": (tokens.bos, config.bos_token_id)}
+    pairs |= {"eos": (tokens.eos, checkpoint.eos)}
+    pairs |= {size: (getattr(m.dims, size), getattr(config, n)) for n, size in SIZES.items()}
+    for name, (declared, actual) in pairs.items():
+        if declared != actual:
+            yield f"{name} {declared} in the manifest, {actual} in the checkpoint"
+    declared = {entry.path.rpartition("/")[2]: entry.sha256 for entry in tokens.files}
+    actual = {path.name: sha256(path) for path in checkpoint.tokenizer_files()}
+    for name in sorted(declared.keys() | actual.keys()):
+        if declared.get(name) != actual.get(name):
+            yield f"tokenizer file {name} differs from the checkpoint's"
+
+
+def _tensor(message) -> tuple[str, list[int | None]]:
+    """dtype and sizes of a tensor type; a size left open is None."""
+    from coremltools.proto import MIL_pb2
+
+    tensor = message.tensorType
+    sizes = [
+        d.constant.size if d.WhichOneof("dimension") == "constant" else None
+        for d in tensor.dimensions
+    ]
+    return MIL_pb2.DataType.Name(tensor.dataType), sizes
+
+
+def _dtype(array) -> str:
+    """dtype of an array in a description, as the program spells it."""
+    from coremltools.proto import FeatureTypes_pb2
+
+    return FeatureTypes_pb2.ArrayFeatureType.ArrayDataType.Name(array.dataType)
+
+
+def _sizes(shape: list, t_max: int, fixed: bool) -> list[int | None]:
+    """A shape of the manifest as the program has it: T is open, or t_max where it is fixed."""
+    return [(t_max if fixed else None) if n == "T" else n for n in shape]
