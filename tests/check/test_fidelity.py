@@ -10,6 +10,7 @@ from tiny import prompt
 
 from workbench import Decoder
 from workbench.check import checklist, golden
+from workbench.check.price import measure_budget
 from workbench.check.validate import validate
 from workbench.errors import InputError
 from workbench.explain import error
@@ -64,7 +65,7 @@ def test_a_layer_that_adds_nothing_is_faithful_when_it_adds_nothing(identity):
 
 def test_a_layer_that_adds_nothing_has_no_error_to_split(identity):
     checkpoint, bundle = identity
-    splits = error.split_error(checkpoint, bundle, bundle, prompt(97, 8))
+    splits = error.split_error(checkpoint, bundle, prompt(97, 8))
     assert {g.verdict for g in error.error_gates(splits)} == {"GREEN"}
     assert (
         splits["isolated"]
@@ -84,9 +85,11 @@ def test_an_update_where_hugging_face_has_none_is_red(identity):
     decoder.layers[1].predict = lambda *given: {
         name: value * np.float32(1.01) for name, value in predict(*given).items()
     }
-    assert {g.name: g.verdict for g in validate(decoder, reference, (1, 4)).gates}[
-        "update"
-    ] == "RED"
+    judged = validate(
+        decoder, reference, (1, 4), budget=measure_budget(bundle, checkpoint, reference)
+    )
+    (gate,) = (g for g in judged.gates if g.name == "budget")
+    assert gate.verdict == "RED" and "layer 1, update" in gate.reason
 
 
 def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path):
@@ -97,11 +100,13 @@ def test_values_that_are_all_nan_are_red_and_no_row_is_missing(exports, tmp_path
     checkpoint, bundle = changed(exports, tmp_path / "checkpoint", enlarge)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what overflows says so
-        judged = validate(
-            Decoder(bundle, "portable"), golden.make_golden(checkpoint, prompt(97, 8)), (1, 2)
-        )
+        reference = golden.make_golden(checkpoint, prompt(97, 8))
+        budget = measure_budget(bundle, checkpoint, reference)
+        judged = validate(Decoder(bundle, "portable"), reference, (1, 2), budget=budget)
     verdicts = {g.name: g.verdict for g in judged.gates}
-    assert {verdicts[name] for name in ("finite", "kv", "update", "same_for_every_T")} == {"RED"}
+    assert {verdicts[name] for name in ("finite", "max_kl", "budget", "same_for_every_T")} == {
+        "RED"
+    }
     counts = judged.rows.groupby(["layer", "tensor", "mode"])["T"].count()
     assert counts.loc[:, ["k", "v"]].nunique() == 2  # of isolated and of chained passes
     with warnings.catch_warnings():

@@ -183,11 +183,6 @@ def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "now"),
     [
-        (
-            ("error", "build/llama", "--checkpoint", DATA / "tiny-llama", "--plain", "build/fp16"),
-            "--fp16-bundle",
-        ),
-        (("error", "build/llama", "--plain=build/fp16"), "--fp16-bundle"),
         (("log", "--log=build/log"), "--log-dir"),
         (("compare", "a", "b", "--log", "build/log"), "--log-dir"),
         (("report", "05", "--log", "build/log"), "--log-dir"),

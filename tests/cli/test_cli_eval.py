@@ -26,17 +26,9 @@ def call(*arguments) -> tuple[int, dict]:
 
 
 def test_error_splits_every_layer_and_names_what_to_store_better(llama):
-    checkpoint, plain, bundle = llama
+    checkpoint, _, bundle = llama
     code, found = call(
-        "error",
-        bundle.root,
-        "--checkpoint",
-        checkpoint,
-        "--fp16-bundle",
-        plain.root,
-        "--prompt-ids",
-        "1,2,3,4",
-        "--weights",
+        "error", bundle.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4", "--weights"
     )
     assert (code, found["verdict"]) == (0, "GREEN")
     assert [row["layer"] for row in found["layers"]] == [0, 1]
@@ -56,7 +48,7 @@ def test_error_splits_every_layer_and_names_what_to_store_better(llama):
     }
 
 
-def test_an_uncompressed_bundle_is_its_own_twin(llama):
+def test_an_uncompressed_bundle_has_no_quantization(llama):
     checkpoint, plain, _ = llama
     code, found = call("error", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3")
     assert code == 0

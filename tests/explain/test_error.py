@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from workbench import Decoder, InputError
-from workbench.check import gates
+from workbench import Decoder
+from workbench.check import gates, golden
 from workbench.explain import error, weights
 
 IDS = np.random.default_rng(0).integers(0, 256, 16).tolist()
@@ -17,13 +17,13 @@ def int8_bundle(exports, tiny_llama):
 
 
 @pytest.fixture(scope="module")
-def splits(tiny_llama, int8_bundle, llama_bundle):
-    return error.split_error(tiny_llama, int8_bundle, llama_bundle, IDS)
+def splits(tiny_llama, int8_bundle):
+    return error.split_error(tiny_llama, int8_bundle, IDS)
 
 
 @pytest.fixture(scope="module")
-def trial(int8_bundle, llama_bundle, llama_golden):
-    return weights.WeightTrial(int8_bundle, llama_bundle, llama_golden)
+def trial(int8_bundle, tiny_llama, llama_golden):
+    return weights.WeightTrial(int8_bundle, tiny_llama, llama_golden)
 
 
 @pytest.mark.parametrize("mode", error.MODES)
@@ -48,9 +48,7 @@ def test_int8_costs_more_than_rounding_and_the_program_is_hugging_face_s(splits)
 def test_storage_is_the_rounding_of_weights_that_fp16_cannot_hold(exports):
     checkpoint = exports.checkpoint("llama", dtype="float32")
     bundle = exports.bundle(checkpoint)
-    split = error.split_error(error.Checkpoint(checkpoint), bundle, bundle, [1, 2, 3, 4])[
-        "isolated"
-    ]
+    split = error.split_error(error.Checkpoint(checkpoint), bundle, [1, 2, 3, 4])["isolated"]
     layers = split.layers()
     assert layers["storage"].between(1e-5, 1e-3).all()
     assert (layers["reauthoring"] < gates.REAUTHORING).all()
@@ -79,9 +77,51 @@ def test_a_program_that_is_not_hugging_face_s_is_red(splits):
     assert found == {"reauthoring": "RED", "parts_telescope": "RED"}
 
 
-def test_another_export_is_no_twin(tiny_llama, int8_bundle, exports):
-    with pytest.raises(InputError, match="--compress fp16"):
-        error.split_error(tiny_llama, int8_bundle, int8_bundle, IDS)
+@pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])
+def test_a_fault_of_the_program_is_re_authoring_however_weights_are_stored(
+    exports, tiny_llama, monkeypatch, compress
+):
+    # the program's eps is 100 times the checkpoint's: never booked as quantization
+    from workbench.export import export
+    from workbench.models import layers
+
+    options = {"max_seq_len": 32, "compress": compress}
+    clean = exports.bundle(tiny_llama.path, **options)
+    parts = error.split_error(tiny_llama, clean, IDS)["isolated"].layers()
+    init = layers.RMSNorm.__init__
+    monkeypatch.setattr(
+        layers.RMSNorm, "__init__", lambda norm, width, eps, **k: init(norm, width, 100 * eps, **k)
+    )
+    target = exports.root / f"eps-{compress}"
+    faulty = export(tiny_llama.path, target, progress=False, **options)
+    splits = error.split_error(tiny_llama, faulty, IDS)
+    found = splits["isolated"].layers()
+    assert (found["reauthoring"] > 100 * gates.REAUTHORING).any()
+    assert np.array_equal(found["quantization"], parts["quantization"])
+    assert gates.verdict(error.error_gates(splits)) == "RED"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "zaya"])
+def test_the_parts_of_an_uncompressed_bundle_are_rounding_alone(exports, family):
+    checkpoint = exports.checkpoint(family, dtype="float32")
+    splits = error.split_error(error.Checkpoint(checkpoint), exports.bundle(checkpoint), [1, 2, 3])
+    split = splits["isolated"]
+    assert not split.parts["quantization"].any()
+    assert split.layers()["storage"].between(1e-5, 1e-3).all()
+    assert gates.verdict(error.error_gates(splits)) == "GREEN"
+
+
+@pytest.mark.parametrize(("family", "options"), [("gemma3_text", {}), ("zaya", {"moe": "routed"})])
+def test_values_at_fp16_are_those_of_an_uncompressed_bundle(exports, family, options):
+    checkpoint = error.Checkpoint(exports.checkpoint(family))
+    compressed, plain = (
+        exports.bundle(checkpoint.path, compress=c, **options) for c in ("int8-tensor", "fp16")
+    )
+    reference = golden.make_golden(checkpoint, [1, 2, 3, 4])
+    trial = weights.WeightTrial(compressed, checkpoint, reference)
+    twin = error.updates(Decoder(plain, "portable", "exact"), reference, 4, "isolated")
+    assert np.array_equal(trial.reference, twin)
+    assert (trial.errors() > 0).all()
 
 
 def test_the_costliest_tensor_is_found(trial):

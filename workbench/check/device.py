@@ -22,6 +22,9 @@ from workbench.errors import InputError
 from workbench.files import write_whole
 
 METADATA = "workbench-reference"
+# Times the distance declared–narrow. `declared` lies one rounding away from exact arithmetic, and a device may lie another
+# one away on the other side: portable `exact` is 1.3 distances away on tiny-llama.
+DEVICE_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
 
 
 def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
-    """GREEN where every layer's output, K, V and the logits are as near to portable `declared` as `narrow` is.
+    """GREEN where every layer's output, K, V and the logits are near to portable `declared`, as `narrow` is.
 
     The value is the worst tensor's distance in units of that distance, as an RMS over positions.
     """
@@ -101,7 +104,7 @@ def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
         ratios[name] = float(np.sqrt(np.mean(ratio**2))) if len(ratio) else 0.0
     worst = max(ratios, key=lambda name: np.nan_to_num(ratios[name], nan=np.inf))
     reason = f"distance from portable declared over that of portable narrow, worst: {worst}"
-    return gates.at_most("device", ratios[worst], 1.0, reason)
+    return gates.at_most("device", ratios[worst], DEVICE_FACTOR, reason)
 
 
 def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:

@@ -128,6 +128,18 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     return read
 
 
+def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
+    """The checkpoint's values rounded to fp16 as an uncompressed bundle would store them, with the
+    offsets that `bundle` adds."""
+    offsets = {name: o for shard in bundle.manifest.shards for name, o in shard.offsets.items()}
+
+    def read(name: str) -> torch.Tensor:
+        offset = offsets.get(name, 0.0)
+        return (checkpoint.tensor(name) + offset).half().float() - offset
+
+    return read
+
+
 def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
     """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
     token ids and the version of transformers. A file that cannot be read is written again."""

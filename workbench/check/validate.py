@@ -99,28 +99,26 @@ def bug_gates(
         exact: a portable decoder in `exact` arithmetic that runs the bundle (default: a new one).
         decoder: the decoder whose host and calls are checked (default: `exact`).
 
-    Where the bundle's interface is RED and no decoder opens it, the gates that need one are not_run.
+    Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are not_run.
     """
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
         exact = exact or Decoder(bundle, "portable", "exact")
+        tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
+        results.append(host.host_gate(tried, checkpoint))
+        results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
+        results.append(causality.causality_gate(tried))
     except InputError as problem:
         if results[0].verdict != gates.RED:
             raise
-        return results + unopened_gates(problem, BUG_GATES[len(results) :])
-    tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
-    return [
-        *results,
-        host.host_gate(tried, checkpoint),
-        *program.program_gates(exact, checkpoint, Ts=Ts, progress=progress),
-        causality.causality_gate(tried),
-    ]
+        results += unopened_gates(problem, BUG_GATES[len(results) :])
+    return results
 
 
 def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
-    """Gates `names` of a bundle whose interface is RED, where `problem` is why no decoder opens it."""
-    reason = f"the bundle cannot be opened: {problem.subject}: {problem.actual}"
+    """Gates `names` of a bundle whose interface is RED, where `problem` is why no decoder runs it."""
+    reason = f"the bundle cannot be run: {problem.subject}: {problem.actual}"
     return [gates.not_run(name, reason) for name in names]
 
 

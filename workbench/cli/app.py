@@ -11,10 +11,8 @@ from typer.core import TyperGroup
 from workbench.cli import bench, check, decode, explain, export, measure, notebooks, sweeps
 from workbench.errors import InputError
 
+# command and old spelling of an option → its spelling now
 RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
-RENAMED["error", "--plain"] = (
-    "--fp16-bundle"  # command and old spelling of an option → its spelling now
-)
 
 
 class Commands(TyperGroup):

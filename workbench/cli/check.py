@@ -94,25 +94,25 @@ def validate_command(
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint) if checkpoint else None
+    Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
     try:
         decoder = workbench.Decoder(opened, runtime, precision)
+        dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
+        reference = load_golden(golden, checkpoint, prompt_ids, dims.V, bos)
+        echo(_expectation(decoder, reference, source, Ts), err=True)
+        stored = golden and decoder.runtime != "portable"
+        validation = workbench.validate(
+            decoder,
+            reference,
+            Ts,
+            checkpoint=source,
+            reference=stored_reference(opened, reference, golden) if stored else None,
+            max_kl=max_kl,
+            progress=not json,
+        )
     except InputError as problem:
         checks = _unopened(opened, source, problem)
         return show(_unopened_result(checks), json, ["RED", *gate_lines(checks)])
-    manifest = opened.manifest
-    reference = load_golden(golden, checkpoint, prompt_ids, manifest.dims.V, manifest.tokens.bos)
-    Ts = range(1, manifest.options.t_max + 1) if all_t else None
-    echo(_expectation(decoder, reference, source, Ts), err=True)
-    stored = golden and decoder.runtime != "portable"
-    validation = workbench.validate(
-        decoder,
-        reference,
-        Ts,
-        checkpoint=source,
-        reference=stored_reference(opened, reference, golden) if stored else None,
-        max_kl=max_kl,
-        progress=not json,
-    )
     if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
         verdict.save(opened, validation.bug_gates)
     if tasks:
@@ -133,7 +133,7 @@ def validate_command(
 
 
 def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
-    """Bug gates of a bundle that no decoder opens; raises `problem` unless its interface is RED."""
+    """Bug gates of a bundle that no decoder runs; raises `problem` unless its interface is RED."""
     from workbench.check.interface import interface_gate
     from workbench.check.validate import BUG_GATES, bug_gates, unopened_gates
 
@@ -146,7 +146,7 @@ def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
 
 
 def _unopened_result(checks: list[gates.Gate]) -> dict:
-    """The result of a bundle that no decoder opens: nothing of it was compared."""
+    """The result of a bundle that no decoder runs: nothing of it was compared."""
     nothing = dict.fromkeys(
         ("worst", "min_cosine", "mean_cosine", "logits", "free_logits", "price")
     )

@@ -29,24 +29,17 @@ def error_command(
     bundle: Path,
     checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
-    fp16_bundle: Annotated[
-        Path | None,
-        Option(help="fp16 export with the same options (default: made in data/bundles)."),
-    ] = None,
     weights: Annotated[
         bool, Option(help="Also find which weights' compression costs most.")
     ] = False,
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The error of every layer's update, split into storage, re-authoring, quantization, precision and runtime.
+    """The error of every layer's update, split into storage, quantization, re-authoring, precision and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
-    opened, fp16 = (
-        workbench.Bundle.open(bundle),
-        workbench.Bundle.open(fp16_bundle) if fp16_bundle else None,
-    )
+    opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
     from workbench.check.golden import make_golden
     from workbench.explain import error
@@ -56,18 +49,10 @@ def error_command(
 
     source = Checkpoint(checkpoint)
     ids = ids_for(prompt_ids, opened.manifest.dims.V)
-    options = opened.manifest.options.model_copy(update={"compress": "fp16"})
-    if options == opened.manifest.options:
-        fp16 = fp16 or opened
-    elif not fp16:
-        folder = workbench.log.project() / "data" / "bundles"
-        fp16 = workbench.sweep.bundle_for(source, options, folder, progress=not json)
-    splits = error.split_error(
-        source, opened, fp16, ids, device=coreml_available(), progress=not json
-    )
+    splits = error.split_error(source, opened, ids, device=coreml_available(), progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:
-        trial = weighing.WeightTrial(opened, fp16, make_golden(source, ids))
+        trial = weighing.WeightTrial(opened, source, make_golden(source, ids))
         frames["weights"] = weighing.costs(trial)
         frames["remedies"] = weighing.remedies(trial, frames["weights"])
     checks = error.error_gates(splits)

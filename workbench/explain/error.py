@@ -1,15 +1,15 @@
-"""The error of a bundle split into its causes: checkpoint and bundles in, one difference vector per cause out.
+"""The error of a bundle split into its causes: checkpoint and bundle in, one difference vector per cause out.
 
 From Hugging Face to the device one thing changes at a time, each step adding a difference to every layer's update:
 
-    storage       weights rounded as the uncompressed bundle holds them      (both Hugging Face, float32)
-    reauthoring   the exported program in place of Hugging Face's            (portable, exact, uncompressed)
-    quantization  compressed weights                                         (portable, exact)
+    storage       weights rounded to fp16                                    (both Hugging Face, float32)
+    quantization  the weights that the bundle stores, compressed             (both Hugging Face, float32)
+    reauthoring   the bundle's program in place of Hugging Face's model      (portable, exact, stored weights)
     precision     every result rounded to the dtype its program declares     (portable, declared)
     runtime       the device in place of the portable runtime                (absent off a Mac)
 
-The vectors add up to the total; their norms do not, so cross terms are reported beside them. Knows no export: the
-uncompressed bundle is the caller's to make.
+The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only the bundle's own
+program runs: a fault of it is re-authoring error, whatever the weights are stored as.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-PARTS = ("storage", "reauthoring", "quantization", "precision", "runtime")
+PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
 MODES = ("isolated", "chained")
 
 
@@ -94,7 +94,6 @@ def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def split_error(
     checkpoint: Checkpoint,
     bundle: Bundle,
-    plain: Bundle,
     ids: Sequence[int],
     *,
     T: int | None = None,
@@ -104,15 +103,13 @@ def split_error(
     """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and chained.
 
     Args:
-        plain: the same export with fp16 weights; `bundle` itself when it is uncompressed.
         T: tokens a call (default: t_max).
         device: also run Core ML.
     """
     from tqdm.auto import tqdm
 
-    _check_pair(bundle, plain)
     source = golden.make_golden(checkpoint, ids)
-    stages = _stages(checkpoint, bundle, plain, source, T, device)
+    stages = _stages(checkpoint, bundle, source, T, device)
     names, stages = zip(
         *tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True
     )
@@ -125,33 +122,23 @@ def split_error(
     return splits
 
 
-def _check_pair(bundle: Bundle, plain: Bundle) -> None:
-    manifest = plain.manifest
-    uncompressed = bundle.manifest.options.model_copy(update={"compress": "fp16"})
-    if manifest.options != uncompressed or manifest.checkpoint != bundle.manifest.checkpoint:
-        raise InputError(
-            f"bundle {plain.root.name}",
-            f"{manifest.options.compress}, {manifest.checkpoint['name']}",
-            f"an fp16 export of the checkpoint and options of {bundle.root.name}",
-            "export it with --compress fp16 and nothing else changed",
-        )
-
-
-def _stages(checkpoint, bundle, plain, source, T, device) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _stages(checkpoint, bundle, source, T, device) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
-    weights = golden.stored_weights(checkpoint, plain)
-    goldens = [
-        golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
-        for fed in ((source.x, source.router), ())
-    ]
-    yield "storage", [stored.update.astype(np.float64) for stored in goldens]
-    for part, exported, *how in (
-        ("reauthoring", plain, "portable", "exact"),
-        ("quantization", bundle, "portable", "exact"),
-        ("precision", bundle, "portable", "declared"),
-        ("runtime", bundle, "coreml", "declared"),
-    )[: 4 if device else 3]:
-        decoder = Decoder(exported, *how)
+    for part, weights in (
+        ("storage", golden.fp16_weights(checkpoint, bundle)),
+        ("quantization", golden.stored_weights(checkpoint, bundle)),
+    ):
+        goldens = [
+            golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
+            for fed in ((source.x, source.router), ())
+        ]
+        yield part, [stored.update.astype(np.float64) for stored in goldens]
+    for part, *how in (
+        ("reauthoring", "portable", "exact"),
+        ("precision", "portable", "declared"),
+        ("runtime", "coreml", "declared"),
+    )[: 3 if device else 2]:
+        decoder = Decoder(bundle, *how)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
 

@@ -7,15 +7,17 @@ one pass tries the same tensor in all of them.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from math import prod
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.explain import error
+from workbench.models.checkpoint import Checkpoint
 
 Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the values to run with
 
@@ -28,17 +30,23 @@ def int8_channel(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WeightTrial:
-    """A compressed bundle and its uncompressed twin, loaded in exact arithmetic, with the golden they are fed from."""
+    """A compressed bundle in exact arithmetic, the checkpoint it stores, and the golden it is fed from."""
 
-    def __init__(self, bundle: Bundle, plain: Bundle, golden: Golden, T: int | None = None):
-        self.decoder, self.plain = (Decoder(b, "portable", "exact") for b in (bundle, plain))
+    def __init__(
+        self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden, T: int | None = None
+    ):
+        self.decoder, self.checkpoint = Decoder(bundle, "portable", "exact"), checkpoint
         self.golden, self.T = golden, T or bundle.manifest.options.t_max
-        self.reference = error.updates(self.plain, golden, self.T, "isolated")
-        self.errors()  # loads the experts that the golden's tokens pick
+        self._updates()  # loads the experts that the golden's tokens pick
+        with self.swapped({(layer, kind) for kind, layer, *_ in self._tensors()}):
+            self.reference = self._updates()
+
+    def _updates(self) -> np.ndarray:
+        return error.updates(self.decoder, self.golden, self.T, "isolated")
 
     def errors(self) -> np.ndarray:
-        """Relative RMS [L] of each layer's update against the uncompressed bundle's, as things are now."""
-        difference = error.updates(self.decoder, self.golden, self.T, "isolated") - self.reference
+        """Relative RMS [L] of each layer's update, as things are now, against all weights at fp16."""
+        difference = self._updates() - self.reference
         return np.sqrt((difference**2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
 
     @property
@@ -48,14 +56,19 @@ class WeightTrial:
 
     def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
         """(name below its layer, layer, executable, constant, fp16 values) of every compressed tensor of a layer."""
-        twins = {m.shard.name: m for m in _models(self.plain)}
-        for model in _models(self.decoder):
-            twin = twins[model.shard.name]
+        for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
             for tensor, constant in model.shard.weights.items():
-                fp16 = twin.executable.constant(twin.shard.weights[tensor])
-                if not torch.equal(fp16, model.executable.constant(constant)):
+                stored = model.executable.constant(constant)
+                fp16 = self._fp16(model.shard, tensor, stored)
+                if not torch.equal(fp16, stored):
                     layer, _, kind = tensor.partition("layers.")[2].partition(".")
                     yield kind, int(layer), model.executable, constant, fp16
+
+    def _fp16(self, shard: Shard, tensor: str, stored: torch.Tensor) -> torch.Tensor:
+        """The checkpoint's values that a constant stores, rounded to fp16, in the constant's shape."""
+        whole = prod(self.checkpoint.shape(tensor)) == stored.numel()
+        values = self.checkpoint.tensor(tensor, None if whole else slice(*shard.rows))
+        return (values + shard.offsets.get(tensor, 0.0)).half().float().reshape(stored.shape)
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
@@ -68,10 +81,6 @@ class WeightTrial:
                     )
                     replace(executable, constant, swap(fp16))
             yield
-
-
-def _models(decoder: Decoder) -> list:
-    return [*decoder.layers, *decoder.experts.models.values()]
 
 
 def replace(executable, constant: str, value: torch.Tensor) -> None:

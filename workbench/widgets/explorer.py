@@ -170,13 +170,8 @@ class Explorer(Panel):
 
     def _measure_split(self, options: Options) -> None:
         """Splits the error over the grid's prompt (see `workbench.explain.error`) and logs it."""
-        plain, bundle = (
-            sweep.bundle_for(
-                self.checkpoint, options.model_copy(update={"compress": c}), self.bundles
-            )
-            for c in ("fp16", options.compress)
-        )
-        splits = error.split_error(self.checkpoint, bundle, plain, self.grid.validate_ids)
+        bundle = sweep.bundle_for(self.checkpoint, options, self.bundles)
+        splits = error.split_error(self.checkpoint, bundle, self.grid.validate_ids)
         results = error.error_gates(splits)
         parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
         config = {"parts": parts, "gates": [g.json() for g in results]}
