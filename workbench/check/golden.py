@@ -163,12 +163,14 @@ def make_golden(
     fed: np.ndarray | None = None,
     fed_router: np.ndarray | None = None,
     model: nn.Module | None = None,
+    head: bool = True,
 ) -> Golden:
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
     Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
     layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on. `model` is what
-    runs (default: `empty_model` of the checkpoint's configuration).
+    runs (default: `empty_model` of the checkpoint's configuration). Without `head` the logits
+    are nan and take no memory.
     """
     import transformers
 
@@ -201,7 +203,9 @@ def make_golden(
         last = base(
             input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
         )[0][0]
-        logits = _logits(checkpoint, last, weights, prefix)
+        logits = np.broadcast_to(np.float32(np.nan), (len(ids), config.vocab_size))
+        if head:
+            logits = _logits(checkpoint, last, weights, prefix)
     layers = {name: np.stack([record[name] for record in records]) for name in records[0]}
     return Golden(
         ids=ids,

@@ -1,5 +1,5 @@
-"""`workbench error`, `trace` and `matrix`: where a bundle's error comes from, how near it comes to fp16's limits, and what
-each compute unit computes."""
+"""`workbench error`, `explain`, `trace` and `matrix`: where a bundle's error comes from, which other model it computes, how
+near it comes to fp16's limits, and what each compute unit computes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -76,6 +76,31 @@ def error_command(
 def _record(bundle, command: str, result: dict) -> None:
     row = {"verdict": result["verdict"], "runtime": "portable", "config": gates.jsonable(result)}
     record(command, result, bundle, row)
+
+
+def explain_command(
+    bundle: Path,
+    checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
+    log: Log = False,
+    json: Json = False,
+) -> None:
+    """Which variant of the checkpoint's model a faulty bundle computes: another rope, norm, window, scale, order of layers …
+
+    Example: workbench explain build/llama --checkpoint data/tiny-llama
+    """
+    opened = workbench.Bundle.open(bundle)
+    paths.checkpoint(checkpoint)
+    from workbench.explain import variants
+    from workbench.models.checkpoint import Checkpoint
+
+    frame = variants.explain_bundle(opened, Checkpoint(checkpoint), progress=not json)
+    fits = variants.fitting(frame)
+    result = {"fits": fits, "variants": gates.records(frame)}
+    if log:
+        row = {"runtime": "portable", "precision": "exact", "config": gates.jsonable(result)}
+        record("explain", result, opened, row)
+    lines = [f"{row['relative_rms']:<12.3g}{row['name']}" for row in frame.to_dict("records")]
+    show(result, json, [variants.conclusion(fits), *lines])
 
 
 def trace_command(

@@ -1,0 +1,250 @@
+"""Faults of the model kind: another configuration or another module exported under the checkpoint's name. The variant golden
+names each one first, and says so where nothing it tries explains a bundle."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from workbench import Bundle, InputError
+from workbench.bundle.names import ATTN_MASK, K_STATE, ROPE_COS, ROPE_SIN, V_STATE
+from workbench.explain import variants
+from workbench.export import export
+from workbench.models import gemma3, layers, llama, qwen2
+from workbench.models.checkpoint import Checkpoint
+
+DIMS = {"llama": {"num_hidden_layers": 3}}
+
+
+def checkpoint_of(exports, family: str) -> Path:
+    return exports.checkpoint(family, **DIMS.get(family, {}))
+
+
+def relabelled(source: Path, exported_from: Path, target: Path, **options) -> Bundle:
+    """A bundle of `exported_from` that says it is of `source`."""
+    bundle = export(exported_from, target, progress=False, **{"max_seq_len": 32} | options)
+    manifest = json.loads((bundle.root / "bundle.json").read_text())
+    manifest["checkpoint"]["sha256"] = Checkpoint(source).sha256
+    (bundle.root / "bundle.json").write_text(json.dumps(manifest))
+    return Bundle.open(bundle.root)
+
+
+def configured(source: Path, folder: Path, **changes) -> Path:
+    """A copy of a checkpoint with some of its configuration changed (dicts: some of their keys)."""
+    copy = folder / "changed"
+    shutil.copytree(source, copy)
+    config = json.loads((copy / "config.json").read_text())
+    for name, value in changes.items():
+        config[name] = config.get(name, {}) | value if isinstance(value, dict) else value
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def nested(source: Path, kind: str, **changes) -> dict:
+    """`rope_parameters` of a model with several tables, one of them changed."""
+    parameters = json.loads((source / "config.json").read_text())["rope_parameters"]
+    return {kind: parameters[kind] | changes}
+
+
+def named(bundle: Bundle, source: Path) -> tuple[str | None, list]:
+    frame = variants.explain_bundle(bundle, Checkpoint(source))
+    print(frame.head(4).to_string(), variants.conclusion(variants.fitting(frame)))
+    assert frame["relative_rms"].is_monotonic_increasing
+    return variants.fitting(frame), frame["relative_rms"].tolist()
+
+
+CONFIGURATIONS = {
+    "rope theta 500000": ("llama", {"rope_parameters": {"rope_theta": 5e5}}),
+    "rope theta 123456": ("qwen3", {"rope_parameters": {"rope_theta": 123456.0}}),
+    "rope scaling linear 2": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "rope scaling llama3 8": ("llama", {"rope_parameters": variants.LLAMA3 | {"factor": 8.0}}),
+    "eps 0.0001": ("llama", {"rms_norm_eps": 1e-4}),
+    "no window": ("gemma3_text", {"sliding_window": 31}),
+    "window 2, a half": ("gemma3_text", {"sliding_window": 2}),
+    "window 10, twice as much": ("gemma3_text", {"sliding_window": 10}),
+    "attention scale 1/√head_dim": ("gemma3_text", {"query_pre_attn_scalar": 32}),
+    "layers with and without window exchanged": (
+        "gemma3_text",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_another_configuration_is_named_first(exports, tmp_path, name):
+    family, changes = CONFIGURATIONS[name]
+    source = checkpoint_of(exports, family)
+    changed = configured(source, tmp_path, **changes)
+    fits, errors = named(relabelled(source, changed, tmp_path / "bundle"), source)
+    assert fits == name
+    assert errors[1] > 10 * errors[0]
+
+
+def test_the_theta_of_one_table_of_two_is_named(exports, tmp_path):
+    source = checkpoint_of(exports, "gemma3_text")
+    tables = nested(source, "full_attention", rope_theta=5e5)
+    changed = configured(source, tmp_path, rope_parameters=tables)
+    fits, _ = named(relabelled(source, changed, tmp_path / "bundle"), source)
+    assert fits == "rope theta 500000 in full_attention"
+
+
+def interleaved(shape, x, io, width):
+    cos, sin = io[ROPE_COS + shape.suffix], io[ROPE_SIN + shape.suffix]
+    order = torch.arange(width).reshape(-1, 2).T.reshape(-1)
+    a, b = x[..., order[: width // 2]], x[..., order[width // 2 :]]
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return turned[..., torch.argsort(order)]
+
+
+def tiled(shape, q, k, v, cache, io):
+    k, v = cache.append(K_STATE, k, io, shape.suffix), cache.append(V_STATE, v, io, shape.suffix)
+    order = torch.arange(shape.H).reshape(-1, shape.H_kv).T.reshape(-1)
+    scores = q[:, order].reshape(shape.B, shape.H_kv, -1, shape.D) @ k.transpose(2, 3)
+    scores = scores.reshape(shape.B, shape.H, -1, shape.S) + io[ATTN_MASK + shape.suffix]
+    weights = torch.softmax(scores, -1).reshape(shape.B, shape.H_kv, -1, shape.S)
+    return (weights @ v).reshape(shape.B, shape.H, -1, shape.D)[:, torch.argsort(order)]
+
+
+def norm_after_rope(module, x, cache, io):
+    s = module.shape
+    q, k = s.heads(module.q_proj(x), s.H), s.heads(module.k_proj(x), s.H_kv)
+    v = s.heads(module.v_proj(x), s.H_kv)
+    q, k = (
+        norm(s.rotate(y, io, module.rotary)) for norm, y in ((module.q_norm, q), (module.k_norm, k))
+    )
+    return module.o_proj(s.merge(s.attend(layers.scaled(q, module.scale), k, v, cache, io)))
+
+
+def norm_left_out(module, x, cache, io):
+    module.q_norm = module.k_norm = None
+    return FORWARD(module, x, cache, io)
+
+
+FORWARD = layers.Attention.forward
+
+
+def half_of_attention(module, x, cache, io):
+    return FORWARD(module, x, cache, io) * 0.5
+
+
+def without_bias(plan, index, options):
+    return llama.DecoderLayer(plan, index, options)
+
+
+def gelu(inner):
+    def init(module, C, width, act, *bias):
+        inner(module, C, width, torch.nn.functional.gelu, *bias)
+
+    return init
+
+
+def unscaled(plan):
+    def change(config):
+        return replace(plan(config), embedding_scale=1.0)
+
+    return change
+
+
+MODULES = {
+    "rope pairs interleaved": ("llama", layers.AttentionGeometry, "rotate", interleaved),
+    "key/value heads tiled over the query heads": (
+        "llama",
+        layers.AttentionGeometry,
+        "attend",
+        tiled,
+    ),
+    "q/k norm after rope": ("qwen3", layers.Attention, "forward", norm_after_rope),
+    "q/k norm left out": ("qwen3", layers.Attention, "forward", norm_left_out),
+    "biases left out": ("qwen2", qwen2, "layer", without_bias),
+    "activation exact GELU": (
+        "gemma3_text",
+        layers.GatedMLP,
+        "__init__",
+        gelu(layers.GatedMLP.__init__),
+    ),
+    "embedding not scaled by √C": ("gemma3_text", gemma3, "plan", unscaled(gemma3.plan)),
+}
+
+
+@pytest.mark.parametrize("compress", ["fp16", "int8-tensor"])
+@pytest.mark.parametrize("name", MODULES)
+def test_another_module_is_named_first(exports, tmp_path, monkeypatch, name, compress):
+    family, place, attribute, function = MODULES[name]
+    source = checkpoint_of(exports, family)
+    monkeypatch.setattr(place, attribute, function)
+    bundle = relabelled(source, source, tmp_path / "bundle", compress=compress)
+    fits, errors = named(bundle, source)
+    assert fits == name
+    assert errors[1] > 10 * errors[0]
+
+
+@pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "lut4"])
+def test_exchanged_layers_are_named_first(exports, tmp_path, compress):
+    source = checkpoint_of(exports, "llama")
+    changed = tmp_path / "changed"
+    shutil.copytree(source, changed)
+    tensors = load_file(changed / "model.safetensors")
+    other = {"1": "2", "2": "1"}
+    names = {n: n.split(".") for n in tensors}
+    tensors = {
+        ".".join([*p[:2], other.get(p[2], p[2]), *p[3:]] if "layers" in p else p): tensors[n]
+        for n, p in names.items()
+    }
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    bundle = relabelled(source, changed, tmp_path / "bundle", compress=compress)
+    fits, _ = named(bundle, source)
+    assert fits == "layer order: 1 has 2's weights, 2 has 1's weights"
+
+
+def test_a_fault_of_another_kind_has_no_variant(exports, tmp_path, monkeypatch):
+    source = checkpoint_of(exports, "llama")
+    monkeypatch.setattr(layers.Attention, "forward", half_of_attention)
+    bundle = relabelled(source, source, tmp_path / "bundle")
+    assert named(bundle, source)[0] is None
+    result = CliRunner().invoke(cli(), ["explain", str(bundle.root), "--checkpoint", str(source)])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("No variant explains")
+
+
+def test_two_faults_at_once_have_no_variant(exports, tmp_path):
+    source = checkpoint_of(exports, "llama")
+    changed = configured(source, tmp_path, rms_norm_eps=1e-3, rope_parameters={"rope_theta": 5e5})
+    assert named(relabelled(source, changed, tmp_path / "bundle"), source)[0] is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
+def test_a_clean_bundle_is_as_configured(exports, family):
+    source = checkpoint_of(exports, family)
+    bundle = exports.bundle(source, compress="int8-tensor")
+    assert named(bundle, source)[0] == variants.CONFIGURED
+
+
+def test_the_command_gives_names_best_first(exports, tmp_path):
+    source = checkpoint_of(exports, "llama")
+    changed = configured(source, tmp_path, rope_parameters={"rope_theta": 1e6})
+    bundle = relabelled(source, changed, tmp_path / "bundle")
+    arguments = ["explain", str(bundle.root), "--checkpoint", str(source), "--json"]
+    result = CliRunner().invoke(cli(), arguments, catch_exceptions=False)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == 0
+    assert found["fits"] == found["variants"][0]["name"] == "rope theta 1000000"
+    assert found["variants"][0].keys() == {"name", "relative_rms"}
+    assert {"as configured", "rope theta 500000"} <= {v["name"] for v in found["variants"]}
+
+
+def test_a_bundle_of_another_checkpoint_is_refused(exports, tmp_path):
+    source = checkpoint_of(exports, "llama")
+    other = configured(source, tmp_path, rms_norm_eps=1e-3)
+    with pytest.raises(InputError, match="exported from"):
+        variants.explain_bundle(exports.bundle(source), Checkpoint(other))
+
+
+def cli():
+    from workbench.cli.app import app
+
+    return app
