@@ -492,7 +492,7 @@ def states_exchanged(copy):
             copy.feed(op, "input", {"k_state": "v_state", "v_state": "k_state"}[name])
 
 
-@planted("interface")
+@planted("program")
 def states_exchanged_in_the_manifest(copy):
     states = copy.shard(1)["states"]
     k, v = states["layers.1.k_state"], states["layers.1.v_state"]
@@ -1034,7 +1034,7 @@ def an_input_of_the_program_is_float32(copy):
     value.type.tensorType.dataType = 11
 
 
-@planted("interface")
+@planted("program")
 def taps_of_another_value(copy):
     shard = copy.shard(1)
     shard["taps"] = {"1": next(n for n, m in shard["modules"].items() if m.endswith("self_attn"))}
