@@ -32,7 +32,7 @@ from workbench.models.checkpoint import Checkpoint
 LIMIT = (
     1.05  # parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2
 )
-TABLE_LIMIT = 1.001  # squared error over that of the best table
+TABLE_LIMIT = 1.001  # distance over the nearest entry's, and squared error over that of the best table
 FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
 EXPONENT = 0x7F800000  # bits of a float32's exponent
@@ -115,7 +115,7 @@ class Constants:
         table = torch.from_numpy(self._value(op, "lut").reshape(-1).astype(np.float32))
         nearest, error = table_ratios(stored, values.half(), table)
         return [
-            Deviation(place, nearest, LIMIT, "distances to the nearest entry"),
+            Deviation(place, nearest, TABLE_LIMIT, "distances to the nearest entry"),
             Deviation(place, error, TABLE_LIMIT, "times the squared error of the best table"),
         ]
 
