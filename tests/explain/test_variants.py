@@ -62,9 +62,10 @@ CONFIGURATIONS = {
     "rope theta 500000": ("llama", {"rope_parameters": {"rope_theta": 5e5}}),
     "rope theta 123456": ("qwen3", {"rope_parameters": {"rope_theta": 123456.0}}),
     "rope scaling linear 2": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "rope scaling linear 3": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
     "rope scaling llama3 8": ("llama", {"rope_parameters": variants.LLAMA3 | {"factor": 8.0}}),
     "eps 0.0001": ("llama", {"rms_norm_eps": 1e-4}),
-    "no window": ("gemma3_text", {"sliding_window": 31}),
+    "no window": ("gemma3_text", {"sliding_window": 32}),
     "window 2, a half": ("gemma3_text", {"sliding_window": 2}),
     "window 10, twice as much": ("gemma3_text", {"sliding_window": 10}),
     "attention scale 1/√head_dim": ("gemma3_text", {"query_pre_attn_scalar": 32}),
@@ -199,6 +200,33 @@ def test_exchanged_layers_are_named_first(exports, tmp_path, compress):
     bundle = relabelled(source, changed, tmp_path / "bundle", compress=compress)
     fits, _ = named(bundle, source)
     assert fits == "layer order: 1 has 2's weights, 2 has 1's weights"
+
+
+def test_layers_run_in_another_order_are_named_first(exports, tmp_path):
+    # each shard's weights are labelled as they are; the manifest runs the last two the other way
+    source = checkpoint_of(exports, "llama")
+    bundle = exports.bundle(source)
+    shutil.copytree(bundle.root, tmp_path / "bundle")
+    manifest = json.loads((tmp_path / "bundle" / "bundle.json").read_text())
+    a, b = (manifest["shards"][i] for i in (1, 2))
+    manifest["shards"][1:3] = [
+        here | {key: there[key] for key in ("path", "files", "bytes", "weights", "modules")}
+        for here, there in ((a, b), (b, a))
+    ]
+    (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(manifest))
+    fits, _ = named(Bundle.open(tmp_path / "bundle"), source)
+    assert fits == "layer order: 1 and 2 exchanged"
+
+
+def test_a_table_of_frequencies_of_no_model_is_named(exports, tmp_path):
+    source = checkpoint_of(exports, "llama")
+    shutil.copytree(exports.bundle(source).root, tmp_path / "bundle")
+    manifest = json.loads((tmp_path / "bundle" / "bundle.json").read_text())
+    table = manifest["rope"][0]["inv_freq"]
+    table[len(table) * 3 // 4 :] = [0.0] * (len(table) - len(table) * 3 // 4)
+    (tmp_path / "bundle" / "bundle.json").write_text(json.dumps(manifest))
+    fits, _ = named(Bundle.open(tmp_path / "bundle"), source)
+    assert fits == "rope frequencies of the bundle's manifest"
 
 
 def test_a_fault_of_another_kind_has_no_variant(exports, tmp_path, monkeypatch):

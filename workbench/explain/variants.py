@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from workbench.bundle import Bundle
+from workbench.bundle.names import split_layer
 from workbench.check import fidelity, golden, metrics
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
@@ -28,6 +29,7 @@ FITS = 1e-5  # relative RMS that fp32 rounding explains
 UNLIKE = 0.5  # relative RMS of weights beyond which they are another layer's, not compressed ones
 STREAM_ULPS = 2.0**-22  # of the residual stream: rounding of `hidden`, which an update inherits
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
+FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -64,18 +66,21 @@ def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = Fals
     """
     from tqdm.auto import tqdm
 
-    trial = _Trial(bundle, checkpoint)
-    L, few = bundle.manifest.dims.L, _first_layers(checkpoint.config)
-    errors = {CONFIGURED: trial.error(Variant(CONFIGURED), L)}
+    trial, L = _Trial(bundle, checkpoint), bundle.manifest.dims.L
+    own = trial.errors(Variant(CONFIGURED), L)
+    errors = {CONFIGURED: float(own.max())}
     if errors[CONFIGURED] > FITS:
-        tried = {variant.name: variant for variant in variants(checkpoint, trial)}
+        wrong = np.flatnonzero(own[1:] > FITS)
+        few = _first_layers(checkpoint.config, wrong.tolist())
+        tried = {variant.name: variant for variant in variants(checkpoint, trial, wrong)}
         for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-            errors[name] = trial.error(tried[name], few)
+            errors[name] = float(trial.errors(tried[name], few).max())
         best = min(tried, key=errors.get)
         if few < L and errors[best] <= FITS:
-            errors[best] = trial.error(tried[best], L)
-        own = [] if errors[best] <= FITS else _own_tables(bundle.manifest, checkpoint)
-        errors |= {variant.name: trial.error(variant, L) for variant in own}
+            errors[best] = float(trial.errors(tried[best], L).max())
+        if errors[best] > FITS:
+            tables = _own_tables(bundle.manifest, checkpoint)
+            errors[tables.name] = float(trial.errors(tables, L).max())
     frame = pd.DataFrame({"name": errors.keys(), "relative_rms": errors.values()})
     return frame.sort_values("relative_rms", kind="stable", ignore_index=True)
 
@@ -111,23 +116,22 @@ class _Trial:
         self.embedded = bundle.embed(self.source.ids[None])[0] * scale
         self.order = self._order()
 
-    def error(self, variant: Variant, count: int) -> float:
-        """Worst relative RMS of the first `count` layers, the embeddings, and of weights that are
-        another layer's."""
+    def errors(self, variant: Variant, count: int) -> np.ndarray:
+        """Relative RMS [1 + count] of the embeddings and of the first `count` layers, each one's
+        worst of update, K and V; 1 where a layer has weights of another layer than the variant's."""
         reference, outputs = self._run(variant, count), self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
         for layer in range(count):
-            x, update = reference.x[layer], reference.update[layer]
-            rounding = STREAM_ULPS * _rms(x)
+            update, rows = reference.update[layer], outputs.cached[layer]
             difference = outputs.hidden[layer] - outputs.x[layer] - update
-            errors.append(max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0))
-            rows = outputs.cached[layer]
+            rounding = STREAM_ULPS * _rms(reference.x[layer])
+            worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
             for name in "kv":
                 arrays = (getattr(of, name)[layer][:, rows] for of in (reference, outputs))
-                errors.append(metrics.relative_rms(*arrays))
-            if self.order.get(layer, layer) != variant.order.get(layer, layer):
-                errors.append(1.0)
-        return float(np.nan_to_num(np.max(errors), nan=np.inf))
+                worst.append(metrics.relative_rms(*arrays))
+            other = self.order.get(layer, layer) != variant.order.get(layer, layer)
+            errors.append(max(*worst, float(other)))
+        return np.nan_to_num(errors, nan=np.inf)
 
     def _run(self, variant: Variant, count: int) -> golden.Golden:
         config = copy.deepcopy(self.checkpoint.config)
@@ -177,20 +181,23 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()
 
 
-def _first_layers(config) -> int:
-    """As many layers as show every kind, at least two."""
+def _first_layers(config, wrong: list[int]) -> int:
+    """As many layers as show every kind, at least two; where only some layers are wrong, those too."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    return min(len(types), max(2, *(types.index(kind) + 1 for kind in types)))
+    some = wrong if len(wrong) < len(types) else []
+    return min(
+        len(types), max(2, *(types.index(kind) + 1 for kind in types), *(i + 1 for i in some))
+    )
 
 
 def _rms(values: np.ndarray) -> float:
     return float(np.sqrt((np.float64(values) ** 2).mean()))
 
 
-def variants(checkpoint: Checkpoint, trial: _Trial) -> Iterator[Variant]:
-    """All variants of a checkpoint's model, each once."""
-    config, attention = checkpoint.config, golden.empty_model(checkpoint.config).model.layers[0]
-    attention = attention.self_attn
+def variants(checkpoint: Checkpoint, trial: _Trial, wrong: np.ndarray) -> Iterator[Variant]:
+    """All variants of a checkpoint's model, `wrong` being the layers that are not as configured."""
+    config = checkpoint.config
+    attention = golden.empty_model(config).model.layers[0].self_attn
     yield from _rope_variants(checkpoint, trial.bundle.manifest)
     yield from _norm_variants(config, attention)
     yield from _window_variants(config)
@@ -199,14 +206,23 @@ def variants(checkpoint: Checkpoint, trial: _Trial) -> Iterator[Variant]:
     if trial.order:
         pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in trial.order.items())
         yield Variant(f"layer order: {pairs}", order=trial.order)
-    C = config.hidden_size
-    bf16 = float(torch.tensor(C**0.5, dtype=torch.bfloat16))
-    for name, factor in (
-        ("not scaled by √C", C**-0.5),
-        ("scaled by √C", C**0.5),
-        ("scaled by √C in bf16", bf16 / C**0.5),
-    ):
+    first, second = wrong[::2], wrong[1::2]
+    if len(wrong) and np.array_equal(first + 1, second):
+        order = dict(zip([*first, *second], [*second, *first], strict=True))
+        pairs = ", ".join(f"{i} and {i + 1} exchanged" for i in first)
+        yield Variant(f"layer order: {pairs}", read=_relayered(order))
+    root = config.hidden_size**0.5
+    bf16 = float(torch.tensor(root, dtype=torch.bfloat16))
+    factors = {"scaled by √C": root}
+    if _is_gemma(config):
+        factors = {"not scaled by √C": 1 / root, "scaled by √C in bf16": bf16 / root}
+    for name, factor in factors.items():
         yield Variant(f"embedding {name}", embedding=factor)
+
+
+def _is_gemma(config) -> bool:
+    """Whether embeddings are scaled by √C and every block has a norm on both sides."""
+    return hasattr(config, "query_pre_attn_scalar")
 
 
 def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
@@ -215,19 +231,24 @@ def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
     kinds = sorted(parameters) if nested else [None]
-    fitted = [theta for rope in manifest.rope for theta in _fitted_theta(rope.inv_freq)]
-    changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in (*THETAS, *fitted)}
+    thetas, factors = [*THETAS], [*FACTORS]
+    for theta, factor in (_fitted(rope.inv_freq) for rope in manifest.rope):
+        thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
+        factors += [] if np.isclose(factor, [1.0, *factors], 1e-5).any() else [factor]
+    changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
     changes["rope scaling none"] = {"rope_type": "default"}
-    for factor in (2.0, 4.0, 8.0, 16.0, 32.0):
-        changes[f"rope scaling linear {factor:g}"] = {"rope_type": "linear", "factor": factor}
-        changes[f"rope scaling llama3 {factor:g}"] = LLAMA3 | {"factor": factor}
+    for factor in factors:
+        changes[f"rope scaling linear {factor:.7g}"] = {"rope_type": "linear", "factor": factor}
+        changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
+    seen = [parameters]
     for name, change in changes.items():
         for chosen in [*kinds, None] if len(kinds) > 1 else kinds:
             tables = copy.deepcopy(parameters)
             for kind in kinds:
                 if chosen in (kind, None):
                     (tables[kind] if nested else tables).update(change)
-            if tables != parameters:
+            if tables not in seen:
+                seen.append(tables)
                 where = f" in {chosen}" if nested and chosen else ""
                 yield Variant(name + where, {"rope_parameters": tables})
     yield Variant(
@@ -239,14 +260,12 @@ def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
     yield Variant("rope left out", functions={"apply_rotary_pos_emb": _rotation(turn=0.0)})
 
 
-def _fitted_theta(inv_freq: list[float]) -> Iterator[float]:
-    """The base of a table of inverse frequencies, if it has one that is not a common one."""
-    n = len(inv_freq)
-    if n > 1 and inv_freq[-1] > 0 and inv_freq[0] == 1:
-        theta = inv_freq[-1] ** (-n / (n - 1))
-        table = theta ** (-np.arange(n) / n)
-        if np.allclose(table, inv_freq, 1e-4, 0) and not np.isclose(theta, THETAS, 1e-4).any():
-            yield float(f"{theta:.7g}")
+def _fitted(inv_freq: list[float]) -> tuple[float, float]:
+    """Base and linear factor of a table of inverse frequencies, from its two ends."""
+    first, last, n = inv_freq[0], inv_freq[-1], len(inv_freq)
+    if n < 2 or min(first, last) <= 0:
+        return THETAS[0], 1.0
+    return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
 
 
 def _rotation(interleaved: bool = False, turn: float = 1.0, after=None) -> Callable:
@@ -299,7 +318,7 @@ def _norm_variants(config, attention: nn.Module) -> Iterator[Variant]:
             model=after_rope,
             functions={"apply_rotary_pos_emb": _rotation(after=norms)},
         )
-    if hasattr(config, "query_pre_attn_scalar"):  # Gemma: a norm on both sides of each block
+    if _is_gemma(config):
         pairs = (
             ("input_layernorm", "post_attention_layernorm"),
             ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -326,6 +345,18 @@ def _exchanged(a: str, b: str) -> Callable:
 
     def read(name, reader):
         return reader(".".join(other.get(part, part) for part in name.split(".")))
+
+    return read
+
+
+def _relayered(order: dict[int, int]) -> Callable:
+    """Reads each layer's weights from the layer that `order` names."""
+
+    def read(name, reader):
+        layer, rest = split_layer(name)
+        if layer is None:
+            return reader(name)
+        return reader(f"{name.removesuffix(f'{layer}.{rest}')}{order.get(layer, layer)}.{rest}")
 
     return read
 
@@ -407,7 +438,7 @@ def _weight_variants(checkpoint: Checkpoint) -> Iterator[Variant]:
         yield Variant(f"{kind} left out", read=zero(kind))
 
 
-def _own_tables(manifest, checkpoint: Checkpoint) -> list[Variant]:
+def _own_tables(manifest, checkpoint: Checkpoint) -> Variant:
     """Hugging Face's model with the rope tables of the bundle, whatever these are."""
 
     def change(base):
@@ -418,4 +449,4 @@ def _own_tables(manifest, checkpoint: Checkpoint) -> list[Variant]:
             name = name if hasattr(base.rotary_emb, name) else "inv_freq"
             setattr(base.rotary_emb, name, torch.tensor(ropes[layer.rope].inv_freq))
 
-    return [Variant("rope frequencies of the bundle's manifest", model=change)]
+    return Variant("rope frequencies of the bundle's manifest", model=change)
