@@ -8,7 +8,6 @@ Choosing an expert is discontinuous: rounding that changes the order of two scor
 portable runtime therefore records each choice and goes on with the golden's; choices have a gate of their own.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -32,7 +31,8 @@ class ForwardPass:
     `k`, `v` [H_kv, n, D] per layer, `logits` [n, V] (chained); `experts` [n, 1] per layer, the program's own choice (where
     that can be seen). `T` [n]: tokens of the call that each position was in. `x` [L, n, C]: what an update is counted from,
     the golden's input; isolated as the program read it, rounded to fp16. `cached` per layer: positions whose cache rows
-    were there at the end, all but those that a ring buffer has overwritten."""
+    were there at the end, all but those that a ring buffer has overwritten. `router` [n, R]: the router state that the last
+    layer of each shard hands on."""
 
     T: np.ndarray
     x: np.ndarray
@@ -42,6 +42,7 @@ class ForwardPass:
     cached: dict[int, np.ndarray] = field(default_factory=dict)
     logits: np.ndarray | None = None
     experts: dict[int, np.ndarray] = field(default_factory=dict)
+    router: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 def default_ts(t_max: int, fixed: bool = False) -> list[int]:
@@ -79,117 +80,149 @@ def run_golden(
             f"the bundle's {dims.L} layers of width {dims.C}, vocabulary {dims.V}",
             f"make the golden of {decoder.manifest.checkpoint['name']}",
         )
+    goldens = [golden] * decoder.options.batch
     with decoder.set_aside():
-        return _Pass(decoder, golden, mode == "isolated", forced).run(T)
+        decoder.begin()
+        return Pass(decoder, goldens, mode == "isolated", forced).run(T)[0]
 
 
-class _Pass:
-    """One pass over a golden's tokens: which of its values replace the program's own, and the record of what was computed."""
+class Pass:
+    """One pass over the goldens' tokens, one golden of n positions per sequence: which of their values replace the
+    program's own, and the record of what was computed. The decoder's states are those of `starts` [B] earlier tokens."""
 
-    def __init__(self, decoder: Decoder, golden: Golden, isolated: bool, forced: bool):
-        self.decoder, self.golden, self.isolated, self.forced = decoder, golden, isolated, forced
+    def __init__(
+        self,
+        decoder: Decoder,
+        goldens: Sequence[Golden],
+        isolated: bool,
+        forced: bool,
+        starts: Sequence[int] | None = None,
+    ):
+        self.decoder, self.goldens, self.isolated, self.forced = decoder, goldens, isolated, forced
+        self.starts = np.array(starts or [0] * len(goldens))
         self.scale = np.float32(
             2.0**decoder.manifest.residual_exponent
         )  # the bundle holds hidden / scale
-        self.inputs = golden.x / self.scale  # [L, n, C]
+        self.inputs = [golden.x / self.scale for golden in goldens]  # [L, n, C]
         if isolated and decoder.precision != "exact":
             with np.errstate(over="ignore"):
-                self.inputs = self.inputs.astype(np.float16).astype(np.float32)
-        self.trace = ForwardPass(np.zeros(len(golden.ids), int), self.inputs * self.scale)
+                self.inputs = [x.astype(np.float16).astype(np.float32) for x in self.inputs]
+        self.traces = [ForwardPass(np.zeros(x.shape[1], int), x * self.scale) for x in self.inputs]
 
-    def run(self, T: int | Sequence[int]) -> ForwardPass:
-        start, sizes = 0, itertools.cycle([T] if isinstance(T, int) else T)
-        self.decoder.begin()
-        while start < len(self.golden.ids):
-            span = slice(start, min(start + next(sizes), len(self.golden.ids)))
-            self.call(span)
-            start = span.stop
-        _read_cache(self.decoder, self.trace)
+    def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
+        """All positions in calls of T tokens, several T in turn; `ragged`: every sequence begins with another one."""
+        L, n, _ = self.inputs[0].shape
+        sizes = [T] if isinstance(T, int) else list(T)
+        stops, turn = [0] * len(self.goldens), 0
+        while min(stops) < n:
+            spans = []
+            for seq, start in enumerate(stops):
+                stops[seq] = min(start + sizes[(turn + seq * ragged) % len(sizes)], n)
+                spans.append(slice(start, stops[seq]))
+            self.call(spans)
+            turn += 1
+        for seq, trace in enumerate(self.traces):
+            _read_cache(self.decoder, trace, seq, int(self.starts[seq]))
         if not self.isolated:
-            last = self.trace.hidden[len(self.golden.x) - 1] / self.scale
-            self.trace.logits = self.decoder.logits(
-                np.tile(last.T, (self.decoder.options.batch, 1, 1))
-            )[0]
-        return self.trace
+            last = [trace.hidden[L - 1].T / self.scale for trace in self.traces]
+            for trace, logits in zip(self.traces, self.decoder.logits(np.stack(last)), strict=True):
+                trace.logits = logits
+        return self.traces
 
-    def call(self, span: slice) -> None:
-        """One call of every shard over positions `span`, padded with dummy columns to a fixed T when it is shorter."""
-        decoder, golden, T = self.decoder, self.golden, span.stop - span.start
-        self.trace.T[span] = T
-        io, width = host_inputs(decoder, span.start, T)
-        io[X] = self.columns(decoder.bundle.embed(golden.ids[None, span])[0], width)
+    def call(self, spans: list[slice]) -> None:
+        """One call of every shard over positions `spans`, padded with dummy columns where a sequence has fewer."""
+        decoder, options = self.decoder, self.decoder.options
+        counts = np.array([span.stop - span.start for span in spans])
+        T = int(counts.max())
+        width = options.t_max if options.t == "fixed" else T
+        for trace, span in zip(self.traces, spans, strict=True):
+            trace.T[span] = T
+        offsets = self.starts + [span.start for span in spans]
+        io = decoder.host.inputs(offsets, counts, width)
+        if not self.isolated:
+            ids = np.zeros((len(spans), width), int)
+            for row, golden, span in zip(ids, self.goldens, spans, strict=True):
+                row[: span.stop - span.start] = golden.ids[span]
+            io[X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))
         hooks = nullcontext()
         if decoder.runtime == "portable":
-            hooks = decoder.hooked(lambda shard: self.hook(shard, span))
+            hooks = decoder.hooked(lambda shard: self.hook(shard, spans, io))
         with hooks:
             for index, model in enumerate(decoder.layers):
                 first, last = model.shard.layers
                 if self.isolated:
-                    io[X] = self.columns(self.inputs[first, span], width)
-                    if golden.router is not None and first:
-                        io[ROUTER_STATE] = self.columns(golden.router[first - 1, span], width)
-                io = decoder.run_layers(index, io, np.full(decoder.options.batch, T))
-                self.record(self.trace.hidden, last - 1, span, io[X] * self.scale)
+                    io[X] = self.columns(self.of_layer(self.inputs, first, spans), width)
+                    if self.goldens[0].router is not None and first:
+                        routers = [golden.router for golden in self.goldens]
+                        io[ROUTER_STATE] = self.columns(
+                            self.of_layer(routers, first - 1, spans), width
+                        )
+                io = decoder.run_layers(index, io, counts)
+                self.record("hidden", last - 1, spans, io[X] * self.scale)
+                if ROUTER_STATE in io:
+                    self.record("router", last - 1, spans, io[ROUTER_STATE])
 
-    def hook(self, shard, span: slice):
-        """Records the hidden output of a shard's inner layers and its choices of experts, and replaces them by the golden's."""
+    def hook(self, shard, spans: list[slice], io: dict[str, np.ndarray]):
+        """Records the hidden output of a shard's inner layers and its choices of experts, and replaces them by the
+        goldens'. `io`: the call's masks and tables."""
         inner = {name: layer for layer, name in shard.taps.items() if layer < shard.layers[1] - 1}
-        if shard.kind not in ("layers", "router") or (not inner and self.golden.expert is None):
+        if shard.kind not in ("layers", "router") or (not inner and self.goldens[0].expert is None):
             return None
 
         def record_and_replace(op, outputs):
             name = op.outputs[0][0] if op.outputs else ""
             if name in inner:
-                return self.inner_hidden(inner[name], span, outputs[0])
+                return self.inner_hidden(inner[name], spans, outputs[0])
             if op.kind == "reduce_argmax" or name == ROUTER_SCORES:
-                return self.expert_choice(int(shard.modules[name].split(".")[1]), span, outputs[0])
+                return self.expert_choice(int(shard.modules[name].split(".")[1]), spans, outputs[0])
             return None
 
         return record_and_replace
 
     def inner_hidden(
-        self, layer: int, span: slice, hidden: torch.Tensor
+        self, layer: int, spans: list[slice], hidden: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Records an inner layer's output; isolated, the next layer reads the golden's input instead, as its shard holds it."""
-        self.record(self.trace.hidden, layer, span, hidden.numpy() * self.scale)
+        self.record("hidden", layer, spans, hidden.numpy() * self.scale)
         if not self.isolated:
             return None
-        return [
-            torch.from_numpy(self.columns(self.inputs[layer + 1, span], hidden.shape[2:].numel()))
-        ]
+        rows = self.of_layer(self.inputs, layer + 1, spans)
+        return [torch.from_numpy(self.columns(rows, hidden.shape[2:].numel()))]
 
     def expert_choice(
-        self, layer: int, span: slice, scores: torch.Tensor
+        self, layer: int, spans: list[slice], scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
         """Records the expert that an argmax picked, or that the host will pick from scores; forced, both become the golden's."""
         count = scores.shape[1]
-        self.record(
-            self.trace.experts,
-            layer,
-            span,
-            (scores if count == 1 else scores.argmax(1, keepdim=True)).numpy(),
-        )
+        own = scores if count == 1 else scores.argmax(1, keepdim=True)
+        self.record("experts", layer, spans, own.numpy())
         if not self.forced:
             return None
-        experts = torch.from_numpy(self.golden.expert[layer, span])
-        columns = experts[None] if count == 1 else torch.nn.functional.one_hot(experts, count).T
         replaced = scores.clone().flatten(2)
-        replaced[:, :, : len(experts)] = columns.to(scores.dtype)
+        for seq, (golden, span) in enumerate(zip(self.goldens, spans, strict=True)):
+            experts = torch.from_numpy(golden.expert[layer, span])
+            columns = experts[None] if count == 1 else torch.nn.functional.one_hot(experts, count).T
+            replaced[seq, :, : len(experts)] = columns.to(scores.dtype)
         return [replaced.reshape(scores.shape)]
 
-    def record(
-        self, layers: dict[int, np.ndarray], layer: int, span: slice, plane: np.ndarray
-    ) -> None:
-        """Copies the valid columns of the first sequence of a plane [B, W, T, 1] to rows `span` of the layer's [n, W]."""
-        rows = plane.reshape(*plane.shape[:2], -1)[0, :, : span.stop - span.start].T
-        layers.setdefault(layer, np.zeros((len(self.golden.ids), rows.shape[1]), rows.dtype))[
-            span
-        ] = rows
+    def record(self, name: str, layer: int, spans: list[slice], plane: np.ndarray) -> None:
+        """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the layer's [n, W] in `name` of each trace."""
+        flat = plane.reshape(*plane.shape[:2], -1)
+        for trace, columns, span in zip(self.traces, flat, spans, strict=True):
+            rows = columns[:, : span.stop - span.start].T
+            target = getattr(trace, name).setdefault(
+                layer, np.zeros((len(trace.T), rows.shape[1]), rows.dtype)
+            )
+            target[span] = rows
 
-    def columns(self, rows: np.ndarray, width: int) -> np.ndarray:
-        """[count, C] → the bundle's plane [B, C, width, 1], zero beyond count."""
-        padded = np.pad(rows.astype(np.float32), ((0, width - len(rows)), (0, 0)))
-        return self.decoder.plane(np.tile(padded.T, (self.decoder.options.batch, 1, 1)))
+    @staticmethod
+    def of_layer(arrays: Sequence[np.ndarray], layer: int, spans: list[slice]) -> list[np.ndarray]:
+        return [array[layer, span] for array, span in zip(arrays, spans, strict=True)]
+
+    def columns(self, rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+        """[count, C] per sequence → the bundle's plane [B, C, width, 1], zero beyond each count."""
+        padded = [np.pad(r.astype(np.float32), ((0, width - len(r)), (0, 0))).T for r in rows]
+        return self.decoder.plane(np.stack(padded))
 
 
 def host_inputs(decoder: Decoder, position: int, T: int) -> tuple[dict[str, np.ndarray], int]:
@@ -198,18 +231,19 @@ def host_inputs(decoder: Decoder, position: int, T: int) -> tuple[dict[str, np.n
     return decoder.host.inputs(np.full(B, position), np.full(B, T), width), width
 
 
-def _read_cache(decoder: Decoder, trace: ForwardPass) -> None:
-    """Copies the first sequence's cache rows of every layer; those that a ring buffer has overwritten are zeros."""
+def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> None:
+    """Copies a sequence's cache rows from position `start` on of every layer; those that a ring buffer has overwritten
+    are zeros."""
     n = len(trace.T)
     for model, state in zip(decoder.layers, decoder.states, strict=True):
         for layer in range(*model.shard.layers):
             for name, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
-                cache = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[0]
+                cache = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[seq]
                 H_kv, S, D = cache.shape
                 S = model.shard.states[f"layers.{layer}.{name}"].ring or S
                 trace.cached[layer] = cached = np.arange(max(0, n - S), n)
                 rows[layer] = np.zeros((H_kv, n, D), np.float32)
-                rows[layer][:, cached] = cache[:, cached % S]
+                rows[layer][:, cached] = cache[:, (start + cached) % S]
 
 
 def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:

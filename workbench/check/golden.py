@@ -172,51 +172,80 @@ def make_golden(
     runs (default: `empty_model` of the checkpoint's configuration). Without `head` the logits
     are nan and take no memory.
     """
-    import transformers
+    reference = ReferenceModel(checkpoint, weights, label, model)
+    reference.replace_inputs(fed, fed_router)
+    return reference.run(ids, reference.cache(), head)
 
-    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    model = model or empty_model(checkpoint.config)
-    config, prefix, read = model.config, checkpoint.prefix, weights or checkpoint.tensor
-    ids = check_ids(ids, config.vocab_size)
-    base = model.model
-    rows, remapped = np.unique(ids, return_inverse=True)
-    embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
-    base.embed_tokens.weight = nn.Parameter(
-        embedded if weights is None else embedded.half().float(), False
-    )
-    base.embed_tokens.padding_idx = None
-    for name, _ in base.named_parameters():
-        if not name.startswith(("layers.", "embed_tokens.")):
-            assign_parameter(base, name, read(prefix + name))
-    replaced = [
-        [] for _ in base.layers
-    ]  # each layer's first arguments: its input and, from the second layer on, a router state
-    for i, arguments in enumerate(replaced if fed is not None else ()):
-        arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
-        arguments += [torch.from_numpy(array)[None] for array in arrays]
-    records = [
-        _record_layer(layer, f"{prefix}layers.{i}.", read, replaced[i])
-        for i, layer in enumerate(base.layers)
-    ]
-    with torch.inference_mode():
-        cache = _recording_cache(config, records)
-        last = base(
-            input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
-        )[0][0]
-        logits = np.broadcast_to(np.float32(np.nan), (len(ids), config.vocab_size))
-        if head:
-            logits = _logits(checkpoint, last, weights, prefix)
-    layers = {name: np.stack([record[name] for record in records]) for name in records[0]}
-    return Golden(
-        ids=ids,
-        logits=logits,
-        **layers,
-        meta={
-            "checkpoint": checkpoint.sha256,
-            "weights": label,
-            "transformers": transformers.__version__,
-        },
-    )
+
+class ReferenceModel:
+    """Hugging Face's model over one sequence, call by call; see `make_golden`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | str | Path,
+        weights: WeightReader | None = None,
+        label: str = "source",
+        model: nn.Module | None = None,
+    ):
+        self.checkpoint = (
+            checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+        )
+        self.weights, self.label = weights, label
+        model = model or empty_model(self.checkpoint.config)
+        self.config, self.base, prefix = model.config, model.model, self.checkpoint.prefix
+        read = weights or self.checkpoint.tensor
+        self.base.embed_tokens.padding_idx = None
+        for name, _ in self.base.named_parameters():
+            if not name.startswith(("layers.", "embed_tokens.")):
+                assign_parameter(self.base, name, read(prefix + name))
+        # each layer's first arguments: its input and, from the second layer on, a router state
+        self.replaced: list[list[torch.Tensor]] = [[] for _ in self.base.layers]
+        self.records = [
+            _record_layer(layer, f"{prefix}layers.{i}.", read, self.replaced[i])
+            for i, layer in enumerate(self.base.layers)
+        ]
+
+    def replace_inputs(self, fed: np.ndarray | None, fed_router: np.ndarray | None) -> None:
+        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on."""
+        for i, arguments in enumerate(self.replaced if fed is not None else ()):
+            arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
+            arguments += [torch.from_numpy(array)[None] for array in arrays]
+
+    def cache(self):
+        """An empty cache of one sequence."""
+        return _recording_cache(self.config, self.records)
+
+    def run(self, ids: Sequence[int], cache, head: bool = True) -> Golden:
+        """One call over `ids` [n] that continues `cache`: the golden of these n positions."""
+        import transformers
+
+        checkpoint, weights, prefix = self.checkpoint, self.weights, self.checkpoint.prefix
+        ids = check_ids(ids, self.config.vocab_size)
+        rows, remapped = np.unique(ids, return_inverse=True)
+        embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
+        self.base.embed_tokens.weight = nn.Parameter(
+            embedded if weights is None else embedded.half().float(), False
+        )
+        with torch.inference_mode():
+            last = self.base(
+                input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
+            )[0][0]
+            logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
+            if head:
+                logits = _logits(checkpoint, last, weights, prefix)
+        layers = {
+            name: np.stack([record[name] for record in self.records]) for name in self.records[0]
+        }
+        return Golden(
+            ids=ids,
+            logits=logits,
+            **layers,
+            meta={
+                "checkpoint": checkpoint.sha256,
+                "weights": self.label,
+                "transformers": transformers.__version__,
+            },
+        )
 
 
 def empty_model(config) -> nn.Module:

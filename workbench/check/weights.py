@@ -32,7 +32,9 @@ from workbench.models.checkpoint import Checkpoint
 LIMIT = (
     1.05  # parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2
 )
-TABLE_LIMIT = 1.001  # distance over the nearest entry's, and squared error over that of the best table
+TABLE_LIMIT = (
+    1.001  # distance over the nearest entry's, and squared error over that of the best table
+)
 FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
 EXPONENT = 0x7F800000  # bits of a float32's exponent

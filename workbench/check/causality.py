@@ -1,0 +1,99 @@
+"""No token changes what came before it, and no sequence changes another. Needs neither a golden nor a checkpoint."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.bundle.names import X, is_cache
+from workbench.check import fidelity, gates
+from workbench.check.gates import Gate
+from workbench.decode import Decoder
+
+SEED = 0
+
+
+def causality_gate(decoder: Decoder) -> Gate:
+    """Changes the last token of one sequence's call, at several T and offsets, and compares every layer shard's output, the
+    cache rows and the logits of all earlier columns and all other sequences, bit for bit. Any runtime and precision."""
+    faults, compared = [], 0
+    rng = np.random.default_rng(SEED)
+    experts, fixed = decoder.experts, decoder.experts.fixed
+    with decoder.set_aside():
+        try:
+            experts.fixed = (
+                True  # an expert's shapes, hence its sums, must not depend on the last token
+            )
+            for trial, (start, T) in enumerate(_calls(decoder)):
+                seq = trial % decoder.options.batch
+                for name, before, after in _pair(decoder, start, T, seq, rng):
+                    compared += 1
+                    if before.tobytes() != after.tobytes():
+                        faults.append(f"{name} at T = {T}, position {start}")
+        finally:
+            experts.fixed = fixed
+    reason = (
+        f"changing a call's last token: {compared} outputs, caches and logits of earlier tokens"
+    )
+    return gates.none(
+        "causality", faults[:4], f"{reason} are the same bits", f"{len(faults)} changed: ", "; "
+    )
+
+
+def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
+    """(position, T) of the calls: at the start, in the middle and at the end of the cache."""
+    options = decoder.options
+    for T in fidelity.default_ts(options.t_max, options.t == "fixed"):
+        last = options.max_seq_len - T
+        yield from ((start, T) for start in sorted({0, last // 2, last}))
+
+
+def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple]:
+    """(what, value, value with another last token of sequence `seq`) of all that must not change."""
+    V, B = decoder.manifest.dims.V, decoder.options.batch
+    ids = rng.integers(0, V, (B, T))
+    other = ids.copy()
+    other[seq, -1] = (ids[seq, -1] + rng.integers(1, max(2, V))) % V
+    states = {
+        name: rng.standard_normal(entry.shape)
+        for model in decoder.layers
+        for name, entry in model.shard.states.items()
+    }
+    results = [_call(decoder, tokens, start, states, seq) for tokens in (ids, other)]
+    for name, value in results[0].items():
+        yield name, value, results[1][name]
+
+
+def _call(decoder: Decoder, ids: np.ndarray, start: int, states: dict, seq: int) -> dict:
+    """What one call leaves that its last column of sequence `seq` must not change, by name."""
+    decoder.begin()
+    B, T = ids.shape
+    for state in decoder.states:
+        for name in state.shard.states:
+            value = states[name].astype(state.read(name).dtype)
+            if is_cache(name):
+                value[:, :, start:] = 0  # rows that no token has yet
+            state.write(name, value if start else np.zeros_like(value))
+    counts = np.full(B, T)
+    io = decoder.host.inputs(np.full(B, start), counts, T)
+    io[X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))
+    results = {}
+
+    def keep(name: str, columns: np.ndarray) -> None:
+        """All columns [B, W, T], without the last one of `seq`."""
+        columns = columns.reshape(B, -1, T).copy()
+        columns[seq, :, -1] = 0
+        results[name] = columns
+
+    for index, model in enumerate(decoder.layers):
+        io = decoder.run_layers(index, io, counts)
+        keep(f"output of {model.shard.name}", io[X])
+    for state in decoder.states:
+        for name in state.shard.states:
+            value = state.read(name)
+            if is_cache(name):
+                value[seq, :, (start + T - 1) % value.shape[2]] = 0
+            else:
+                value[seq] = 0
+            results[name] = value
+    keep("logits", decoder.logits(io[X].reshape(B, -1, T)).transpose(0, 2, 1))
+    return results

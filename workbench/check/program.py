@@ -1,0 +1,234 @@
+"""Whether a bundle's own program computes what Hugging Face's model does on the weights that the bundle stores.
+
+Both sides run in float32, so one limit holds for every compression and family: what is left is the order of sums.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from workbench.bundle.names import ATTN_MASK, split_layer
+from workbench.check import fidelity, gates
+from workbench.check import reach as positions
+from workbench.check.gates import Gate
+from workbench.check.reach import Reach, Stretch
+from workbench.decode import Decoder
+from workbench.models.checkpoint import Checkpoint
+
+LIMIT = 1e-5  # relative RMS that float32 rounding explains, per layer, position, T and tensor
+STREAM = (
+    2.0**-22
+)  # of the residual stream: `hidden` is rounded after each of a layer's two sums, on both sides
+BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 cannot tell from none
+
+
+def program_gates(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    *,
+    reach: Reach | None = None,
+    Ts: Sequence[int] | None = None,
+    progress: bool = False,
+) -> list[Gate]:
+    """Gates `program` and `scores` of a portable decoder in `exact` arithmetic.
+
+    Args:
+        reach: positions (default: `plan_reach`).
+        Ts: tokens a call (default: as `validate`).
+    """
+    errors, scores = program_errors(decoder, checkpoint, plan=reach, Ts=Ts, progress=progress)
+    worst = errors.loc[errors["error"].idxmax()]
+    place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
+    if worst["layer"] >= 0:
+        place = f"layer {worst['layer']}, {place}"
+    reason = (
+        f"relative RMS against Hugging Face's model with the stored weights, worst of {len(errors)}: "
+        f"{worst['tensor']}, {place}, T = {worst['T']}"
+    )
+    return [gates.at_most("program", float(worst["error"]), LIMIT, reason), scores.gate()]
+
+
+def program_errors(
+    decoder: Decoder,
+    checkpoint: Checkpoint,
+    *,
+    plan: Reach | None = None,
+    Ts: Sequence[int] | None = None,
+    progress: bool = False,
+) -> tuple[pd.DataFrame, "Scores"]:
+    """(error of every layer, position, T, tensor, mode and sequence, as a multiple of what it is compared with; the scores).
+
+    Isolated, every layer is fed Hugging Face's input, once per T. Chained, each layer is fed the one before, in calls of
+    every T in turn, which differ between the sequences of a batch where the bundle allows it.
+    """
+    from tqdm.auto import tqdm
+
+    options = decoder.options
+    plan = plan or positions.plan_reach(decoder.manifest)
+    Ts = list(Ts or fidelity.default_ts(options.t_max, options.t == "fixed"))
+    stretches = positions.reach_stretches(decoder.bundle, checkpoint, plan)
+    scores, frames = Scores(), []
+    runs = [(sequences, T) for sequences in stretches for T in (*Ts, Ts)]
+    with decoder.set_aside():
+        for sequences, T in tqdm(runs, desc=f"program, {plan}", unit="pass", disable=not progress):
+            positions.write_states(decoder, sequences)
+            one = ProgramPass(decoder, sequences, T is not Ts, scores)
+            one.run(T, ragged=options.kv_write == "mask")
+            frames += [one.errors(seq) for seq in range(options.batch)]
+            if T is not Ts:
+                frames += head_errors(decoder, sequences, T)
+    return pd.concat(frames, ignore_index=True), scores
+
+
+@dataclass
+class Scores:
+    """Largest softmax weight of a blocked column, and where it was; `count`: softmaxes looked at."""
+
+    weight: float = 0.0
+    place: str = ""
+    count: int = 0
+
+    def gate(self) -> Gate:
+        if not self.count:
+            return gates.not_run("scores", "no softmax over a cache was seen in the program")
+        reason = f"largest softmax weight of a blocked column, of {self.count} softmaxes"
+        return gates.at_most("scores", self.weight, BLOCKED, reason + self.place)
+
+    def add(self, layer: int, weights: np.ndarray, blocked: np.ndarray, scores: np.ndarray) -> None:
+        """weights [H, T, S] of one sequence, blocked [1, T, S], scores [H, T, S] before the mask was added."""
+        self.count += 1
+        largest = np.max(weights, where=blocked, initial=0.0)
+        if not largest <= self.weight:
+            self.weight = float(np.nan_to_num(largest, nan=np.inf))
+            self.place = f": layer {layer}, scores up to {np.abs(scores).max():.3g}"
+
+
+class ProgramPass(fidelity.Pass):
+    """A pass over one stretch per sequence that also looks at the scores."""
+
+    def __init__(self, decoder: Decoder, stretches: Sequence[Stretch], isolated: bool, scores):
+        starts = [stretch.start for stretch in stretches]
+        super().__init__(decoder, [s.golden for s in stretches], isolated, True, starts)
+        self.stretches, self.scores = stretches, scores
+        self.mode = "isolated" if isolated else "chained"
+
+    def hook(self, shard, spans, io):
+        replaced, last_sum = super().hook(shard, spans, io), {}
+
+        def look(op, outputs):
+            if op.kind == "add":
+                last_sum["masked"] = outputs[0]
+            elif op.kind == "softmax":
+                self.look(shard, op, spans, io, outputs[0], last_sum.get("masked"))
+            return replaced(op, outputs) if replaced else None
+
+        return look if shard.kind in ("layers", "router") else None
+
+    def look(self, shard, op, spans, io, weights, masked) -> None:
+        layer = split_layer(shard.modules.get(op.outputs[0][0], ""))[0]
+        layer = shard.layers[0] if layer is None else layer
+        mask = io[ATTN_MASK + self.decoder.manifest.layers[layer].suffix]
+        if weights.shape[-2:] != mask.shape[-2:]:
+            return  # a softmax over experts
+        masked = weights if masked is None or masked.shape != weights.shape else masked
+        for seq, span in enumerate(spans):
+            columns = slice(span.stop - span.start)
+            if columns.stop:
+                own = mask[seq, :, columns]
+                scores = masked[seq, :, columns].numpy() - own
+                self.scores.add(layer, weights[seq, :, columns].numpy(), own < 0, scores)
+
+    def errors(self, seq: int) -> pd.DataFrame:
+        """Errors of everything that one sequence computed, one row each."""
+        golden, trace = self.goldens[seq], self.traces[seq]
+        frames = []
+
+        def add(tensor: str, layer: int, error: np.ndarray, position=None, T=None) -> None:
+            frames.append(
+                pd.DataFrame(
+                    {
+                        "tensor": tensor,
+                        "layer": layer,
+                        "position": trace_positions if position is None else position,
+                        "T": trace.T if T is None else T,
+                        "error": error,
+                    }
+                )
+            )
+
+        trace_positions = self.starts[seq] + np.arange(len(trace.T))
+        for layer, hidden in trace.hidden.items():
+            if self.isolated:
+                stream = STREAM / LIMIT * np.maximum(_rms(golden.x[layer]), _rms(hidden))
+                update = hidden - trace.x[layer]
+                add("update", layer, _errors(golden.update[layer], update, stream))
+            else:
+                add("hidden", layer, _errors(golden.hidden[layer], hidden))
+        for layer, router in trace.router.items():
+            add("router", layer, _errors(golden.router[layer], router))
+        for layer, experts in trace.experts.items():
+            differs = experts[:, 0] != golden.expert[layer]
+            add("expert", layer, np.where(differs, golden.margin[layer], 0.0))
+        if trace.logits is not None:
+            add("logits", -1, _errors(golden.logits, trace.logits))
+        for name, expected, actual in self.states(seq):
+            layer, leaf = split_layer(name)
+            add(leaf, layer, *_state_errors(expected, actual, self.end(seq)), int(trace.T.max()))
+        return pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
+
+    def end(self, seq: int) -> int:
+        """Tokens in the cache after the pass."""
+        return int(self.starts[seq]) + len(self.traces[seq].T)
+
+    def states(self, seq: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """(name, expected, actual value) of every state of one sequence."""
+        for state in self.decoder.states:
+            for name in state.shard.states:
+                actual = np.asarray(state.read(name)[seq], np.float32)
+                expected = positions.expected_value(
+                    actual.shape, name, self.stretches[seq].after, self.end(seq)
+                )
+                yield name, expected, actual
+
+
+def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[pd.DataFrame]:
+    """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state."""
+    scale = np.float32(2.0**decoder.manifest.residual_exponent)
+    T = min(T, len(stretches[0].golden.ids))
+    hidden = np.stack([stretch.golden.hidden[-1, -T:].T / scale for stretch in stretches])
+    frames = []
+    for seq, logits in enumerate(decoder.logits(hidden)):
+        golden, start = stretches[seq].golden, stretches[seq].start
+        position = start + len(golden.ids) - T + np.arange(T)
+        error = _errors(golden.logits[-T:], logits)
+        frames.append(
+            pd.DataFrame(
+                {"tensor": "logits", "layer": -1, "position": position, "T": T, "error": error}
+            ).assign(seq=seq, mode="isolated")
+        )
+    return frames
+
+
+def _state_errors(
+    expected: np.ndarray, actual: np.ndarray, end: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a token must be zeros."""
+    rows = expected.shape[-2]
+    flat = [np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual)]
+    empty = np.where(flat[0].any(1), 0.0, _rms(flat[0].ravel()))
+    position = end - 1 - (end - 1 - np.arange(rows)) % rows
+    return _errors(*flat, empty), position
+
+
+def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray | float = 0.0):
+    """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where it is no number."""
+    difference, scale = _rms(actual - reference), _rms(reference) + floor
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(difference == 0, 0.0, difference / scale)
+    return np.nan_to_num(ratio, nan=np.inf)
+
+
+def _rms(values: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.mean(np.square(values, dtype=np.float64), -1))
