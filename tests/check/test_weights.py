@@ -102,6 +102,8 @@ def test_what_the_export_stores_is_green(exports, family, compress):
 @pytest.mark.parametrize("compress", PRESETS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_weight_changed_on_disk_is_red(llama, fault, compress):
+    if fault == "channel x1.02" and compress.startswith("lut"):
+        pytest.skip("one table for the whole tensor cannot store it: every index stays the nearest")
     copy, checkpoint = llama(compress)
     FAULTS[fault](copy)
     found = gate(copy, checkpoint)

@@ -1,0 +1,238 @@
+"""Gate `interface`: GREEN on what the export writes, RED where manifest, description or program was changed on disk."""
+
+import pytest
+from copies import Copy
+
+from workbench import Bundle, Decoder, InputError
+from workbench.bundle import PRESETS
+from workbench.check.interface import interface_gate
+from workbench.models.checkpoint import Checkpoint
+
+CLEAN = {
+    "llama": {"t": "fixed"},
+    "qwen2": {"states": "packed", "layers_per_shard": 2},
+    "qwen3": {"kv_write": "slice", "layout": "bc1t"},
+    "gemma3_text": {"sliding": "ring", "states": "packed", "layers_per_shard": 2},
+    "zaya": {"states": "packed", "t_max": 1},
+    "zaya routed": {"moe": "routed"},
+}
+
+
+def described(copy: Copy, what: str, name: str):
+    return next(v for v in getattr(copy.spec(copy.shard(1)).description, what) if v.name == name)
+
+
+def array(copy: Copy, name: str):
+    return described(copy, "input", name).type.multiArrayType
+
+
+def range_of_t(copy: Copy, upper: int, lower: int = 1) -> None:
+    ranges = array(copy, "attn_mask").shapeRange.sizeRanges[2]
+    ranges.upperBound, ranges.lowerBound = upper, lower
+
+
+def no_range(copy: Copy) -> None:
+    array(copy, "x").ClearField("shapeRange")
+
+
+def enumerated(copy: Copy) -> None:
+    x = array(copy, "x")
+    x.ClearField("shapeRange")
+    for T in (1, 4):
+        x.enumeratedShapes.shapes.add().shape.extend([1, 64, T, 1])
+
+
+def default_shape(copy: Copy) -> None:
+    array(copy, "x").shape[2] = 9
+
+
+def fewer_states(copy: Copy) -> None:
+    del copy.spec(copy.shard(1)).description.state[1:]
+
+
+def dtype_of_state(copy: Copy) -> None:
+    described(copy, "state", "k_state").type.stateType.arrayType.dataType = FLOAT32
+
+
+def shape_of_state(copy: Copy) -> None:
+    described(copy, "state", "k_state").type.stateType.arrayType.shape[2] = 16
+
+
+def program_state(copy: Copy) -> None:
+    function = copy.spec(copy.shard(1)).mlProgram.functions["main"]
+    state = next(p for p in function.inputs if p.name == "v_state")
+    state.type.stateType.wrappedType.tensorType.dimensions[2].constant.size = 16
+
+
+def program_input(copy: Copy) -> None:
+    function = copy.spec(copy.shard(1)).mlProgram.functions["main"]
+    x = next(p for p in function.inputs if p.name == "x")
+    x.type.tensorType.dimensions[2].constant.size = 4
+
+
+def another_function(copy: Copy) -> None:
+    functions = copy.spec(copy.shard(1)).mlProgram.functions
+    functions["prefill"].CopyFrom(functions["main"])
+
+
+def another_default(copy: Copy) -> None:
+    copy.spec(copy.shard(1)).description.defaultFunctionName = "prefill"
+
+
+def input_dtype(copy: Copy) -> None:
+    array(copy, "kv_write_mask").dataType = INT32
+
+
+def input_renamed(copy: Copy) -> None:
+    described(copy, "input", "rope_sin").name = "rope_sine"
+
+
+def output_renamed(copy: Copy) -> None:
+    described(copy, "output", "hidden").name = "out_hidden"
+
+
+def output_dtype(copy: Copy) -> None:
+    described(copy, "output", "hidden").type.multiArrayType.dataType = FLOAT32
+
+
+def old_version(copy: Copy) -> None:
+    copy.spec(copy.shard(1)).specificationVersion = 7
+
+
+def option(name: str, value):
+    def plant(copy: Copy) -> None:
+        copy.manifest["options"][name] = value
+
+    return plant
+
+
+def states_in_one_place(copy: Copy) -> None:
+    states = copy.shard(1)["states"]
+    states["layers.1.k_state"]["tensor"] = "v_state"
+
+
+FLOAT32, INT32 = 65568, 131104  # Core ML's ArrayFeatureType.ArrayDataType
+FAULTS = {
+    "upper bound 2": lambda c: range_of_t(c, 2),
+    "upper bound none": lambda c: range_of_t(c, -1),
+    "lower bound 2": lambda c: range_of_t(c, 4, 2),
+    **{
+        f.__name__: f
+        for f in (no_range, enumerated, default_shape, fewer_states, dtype_of_state, shape_of_state)
+    },
+    **{f.__name__: f for f in (program_state, program_input, another_function, another_default)},
+    **{f.__name__: f for f in (input_dtype, input_renamed, output_renamed, output_dtype)},
+    **{f.__name__: f for f in (old_version, states_in_one_place)},
+    "t_max 20": option("t_max", 20),
+    "t_max 2": option("t_max", 2),
+    "t fixed": option("t", "fixed"),
+    "states packed": option("states", "packed"),
+    "moe routed": option("moe", "routed"),
+    "kv_write slice": option("kv_write", "slice"),
+    "layers_per_shard 2": option("layers_per_shard", 2),
+}
+
+
+@pytest.fixture
+def llama(exports, tmp_path):
+    """A copy of a bundle in a preset."""
+
+    def copy(compress: str) -> Copy:
+        checkpoint = exports.checkpoint("llama", tie_word_embeddings=False, dtype="float32")
+        return Copy(exports.bundle(checkpoint, compress=compress).root, tmp_path / "copy")
+
+    return copy
+
+
+@pytest.mark.parametrize("compress", PRESETS)
+@pytest.mark.parametrize("family", CLEAN)
+def test_what_the_export_writes_is_green(exports, family, compress):
+    checkpoint = exports.checkpoint(family.split()[0], dtype="float32")
+    bundle = exports.bundle(checkpoint, compress=compress, **CLEAN[family])
+    found = interface_gate(bundle, Checkpoint(checkpoint))
+    assert found.verdict == "GREEN", found.reason
+    assert "the checkpoint's" in found.reason
+
+
+@pytest.mark.parametrize("compress", ["fp16", "int8-channel", "lut4"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_interface_changed_on_disk_is_red(llama, fault, compress):
+    copy = llama(compress)
+    FAULTS[fault](copy)
+    found = interface_gate(Bundle.open(copy.seal()))
+    print(f"{fault} {compress}: {found.reason}")
+    assert found.verdict == "RED" and found.value >= 1
+
+
+@pytest.mark.parametrize("claim", PRESETS)
+@pytest.mark.parametrize("compress", PRESETS)
+def test_a_false_claim_of_compression_is_red(llama, compress, claim):
+    copy = llama(compress)
+    option("compress", claim)(copy)
+    found = interface_gate(Bundle.open(copy.seal()))
+    assert found.verdict == ("GREEN" if claim == compress else "RED")
+    assert claim == compress or "is stored as" in found.reason
+
+
+def test_one_scale_of_another_granularity_is_red_by_name(llama):
+    copy = llama("int8-tensor")
+    constant = copy.shard(1)["weights"]["model.layers.1.self_attn.v_proj.weight"]
+    op = copy.constant(copy.shard(1), constant).arrays["scale"].value
+    op.type.tensorType.dimensions[0].constant.size = 64
+    found = interface_gate(Bundle.open(copy.seal()))
+    assert found.verdict == "RED" and constant in found.reason and found.value == 1
+
+
+TOKENS = {
+    "bos": lambda c: c.manifest["tokens"].update(bos=2),
+    "no bos": lambda c: c.manifest["tokens"].update(bos=None),
+    "eos": lambda c: c.manifest["tokens"].update(eos=[7]),
+    "no eos": lambda c: c.manifest["tokens"].update(eos=[]),
+    "tokenizer": lambda c: c.file("tokenizer/tokenizer.json", lambda data: data + b" "),
+    "chat template": lambda c: c.file("tokenizer/tokenizer_config.json", lambda data: b"{}"),
+    "family": lambda c: c.manifest.update(family="qwen2"),
+    "heads": lambda c: c.manifest["dims"].update(H=c.manifest["dims"]["H"] * 2),
+}
+
+
+@pytest.mark.parametrize("fault", TOKENS)
+def test_tokens_of_another_checkpoint_are_red(llama_bundle, tiny_llama, tmp_path, fault):
+    copy = Copy(llama_bundle.root, tmp_path / "copy")
+    TOKENS[fault](copy)
+    bundle = Bundle.open(copy.seal())
+    assert interface_gate(bundle, tiny_llama).verdict == "RED"
+    alone = interface_gate(bundle)
+    assert alone.verdict == "GREEN" and "not compared" in alone.reason
+
+
+def test_a_tokenizer_file_that_is_missing_is_red(llama_bundle, tiny_llama, tmp_path):
+    copy = Copy(llama_bundle.root, tmp_path / "copy")
+    entry = copy.manifest["tokens"]["files"].pop()
+    (copy.root / entry["path"]).unlink()
+    found = interface_gate(Bundle.open(copy.seal()), tiny_llama)
+    assert found.verdict == "RED" and entry["path"].rpartition("/")[2] in found.reason
+
+
+def test_the_gate_needs_no_decoder(llama):
+    """A manifest that promises more tokens than the package takes is refused by decoders and RED here."""
+    copy = llama("fp16")
+    option("t_max", 20)(copy)
+    bundle = Bundle.open(copy.seal())
+    with pytest.raises(InputError):
+        Decoder(bundle, runtime="portable")
+    assert interface_gate(bundle).verdict == "RED"
+
+
+def test_a_package_that_cannot_be_read_is_red(llama):
+    copy = llama("fp16")
+    path = next(e["path"] for e in copy.shard(1)["files"] if e["path"].endswith(".mlmodel"))
+    copy.file(path, lambda data: data[: len(data) // 3])
+    found = interface_gate(Bundle.open(copy.seal()))
+    assert found.verdict == "RED" and "layers_01_01" in found.reason
+
+
+def test_the_list_of_differences_is_cut_short(llama):
+    copy = llama("int8-channel")
+    option("compress", "lut6")(copy)
+    found = interface_gate(Bundle.open(copy.seal()))
+    assert "and 7 more" in found.reason and found.value == 15
