@@ -168,7 +168,7 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
     if checkpoint:
         reach = plan_reach(decoder.manifest).count
         text += f", {reach} to reach every row of the cache"
-        calls += reach
+        calls += 3 * sum(-(-reach // T) for T in Ts)  # both sides, isolated and chained
     with decoder.set_aside():
         decoder.begin()
         chunk = [golden.ids[: 1 if options.t == "range" else options.t_max].tolist()]

@@ -19,6 +19,8 @@ from pandas.io.formats.style import Styler
 from workbench import log, plots, report, sweep
 from workbench.bundle import Bundle
 from workbench.check import gates, golden, tasks
+from workbench.check.price import measure_budget
+from workbench.check.validate import Validation, keep_verdict, validate
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.export import options as export_options
@@ -37,6 +39,20 @@ class ExportedModel:
     ids: list[int]
     tokens: list[str]
     goldens: Path
+
+    def validate(
+        self,
+        Ts: Iterable[int] | None = None,
+        *,
+        reference: golden.Golden | None = None,
+        max_kl: float = gates.MAX_KL,
+    ) -> Validation:
+        """Bug gates, kept in the bundle's verdict.json, and the price against `reference` (default: `golden`); `max_kl` is
+        the user's limit on its mean KL in nats."""
+        reference = reference or self.golden
+        keep_verdict(self.bundle, self.checkpoint)
+        budget = measure_budget(self.bundle, self.checkpoint, reference)
+        return validate(self.decoder, reference, Ts, budget=budget, max_kl=max_kl)
 
     @cached_property
     def golden(self) -> golden.Golden:

@@ -187,19 +187,15 @@ def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
-    """Which ingredients a gate on the update, and one on the hidden state, would miss."""
+    """Which ingredients stand out in the update, and which of them the hidden state would not show; `threshold` is a cosine."""
     wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
     blind = wide.index[(wide["update"] < threshold) & (wide["hidden"] >= threshold)].tolist()
     missed = wide.index[wide["update"] >= threshold].tolist()
     lines = [
-        f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, fail the update's gate of {threshold}."
+        f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, move the update further than {threshold:.6f}, the bundle's own worst."
     ]
-    lines += [f"A gate on the hidden state would not see: {', '.join(blind)}."] if blind else []
-    lines += (
-        [f"Too small on this checkpoint for the update's gate: {', '.join(missed)}."]
-        if missed
-        else []
-    )
+    lines += [f"The hidden state would not show: {', '.join(blind)}."] if blind else []
+    lines += [f"Too small on this checkpoint to stand out: {', '.join(missed)}."] if missed else []
     return "\n".join(lines)
 
 

@@ -1,0 +1,101 @@
+"""What each preset costs beside its size, the cheapest that passes, and a fault that compression would hide.
+
+Is the bundle faulty, and what does compression cost: two questions. A fault planted in a bundle on disk answers the first
+with RED while the price may stay far below any limit.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from workbench.bundle import Bundle
+from workbench.bundle.bundle import MANIFEST_NAME
+from workbench.check import gates
+from workbench.check.golden import Golden
+from workbench.check.price import measure_budget
+from workbench.check.validate import Validation, keep_verdict, validate
+from workbench.decode import Decoder
+from workbench.export import options as export_options
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import bundle_for
+
+
+def preset_prices(
+    checkpoint: Checkpoint,
+    golden: Golden,
+    presets: Iterable[str],
+    bundles: Path,
+    max_kl: float = gates.MAX_KL,
+    **options,
+) -> pd.DataFrame:
+    """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top token, the verdict of the
+    gates that ask for bugs, and that of all gates. Bundles are exported into `bundles` with `options`."""
+    rows = []
+    for preset in presets:
+        bundle = bundle_for(checkpoint, export_options(compress=preset, **options), bundles)
+        keep_verdict(bundle, checkpoint)
+        budget = measure_budget(bundle, checkpoint, golden)
+        result = validate(Decoder(bundle), golden, budget=budget, max_kl=max_kl)
+        rows.append(
+            {
+                "compress": preset,
+                "bytes": bundle.bytes,
+                "kl_mean": float(result.price.kl.mean()),
+                "kl_budget": float(result.price.budget_kl.mean()),
+                "same_top": result.price.same_top,
+                "bug_gates": gates.verdict(result.bug_gates),
+                "verdict": result.verdict,
+            }
+        )
+    return pd.DataFrame(rows).sort_values("bytes", ignore_index=True)
+
+
+def cheapest_conclusion(prices: pd.DataFrame, max_kl: float) -> str:
+    """The smallest preset that passes: every gate GREEN and the mean KL within the user's limit."""
+    passing = prices[(prices["verdict"] == gates.GREEN) & (prices["kl_mean"] <= max_kl)]
+    limit = f"a mean KL of at most {max_kl:g}, your limit"
+    if passing.empty:
+        return f"No preset of {len(prices)} passes every gate with {limit}."
+    best = passing.loc[passing["bytes"].idxmin()]
+    return (
+        f"The cheapest that passes is {best['compress']}: {best['bytes'] / 2**20:.2f} MiB, mean KL "
+        f"{best['kl_mean']:.3g} (rounding alone {best['kl_budget']:.3g}), with {limit}."
+    )
+
+
+def price_table(result: Validation) -> pd.DataFrame:
+    """Price beside budget: mean, median, 99% and largest KL of the bundle, and of what rounding alone costs."""
+    price = result.price.json()
+    budget = price["budget"]["kl"] if price["budget"] else dict.fromkeys(price["kl"])
+    return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
+
+
+def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
+    """A copy of `bundle` in `folder` whose rotary frequencies are `factor` times what they should be."""
+    copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
+    manifest = json.loads((copy / MANIFEST_NAME).read_text())
+    for rope in manifest["rope"]:
+        rope["inv_freq"] = [factor * frequency for frequency in rope["inv_freq"]]
+    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
+    return Bundle.open(copy)
+
+
+def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.DataFrame:
+    """Gates of a sound bundle and of one with a planted fault, a row for each name."""
+    after = {gate.name: gate for gate in planted}
+    rows = [
+        {
+            "gate": gate.name,
+            "sound": gate.verdict,
+            "planted": after[gate.name].verdict,
+            "value": gate.value,
+            "planted value": after[gate.name].value,
+            "threshold": gate.threshold,
+            "reason": after[gate.name].reason,
+        }
+        for gate in sound
+    ]
+    return pd.DataFrame(rows)
