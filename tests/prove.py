@@ -186,9 +186,9 @@ def write_tables(document: Path, made: dict[str, str]) -> None:
     """Puts each table between its markers, `<!-- NAME -->` and `<!-- end NAME -->`."""
     text = document.read_text()
     for name, table in made.items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end {name} -->"
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->"
         before, rest = text.split(begin)
-        text = before + begin + table + end + rest.split(end)[1]
+        text = before + begin + table + "\n" + end + rest.split(end)[1]
     document.write_text(text)
 
 
