@@ -7,7 +7,7 @@ from copies import Copy
 
 from workbench import Bundle
 
-DISK, MEMORY, DRAWS = 14, 6, 2
+DISK, MEMORY, DRAWS = 10, 5, 2
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(prover, pres
     shard = bundle.shards("layers")[1]
     executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
     for tensor, name in shard.weights.items():
-        assert np.array_equal(copy.weight(tensor).read(), executable.constant(name).numpy())
+        rounded = copy.weight(tensor).read().astype(np.float16)  # as the program declares it
+        assert np.array_equal(rounded, executable.constant(name).numpy())
     assert Bundle.open(copy.seal()).identity == bundle.identity
     copy.weight("layers.1.mlp.up_proj.weight").scale(0.5)
     assert Bundle.open(copy.seal()).identity != bundle.identity
