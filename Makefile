@@ -4,7 +4,7 @@ BIN = .venv/bin
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lab bench judge fuzz clean
+.PHONY: run test lab bench judge prove fuzz clean
 
 run: .venv/ready
 	$(BIN)/workbench run 05 34
@@ -27,6 +27,10 @@ bench: .venv/ready
 judge: .venv/ready
 	rm -f build/judge/ops.jsonl
 	$(BIN)/python -m tests.judge ops
+
+# every bug gate on clean and on faulty bundles; goes on where it stopped; tables in docs/verdict.md
+prove: .venv/ready
+	$(BIN)/python -m tests.prove -j 2
 
 fuzz: .venv/ready
 	$(BIN)/python -m tests.mil.fuzz 10000

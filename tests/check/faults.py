@@ -176,7 +176,7 @@ def rows_added_instead_of_replaced(decoder):
             wrap(step, after=torch.ones_like)
 
 
-@fault("kv")
+@fault("program")
 def keys_and_values_swapped(decoder):
     run = decoder.layers[2].executable.run
 
@@ -226,7 +226,7 @@ def nan_hidden_by_a_finite_read(decoder):
             wrap(step, after=torch.nan_to_num)
 
 
-@fault("trend")
+@fault("program")
 def cache_rows_rounded_again_at_every_call(decoder):
     # a quantized cache that is read, dequantized and stored anew: the oldest rows suffer most
     rng = np.random.default_rng(0)
@@ -245,7 +245,7 @@ def cache_rows_rounded_again_at_every_call(decoder):
         model.predict = worn
 
 
-@fault("trend")
+@fault("host")
 def rope_base_slightly_off(decoder):
     # keys drift further from the golden's with every position
     def drift(made, offsets, counts, T):
@@ -262,7 +262,7 @@ def rope_base_slightly_off(decoder):
 # Rope
 
 
-@fault("kv")
+@fault("host")
 def rope_of_the_wrong_base(decoder):
     table = decoder.host.inputs
     inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
@@ -278,7 +278,7 @@ def rope_of_the_wrong_base(decoder):
     decoder.host.inputs = inputs
 
 
-@fault("kv")
+@fault("host")
 def rope_uses_the_offset_after_the_update(decoder):
     original = decoder.host.inputs
 
@@ -301,12 +301,12 @@ def every_token_of_a_chunk_gets_the_first_position(decoder):
     host(decoder, first)
 
 
-@fault("kv")
+@fault("host")
 def rope_turns_the_other_way(decoder):
     host(decoder, lambda made, o, c, T: made.update(rope_sin=-made["rope_sin"]))
 
 
-@fault("kv")
+@fault("host")
 def rope_frequencies_in_reverse(decoder):
     def flip(made, offsets, counts, T):
         made.update({n: made[n][..., ::-1].copy() for n in ("rope_cos", "rope_sin")})
@@ -314,7 +314,7 @@ def rope_frequencies_in_reverse(decoder):
     host(decoder, flip)
 
 
-@fault("kv")
+@fault("host")
 def rope_left_out(decoder):
     host(
         decoder,
@@ -324,7 +324,7 @@ def rope_left_out(decoder):
     )
 
 
-@fault("update")
+@fault("program")
 def rope_on_keys_but_not_on_queries(decoder):
     for step in steps(decoder, 1, "concat", "self_attn")[:1]:  # queries are rotated first
         halves = step.operands[0][1]
@@ -343,7 +343,7 @@ def rope_on_keys_but_not_on_queries(decoder):
 # Masks
 
 
-@fault("update")
+@fault("host")
 def mask_of_ones_and_zeros(decoder):
     host(
         decoder,
@@ -351,7 +351,7 @@ def mask_of_ones_and_zeros(decoder):
     )
 
 
-@fault("update")
+@fault("host")
 def future_left_visible(decoder):
     host(decoder, lambda made, o, c, T: made["attn_mask"].fill(0))
 
@@ -364,7 +364,7 @@ def future_visible_within_a_chunk(decoder):
     host(decoder, last)
 
 
-@fault("update")
+@fault("host")
 def a_token_does_not_see_itself(decoder):
     def blind(made, offsets, counts, T):
         own = made["kv_write_mask"].transpose(0, 1, 3, 2) > 0
@@ -373,7 +373,7 @@ def a_token_does_not_see_itself(decoder):
     host(decoder, blind)
 
 
-@fault("update")
+@fault("host")
 def window_of_eight_tokens(decoder):
     def window(made, offsets, counts, T):
         behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(
@@ -396,3 +396,114 @@ def mask_of_minus_infinity_times_zero(decoder):
             made["attn_mask"] = (made["attn_mask"] != 0).astype(np.float32) * np.float32(-np.inf)
 
     host(decoder, poison)
+
+
+# Batches: what the first sequence has stands for all
+
+
+@fault("host", bundle="batch")
+def every_sequence_gets_the_first_one_s_rope(decoder):
+    def first(made, offsets, counts, T):
+        for name in ("rope_cos", "rope_sin"):
+            made[name] = np.repeat(made[name][:1], len(offsets), axis=0)
+
+    host(decoder, first)
+
+
+@fault("host", bundle="batch")
+def every_sequence_gets_the_first_one_s_mask(decoder):
+    def first(made, offsets, counts, T):
+        made["attn_mask"] = np.repeat(made["attn_mask"][:1], len(offsets), axis=0)
+
+    host(decoder, first)
+
+
+@fault("host", bundle="batch")
+def the_last_sequence_writes_where_the_first_does(decoder):
+    def first(made, offsets, counts, T):
+        made["kv_write_mask"][-1] = made["kv_write_mask"][0]
+
+    host(decoder, first)
+
+
+@fault("host", bundle="batch")
+def sequences_see_what_any_of_them_sees(decoder):
+    def widest(made, offsets, counts, T):
+        made["attn_mask"] = np.repeat(made["attn_mask"].max(0, keepdims=True), len(offsets), axis=0)
+
+    host(decoder, widest)
+
+
+@fault("program", bundle="batch")
+def sequences_exchanged_in_one_layer(decoder):
+    step = steps(decoder, 1, "conv", "down_proj")[0]
+    wrap(step, after=lambda y: y.flip(0))
+
+
+# Positions far from the first ones
+
+
+@fault("host")
+def rope_frozen_past_32(decoder):
+    original = decoder.host.inputs
+
+    def inputs(offsets, counts, T, *rest):
+        made = original(offsets, counts, T, *rest)
+        still = original(np.minimum(offsets, 32 - T), counts, T, *rest)
+        late = (offsets > 32 - T)[:, None, None, None]
+        ropes = {n: np.where(late, still[n], made[n]) for n in ("rope_cos", "rope_sin")}
+        return made | ropes
+
+    decoder.host.inputs = inputs
+
+
+@fault("host")
+def rope_off_by_one_past_48(decoder):
+    inv = np.array(decoder.manifest.rope[0].inv_freq, np.float32)
+
+    def late(made, offsets, counts, T):
+        positions = offsets[:, None] + np.arange(T)
+        angles = (positions + (positions >= 48))[:, None, :, None] * inv
+        made.update(
+            rope_cos=np.cos(angles, dtype=np.float32), rope_sin=np.sin(angles, dtype=np.float32)
+        )
+
+    host(decoder, late)
+
+
+@fault("host")
+def mask_blocks_the_last_row(decoder):
+    host(decoder, lambda made, o, c, T: made["attn_mask"][..., -1].fill(-1e4))
+
+
+@fault("host")
+def attention_limited_to_40_rows(decoder):
+    def window(made, offsets, counts, T):
+        behind = (offsets[:, None] + np.arange(T))[:, None, :, None] - np.arange(
+            made["attn_mask"].shape[-1]
+        )
+        made["attn_mask"] = np.where(behind < 40, made["attn_mask"], np.float32(-1e4))
+
+    host(decoder, window)
+
+
+@fault("program")
+def a_value_head_damaged_past_row_48(decoder):
+    def damaged(value):
+        value = value.clone()
+        value[:, 0, 48:] *= 0.5
+        return value
+
+    for step in steps(decoder, 1, "read_state"):
+        if step.operands[0][1] == "v_state":
+            wrap(step, after=damaged)
+
+
+@fault("program")
+def the_newest_row_read_twice_near_the_end(decoder):
+    def shifted(value):
+        value = value.clone()
+        value[:, :, 62] = value[:, :, 63]
+        return value
+
+    wrap(steps(decoder, 2, "read_state")[-1], after=shifted)

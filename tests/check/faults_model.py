@@ -15,12 +15,12 @@ def heads_and_tokens_permuted_in_the_output(decoder):
     step.function = lambda x, perm=perm: x.reshape([x.shape[p] for p in perm])
 
 
-@fault("update")
+@fault("program")
 def attention_of_one_layer_removed(decoder):
     wrap(steps(decoder, 2, "conv", "o_proj")[0], after=torch.zeros_like)
 
 
-@fault("update")
+@fault("program")
 def query_heads_given_to_the_wrong_group(decoder):
     heads, groups = decoder.manifest.dims.H, decoder.manifest.dims.H_kv
     order = torch.arange(heads).reshape(groups, -1).T.reshape(-1)
@@ -29,19 +29,19 @@ def query_heads_given_to_the_wrong_group(decoder):
     constant(decoder, 1, "self_attn.q_proj.weight", lambda w: w[rows])
 
 
-@fault("update")
+@fault("program")
 def score_scale_forgotten(decoder):
     for step in steps(decoder, 3, "mul", "self_attn"):
         if "y" in step.constants and step.constants["y"].numel() == 1:
             step.constants["y"] = torch.ones_like(step.constants["y"])
 
 
-@fault("update")
+@fault("program")
 def softmax_over_the_queries(decoder):
     steps(decoder, 0, "softmax")[0].constants["axis"] = -2
 
 
-@fault("update")
+@fault("program")
 def attention_reads_the_cache_before_the_write(decoder):
     # the current token's own row is missing from what it attends to
     model = decoder.layers[1]
@@ -64,20 +64,20 @@ def attention_reads_the_cache_before_the_write(decoder):
 # Weights
 
 
-@fault("update")
+@fault("program")
 def one_tensor_of_another_layer(decoder):
     other = decoder.layers[3].executable
     name = decoder.layers[3].shard.weights["model.layers.3.mlp.down_proj.weight"]
     constant(decoder, 0, "mlp.down_proj.weight", lambda w: other.body.constants[name].clone())
 
 
-@fault("update")
+@fault("program")
 def two_shards_swapped(decoder):
     a, b = decoder.layers[1], decoder.layers[2]
     a.executable, b.executable = b.executable, a.executable
 
 
-@fault("update")
+@fault("program")
 def gate_and_up_exchanged(decoder):
     kept = {}
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: kept.setdefault("gate", w))
@@ -89,12 +89,12 @@ def gate_and_up_exchanged(decoder):
     constant(decoder, 1, "mlp.gate_proj.weight", lambda w: up)
 
 
-@fault("update")
+@fault("program")
 def norm_weight_lost(decoder):
     constant(decoder, 2, "post_attention_layernorm.weight", torch.ones_like)
 
 
-@fault("update")
+@fault("program")
 def weights_scaled_along_the_wrong_axis(decoder):
     # per-channel scales applied to inputs instead of outputs
     def wrong(w):
@@ -110,7 +110,7 @@ def weights_scaled_along_the_wrong_axis(decoder):
     constant(decoder, 0, "self_attn.o_proj.weight", wrong)
 
 
-@fault("update")
+@fault("program")
 def weights_quantized_to_three_bits(decoder):
     def coarse(w):
         step = w.abs().max() / 3
@@ -119,7 +119,7 @@ def weights_quantized_to_three_bits(decoder):
     constant(decoder, 3, "mlp.up_proj.weight", coarse)
 
 
-@fault("update")
+@fault("program")
 def a_block_of_weights_zeroed(decoder):
     def zero(w):
         w[: w.shape[0] // 8] = 0
@@ -137,7 +137,7 @@ def one_weight_is_nan(decoder):
     constant(decoder, 0, "mlp.up_proj.weight", poison)
 
 
-@fault("kv")
+@fault("program")
 def key_weights_transposed(decoder):
     constant(decoder, 2, "self_attn.k_proj.weight", lambda w: w.flip(1))
 
@@ -145,17 +145,17 @@ def key_weights_transposed(decoder):
 # MLP and residual
 
 
-@fault("update")
+@fault("program")
 def another_activation(decoder):
     steps(decoder, 0, "silu")[0].function = lambda x: torch.nn.functional.gelu(x)
 
 
-@fault("update")
+@fault("program")
 def attention_counted_half(decoder):
     wrap(steps(decoder, 1, "conv", "o_proj")[0], after=lambda y: y * 0.5)
 
 
-@fault("update")
+@fault("program")
 def rms_epsilon_of_one(decoder):
     for step in steps(decoder, 1, "real_div", "input_layernorm"):
         if "x" in step.constants:
@@ -170,7 +170,7 @@ def squares_that_overflow_fp16(decoder):
 # Head, embedding, decode loop
 
 
-@fault("logits_cosine")
+@fault("program")
 def a_slice_of_the_head_damaged(decoder):
     model = decoder.heads[0]
     name = model.shard.weights["model.embed_tokens.weight"]
@@ -183,19 +183,19 @@ def a_slice_of_the_head_damaged(decoder):
                 step.constants[parameter] = new
 
 
-@fault("logits_cosine")
+@fault("host")
 def embedding_of_the_next_token(decoder):
     embed, V = decoder.bundle.embed, decoder.manifest.dims.V
     decoder.bundle.embed = lambda ids: embed((ids + 1) % V)
 
 
-@fault("logits_kl")
+@fault("program")
 def logits_of_the_position_before(decoder):
     logits = decoder.logits
     decoder.logits = lambda hidden: np.roll(logits(hidden), 1, axis=1)
 
 
-@fault("logits_cosine")
+@fault("program")
 def final_norm_left_out(decoder):
     step = [s for s in decoder.heads[0].executable.body.steps if s.op.kind == "mul"][-1]
     wrap(step, before=lambda g: g | {"x": torch.ones_like(g["x"])})

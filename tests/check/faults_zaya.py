@@ -24,12 +24,12 @@ def forget(decoder: Decoder, name: str) -> None:
         model.predict = predict
 
 
-@fault("kv")
+@fault("program")
 def convolution_state_not_carried(decoder):
     forget(decoder, "conv_state")
 
 
-@fault("kv")
+@fault("program")
 def delayed_value_not_carried(decoder):
     forget(decoder, "v_delayed_state")
 
@@ -43,7 +43,7 @@ def side_states_take_the_first_columns_of_a_chunk(decoder):
     host(decoder, first)
 
 
-@fault("update")
+@fault("program")
 def router_state_not_carried_across_layers(decoder):
     for model in decoder.layers[1:]:
 
@@ -53,27 +53,27 @@ def router_state_not_carried_across_layers(decoder):
         model.predict = predict
 
 
-@fault("kv")
+@fault("program")
 def taps_of_the_convolution_in_reverse(decoder):
     constant(decoder, 1, "self_attn.qkv_proj.conv_qk_depthwise.weight", lambda w: w.flip(-1))
 
 
-@fault("kv")
+@fault("program")
 def temperature_negated(decoder):
     constant(decoder, 0, "self_attn.qk_norm.temp", lambda t: -t.flatten()[0].expand_as(t))
 
 
-@fault("update")
+@fault("program")
 def residual_scale_lost(decoder):
     constant(decoder, 2, "post_attention_residual_scale.hidden_states_scale", torch.zeros_like)
 
 
-@fault("update")
+@fault("program")
 def experts_exchanged(decoder):
     constant(decoder, 1, "mlp.experts.down_proj", lambda w: w.flip(1))
 
 
-@fault("update")
+@fault("program")
 def another_activation_in_the_router(decoder):
     for step in steps(decoder, 0, "gelu"):
         step.function = lambda x, **_: torch.relu(x)
@@ -82,12 +82,12 @@ def another_activation_in_the_router(decoder):
 # Compressed convolutional attention
 
 
-@fault("kv")
+@fault("program")
 def means_of_queries_and_keys_left_out(decoder):
     wrap(halved(decoder, 1), after=torch.zeros_like)
 
 
-@fault("kv")
+@fault("program")
 def key_pulled_to_one_query_instead_of_their_mean(decoder):
     steps(decoder, 1, "reduce_mean", "qkv_proj")[0].function = lambda x, **_: x[:, :1]
 
@@ -97,7 +97,7 @@ def halved(decoder: Decoder, layer: int):
     return next(s for s in steps(decoder, layer, "mul", "qkv_proj") if "y" in s.constants)
 
 
-@fault("update")
+@fault("program")
 def length_of_queries_left_as_it_is(decoder):
     peak, norm, *_ = steps(
         decoder, 1, "real_div", "qk_norm"
@@ -106,24 +106,24 @@ def length_of_queries_left_as_it_is(decoder):
         step.function = lambda x, y: x
 
 
-@fault("kv")
+@fault("program")
 def length_of_keys_left_as_it_is(decoder):
     *_, peak, norm = steps(decoder, 1, "real_div", "qk_norm")
     for step in (peak, norm):
         step.function = lambda x, y: x
 
 
-@fault("kv")
+@fault("program")
 def temperature_of_the_first_head_for_all(decoder):
     constant(decoder, 2, "self_attn.qk_norm.temp", lambda t: t[:, :1].expand_as(t).clone())
 
 
-@fault("update")
+@fault("program")
 def temperature_left_out(decoder):
     constant(decoder, 0, "self_attn.qk_norm.temp", lambda t: t / 2)
 
 
-@fault("kv")
+@fault("program")
 def value_not_delayed(decoder):
     delayed = next(
         s for s in steps(decoder, 1, "slice_by_index", "qkv_proj") if s.constants["end"][-1] == -1
@@ -132,12 +132,12 @@ def value_not_delayed(decoder):
     delayed.function = lambda x, **rest: original(x=x.roll(-1, 3), **rest)
 
 
-@fault("kv")
+@fault("program")
 def second_convolution_left_out(decoder):
     wrap(steps(decoder, 0, "conv", "conv_qk_grouped")[0], after=torch.zeros_like)
 
 
-@fault("kv")
+@fault("program")
 def each_convolution_padded_alone(decoder):
     # what lies before the first token is the first convolution's bias, not zero
     step = steps(decoder, 0, "conv", "conv_qk_depthwise")[0]
@@ -184,17 +184,17 @@ def weighing(decoder: Decoder, layer: int):
     return steps(decoder, layer, "mul", f"layers.{layer}")[0]
 
 
-@fault("update")
+@fault("program")
 def soft_mix_of_all_experts(decoder):
     wrap(weighing(decoder, 1), before=lambda g: g | {"y": torch.ones_like(g["y"])})
 
 
-@fault("update")
+@fault("program")
 def probability_of_the_expert_left_out(decoder):
     wrap(weighing(decoder, 1), before=lambda g: g | {"x": torch.ones_like(g["x"])})
 
 
-@fault("update")
+@fault("program")
 def gate_and_up_of_the_experts_exchanged(decoder):
     E = 4
     constant(
