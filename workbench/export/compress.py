@@ -117,7 +117,7 @@ def exact_tables():
     def exact(nbits: int, weight: np.ndarray, **_) -> tuple[np.ndarray, np.ndarray]:
         return cluster(nbits, weight, force_kmeans1d=True)
 
-    with replaced(passes, "_get_kmeans_lookup_table_and_weight", exact):
+    with patch.object(passes, "_get_kmeans_lookup_table_and_weight", exact):
         yield
 
 
