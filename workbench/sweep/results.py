@@ -115,7 +115,7 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     validated = _priced(runs.newest(every[every["verdict"].notna()], about), grid.max_kl)
     validated = validated[[*about, "kl_mean", "verdict"]]
     rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
-    rows["verdict"] = rows["verdict"].fillna("not_run")
+    rows["verdict"] = rows["verdict"].astype(object).fillna("not_run")
     rows["name"] = [
         ", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")
     ]
