@@ -46,7 +46,7 @@ class View:
 
     `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and
     cells whose result is not finite are crossed; cells without a measurement are hatched. `budget` says how many times
-    the rows' own ``budget`` (what rounding alone costs) an ``error`` may be. `limits` fix the colour scale, so that
+    the rows' own ``budget`` (what rounding alone costs) an ``error`` may be; the colours then end there. `limits` fix the colour scale, so that
     figures compare; values outside take the colour of the nearer end. `tokens[position]` names the positions where there
     are at most 64.
     """
@@ -59,12 +59,16 @@ class View:
     tokens: Sequence[str] | None = None
     limits: tuple[float, float] | None = None
 
+    def measured(self, fidelity: pd.DataFrame) -> pd.DataFrame:
+        """The rows of this tensor and mode, at any T."""
+        return fidelity[(fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)]
+
     def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int) -> tuple[QuadMesh, list[Artist]]:
         """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur.
 
         It spans the layers and positions measured at any T, so that figures at several T line up.
         """
-        measured = fidelity[(fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)]
+        measured = self.measured(fidelity)
         rows = measured[measured["T"] == T]
         if rows.empty or rows.duplicated(["layer", "position"]).any():
             problem = "several rows for one layer and position" if len(rows) else "no rows"
@@ -72,6 +76,9 @@ class View:
                 f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
             )
         label, scale, limits = _METRICS[self.metric]
+        if self.budget is not None and measured["budget"].notna().any():
+            # from below the least budget to what the largest allows
+            limits = measured["budget"].min() / 4, measured["budget"].max() * self.budget
         least, most = self.limits or limits
         value = (1 - rows["cosine"] if self.metric == "1-cosine" else rows[self.metric]).astype(
             float
@@ -123,8 +130,8 @@ class View:
         )
         bar.outline.set_visible(False)
         marks = [] if self.threshold is None else [self.threshold]
-        if self.budget is not None and fidelity["budget"].notna().any():
-            marks += [fidelity["budget"].min(), fidelity["budget"].max()]
+        if self.budget is not None and (budgets := self.measured(fidelity)["budget"]).notna().any():
+            marks += [budgets.min(), budgets.max()]
             bar.set_label(f"{_METRICS[self.metric][0]} (lines: least and largest budget)")
         for mark in marks:
             bar.ax.axhline(mark, color="white", linewidth=2)
