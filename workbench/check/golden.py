@@ -112,9 +112,8 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         if shard.weights:
             executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
             for tensor, constant in shard.weights.items():
-                slices.setdefault(tensor, []).append(
-                    executable.constant(constant) - shard.offsets.get(tensor, 0.0)
-                )
+                value, offset = executable.constant(constant), shard.offsets.get(tensor)
+                slices.setdefault(tensor, []).append(value - offset if offset else value)
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)

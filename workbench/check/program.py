@@ -17,12 +17,13 @@ from workbench.check.reach import Reach, Stretch
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
-# One limit on the relative RMS of a difference, per layer, position, T and tensor. The sums of both sides have the same
-# terms in another order: over n terms float32 errs by about sqrt(n) * 2^-24 of the sum of their magnitudes, 4e-6 for the
-# n = 5,000 of an MLP, which is where a sum cancels the least that a trained model's do.
+# One limit on the relative RMS of a difference, per layer, position, T and tensor. Both sides sum the same terms in
+# another order. Rounding n partial sums by 2^-24 each moves a sum of n random terms by about sqrt(n) * 2^-24 of itself,
+# 4e-6 for the n = 5,000 of an MLP; what cancels further is what the floor below is for.
 LIMIT = 1e-5
-# Float32 rounding of the stream, in steps of 2^-23: each side rounds `hidden` after a layer's two sums by half a step. What
-# a step becomes is what Hugging Face's own model makes of it (`Stretch.nudged`), or the step itself where that is larger.
+# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a layer, on both sides, each of 0.29
+# steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2. What a step becomes is measured: what Hugging Face's own model makes
+# of inputs that are one step off (`Stretch.nudged`), or the step itself where that is larger.
 STEP, STEPS = 2.0**-23, 2
 BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 cannot tell from none
 

@@ -10,6 +10,7 @@ a layer's inner norms read lies between, and passes the root of any usual epsilo
 come first, so that no larger value of an earlier position hides a smaller one.
 """
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ class Reach:
     def count(self) -> int:
         """Positions that are computed, of all sequences."""
         return len(self.starts) * (self.head + self.tail)
+
+    def calls(self, Ts: Sequence[int]) -> int:
+        """Calls of all layers that `program_errors` makes with these T: sequences of a batch share a call."""
+        between, low, high = sorted(Ts)[1:-1], min(Ts), max(Ts)
+        sizes = [low, high] if low < high else [low]
+        sizes += [sum(mixed) / len(mixed) for mixed in (between, Ts) if mixed]
+        spans = self.head, self.tail
+        return sum(math.ceil(n / size) for n in spans for size in sizes) + -(-SCALES // high)
 
     def __str__(self) -> str:
         places = ", ".join(f"{start} to {start + self.tail - 1}" for start in self.starts)
