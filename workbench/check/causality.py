@@ -40,11 +40,14 @@ def causality_gate(decoder: Decoder) -> Gate:
 
 
 def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
-    """(position, T) of the calls: at the start, in the middle and at the end of the cache."""
+    """(position, T) of the calls: the largest T at the start, in the middle and at the end of the cache, and every other T at
+    the start or the end in turn. A call of one token has no earlier column: it shows only other sequences and the cache."""
     options = decoder.options
-    for T in fidelity.default_ts(options.t_max, options.t == "fixed"):
-        last = options.max_seq_len - T
-        yield from ((start, T) for start in sorted({0, last // 2, last}))
+    *smaller, largest = fidelity.default_ts(options.t_max, options.t == "fixed")
+    last = options.max_seq_len - largest
+    yield from ((start, largest) for start in sorted({0, last // 2, last}))
+    for index, T in enumerate(smaller):
+        yield (options.max_seq_len - T if index % 2 else 0), T
 
 
 def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple]:

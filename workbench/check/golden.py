@@ -112,9 +112,8 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         if shard.weights:
             executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
             for tensor, constant in shard.weights.items():
-                slices.setdefault(tensor, []).append(
-                    executable.constant(constant) - shard.offsets.get(tensor, 0.0)
-                )
+                value, offset = executable.constant(constant), shard.offsets.get(tensor)
+                slices.setdefault(tensor, []).append(value - offset if offset else value)
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)
@@ -199,18 +198,35 @@ class ReferenceModel:
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):
                 assign_parameter(self.base, name, read(prefix + name))
-        # each layer's first arguments: its input and, from the second layer on, a router state
-        self.replaced: list[list[torch.Tensor]] = [[] for _ in self.base.layers]
+        # first arguments of each layer and of the final norm: an input and, from the second layer on,
+        # a router state
+        self.replaced: list[list[torch.Tensor]] = [[] for _ in range(len(self.base.layers) + 1)]
+        self.nudge: torch.Generator | None = None
         self.records = [
             _record_layer(layer, f"{prefix}layers.{i}.", read, self.replaced[i])
             for i, layer in enumerate(self.base.layers)
         ]
+        for layer in self.base.layers:
+            layer.register_forward_pre_hook(self._nudged)
+        self.base.norm.register_forward_pre_hook(lambda _, args: (*self.replaced[-1], *args)[:1])
 
-    def replace_inputs(self, fed: np.ndarray | None, fed_router: np.ndarray | None) -> None:
-        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on."""
-        for i, arguments in enumerate(self.replaced if fed is not None else ()):
-            arrays = [fed[i]] if fed_router is None or not i else [fed[i], fed_router[i - 1]]
-            arguments += [torch.from_numpy(array)[None] for array in arrays]
+    def replace_inputs(
+        self, fed: Sequence[np.ndarray] | None, fed_router: np.ndarray | None = None
+    ) -> None:
+        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on, and the final
+        norm reads fed[L] where there is one; None: nothing is replaced."""
+        for i, arguments in enumerate(self.replaced):
+            arrays = [] if fed is None or i == len(fed) else [fed[i]]
+            if arrays and fed_router is not None and 0 < i < len(self.records):
+                arrays.append(fed_router[i - 1])
+            arguments[:] = [torch.from_numpy(array)[None] for array in arrays]
+
+    def _nudged(self, layer: nn.Module, args: tuple) -> tuple | None:
+        """The layer's arguments, its input changed by a relative 2^-23 of random sign where `nudge` is set."""
+        if self.nudge is None:
+            return None
+        signs = torch.randint(0, 2, args[0].shape, generator=self.nudge) * 2 - 1
+        return (args[0] * (1 + signs * 2.0**-23), *args[1:])
 
     def cache(self):
         """An empty cache of one sequence."""

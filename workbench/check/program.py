@@ -17,10 +17,14 @@ from workbench.check.reach import Reach, Stretch
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
-LIMIT = 1e-5  # relative RMS that float32 rounding explains, per layer, position, T and tensor
-STREAM = (
-    2.0**-22
-)  # of the residual stream: `hidden` is rounded after each of a layer's two sums, on both sides
+# One limit on the relative RMS of a difference, per layer, position, T and tensor. Both sides sum the same terms in
+# another order. Rounding n partial sums by 2^-24 each moves a sum of n random terms by about sqrt(n) * 2^-24 of itself,
+# 4e-6 for the n = 5,000 of an MLP; what cancels further is what the floor below is for.
+LIMIT = 1e-5
+# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a layer, on both sides, each of 0.29
+# steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2. What a step becomes is measured: what Hugging Face's own model makes
+# of inputs that are one step off (`Stretch.nudged`), or the step itself where that is larger.
+STEP, STEPS = 2.0**-23, 2
 BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 cannot tell from none
 
 
@@ -60,25 +64,33 @@ def program_errors(
 ) -> tuple[pd.DataFrame, "Scores"]:
     """(error of every layer, position, T, tensor, mode and sequence, as a multiple of what it is compared with; the scores).
 
-    Isolated, every layer is fed Hugging Face's input, once per T. Chained, each layer is fed the one before, in calls of
-    every T in turn, which differ between the sequences of a batch where the bundle allows it.
+    Isolated, every layer is fed Hugging Face's input: all positions in calls of the smallest T, in calls of the largest, and
+    in calls of the others in turn; scaled inputs in calls of the largest. Chained, each layer is fed the one before, in calls
+    of every T in turn. Where T alternates, sequences of a batch take different ones if the bundle allows it.
     """
     from tqdm.auto import tqdm
 
     options = decoder.options
     plan = plan or positions.plan_reach(decoder.manifest)
     Ts = list(Ts or fidelity.default_ts(options.t_max, options.t == "fixed"))
-    stretches = positions.reach_stretches(decoder.bundle, checkpoint, plan)
+    *places, scaled = positions.reach_stretches(decoder.bundle, checkpoint, plan)
+    runs = [(scaled, max(Ts), True)]
+    for place in places:
+        runs += [(place, T, True) for T in sorted({min(Ts), max(Ts)})]
+        runs += [(place, between, True)] if (between := sorted(Ts)[1:-1]) else []
+        runs.append((place, Ts, False))
     scores, frames = Scores(), []
-    runs = [(sequences, T) for sequences in stretches for T in (*Ts, Ts)]
     with decoder.set_aside():
-        for sequences, T in tqdm(runs, desc=f"program, {plan}", unit="pass", disable=not progress):
+        for sequences, T, isolated in tqdm(
+            runs, desc=f"program, {plan}", unit="pass", disable=not progress
+        ):
             positions.write_states(decoder, sequences)
-            one = ProgramPass(decoder, sequences, T is not Ts, scores)
+            one = ProgramPass(decoder, sequences, isolated, scores)
             one.run(T, ragged=options.kv_write == "mask")
             frames += [one.errors(seq) for seq in range(options.batch)]
-            if T is not Ts:
-                frames += head_errors(decoder, sequences, T)
+            if isolated:
+                for size in [T] if isinstance(T, int) else T:
+                    frames += head_errors(decoder, sequences, size)
     return pd.concat(frames, ignore_index=True), scores
 
 
@@ -159,24 +171,28 @@ class ProgramPass(fidelity.Pass):
             )
 
         trace_positions = self.starts[seq] + np.arange(len(trace.T))
+        nudged = self.stretches[seq].nudged.get(self.mode, self.stretches[seq])
         for layer, hidden in trace.hidden.items():
+            expected = golden.hidden[layer]
+            floor = _floor(expected, nudged.golden.hidden[layer])
             if self.isolated:
-                stream = STREAM / LIMIT * np.maximum(_rms(golden.x[layer]), _rms(hidden))
                 update = hidden - trace.x[layer]
-                add("update", layer, _errors(golden.update[layer], update, stream))
+                add("update", layer, _errors(golden.update[layer], update, floor))
             else:
-                add("hidden", layer, _errors(golden.hidden[layer], hidden))
+                add("hidden", layer, _errors(expected, hidden, floor))
         for layer, router in trace.router.items():
-            add("router", layer, _errors(golden.router[layer], router))
+            floor = _floor(golden.router[layer], nudged.golden.router[layer])
+            add("router", layer, _errors(golden.router[layer], router, floor))
         for layer, experts in trace.experts.items():
             differs = experts[:, 0] != golden.expert[layer]
             add("expert", layer, np.where(differs, golden.margin[layer], 0.0))
         if trace.logits is not None:
             floor = np.maximum(self.stretches[seq].logit_rms - _rms(golden.logits), 0.0)
+            floor += _floor(golden.logits, nudged.golden.logits)
             add("logits", -1, _errors(golden.logits, trace.logits, floor))
-        for name, expected, actual in self.states(seq):
+        for name, expected, actual, again in self.states(seq, nudged):
             layer, leaf = split_layer(name)
-            add(leaf, layer, *_state_errors(expected, actual, self.end(seq)), int(trace.T.max()))
+            add(leaf, layer, *_state_errors(expected, actual, again, self.end(seq)), trace.T.max())
         rows = pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
         if not self.isolated:  # errors of the layers before, and of the layer itself, add up
             rows["error"] /= rows["layer"].replace(-1, len(golden.x)) + 1
@@ -186,22 +202,23 @@ class ProgramPass(fidelity.Pass):
         """Tokens in the cache after the pass."""
         return int(self.starts[seq]) + len(self.traces[seq].T)
 
-    def states(self, seq: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """(name, expected, actual value) of every state of one sequence."""
+    def states(self, seq: int, nudged: Stretch) -> Iterator[tuple]:
+        """(name, expected, actual, nudged value) of every state of one sequence."""
         for state in self.decoder.states:
             for name in state.shard.states:
                 actual = np.asarray(state.read(name)[seq], np.float32)
-                expected = positions.expected_value(
-                    actual.shape, name, self.stretches[seq].after, self.end(seq)
-                )
-                yield name, expected, actual
+                expected, again = [
+                    positions.expected_value(actual.shape, name, s.after, self.end(seq))
+                    for s in (self.stretches[seq], nudged)
+                ]
+                yield name, expected, actual, again
 
 
 def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[pd.DataFrame]:
     """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state."""
     scale = np.float32(2.0**decoder.manifest.residual_exponent)
     T = min(T, len(stretches[0].golden.ids))
-    hidden = np.stack([stretch.golden.hidden[-1, -T:].T / scale for stretch in stretches])
+    hidden = np.stack([stretch.last[-T:].T / scale for stretch in stretches])
     frames = []
     for seq, logits in enumerate(decoder.logits(hidden)):
         golden, start = stretches[seq].golden, stretches[seq].start
@@ -216,15 +233,13 @@ def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[
     return frames
 
 
-def _state_errors(
-    expected: np.ndarray, actual: np.ndarray, end: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int):
     """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a token must be zeros."""
     rows = expected.shape[-2]
-    flat = [np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual)]
-    empty = np.where(flat[0].any(1), 0.0, _rms(flat[0].ravel()))
+    flat = [np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)]
+    floor = np.where(flat[0].any(1), _floor(flat[0], flat[2]), _rms(flat[0].ravel()))
     position = end - 1 - (end - 1 - np.arange(rows)) % rows
-    return _errors(*flat, empty), position
+    return _errors(*flat[:2], floor), position
 
 
 def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray | float = 0.0):
@@ -233,6 +248,11 @@ def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray | float
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(difference == 0, 0.0, difference / scale)
     return np.nan_to_num(ratio, nan=np.inf)
+
+
+def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
+    """What `_errors` adds to the scale so that rounding of the stream is no error."""
+    return STEPS / LIMIT * np.maximum(_rms(nudged - reference), STEP * _rms(reference))
 
 
 def _rms(values: np.ndarray) -> np.ndarray:

@@ -3,10 +3,17 @@
 A head of calls from position 0; then the caches of both sides are extended by the same rows, resampled from the head's K
 and V, so that the position jumps near max_seq_len; then a tail of calls. Every row of the cache is written or read once,
 windows and rings are passed, and the number of computed positions does not grow with the cache.
+
+A norm's epsilon shows only where its input is as small as the epsilon's root. So every layer and the final norm are also
+fed inputs whose RMS runs from 2^-44 to 1, each 16 times the last at most where there is room for `SCALES` positions: what
+a layer's inner norms read lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the way. The smallest
+come first, so that no larger value of an earlier position hides a smaller one.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,6 +26,7 @@ from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
 
 HEAD, TAIL, STAGGER = 20, 8, 3  # positions; STAGGER between the tails of two sequences
+SCALES, SMALLEST = 12, -44  # positions with scaled inputs, and the exponent of the smallest RMS
 LayerStates = list[dict[str, np.ndarray]]  # per layer, by leaf name, K and V in token order
 
 
@@ -35,6 +43,14 @@ class Reach:
         """Positions that are computed, of all sequences."""
         return len(self.starts) * (self.head + self.tail)
 
+    def calls(self, Ts: Sequence[int]) -> int:
+        """Calls of all layers that `program_errors` makes with these T: sequences of a batch share a call."""
+        between, low, high = sorted(Ts)[1:-1], min(Ts), max(Ts)
+        sizes = [low, high] if low < high else [low]
+        sizes += [sum(mixed) / len(mixed) for mixed in (between, Ts) if mixed]
+        spans = self.head, self.tail
+        return sum(math.ceil(n / size) for n in spans for size in sizes) + -(-SCALES // high)
+
     def __str__(self) -> str:
         places = ", ".join(f"{start} to {start + self.tail - 1}" for start in self.starts)
         tails = f" and {places} on a filled cache" if self.tail else ""
@@ -45,15 +61,19 @@ class Reach:
 class Stretch:
     """Consecutive positions of one sequence from `start` on: the golden, and the states `before` and `after` it.
 
-    `logit_rms` [n]: of logits that a normed hidden state as long as each position's gives in a random direction. Where some
-    rows of the head are huge (a massive activation's token) and cancel, the logits are smaller, but their rounding is not.
+    `last` [n, C]: what the final norm reads. `logit_rms` [n]: of logits that a normed hidden state as long as each position's
+    gives in a random direction. Where some rows of the head are huge (a massive activation's token) and cancel, the logits
+    are smaller, but their rounding is not. `nudged`: by mode (`isolated`, `chained`), the same stretch where every layer's
+    input was changed by its last bit.
     """
 
     golden: Golden
     start: int
     before: LayerStates
     after: LayerStates
+    last: np.ndarray
     logit_rms: np.ndarray
+    nudged: dict[str, "Stretch"] = field(default_factory=dict)
 
 
 def plan_reach(manifest: Manifest) -> Reach:
@@ -81,55 +101,97 @@ def reach_prompts(manifest: Manifest, plan: Reach, seed: int = 0) -> np.ndarray:
 def reach_stretches(
     bundle: Bundle, checkpoint: Checkpoint, plan: Reach, seed: int = 0
 ) -> list[list[Stretch]]:
-    """The heads of all sequences, and their tails if there are any, as Hugging Face's model with the weights that `bundle`
-    stores computes them."""
+    """The heads of all sequences, their tails if there are any, and their scaled inputs, as Hugging Face's model with the
+    weights that `bundle` stores computes them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
     head_rms = float(reference.weights(head_weight(checkpoint)).square().mean().sqrt())
     prompts = reach_prompts(bundle.manifest, plan, seed)
-    pairs = [
-        _sequence(reference, head_rms, ids, plan.head, start, np.random.default_rng([seed, seq]))
-        for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True))
-    ]
-    return [list(stretches) for stretches in zip(*pairs, strict=True)]
+    unit = bundle.manifest.options.t_max if bundle.manifest.options.t == "fixed" else 1
+    rows = []
+    for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True)):
+        cache = reference.cache()
+        first = _stretch(reference, head_rms, ids[: plan.head], cache)
+        row = [first]
+        if plan.tail:
+            before = _filled(cache, first.after, start, np.random.default_rng([seed, seq]))
+            row.append(_stretch(reference, head_rms, ids[plan.head :], cache, start, before))
+        count = max(min(SCALES, plan.head) // unit * unit, unit)
+        rows.append([*row, _scaled(reference, head_rms, first.golden, count)])
+    return [list(stretches) for stretches in zip(*rows, strict=True)]
 
 
-def _sequence(
+def _stretch(
     reference: ReferenceModel,
     head_rms: float,
     ids: np.ndarray,
-    head: int,
-    start: int,
-    rng: np.random.Generator,
-) -> list[Stretch]:
-    cache, L = reference.cache(), len(reference.records)
-    golden = reference.run(ids[:head], cache)
-    after = [{K_STATE: golden.k[i], V_STATE: golden.v[i]} | _sides(cache, i) for i in range(L)]
-    logit_rms = head_rms * np.linalg.norm(reference.normed, axis=-1)
-    first = Stretch(golden, 0, [{} for _ in after], after, logit_rms)
-    if len(ids) == head:
-        return [first]
-    before = []
-    for layer, states in enumerate(after):
-        fill = {
-            # row 0 is left out: many copies of an attention sink would hide every other row
-            name: states[name][:, rng.integers(min(1, head - 1), head, start - head)]
-            for name in (K_STATE, V_STATE)
-        }
-        if start > head:
-            rows = [torch.from_numpy(fill[name])[None] for name in (K_STATE, V_STATE)]
-            cache.layers[layer].update(*rows)
-        before.append(states | _joined(states, fill))
-    golden = reference.run(ids[head:], cache)
+    cache,
+    start: int = 0,
+    before: LayerStates | None = None,
+) -> Stretch:
+    """The stretch that continues `cache`, and twice the same with nudged inputs, on copies of it."""
+    args = reference, head_rms, ids
+    copies = [deepcopy(cache), deepcopy(cache)]
+    stretch = _run(*args, cache, start, before)
+    reference.nudge = torch.Generator().manual_seed(start)
+    stretch.nudged["chained"] = _run(*args, copies[0], start, before)
+    reference.replace_inputs(stretch.golden.x, stretch.golden.router)
+    stretch.nudged["isolated"] = _run(*args, copies[1], start, before)
+    reference.nudge = None
+    reference.replace_inputs(None)
+    return stretch
+
+
+def _run(
+    reference: ReferenceModel, head_rms: float, ids, cache, start=0, before=None, last=None
+) -> Stretch:
+    golden = reference.run(ids, cache)
+    before = before or [{} for _ in golden.x]
     after = [
         _joined(states, {K_STATE: golden.k[i], V_STATE: golden.v[i]}) | _sides(cache, i)
         for i, states in enumerate(before)
     ]
+    last = golden.hidden[-1] if last is None else last
     logit_rms = head_rms * np.linalg.norm(reference.normed, axis=-1)
-    return [first, Stretch(golden, start, before, after, logit_rms)]
+    return Stretch(golden, start, before, after, last, logit_rms)
+
+
+def _scaled(reference: ReferenceModel, head_rms: float, golden: Golden, count: int) -> Stretch:
+    """The golden's first `count` positions where every layer and the final norm read scaled inputs."""
+    inputs = np.concatenate([golden.x, golden.hidden[-1:]])[:, :count]
+    rms = np.sqrt(np.mean(np.square(inputs), -1, keepdims=True))
+    scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
+    fed = (inputs / np.maximum(rms, 1e-30) * scales).astype(np.float32)
+    reference.replace_inputs(fed)
+    args = reference, head_rms, golden.ids[:count]
+    stretch = _run(*args, reference.cache(), last=fed[-1])
+    reference.nudge = torch.Generator().manual_seed(0)
+    reference.replace_inputs(fed, stretch.golden.router)
+    stretch.nudged["isolated"] = _run(*args, reference.cache(), last=fed[-1])
+    reference.nudge = None
+    reference.replace_inputs(None)
+    return stretch
+
+
+def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> LayerStates:
+    """The states `after` a head, extended to `start` tokens by rows of the head in random order; `cache` likewise."""
+    before = []
+    for layer, states in enumerate(after):
+        head = states[K_STATE].shape[1]
+        # row 0 is left out: many copies of an attention sink would hide every other row
+        chosen = rng.integers(min(1, head - 1), head, start - head)
+        fill = {name: states[name][:, chosen] for name in (K_STATE, V_STATE)}
+        if start > head:
+            rows = [torch.from_numpy(fill[name])[None] for name in (K_STATE, V_STATE)]
+            cache.layers[layer].update(*rows)
+        before.append(states | _joined(states, fill))
+    return before
 
 
 def _joined(states: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([states[name], new], 1) for name, new in rows.items()}
+    return {
+        name: np.concatenate([states[name], new], 1) if name in states else new
+        for name, new in rows.items()
+    }
 
 
 def _sides(cache, layer: int) -> dict[str, np.ndarray]:
