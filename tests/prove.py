@@ -99,7 +99,7 @@ def batches(names: list[str]) -> list[list[str]]:
 
 def records_of(parts: list[list[str]], jobs: int) -> Iterator[list[dict]]:
     if jobs == 1:
-        yield from map(prove, parts)
+        yield from (prove([case]) for part in parts for case in part)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for future in as_completed([pool.submit(prove, part) for part in parts]):

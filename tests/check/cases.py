@@ -68,7 +68,7 @@ PROBES = (
     *("state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address"),
     *("stale_rows", "nan_in_state_is_noticed", "overflow_raises"),
 )
-PROMPT = 12  # tokens of the golden behind `budget`, `device` and the gates of a validation
+PROMPT = 24  # tokens of the golden behind `budget`, `device` and the gates of a validation
 # Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the tables.
 PRICED = ("budget", "device")
 VALIDATED = ("finite", "routing", "same_for_every_T", "budget")
