@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "tests" / "check"), str(ROOT / "tests")]
 import cases  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "verdict.md"
-CLEAN = ("clean", "massive", "deep")
+CLEAN = ("clean", "trained", "massive", "deep")
 BATCH = 8  # cases that a process runs before they are stored
 SAMPLE = 0.05  # of all cases: enough for an estimate of the time
 
@@ -132,6 +132,7 @@ def clean_table(records: dict[str, dict]) -> str:
     presets = sorted({preset for _, preset in counts}, key=list(cases.clean.PRESETS).index)
     names = {
         "clean": "random draws",
+        "trained": "trained checkpoints",
         "massive": "one massive activation",
         "deep": "24 random layers",
     }

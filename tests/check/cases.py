@@ -1,8 +1,8 @@
 """What a proof is made of: checkpoints, clean bundles, faulty bundles, and the verdicts of every bug gate on each.
 
-A case is a name: clean/SEED/PRESET, massive/-/PRESET, deep/-/PRESET, disk/FAULT/PRESET, memory/FAULT/PRESET. Sound
-bundles meet every gate. Faulty ones meet the cheap gates, then the gate that is made for the fault, then the others until
-one is RED.
+A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET, disk/FAULT/PRESET,
+memory/FAULT/PRESET. Sound bundles meet every gate. Faulty ones meet the cheap gates, then the gate that is made for the
+fault, then the others until one is RED.
 """
 
 import ast
@@ -42,6 +42,7 @@ from workbench.models.checkpoint import Checkpoint  # noqa: E402
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
+TRAINED = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya")
 # Bundles that faults are planted in: a checkpoint and options of its export.
 BASES = {
     "llama": ("data/tiny-llama", {"max_seq_len": 64}),
@@ -122,6 +123,7 @@ def all_cases() -> list[str]:
     return [
         *(f"clean/{seed}/{preset}" for seed in range(60) for preset in clean.PRESETS),
         *(f"{kind}/-/{preset}" for kind in ("massive", "deep") for preset in clean.PRESETS),
+        *(f"trained/{name}/{preset}" for name in TRAINED for preset in clean.PRESETS),
         *(f"disk/{fault}/{preset}" for fault in PLANTED for preset in PRESETS),
         *(f"memory/{fault}/{preset}" for fault in FAULTS for preset in PRESETS),
     ]
@@ -195,12 +197,15 @@ class Prover:
             family, changes, options = clean.draw(int(name), preset)
             checkpoint = self.checkpoint({"family": family} | changes)
             return checkpoint, self.bundle(checkpoint, options)
+        options = {"max_seq_len": 32, "compress": preset}
+        if kind == "trained":
+            checkpoint = Checkpoint(ROOT / "data" / name)
+            return checkpoint, self.bundle(checkpoint, options)
         changes = {
             "massive": {"massive": True, "tie_word_embeddings": False, "num_hidden_layers": 3},
             "deep": {"num_hidden_layers": 24},
         }[kind]
         checkpoint = self.checkpoint({"family": "llama"} | changes)
-        options = {"max_seq_len": 32, "compress": preset}
         return checkpoint, self.bundle(checkpoint, options)
 
     def _scratch(self) -> Path:
