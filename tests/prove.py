@@ -253,9 +253,11 @@ def main() -> int:
     chosen = [c for c in cases.all_cases() if all(word in c for word in arguments.words)]
     done = current(stored(arguments.store))
     if not arguments.list:
-        run([case for case in chosen if case not in done], arguments.store, arguments.jobs)
-        done = current(stored(arguments.store))
-        write_tables(DOCUMENT, tables(done))
+        try:
+            run([case for case in chosen if case not in done], arguments.store, arguments.jobs)
+        finally:
+            done = current(stored(arguments.store))
+            write_tables(DOCUMENT, tables(done))
     failing = [done[case] for case in chosen if case in done and fails(done[case])]
     for record in failing:
         print(f"{record['case']}: {record['error'] or record['red'] or 'every bug gate is GREEN'}")
