@@ -7,14 +7,20 @@ tables of docs/verdict.md are written from these lines. Exits 1 when a clean cas
     python -m tests.prove -j 2             in two processes
     python -m tests.prove disk int4        cases whose names contain all of these words
     python -m tests.prove --list           what fails so far, running nothing
+
+Cases are taken in a random order, a few of one bundle at a time: the first ones are a sample, from which the time that
+all take is estimated, and an interrupted run has proved a bit of everything.
 """
 
 import argparse
 import json
 import math
 import os
+import random
 import sys
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +31,9 @@ sys.path[:0] = [str(ROOT / "tests" / "check"), str(ROOT / "tests")]
 import cases  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "verdict.md"
-CLEAN = ("clean", "massive", "deep")
+CLEAN = ("clean", "trained", "massive", "deep")
+BATCH = 8  # cases that a process runs before they are stored
+SAMPLE = 0.05  # of all cases: enough for an estimate of the time
 
 
 def stored(path: Path) -> dict[str, dict]:
@@ -58,29 +66,51 @@ def run(names: list[str], path: Path, jobs: int) -> None:
     from tqdm.auto import tqdm
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    start, count = time.perf_counter(), 0
     with path.open("a") as file, tqdm(total=len(names), desc="prove", unit="case") as bar:
-        for record in records_of(names, jobs):
-            file.write(json.dumps(record, default=str) + "\n")
+        for records in records_of(batches(names), jobs):
+            for record in records:
+                file.write(json.dumps(record, default=str) + "\n")
+                if fails(record):
+                    bar.write(f"{record['case']}: {record['error'] or record['red'] or 'GREEN'}")
             file.flush()
-            bar.update()
-            if fails(record):
-                bar.write(f"{record['case']}: {record['error'] or record['red'] or 'GREEN'}")
+            sampled = count >= len(names) * SAMPLE
+            count += len(records)
+            bar.update(len(records))
+            if not sampled and count >= len(names) * SAMPLE:
+                minutes = (time.perf_counter() - start) / count * len(names) / 60
+                bar.write(
+                    f"{len(names)} cases take about {minutes:.0f} minutes, by {count} of them"
+                )
 
 
-def records_of(names: list[str], jobs: int):
+def batches(names: list[str]) -> list[list[str]]:
+    """Cases of one bundle, `BATCH` at most, in a random order that is always the same."""
+    rng, by_bundle = random.Random(0), defaultdict(list)
+    for name in names:
+        by_bundle[cases.bundle_of(name)].append(name)
+    parts = []
+    for group in by_bundle.values():
+        rng.shuffle(group)
+        parts += [group[i : i + BATCH] for i in range(0, len(group), BATCH)]
+    rng.shuffle(parts)
+    return parts
+
+
+def records_of(parts: list[list[str]], jobs: int) -> Iterator[list[dict]]:
     if jobs == 1:
-        yield from map(one, names)
+        yield from (prove([case]) for part in parts for case in part)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(one, name) for name in names]):
+        for future in as_completed([pool.submit(prove, part) for part in parts]):
             yield future.result()
 
 
-def one(case: str) -> dict:
+def prove(part: list[str]) -> list[dict]:
     import torch
 
     torch.set_num_threads(1)
-    return cases.Prover().record(case)
+    return [cases.Prover().record(case) for case in part]
 
 
 def tables(records: dict[str, dict]) -> dict[str, str]:
@@ -102,6 +132,7 @@ def clean_table(records: dict[str, dict]) -> str:
     presets = sorted({preset for _, preset in counts}, key=list(cases.clean.PRESETS).index)
     names = {
         "clean": "random draws",
+        "trained": "trained checkpoints",
         "massive": "one massive activation",
         "deep": "24 random layers",
     }
@@ -111,30 +142,53 @@ def clean_table(records: dict[str, dict]) -> str:
         for preset in presets:
             total, red = counts[kind, preset]
             rows[-1].append(f"{red} of {total}" if total else "–")
-    return markdown(["RED on sound bundles", *presets], rows)
+    table = markdown(["RED on sound bundles", *presets], rows)
+    return f"{counts_in_words(records)}\n\n{table}"
+
+
+def counts_in_words(records: dict[str, dict]) -> str:
+    """How many cases of each kind ran, of how many."""
+    everything = [case.split("/")[0] for case in cases.all_cases()]
+    ran = [case.split("/")[0] for case in records]
+    kinds = {"on sound bundles": CLEAN, "of faults in files": ("disk",)}
+    parts = []
+    for name, of_kind in (kinds | {"of faults in memory": ("memory",)}).items():
+        counts = [sum(kind in of_kind for kind in names) for names in (ran, everything)]
+        parts.append(f"{counts[0]} of {counts[1]} cases {name}")
+    failing = sum(map(fails, records.values()))
+    return f"Run: {', '.join(parts)}. {failing} of them are not as they should be."
 
 
 def margin_table(records: dict[str, dict]) -> str:
-    """For every gate with a figure: the worst clean value and the mildest RED one, as multiples of its limit."""
-    clean, faults, order = defaultdict(list), defaultdict(list), {}
+    """For every gate with a figure, and for each of its limits: the worst clean value and the mildest RED one, as multiples
+    of the limit; on how many of the bundles with a fault that were asked it is RED."""
+    clean, mild, asked = defaultdict(list), defaultdict(list), defaultdict(lambda: [0, 0])
     for case, record in records.items():
         sound = case.split("/")[0] in CLEAN
         for gate in record["gates"]:
-            ratio = ratio_to_limit(gate)
-            order.setdefault(gate["name"], gate["threshold"])
-            if ratio is None:
-                continue
-            if sound:
-                clean[gate["name"]].append((ratio, case))
-            elif gate["verdict"] == "RED":
-                faults[gate["name"]].append((ratio, case))
+            ratio, key = ratio_to_limit(gate), (gate["name"], gate["threshold"])
+            if ratio is not None and sound:
+                clean[key].append((ratio, case))
+            elif ratio is not None:
+                red = gate["verdict"] == "RED"
+                asked[key][0] += red
+                asked[key][1] += 1
+                if red and ratio > 1:  # else it is RED for what it names, not for its figure
+                    mild[key].append((ratio, case))
     rows = []
-    for name, limit in order.items():
-        worst = max(clean[name], default=None)
-        mild = min(faults[name], default=None)
-        if worst or mild:
-            rows.append([f"`{name}`", f"{limit:.3g}", place(worst), place(mild)])
-    return markdown(["gate", "limit", "worst clean ÷ limit", "mildest RED ÷ limit"], rows)
+    for name, limit in sorted(clean.keys() | asked.keys(), key=lambda key: (order(key[0]), key)):
+        figures = max(clean[name, limit], default=None), min(mild[name, limit], default=None)
+        red, total = asked[name, limit]
+        rows.append([f"`{name}`", f"{limit:.4g}", *map(place, figures), f"{red} of {total}"])
+    heads = ["gate", "limit", "worst clean ÷ limit", "mildest RED ÷ limit", "faults RED, of asked"]
+    return markdown(heads, rows)
+
+
+def order(name: str) -> int:
+    """The place of a gate in tables: as they are asked, those with a price last."""
+    names = [name for step in cases.STEPS for name in step if name not in cases.PRICED]
+    names += cases.PRICED
+    return names.index(name) if name in names else len(names)
 
 
 def place(found: tuple[float, str] | None) -> str:
@@ -152,28 +206,25 @@ def ratio_to_limit(gate: dict) -> float | None:
 
 
 def fault_table(records: dict[str, dict]) -> str:
-    """A row per fault: the gates that are RED for every preset, then those that are for some."""
-    by_fault = defaultdict(dict)
+    """A row per fault: the gates that are RED, in the order in which they were asked, and in how many presets."""
+    by_fault = defaultdict(list)
     for case, record in records.items():
-        kind, name, preset = case.split("/")
+        kind, name, _ = case.split("/")
         if kind not in CLEAN:
-            by_fault[kind, name][preset] = record
+            by_fault[kind, name].append(record)
     rows = []
-    for (kind, name), found in sorted(by_fault.items()):
-        red = {preset: set(record["red"]) for preset, record in found.items()}
-        everywhere = set.intersection(*red.values())
-        some = set.union(*red.values()) - everywhere
-        missed = [preset for preset, gates in red.items() if not gates]
-        rows.append(
-            [
-                name.replace("_", " "),
-                "files" if kind == "disk" else "memory",
-                f"{len(found) - len(missed)} of {len(found)}",
-                ", ".join(f"`{gate}`" for gate in sorted(everywhere)) or "–",
-                ", ".join(f"`{gate}`" for gate in sorted(some)),
-            ]
-        )
-    heads = ["fault", "planted in", "presets RED", "gates RED in all of them", "in some"]
+    for (kind, name), of_fault in sorted(by_fault.items()):
+        made_for_it = cases.fault_of(of_fault[0]["case"]).gate
+        counts = Counter(gate for record in of_fault for gate in record["red"])
+        shares = [
+            f"`{gate}`" + f" ({count} of {len(of_fault)})" * (count < len(of_fault))
+            for gate, count in counts.items()
+        ]
+        caught = sum(bool(record["red"]) for record in of_fault)
+        place = "files" if kind == "disk" else "memory"
+        cells = [name.replace("_", " "), place, f"{caught} of {len(of_fault)}", f"`{made_for_it}`"]
+        rows.append([*cells, ", ".join(shares) or "–"])
+    heads = ["fault", "planted in", "presets RED", "made for it", "RED, in the order asked"]
     return markdown(heads, rows)
 
 
@@ -202,9 +253,11 @@ def main() -> int:
     chosen = [c for c in cases.all_cases() if all(word in c for word in arguments.words)]
     done = current(stored(arguments.store))
     if not arguments.list:
-        run([case for case in chosen if case not in done], arguments.store, arguments.jobs)
-        done = current(stored(arguments.store))
-        write_tables(DOCUMENT, tables(done))
+        try:
+            run([case for case in chosen if case not in done], arguments.store, arguments.jobs)
+        finally:
+            done = current(stored(arguments.store))
+            write_tables(DOCUMENT, tables(done))
     failing = [done[case] for case in chosen if case in done and fails(done[case])]
     for record in failing:
         print(f"{record['case']}: {record['error'] or record['red'] or 'every bug gate is GREEN'}")

@@ -1,8 +1,12 @@
 """What a proof is made of: checkpoints, clean bundles, faulty bundles, and the verdicts of every bug gate on each.
 
-A case is a name: clean/SEED/PRESET, massive/PRESET, deep/PRESET, disk/FAULT/PRESET, memory/FAULT/PRESET.
+A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET, disk/FAULT/PRESET,
+memory/FAULT/PRESET. Sound bundles meet every gate. Faulty ones meet the cheap gates, then the gate that is made for the
+fault, then the others until one is RED.
 """
 
+import ast
+import fcntl
 import hashlib
 import inspect
 import json
@@ -11,8 +15,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +32,17 @@ from faults import FAULTS  # noqa: E402
 from planted import PLANTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
+from workbench.check import causality, checklist, device, host, interface, program, weights  # noqa: E402
 from workbench.check.gates import NOT_RUN, RED, Gate  # noqa: E402
+from workbench.check.golden import Golden, make_golden  # noqa: E402
+from workbench.check.price import Budget, measure_budget  # noqa: E402
+from workbench.check.validate import bug_gates, unopened_gates, validate  # noqa: E402
 from workbench.models.checkpoint import Checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
+TRAINED = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya")
 # Bundles that faults are planted in: a checkpoint and options of its export.
 BASES = {
     "llama": ("data/tiny-llama", {"max_seq_len": 64}),
@@ -47,29 +57,65 @@ BASES = {
         {"max_seq_len": 16},
     ),
 }
-ROOMS = (
-    "miltorch",
-    *(f"workbench/{r}" for r in "bundle models export runtime decode check".split()),
+# Code that exported bundles depend on, and what verdicts depend on besides.
+EXPORT = ("workbench/bundle", "workbench/models", "workbench/export", "tests/tiny.py")
+GATES = (
+    *("miltorch", "workbench/runtime", "workbench/decode", "workbench/check"),
+    *(f"tests/check/{name}.py" for name in ("copies", "cases", "clean")),
 )
-HELPERS = ("copies.py", "cases.py", "clean.py", "../tiny.py")
+ON_FILES = ("interface", "weights")
+CHEAP = (*ON_FILES, "host")
+PROBES = (
+    *("state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address"),
+    *("stale_rows", "nan_in_state_is_noticed", "overflow_raises"),
+)
+PROMPT = 24  # tokens of the golden behind `budget`, `device` and the gates of a validation
+# Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the tables.
+PRICED = ("budget", "device")
+VALIDATED = ("finite", "routing", "same_for_every_T", "budget")
 
 
 @cache
-def code_version() -> str:
-    """SHA-256 of the code that verdicts depend on."""
+def code_version(*places: str) -> str:
+    """SHA-256 of code, whatever its comments, docstrings and line breaks are."""
     digest = hashlib.sha256()
-    files = [f for room in ROOMS for f in sorted((ROOT / room).rglob("*.py"))]
-    for file in [*files, *(Path(__file__).parent / name for name in HELPERS)]:
-        digest.update(file.read_bytes())
+    for place in places:
+        files = sorted((ROOT / place).rglob("*.py")) or [ROOT / place]
+        for file in files:
+            digest.update(without_prose(file.read_text()).encode())
     return digest.hexdigest()[:16]
+
+
+def without_prose(source: str) -> str:
+    """Python source as its syntax tree, docstrings left out."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def fault_of(case: str):
+    """The planted fault of a case, None of a clean one."""
+    kind, name, _ = case.split("/")
+    return {"disk": PLANTED, "memory": FAULTS}.get(kind, {}).get(name)
 
 
 def version(case: str) -> str:
     """The code's version and the fault's."""
-    kind, name, *_ = case.split("/")
-    plant = {"disk": PLANTED, "memory": FAULTS}.get(kind, {}).get(name)
-    source = inspect.getsource(plant.plant) if plant else ""
-    return f"{code_version()}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    fault = fault_of(case)
+    source = inspect.getsource(fault.plant) + fault.gate if fault else ""
+    code = code_version(*EXPORT, *GATES)
+    return f"{code}-{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+def bundle_of(case: str) -> str:
+    """Cases of one bundle, or of one checkpoint's bundles, have the same name here."""
+    kind, name, preset = case.split("/")
+    fault = fault_of(case)
+    return f"{fault.bundle}/{preset}" if fault else f"{kind}/{name}"
 
 
 def all_cases() -> list[str]:
@@ -77,6 +123,7 @@ def all_cases() -> list[str]:
     return [
         *(f"clean/{seed}/{preset}" for seed in range(60) for preset in clean.PRESETS),
         *(f"{kind}/-/{preset}" for kind in ("massive", "deep") for preset in clean.PRESETS),
+        *(f"trained/{name}/{preset}" for name in TRAINED for preset in clean.PRESETS),
         *(f"disk/{fault}/{preset}" for fault in PLANTED for preset in PRESETS),
         *(f"memory/{fault}/{preset}" for fault in FAULTS for preset in PRESETS),
     ]
@@ -90,25 +137,22 @@ class Prover:
 
     def checkpoint(self, changes: dict) -> Checkpoint:
         """A random checkpoint; `massive`: with a first token whose embedding has two huge channels."""
-        folder = self._folder("checkpoints", changes)
-        if not folder.exists():
-            family, made = changes["family"], folder.with_name(f"{folder.name}.part")
-            massive = changes.get("massive")
-            shutil.rmtree(made, ignore_errors=True)
+
+        def make(folder: Path) -> None:
             sizes = {n: v for n, v in changes.items() if n not in ("family", "massive")}
-            tiny.random(made, family, **sizes)
-            if massive:
-                plant_massive_activation(made)
-            made.rename(folder)
-        return Checkpoint(folder)
+            tiny.random(folder, changes["family"], **sizes)
+            if changes.get("massive"):
+                plant_massive_activation(folder)
+
+        return Checkpoint(self._stored("checkpoints", changes, make))
 
     def bundle(self, checkpoint: Checkpoint, options: dict) -> Path:
         from workbench.export import export
 
-        folder = self._folder("bundles", options | {"checkpoint": checkpoint.sha256})
-        if not folder.exists():
+        def make(folder: Path) -> None:
             export(checkpoint.path, folder, progress=False, **options)
-        return folder
+
+        return self._stored("bundles", options | {"checkpoint": checkpoint.sha256}, make)
 
     def base(self, name: str, preset: str) -> tuple[Checkpoint, Path]:
         """The unharmed bundle that faults are planted in."""
@@ -118,42 +162,50 @@ class Prover:
         )
         return checkpoint, self.bundle(checkpoint, options | {"compress": preset})
 
-    def _folder(self, kind: str, fields: dict) -> Path:
-        text = json.dumps([code_version(), fields], sort_keys=True, default=str)
+    def _stored(self, kind: str, fields: dict, make: Callable[[Path], None]) -> Path:
+        """The folder that `make` fills, once for all processes and for one version of the code."""
+        text = json.dumps([code_version(*EXPORT), fields], sort_keys=True, default=str)
         folder = self.store / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                part = folder.with_suffix(".part")
+                shutil.rmtree(part, ignore_errors=True)
+                make(part)
+                part.rename(folder)
         return folder
 
     def gates(self, case: str) -> list[Gate]:
-        """Every bug gate's verdict on a case."""
+        """The gates that were asked about a case, in that order."""
         kind, name, preset = case.split("/")
+        fault = fault_of(case)
         with quiet(), tempfile.TemporaryDirectory(dir=self._scratch()) as folder:
-            if kind == "disk":
-                fault = PLANTED[name]
-                checkpoint, source = self.base(fault.bundle, preset)
-                copy = Copy(source, Path(folder) / "bundle")
-                fault.plant(copy)
-                return bug_gates_of_folder(copy.seal(), checkpoint)
+            if fault is None:
+                checkpoint, source = self.clean(kind, name, preset)
+                return all_bug_gates(Bundle.open(source), checkpoint)
+            checkpoint, source = self.base(fault.bundle, preset)
             if kind == "memory":
-                fault = FAULTS[name]
-                checkpoint, source = self.base(fault.bundle, preset)
-                decoders = open_twice(source)
-                for decoder in decoders:
-                    fault.plant(decoder)
-                return all_bug_gates(decoders[0].bundle, checkpoint, *decoders)
-            return bug_gates_of_folder(*reversed(self.clean(kind, name, preset)))
+                faulty = Faulty(source, checkpoint, fault.plant)
+                return faulty.gates(fault.gate) + faulty.price()
+            copy = Copy(source, Path(folder) / "bundle")
+            fault.plant(copy)
+            return Faulty(copy.seal(), checkpoint).gates(fault.gate)
 
     def clean(self, kind: str, name: str, preset: str) -> tuple[Checkpoint, Path]:
         if kind == "clean":
             family, changes, options = clean.draw(int(name), preset)
             checkpoint = self.checkpoint({"family": family} | changes)
             return checkpoint, self.bundle(checkpoint, options)
+        options = {"max_seq_len": 32, "compress": preset}
+        if kind == "trained":
+            checkpoint = Checkpoint(ROOT / "data" / name)
+            return checkpoint, self.bundle(checkpoint, options)
         changes = {
             "massive": {"massive": True, "tie_word_embeddings": False, "num_hidden_layers": 3},
             "deep": {"num_hidden_layers": 24},
         }[kind]
         checkpoint = self.checkpoint({"family": "llama"} | changes)
-        options = {"max_seq_len": 32, "compress": preset}
         return checkpoint, self.bundle(checkpoint, options)
 
     def _scratch(self) -> Path:
@@ -163,7 +215,7 @@ class Prover:
 
     def record(self, case: str) -> dict:
         """A case's line in the store: its gates, those that are RED, and how long it took."""
-        start = time.perf_counter()
+        start, clean = time.perf_counter(), fault_of(case) is None
         try:
             gates, error = self.gates(case), None
         except Exception as problem:  # a gate that breaks is a finding of its own
@@ -171,7 +223,7 @@ class Prover:
         return {
             "case": case,
             "version": version(case),
-            "red": [g.name for g in gates if g.verdict == RED],
+            "red": [g.name for g in gates if g.verdict == RED and (clean or g.name not in PRICED)],
             "error": error,
             "seconds": round(time.perf_counter() - start, 2),
             "gates": [g.json() for g in gates],
@@ -204,46 +256,117 @@ def open_twice(folder: Path) -> list[Decoder]:
     return [Decoder(Bundle.open(folder), "portable", p) for p in ("exact", "declared")]
 
 
-def bug_gates_of_folder(folder: Path, checkpoint: Checkpoint) -> list[Gate]:
-    """Every bug gate on a bundle as it lies on disk; one that cannot be opened is asked what can be asked of it."""
-    try:
-        bundle = Bundle.open(folder)
-    except InputError as problem:
-        return [Gate("open", RED, None, None, str(problem))]
-    try:
-        decoders = open_twice(folder)
-    except InputError:
-        decoders = [None, None]
-    return all_bug_gates(bundle, checkpoint, *decoders)
+class Faulty:
+    """A faulty bundle: its files are, or `plant` is applied to each decoder that is opened."""
+
+    def __init__(
+        self, folder: Path, checkpoint: Checkpoint, plant: Callable[[Decoder], None] | None = None
+    ):
+        self.folder, self.checkpoint, self.plant = folder, checkpoint, plant
+        self.decoders: dict[str, Decoder] = {}
+
+    def decoder(self, precision: str = "declared") -> Decoder:
+        if precision not in self.decoders:
+            decoder = Decoder(Bundle.open(self.folder), "portable", precision)
+            if self.plant:
+                self.plant(decoder)
+            self.decoders[precision] = decoder
+        return self.decoders[precision]
+
+    def gates(self, made_for_it: str) -> list[Gate]:
+        """The cheap gates, then the one that is made for the fault, then the others until one is RED."""
+        try:
+            Bundle.open(self.folder)
+        except InputError as problem:
+            return [Gate("open", RED, None, None, str(problem))]
+        names = [step for step in STEPS if not (self.plant and step[0] in ON_FILES)]
+        names.sort(key=lambda step: (step[0] not in CHEAP, made_for_it not in step))
+        gates = []
+        try:
+            for step in names:
+                always = step[0] in CHEAP or made_for_it in step
+                if always or not any(gate.verdict == RED for gate in gates):
+                    gates += STEPS[step](self)
+        except InputError as problem:  # no decoder opens or runs a bundle whose interface is RED
+            if not any((gate.name, gate.verdict) == ("interface", RED) for gate in gates):
+                raise
+            gates += unopened_gates(problem, ["decoder"])
+        return gates
+
+    def price(self) -> list[Gate]:
+        """What `budget` and `device` say of it, which no fault's row counts."""
+        budget = [g for g in run_gates(self.decoder(), self.checkpoint) if g.name == "budget"]
+        return budget + device_gates(self.decoder(), self.checkpoint)
 
 
-def all_bug_gates(
-    bundle: Bundle, checkpoint: Checkpoint, exact: Decoder | None, declared: Decoder | None
-) -> list[Gate]:
-    """The gates that answer "is it a bug?": those on the bundle, those on its decoders, the probes of its states."""
-    from workbench.check import checklist
-    from workbench.check.validate import bug_gates
+# The gates by their names, in the order in which they are asked.
+STEPS = {
+    ("interface",): lambda faulty: [
+        interface.interface_gate(Bundle.open(faulty.folder), faulty.checkpoint)
+    ],
+    ("weights",): lambda faulty: [
+        weights.weights_gate(Bundle.open(faulty.folder), faulty.checkpoint)
+    ],
+    ("host",): lambda faulty: [host.host_gate(faulty.decoder(), faulty.checkpoint)],
+    ("program", "scores"): lambda faulty: program.program_gates(
+        faulty.decoder("exact"), faulty.checkpoint
+    ),
+    ("causality",): lambda faulty: [causality.causality_gate(faulty.decoder())],
+    VALIDATED: lambda faulty: [
+        g for g in run_gates(faulty.decoder(), faulty.checkpoint) if g.name not in PRICED
+    ],
+    PROBES: lambda faulty: probes(faulty.decoder()),
+}
 
-    gates = list(bug_gates(bundle, checkpoint, exact=exact, decoder=declared, progress=False))
-    if declared is not None:
-        probes = [g for g in checklist.check_bundle(declared) if g.name != "memory"]
-        gates += [g for g in probes if g.verdict != NOT_RUN]
-        gates += run_gates(declared, checkpoint)
-    return gates
+
+def all_bug_gates(bundle: Bundle, checkpoint: Checkpoint) -> list[Gate]:
+    """The gates that answer "is it a bug?": those on the bundle, those on its decoders, the probes of its states; `budget`
+    and `device` at last."""
+    exact, declared = open_twice(bundle.root)
+    return [
+        *bug_gates(bundle, checkpoint, exact=exact, decoder=declared),
+        *probes(declared),
+        *run_gates(declared, checkpoint),
+        *device_gates(exact, checkpoint),
+    ]
+
+
+def probes(declared: Decoder) -> list[Gate]:
+    """The checklist of a bundle's states."""
+    gates = checklist.check_bundle(declared)
+    return [g for g in gates if g.name != "memory" and g.verdict != NOT_RUN]
 
 
 def run_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
-    """`finite`, `routing` and `same_for_every_T`: what a validation against a golden says beside the price."""
-    from workbench.check.golden import make_golden
-    from workbench.check.price import measure_budget
-    from workbench.check.validate import validate
-
-    bos, dims, o = declared.manifest.tokens.bos, declared.manifest.dims, declared.options
-    ids = [bos or 0, *tiny.prompt(dims.V, min(11, o.max_seq_len - 1))]
-    Ts = (1, o.t_max) if o.t == "range" else None
-    golden = make_golden(checkpoint, ids)
-    budget = (
-        measure_budget(declared.bundle, checkpoint, golden) if golden.expert is not None else None
-    )
+    """What a validation against a golden says beside the bug gates: `finite`, `routing`, `same_for_every_T`, `budget`."""
+    options = declared.options
+    Ts = (1, options.t_max) if options.t == "range" else None
+    golden, budget = measured(declared.bundle.root, checkpoint.path)
     found = validate(declared, golden, Ts, budget=budget).gates
-    return [g for g in found if g.name in ("finite", "routing", "same_for_every_T")]
+    return [g for g in found if g.name in VALIDATED]
+
+
+def device_gates(decoder: Decoder, checkpoint: Checkpoint) -> list[Gate]:
+    """`device` of a decoder that is seen as Core ML is seen from now on."""
+    root = decoder.bundle.root
+    decoder.runtime = "coreml"
+    return [
+        device.device_gate(
+            decoder, measured(root, checkpoint.path)[0], reference(root, checkpoint.path)
+        )
+    ]
+
+
+@lru_cache(maxsize=4)
+def measured(bundle: Path, checkpoint: Path) -> tuple[Golden, Budget]:
+    """A golden of a prompt behind BOS, and the budget of a bundle in its own files."""
+    opened, source = Bundle.open(bundle), Checkpoint(checkpoint)
+    bos, S = opened.manifest.tokens.bos, opened.manifest.options.max_seq_len
+    ids = [bos or 0, *tiny.prompt(opened.manifest.dims.V, min(PROMPT, S) - 1)]
+    golden = make_golden(source, ids)
+    return golden, measure_budget(opened, source, golden)
+
+
+@lru_cache(maxsize=4)
+def reference(bundle: Path, checkpoint: Path) -> device.Reference:
+    return device.make_reference(Bundle.open(bundle), measured(bundle, checkpoint)[0])

@@ -1034,7 +1034,7 @@ def an_input_of_the_program_is_float32(copy):
     value.type.tensorType.dataType = 11
 
 
-@planted("program")
+@planted("interface")
 def taps_of_another_value(copy):
     shard = copy.shard(1)
     shard["taps"] = {"1": next(n for n, m in shard["modules"].items() if m.endswith("self_attn"))}

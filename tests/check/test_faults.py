@@ -7,19 +7,8 @@ import cases
 import pytest
 from faults import FAULTS
 
-from workbench.check import checklist
 from workbench.check.host import host_gate
 from workbench.check.program import program_gates
-
-PROBES = {
-    "state_is_used",
-    "fresh_state_is_zero",
-    "states_are_independent",
-    "write_address",
-    "stale_rows",
-    "nan_in_state_is_noticed",
-    "overflow_raises",
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +23,8 @@ def gates_like(name: str, prover, bundle: str, plant=lambda decoder: None) -> di
     plant(exact)
     plant(declared)
     with cases.quiet():
-        if name in PROBES:
-            found = checklist.check_bundle(declared)
+        if name in cases.PROBES:
+            found = cases.probes(declared)
         elif name == "host":
             found = [host_gate(declared, checkpoint)]
         elif name == "program":
@@ -52,7 +41,7 @@ def test_gates_are_green_on_an_unharmed_bundle(bundle, prover):
 
 
 def test_every_state_probe_has_a_fault():
-    assert PROBES <= {fault.gate for fault in FAULTS.values()}
+    assert set(cases.PROBES) <= {fault.gate for fault in FAULTS.values()}
 
 
 @pytest.mark.parametrize("name", FAULTS)

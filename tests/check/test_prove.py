@@ -2,6 +2,7 @@
 
 import cases
 import numpy as np
+import prove
 import pytest
 from copies import Copy
 
@@ -48,3 +49,67 @@ def test_a_copy_reads_what_the_package_holds_and_a_sealed_one_opens(prover, pres
     assert Bundle.open(copy.seal()).identity == bundle.identity
     copy.weight("layers.1.mlp.up_proj.weight").scale(0.5)
     assert Bundle.open(copy.seal()).identity != bundle.identity
+
+
+def line(case: str, *gates: tuple, error: str | None = None) -> dict:
+    """A stored case; gates as (name, verdict, value, limit)."""
+    names = ("name", "verdict", "value", "threshold")
+    gates = [dict(zip(names, gate, strict=True)) for gate in gates]
+    red = [gate["name"] for gate in gates if gate["verdict"] == "RED"]
+    return {"case": case, "red": red, "error": error, "gates": gates}
+
+
+LINES = [
+    line("clean/3/fp16", ("weights", "GREEN", 0.5, 1.05), ("program", "GREEN", 2e-6, 1e-5)),
+    line("clean/3/lut4", ("weights", "GREEN", 0.9, 1.001), ("program", "GREEN", 1e-6, 1e-5)),
+    line("disk/keys_times_1_2/fp16", ("weights", "RED", 21.0, 1.05)),
+    line("disk/keys_times_1_2/lut4", ("weights", "RED", 5.005, 1.001), ("host", "RED", 2.0, 2e-5)),
+    line("disk/rms_epsilon_left_out/fp16", ("program", "GREEN", 9e-6, 1e-5)),
+]
+
+
+def test_tables_show_every_limit_of_a_gate_and_how_many_cases_ran():
+    tables = prove.tables({record["case"]: record for record in LINES})
+    sound, faulty = (60 + len(cases.TRAINED) + 2) * 6, len(cases.PLANTED) * 5
+    assert f"2 of {sound} cases on sound bundles, 3 of {faulty} cases" in tables["clean"]
+    assert "1 of them are not as they should be" in tables["clean"]
+    assert tables["margins"].splitlines()[2:] == [
+        "| `weights` | 1.001 | 0.899 (clean/3/lut4) | 5 (disk/keys times 1 2/lut4) | 1 of 1 |",
+        "| `weights` | 1.05 | 0.476 (clean/3/fp16) | 20 (disk/keys times 1 2/fp16) | 1 of 1 |",
+        "| `host` | 2e-05 | – | 1e+05 (disk/keys times 1 2/lut4) | 1 of 1 |",
+        "| `program` | 1e-05 | 0.2 (clean/3/fp16) | – | 0 of 1 |",
+    ]
+    keys, epsilon = tables["faults"].splitlines()[2:]
+    assert keys == "| keys times 1 2 | files | 2 of 2 | `weights` | `weights`, `host` (1 of 2) |"
+    assert epsilon == "| rms epsilon left out | files | 0 of 1 | `program` | – |"
+
+
+def test_a_case_fails_when_a_fault_is_green_a_sound_bundle_red_or_a_gate_broken():
+    assert [prove.fails(record) for record in LINES] == [False, False, False, False, True]
+    assert prove.fails(line("clean/3/fp16", ("budget", "RED", 9.0, 8.0)))
+    assert prove.fails(line("disk/keys_times_1_2/fp16", ("weights", "RED", 9.0, 1), error="broke"))
+
+
+def test_batches_hold_every_case_once_and_one_bundle_each():
+    names = cases.all_cases()
+    parts = prove.batches(names)
+    assert sorted(sum(parts, [])) == sorted(names)
+    assert all(len({cases.bundle_of(case) for case in part}) == 1 for part in parts)
+
+
+def test_comments_and_docstrings_do_not_make_a_case_old():
+    source = 'def f(x):\n    """Doc."""\n    return x  # one\n'
+    assert cases.without_prose(source) == cases.without_prose("def f(x):\n    return (x)\n")
+    assert cases.without_prose(source) != cases.without_prose("def f(x):\n    return x + 1\n")
+
+
+def test_a_fault_meets_the_cheap_gates_the_one_made_for_it_and_no_more(prover, tmp_path):
+    checkpoint, source = prover.base("llama", "fp16")
+    asked = []
+    for name in ("keys_times_1_2", "rms_epsilon_times_100"):
+        copy = Copy(source, tmp_path / name)
+        cases.PLANTED[name].plant(copy)
+        gates = cases.Faulty(copy.seal(), checkpoint).gates(cases.PLANTED[name].gate)
+        asked.append({gate.name: gate.verdict for gate in gates})
+    assert asked[0] == {"interface": "GREEN", "weights": "RED", "host": "GREEN"}
+    assert asked[1] == asked[0] | {"weights": "GREEN", "program": "RED", "scores": "GREEN"}

@@ -1,4 +1,5 @@
-"""Gate `weights`: GREEN on what the export stores, RED on weights changed on disk, in every preset."""
+"""Gate `weights`: GREEN on what the export stores, RED on weights changed on disk: every family, preset and fault, but not
+each with each, which `make prove` asks."""
 
 import shutil
 
@@ -91,19 +92,24 @@ def gate(copy: Copy, checkpoint: Checkpoint):
     return weights_gate(Bundle.open(copy.seal()), checkpoint)
 
 
-@pytest.mark.parametrize("compress", PRESETS)
-@pytest.mark.parametrize("family", CLEAN)
+@pytest.mark.parametrize(("family", "compress"), [*zip(CLEAN, PRESETS, strict=True)])
 def test_what_the_export_stores_is_green(exports, family, compress):
     found = weights_gate(*clean(exports, family, compress))
     assert found.verdict == "GREEN", found.reason
     assert found.value < found.threshold
 
 
-@pytest.mark.parametrize("compress", PRESETS)
-@pytest.mark.parametrize("fault", FAULTS)
+# a table for the whole tensor cannot store `channel x1.02`: every index stays the nearest
+@pytest.mark.parametrize(
+    ("fault", "compress"),
+    [
+        (fault, compress)
+        for i, fault in enumerate(FAULTS)
+        for j, compress in enumerate(PRESETS)
+        if j in (i % 6, (i + 3) % 6) and not (fault == "channel x1.02" and "lut" in compress)
+    ],
+)
 def test_a_weight_changed_on_disk_is_red(llama, fault, compress):
-    if fault == "channel x1.02" and compress.startswith("lut"):
-        pytest.skip("one table for the whole tensor cannot store it: every index stays the nearest")
     copy, checkpoint = llama(compress)
     FAULTS[fault](copy)
     found = gate(copy, checkpoint)

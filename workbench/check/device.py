@@ -25,9 +25,10 @@ from workbench.files import write_whole
 
 METADATA = "workbench-reference"
 # Times the distance declared–narrow. `declared` lies one rounding away from exact arithmetic, and a
-# device may lie another one away on the other side: portable `exact` is 1.3 distances away on
-# tiny-llama.
-DEVICE_FACTOR = 2.0
+# device may lie another one away on the other side. Portable `exact`, seen as a device, is 1.44
+# distances away on the worst sound bundle (fp16, trained ZAYA; 1.44 too among random draws). The
+# limit is at least twice that; docs/verdict.md has the margin.
+DEVICE_FACTOR = 3.0
 
 
 @dataclass(frozen=True)

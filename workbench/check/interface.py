@@ -12,7 +12,15 @@ from math import prod
 from miltorch.program import read_spec
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.manifest import Manifest
-from workbench.bundle.names import K_STATE, KV_STATE, KV_WRITE_MASK, POS, SIDE_STATE, V_STATE
+from workbench.bundle.names import (
+    HIDDEN,
+    K_STATE,
+    KV_STATE,
+    KV_WRITE_MASK,
+    POS,
+    SIDE_STATE,
+    V_STATE,
+)
 from workbench.bundle.presets import FP16, Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
@@ -122,6 +130,7 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     for value in described.state:
         if value.name in tensors and value.name in states:
             yield from _state(value, states[value.name], shard)
+    yield from _taps(shard, types)
     yield from _compression(shard, block, o.preset)
 
 
@@ -132,6 +141,23 @@ def _names(what: str, declared, described, packaged) -> Iterator[str]:
         yield f"{what} {texts[0]} in the manifest, {texts[1]} in the description"
     if texts[0] != texts[2]:
         yield f"{what} {texts[0]} in the manifest, {texts[2]} in the program"
+
+
+def _taps(shard: Shard, types: dict) -> Iterator[str]:
+    """What is wrong with the values that hold the layers' hidden outputs: the last layer's is the
+    shard's own, an inner one has its shape.
+    """
+    layers = [*range(*shard.layers)] if shard.kind == "layers" else []
+    if sorted(shard.taps) != layers:
+        yield f"taps of layers {sorted(shard.taps)}, not of {layers}"
+    for layer, name in shard.taps.items():
+        if layer in layers[-1:] and name != HIDDEN:
+            yield f"the tap of layer {layer} is {name}, not the output {HIDDEN}"
+        if (
+            not {name, HIDDEN} <= types.keys()
+            or _tensor(types[name])[1] != _tensor(types[HIDDEN])[1]
+        ):
+            yield f"the tap of layer {layer}, {name}, is no value like {HIDDEN}"
 
 
 def _input(value, shape: list, packaged: tuple, t_max: int, fixed: bool) -> Iterator[str]:

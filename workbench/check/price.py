@@ -24,8 +24,9 @@ from workbench.models.checkpoint import Checkpoint
 
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 # Times the budget that an error may be. Inner results of a layer are rounded as well, which the
-# budget leaves out.
-BUDGET_FACTOR = 8.0
+# budget leaves out: the worst sound bundle (fp16, trained ZAYA) reaches 2.6, random draws in fp16
+# 2.1 and compressed ones 1.05. The limit is at least twice the worst; docs/verdict.md has the margin.
+BUDGET_FACTOR = 6.0
 
 
 @dataclass(frozen=True)
