@@ -49,6 +49,17 @@ def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(misdeclared, tiny_
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "golden"])
+def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
+    def stop(**_):
+        raise ValueError("planted")
+
+    exact = Decoder(llama_bundle, "portable", "exact")
+    exact.layers[1].executable.body.steps[3].function = stop
+    results = {g.name: g for g in bug_gates(llama_bundle, tiny_llama, exact=exact)}
+    assert results["program"].verdict == gates.RED and "planted" in results["program"].reason
+    assert results["causality"].verdict == gates.NOT_RUN
+
+
 def test_the_command_says_so_too_and_exits_1(misdeclared, tiny_llama, llama_golden, source):
     path = tiny_llama.path
     if source == "golden":

@@ -102,7 +102,8 @@ def bug_gates(
         exact: a portable decoder in `exact` arithmetic that runs the bundle (default: a new one).
         decoder: the decoder whose host and calls are checked (default: `exact`).
 
-    Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are not_run.
+    Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are not_run. A program
+    that stops with an error is RED.
     """
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
@@ -113,14 +114,18 @@ def bug_gates(
         results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
         results.append(causality.causality_gate(tried))
     except InputError as problem:
+        names = BUG_GATES[len(results) :]
         if results[0].verdict != gates.RED:
-            raise
+            if names[0] not in ("program", "causality"):
+                raise  # the checkpoint or the bundle cannot be read
+            reason = f"the program does not run: {problem.subject}: {problem.actual}"
+            results.append(gates.holds(names[0], False, reason))
         results += unopened_gates(problem, BUG_GATES[len(results) :])
     return results
 
 
 def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
-    """Gates `names` of a bundle whose interface is RED, where `problem` is why no decoder runs it."""
+    """Gates `names` of a bundle that no decoder runs, where `problem` says why."""
     reason = f"the bundle cannot be run: {problem.subject}: {problem.actual}"
     return [gates.not_run(name, reason) for name in names]
 
