@@ -48,7 +48,6 @@ def test_a_bundle_that_no_decoder_runs_is_red_with_the_reason(misdeclared, tiny_
     assert "cannot be run" in found["program"].reason
 
 
-@pytest.mark.parametrize("source", ["checkpoint", "golden"])
 def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
     def stop(**_):
         raise ValueError("planted")
@@ -60,6 +59,7 @@ def test_a_program_that_stops_with_an_error_is_red(llama_bundle, tiny_llama):
     assert results["causality"].verdict == gates.NOT_RUN
 
 
+@pytest.mark.parametrize("source", ["checkpoint", "golden"])
 def test_the_command_says_so_too_and_exits_1(misdeclared, tiny_llama, llama_golden, source):
     path = tiny_llama.path
     if source == "golden":
