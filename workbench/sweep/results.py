@@ -32,8 +32,9 @@ def stored_tables(
     """
     of_checkpoint, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
     timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
-    on_coreml = (of_checkpoint if timed.empty else timed)["runtime"].eq("coreml").any()
-    settings = [cell.columns("coreml" if on_coreml else "portable") for cell in cells(grid)]
+    logged = set((of_checkpoint if timed.empty else timed)["runtime"])
+    auto = next((name for name in runs.RUNTIMES if name in logged), "portable")
+    settings = [cell.columns(auto) for cell in cells(grid)]
     timed = runs.newest(runs.fitting(timed, settings, runs.TIMES), [*runs.TIMES, "round"])
     validated = runs.fitting(of_checkpoint, settings, runs.VALUES)
     fidelity = _rows_of("fidelity", validated, root)

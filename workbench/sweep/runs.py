@@ -26,7 +26,7 @@ COUNTS = ("threads", "T", "depth", "n_gen")
 TIMES = (*VALUES, "fast", *COUNTS)
 """What, with checkpoint, machine and software, decides how long it takes."""
 
-RUNTIMES = ("portable", "coreml")
+RUNTIMES = ("coreml", "portable", "stand-in")
 
 
 def pick(mapping: Mapping, *names: str) -> dict:
@@ -45,10 +45,12 @@ def exported(options: Options) -> dict:
 def executed(
     runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_
 ) -> dict:
-    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing; others are ignored."""
-    portable, coreml = runtime == "portable", runtime == "coreml"
+    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing; others are ignored.
+    The fault of a stand-in is no column."""
+    name, _, _ = runtime.partition(":")
+    portable, coreml = name == "portable", name != "portable"
     return {
-        "runtime": runtime,
+        "runtime": name,
         "precision": precision if portable else None,
         "fast": bool(fast and precision == "declared") if portable else None,
         "compute_units": compute_units if coreml else None,
