@@ -60,7 +60,7 @@ def install(precision: str = "declared") -> None:
     check_precision(precision)
     Proxy.precision = precision
     if native_layer() is not Proxy:
-        _patches.enter_context(replaced(Proxy))
+        _replace(Proxy, _patches)
 
 
 def native_layer() -> type | None:
@@ -74,6 +74,13 @@ def native_layer() -> type | None:
 @contextmanager
 def replaced(proxy: "type[Proxy]") -> Iterator[None]:
     """Within, `proxy` is coremltools' native layer; compute plans are there if it has them."""
+    with ExitStack() as patches:
+        _replace(proxy, patches)
+        yield
+
+
+def _replace(proxy: "type[Proxy]", patches: ExitStack) -> None:
+    """Makes `proxy` coremltools' native layer until `patches` are closed."""
     ct = coremltools()
     from coremltools.models import _compiled_model, compute_plan, model, utils
 
@@ -86,17 +93,14 @@ def replaced(proxy: "type[Proxy]") -> Iterator[None]:
     replacements += [(model, "_is_macos", lambda: True), (ct, "libcoremlpython", native)]
     if hasattr(proxy, "get_compute_plan"):
         replacements.append((compute_plan, "_MLModelProxy", proxy))
+    for module, name, value in replacements:
+        patches.enter_context(mock.patch.object(module, name, value, create=True))
     before = sys.modules.get(native.__name__)
-    with ExitStack() as patches:
-        for module, name, value in replacements:
-            patches.enter_context(mock.patch.object(module, name, value, create=True))
-        sys.modules[native.__name__] = native
-        try:
-            yield
-        finally:
-            del sys.modules[native.__name__]
-            if before:
-                sys.modules[native.__name__] = before
+    if before is None:
+        patches.callback(sys.modules.pop, native.__name__)
+    else:
+        patches.callback(sys.modules.__setitem__, native.__name__, before)
+    sys.modules[native.__name__] = native
 
 
 def uninstall() -> None:

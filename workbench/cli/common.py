@@ -115,4 +115,6 @@ def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables
     from workbench.sweep import runs
 
     row = runs.describe(bundle, decoder) | {"command": command} | row
+    if decoder and decoder.fault:
+        row["config"] = row.get("config", {}) | {"fault": decoder.fault}
     result["run_id"] = runs.record_run(command, row, **tables)

@@ -70,6 +70,14 @@ def resolve(runtime: str = "auto") -> str:
     return runtime
 
 
+def check_compute_units(name: str) -> None:
+    """Refuses what is no name of Core ML's compute units."""
+    if name not in COMPUTE_UNITS:
+        raise InputError(
+            "compute units", repr(name), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"
+        )
+
+
 def load_shard(
     bundle: Bundle,
     shard: Shard,
@@ -87,10 +95,7 @@ def load_shard(
         from workbench.runtime.portable import PortableModel
 
         return PortableModel(bundle, shard, precision, fast)
-    if compute_units not in COMPUTE_UNITS:
-        raise InputError(
-            "compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"
-        )
+    check_compute_units(compute_units)
     if name == "stand-in":
         from workbench.runtime.standin import StandInModel
 
@@ -105,6 +110,7 @@ __all__ = [
     "Model",
     "RUNTIMES",
     "State",
+    "check_compute_units",
     "coreml_available",
     "load_shard",
     "named",

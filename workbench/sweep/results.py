@@ -21,7 +21,8 @@ def stored_tables(
 
     Times are those of one machine and one setting of everything that the grid does not vary: where the log holds the grid
     with several checkpoints of one name, or on several versions of a system, coremltools or torch, those of the newest run.
-    Fidelity is of any machine.
+    Fidelity is of any machine. The column `invalid` of times is the reason why a run was not what its settings say, null
+    for all others.
 
     Args:
         machine: whose times (see `workbench.log.machine.machine_name`); default: this machine's if the log has some, else
@@ -30,7 +31,8 @@ def stored_tables(
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    of_checkpoint, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
+    measured, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
+    of_checkpoint = measured[measured["status"] == "ok"]
     timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
     logged = set((of_checkpoint if timed.empty else timed)["runtime"])
     auto = next((name for name in runs.RUNTIMES if name in logged), "portable")
@@ -40,7 +42,9 @@ def stored_tables(
     fidelity = _rows_of("fidelity", validated, root)
     validated = runs.newest(validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES)
     about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
-    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round"]
+    timed = timed.assign(invalid=timed["reason"].where(timed["status"] == "invalid"))
+    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round", "invalid"]
+    times += ["ane_ops_share", "ane_cost_share"]
     tables = {
         name: _join(_rows_of(name, timed, root), timed, times) for name in ("samples", "layers")
     }
@@ -72,7 +76,7 @@ def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
 def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
     name."""
-    rows = runs.listing(grid.experiment, root)
+    rows = runs.listing(grid.experiment, root, runs.MEASURED)
     path = find(grid.checkpoint, Path(root) if root else log.default_root())
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
@@ -88,11 +92,13 @@ def _sha256(path: Path, files: tuple) -> str:
 
 
 def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
-    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
+    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first, those that only
+    invalid runs measured last.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
     ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
-    T) and ``verdict``. For `machine` see `stored_tables`.
+    T) and ``verdict``; ``invalid`` is the reason where no run is valid; ``ane_ops_share`` and ``ane_cost_share`` are the Neural
+    Engine's shares (null: no plan). For `machine` see `stored_tables`.
     """
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
@@ -102,14 +108,20 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     timed = samples[
         ~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])
     ]
+    valid = timed["invalid"].isna()
+    timed = timed[
+        valid | ~valid.groupby([timed[key] for key in keys], dropna=False).transform("any")
+    ]
     medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median()
     by_run = medians.unstack("phase").reindex(columns=["tokens_per_s", "call"])
     rows = by_run.groupby(keys, dropna=False).agg(
         tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
     )
+    shares = timed.groupby(keys, dropna=False)[["invalid", "ane_ops_share", "ane_cost_share"]]
+    rows = rows.join(shares.first())
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
-    every = log.load("runs", root=root)
+    every = log.load("runs", root=root, where={"status": "ok"})
     validated = runs.newest(every[every["verdict"].notna()], about)[[*about, "verdict"]]
     rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
     rows["verdict"] = rows["verdict"].fillna("not_run")
@@ -128,10 +140,13 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
         "n",
         "worst_cosine",
         "verdict",
+        "ane_ops_share",
+        "ane_cost_share",
+        "invalid",
     ]
-    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[
-        list(dict.fromkeys(columns))
-    ]
+    ranked = rows.sort_values("tokens_per_s", ascending=False)
+    ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable", ignore_index=True)
+    return ranked[list(dict.fromkeys(columns))]
 
 
 def varied_axes(grid: Grid) -> list[str]:
