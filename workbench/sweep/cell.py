@@ -128,8 +128,9 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
 
 
 def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
-    """Logs a run that did not come to an end."""
-    row = {
+    """Logs a run that did not come to an end; which runtime auto would have meant, nobody says then."""
+    executed = {} if job["run"]["runtime"] == "auto" else runs.executed(**job["run"])
+    row = executed | {
         "checkpoint": Path(job["checkpoint"]).name,
         "checkpoint_hash": job["checkpoint_hash"],
         "status": "failed",
