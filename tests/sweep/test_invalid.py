@@ -79,9 +79,10 @@ def test_invalid_layer_times_are_hatched_cells(root, grid):
     assert REASON in ax.get_xlabel().replace("\n", " ")
     valid = layers[layers["T"] == 1]
     assert plots.layer_ms(valid).get_legend() is None
+    assert len(bars(plots.layer_ms(layers[layers["T"] == 2]))) == 1
 
 
-def test_invalid_cells_are_done(root, grid, monkeypatch):
+def test_invalid_cells_are_done(root, grid):
     keys = {
         cell.key(log.load("runs", root=root)["checkpoint_hash"][0])
         for cell in sweep.cells(sweep.make_grid(grid))

@@ -61,7 +61,10 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     ax.set(xlabel="max_seq_len", ylabel=units[0])
     for (length, name), values in invalid.groupby(["max_seq_len", lines])["value"]:
         ax.bar(int(length), values.median(), 0.2 * int(length), **INVALID)
-        note(ax, f"{lines} = {name}", int(length), values.median())
+        text = note(ax, f"{lines} = {name}", int(length), values.median())
+        text.set_bbox(ON_LINES)
+    lengths = sorted(samples["max_seq_len"].astype(int).unique())
+    ax.set_xticks(lengths, labels=map(str, lengths))
     keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
     ax.set_ylim(bottom=0)
     return heading(ax, title, keys)
@@ -83,7 +86,8 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     )
     grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
     ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
-    mesh = grid_cells(ax, grid, Normalize(0, grid.max(axis=None)), colormaps["cividis"])
+    most = grid.max(axis=None)
+    mesh = grid_cells(ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"])
     vain = every.notna() & grid.isna()
     for y, x in zip(*vain.to_numpy().nonzero()):
         ax.add_patch(Rectangle((x, y), 1, 1, **INVALID | {"facecolor": "white"}))

@@ -193,7 +193,8 @@ def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
     """Legend entry for what invalid runs measured, if there are any; writes their reasons below the axis."""
     if invalid.empty:
         return []
-    reasons = "\n".join(textwrap.fill(f"invalid: {r}", 80) for r in invalid["invalid"].unique())
+    width = int(15 * ax.figure.get_figwidth())  # letters
+    reasons = "\n".join(textwrap.fill(f"invalid: {r}", width) for r in invalid["invalid"].unique())
     ax.set_xlabel(f"{ax.get_xlabel()}\n{reasons}")
     return [Patch(**INVALID, label="invalid")]
 
