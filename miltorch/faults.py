@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import miltorch
+from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 from miltorch.shim import Proxy, StateProxy, _error
 
@@ -156,17 +157,20 @@ class OnEngine(Proxy):
 
 
 def plan(path: str, devices: list[str]) -> SimpleNamespace:
-    """A compute plan with coremltools' names for the `main` function of a package: every operation prefers the first of
+    """A compute plan with coremltools' names for every function of a package: each operation prefers the first of
     `devices` (ane, cpu), could run on all of them, and costs the same."""
     kinds = coremltools().models.compute_device
     classes = {"ane": kinds.MLNeuralEngineComputeDevice, "cpu": kinds.MLCPUComputeDevice}
     units = [object.__new__(classes[name]) for name in devices]
     usage = SimpleNamespace(preferred_compute_device=units[0], supported_compute_devices=units)
-    program = miltorch.read(path)
-    cost = SimpleNamespace(weight=1 / sum(op.kind != "const" for op in program.block.walk()))
-    main = SimpleNamespace(block=_plan_block(program.block))
+    blocks = {
+        name: miltorch.read(path, name).block for name in read_spec(Path(path)).mlProgram.functions
+    }
+    ops = [op for block in blocks.values() for op in block.walk() if op.kind != "const"]
+    cost = SimpleNamespace(weight=1 / len(ops))
+    functions = {name: SimpleNamespace(block=_plan_block(b)) for name, b in blocks.items()}
     return SimpleNamespace(
-        model_structure=SimpleNamespace(program=SimpleNamespace(functions={"main": main})),
+        model_structure=SimpleNamespace(program=SimpleNamespace(functions=functions)),
         get_compute_device_usage_for_mlprogram_operation=lambda op: usage,
         get_estimated_cost_for_mlprogram_operation=lambda op: cost,
     )

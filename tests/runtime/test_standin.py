@@ -311,7 +311,7 @@ def test_loads_are_rejected_for_their_reason_alone(source, bundle):
 def test_a_process_that_is_killed_says_so_by_its_exit_code(name, bundle, source):
     options = {
         "decode": ["--prompt-ids", "5", "--max-new", 2],
-        "validate": ["--checkpoint", source],
+        "validate": ["--checkpoint", source, "--prompt-ids", "5,17"],
     }
     arguments = [name, bundle.root, *options.get(name, []), "--runtime", "stand-in:kill"]
     child = [sys.executable, "-m", "workbench.cli", *map(str, arguments)]

@@ -82,21 +82,24 @@ def plan_main(job: dict) -> list[dict]:
     optimization hints.
 
     Args:
-        job: {bundle (a path), shards (names), runtime, fault, compute_units}.
+        job: {bundle (a path), programs (pairs of a shard's name and a function's, null for its only one), runtime, fault,
+            compute_units}.
 
     Returns:
-        A `Placement` for every shard, as JSON.
+        A `Placement` for every program, as JSON.
 
     Raises:
         InputError: Core ML gives no plan.
     """
     bundle, standin = Bundle.open(job["bundle"]), job["runtime"] == "stand-in"
     source = "simulated" if standin else "measured"
+    shards = {shard.name: shard for shard in bundle.manifest.shards}
     with installed(job["fault"]) if standin else nullcontext():
         plans = {
-            shard.name: compute_plan(bundle, shard, job["compute_units"])
-            for shard in bundle.manifest.shards
-            if shard.name in job["shards"]
+            " ".join(filter(None, (name, function))): compute_plan(
+                bundle, shards[name], job["compute_units"], function
+            )
+            for name, function in job["programs"]
         }
     return [count_units(name, plan, source).json() for name, plan in plans.items()]
 

@@ -99,9 +99,9 @@ def residency_command(
     (name, fault), facts = named(resolve(runtime)), []
     planned = name != "portable"
     if planned:
-        shards = [shard.name for shard in opened.manifest.shards]
+        programs = [(shard.name, None) for shard in opened.manifest.shards]
         try:
-            placements = planned_placement(opened, shards, name, compute_units, fault=fault)
+            placements = planned_placement(opened, programs, name, compute_units, fault=fault)
         except InputError as problem:
             planned, facts = False, [f"Predicted, since Core ML gave no plan: {problem}"]
     if not planned:

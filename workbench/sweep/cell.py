@@ -108,11 +108,11 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     `seconds` that are left, the config says why."""
     if decoder.runtime == "portable":
         return {}
-    names = [model.shard.name for model in (*decoder.layers, *decoder.heads)]
+    models = *decoder.layers, *decoder.heads
     try:
         placements = plans.planned_placement(
             decoder.bundle,
-            names,
+            [(model.shard.name, model.function) for model in models],
             decoder.runtime,
             decoder.compute_units,
             fault=decoder.fault,

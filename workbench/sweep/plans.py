@@ -10,7 +10,7 @@ from workbench.sweep import process
 
 def planned_placement(
     bundle: Bundle,
-    shards: Sequence[str],
+    programs: Sequence[tuple[str, str | None]],
     runtime: str,
     compute_units: str = "CPU_AND_NE",
     *,
@@ -19,10 +19,13 @@ def planned_placement(
 ) -> list[Placement]:
     """What Core ML, or its stand-in with a fault, plans for some shards of a bundle.
 
+    Args:
+        programs: a shard's name and the function's (None: its only one) for each.
+
     Raises:
         InputError: there is no plan, with the reason, the death of the process that asked included.
     """
-    job = {"bundle": str(bundle.root), "shards": list(shards), "runtime": runtime}
+    job = {"bundle": str(bundle.root), "programs": list(programs), "runtime": runtime}
     job |= {"compute_units": compute_units, "fault": fault}
     outcome = process.call("workbench.ane.placement:plan_main", job, timeout_s=timeout_s)
     if outcome.failure is not None:
