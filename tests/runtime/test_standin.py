@@ -11,12 +11,13 @@ import pytest
 from miltorch import shim
 from workbench import Decoder, log, runtime, sweep
 from workbench.ane import placement
-from workbench.check import golden, units
+from workbench.check import checklist, golden, units
 from workbench.cli.app import main
 from workbench.errors import InputError
 from workbench.models import checkpoint
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import coreml, load_shard
+from workbench.runtime.portable import PortableModel
 from workbench.runtime.standin import FAULTS, installed
 from workbench.sweep import process
 
@@ -350,6 +351,26 @@ def test_what_a_device_does_to_nan_and_subnormals_is_recorded_and_no_verdict(
     assert (code, checks[gate]["verdict"]) == (0, "GREEN")
     assert checks[gate]["reason"].endswith(f"; stand-in on CPU_AND_NE: {words}")
     assert checks["write_address"]["verdict"] == "GREEN"
+
+
+def test_write_probes_hold_no_subnormal_number():
+    values = checklist._normal(np.array([1e-6, -1e-7, 0, 2.0**-14, -3]))
+    assert (np.abs(values) >= 2.0**-14).all() and values.dtype == np.float16
+    assert values[3:].tolist() == [2.0**-14, -3]
+
+
+def test_a_program_that_swallows_nan_is_red_whatever_the_device_does(bundle, monkeypatch):
+    """The gate's verdict is portable arithmetic's: a device that does better changes nothing."""
+    predict = PortableModel.predict
+
+    def finite(self, inputs, state=None):
+        return {name: np.nan_to_num(v) for name, v in predict(self, inputs, state).items()}
+
+    monkeypatch.setattr(PortableModel, "predict", finite)
+    gate = checklist.nan_is_noticed(Decoder(bundle, "stand-in"))
+    assert gate.verdict == "RED"
+    device = "stand-in on CPU_AND_NE: swallowed by: none"
+    assert gate.reason == f"swallowed by: layers_00_00; {device}"
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,19 @@ def test_invalid_layer_times_are_hatched_cells(root, grid):
 
 
 def test_invalid_cells_are_done(root, grid):
-    keys = {
-        cell.key(log.load("runs", root=root)["checkpoint_hash"][0])
-        for cell in sweep.cells(sweep.make_grid(grid))
-    }
-    assert keys == sweep.done_cells(root)
+    assert cell_keys(root, grid) == sweep.done_cells(root)
+
+
+def test_cells_are_done_on_the_runtime_that_auto_means(root, grid, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_RUNTIME", "stand-in:kill")
+    assert not sweep.done_cells(root)
+    monkeypatch.setenv("WORKBENCH_RUNTIME", "portable")
+    assert sweep.done_cells(root) == cell_keys(root, grid)
+
+
+def cell_keys(root, grid) -> set[str]:
+    checkpoint_hash = log.load("runs", root=root)["checkpoint_hash"][0]
+    return {cell.key(checkpoint_hash) for cell in sweep.cells(sweep.make_grid(grid))}
 
 
 def test_fidelity_of_an_invalid_run_is_no_verdict(root, grid):

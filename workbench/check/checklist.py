@@ -306,15 +306,17 @@ def _on_portable(
 ) -> Gate:
     """A gate that the program must pass in portable arithmetic. A device is known to treat NaN and
     subnormal numbers in ways of its own: what it does is part of the reason, never of the verdict."""
-    models, note = decoder.layers, ""
-    if decoder.runtime != "portable":
-        models = (load_shard(decoder.bundle, model.shard, "portable") for model in decoder.layers)
-        failing = [model.shard.name for model in decoder.layers if fails(model)]
-        note = f"; {decoder.runtime} on {decoder.compute_units}: "
-        note += lead + ", ".join(failing) if failing else "the same"
-    failing = [model.shard.name for model in models if fails(model)]
-    gate = gates.none(name, failing, fine, lead)
-    return replace(gate, reason=gate.reason + note)
+    shards = [model.shard for model in decoder.layers]
+    failing = [model.shard.name for model in decoder.layers if fails(model)]
+    if decoder.runtime == "portable":
+        return gates.none(name, failing, fine, lead)
+    models = (load_shard(decoder.bundle, shard, "portable") for shard in shards)
+    on_portable = [model.shard.name for model in models if fails(model)]
+    gate, device = gates.none(name, on_portable, fine, lead), lead + (", ".join(failing) or "none")
+    note = "the same" if failing == on_portable else device
+    return replace(
+        gate, reason=f"{gate.reason}; {decoder.runtime} on {decoder.compute_units}: {note}"
+    )
 
 
 def overflow_raises(decoder: Decoder) -> Gate:

@@ -16,6 +16,7 @@ from workbench.errors import InputError
 from workbench.log.machine import machine_name, software_name, with_machines
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import named, resolve
 from workbench.sweep import cell, cluster, runs
 from workbench.sweep.grid import Cell, Grid, cells
 
@@ -57,7 +58,7 @@ def sweep(
         except OSError as problem:
             needed, step = "a folder that can be written", "name another with --log-dir"
             raise InputError(f"log {root}", problem.strerror, needed, step) from None
-        finished = done_cells(root, hosts)
+        finished = done_cells(root, hosts, _auto() if scheduler is None else None)
         missing = [c for c in everything if c.key(checkpoint.sha256) not in finished]
         missing.sort(key=lambda c: c.round)
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
@@ -111,14 +112,18 @@ def _host(environment: dict) -> tuple[str, str]:
     return machine_name(environment), software_name(environment)
 
 
-def done_cells(root: Path, hosts: set[tuple[str, str]] | None = None) -> set[str]:
+def done_cells(
+    root: Path, hosts: set[tuple[str, str]] | None = None, auto: str | None = None
+) -> set[str]:
     """Keys of the cells that were measured, on one of these machines with its software, in the log at `root`.
     Invalid ones count: they would be so again.
 
     Args:
         hosts: (`machine_name`, `software_name`) of each; default: this machine.
+        auto: the runtime that auto means there (None: any); default: here.
     """
-    hosts = hosts or {_host(log.environment())}
+    if hosts is None:
+        hosts, auto = {_host(log.environment())}, _auto()
     where = {"status": list(runs.MEASURED), "command": "sweep"}
     rows = with_machines(log.load("runs", root=root, where=where))
     configs = map(json.loads, rows["config"])
@@ -126,4 +131,10 @@ def done_cells(root: Path, hosts: set[tuple[str, str]] | None = None) -> set[str
         config["cell"]
         for row, config in zip(rows.itertuples(), configs)
         if (row.machine, row.software) in hosts
+        and (not auto or row.runtime == auto or config.get("run", {}).get("runtime") != "auto")
     }
+
+
+def _auto() -> str:
+    """The runtime that auto means in this process, without a fault."""
+    return named(resolve())[0]
