@@ -23,6 +23,7 @@ CHECKED = {
     "cache_contents",
     "stale_rows",
     "nan_in_state_is_noticed",
+    "subnormals_in_state_are_kept",
     "overflow_raises",
     "memory",
 }
