@@ -301,6 +301,23 @@ def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
     assert err.startswith("workbench: shard layers_00_00: found ") and "error code: -14." in err
 
 
+@pytest.mark.parametrize("name", ["check", "decode", "validate", "reuse"])
+def test_other_compute_units_are_the_next_step_that_the_message_names(
+    name, bundle, source, command
+):
+    options = {
+        "decode": ["--prompt-ids", "5", "--max-new", 2],
+        "validate": ["--checkpoint", source, "--prompt-ids", "5,17"],
+        "reuse": ["--max-new", 1],
+    }.get(name, [])
+    arguments = [name, bundle.root, *options, "--runtime", "stand-in:load14-ne"]
+    code, _, err = command(*arguments)
+    assert code == 2 and "try other --compute-units" in err
+    assert command(*arguments, "--compute-units", "CPU_ONLY")[0] == 0
+    code, _, err = command(*arguments, "--compute-units", "ANE")
+    assert code == 2 and "compute units: found 'ANE'" in err
+
+
 def test_loads_are_rejected_for_their_reason_alone(source, bundle):
     fixed = export(source, "fixed", t_max=1)
     load_shard(fixed, fixed.shards("layers")[0], "stand-in:load14-range")

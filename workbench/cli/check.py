@@ -17,6 +17,7 @@ from workbench.cli.common import (
     Memory,
     Precision,
     RuntimeName,
+    Units,
     gate_lines,
     load_golden,
     look_at,
@@ -33,6 +34,7 @@ def check_command(
     ] = None,
     memory: Memory = None,
     runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     json: Json = False,
 ) -> None:
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
@@ -46,7 +48,7 @@ def check_command(
     from workbench.check.golden import Golden
 
     checks = check_bundle(
-        workbench.Decoder(opened, runtime),
+        workbench.Decoder(opened, runtime, compute_units=compute_units),
         golden=golden and Golden.load(golden),
         machine=None if memory is None else parse_bytes(memory),
         progress=not json,
@@ -65,6 +67,7 @@ def validate_command(
         Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
     ] = None,
     runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     precision: Precision = "declared",
     log: Log = False,
     json: Json = False,
@@ -84,7 +87,7 @@ def validate_command(
                 "the checkpoint that also answers them",
                 "give --checkpoint",
             )
-    decoder = workbench.Decoder(opened, runtime, precision)
+    decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
     reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
     Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
     validation = workbench.validate(decoder, reference, Ts, progress=not json)

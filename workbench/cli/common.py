@@ -15,6 +15,9 @@ from workbench.errors import InputError
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Ids = Annotated[str | None, Option(help="Token ids, comma-separated: 2,42,100.")]
 RuntimeName = Annotated[str, Option(help="auto, portable, coreml, stand-in or stand-in:FAULT.")]
+Units = Annotated[
+    str, Option("--compute-units", help="Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.")
+]
 Precision = Annotated[str, Option(help="Portable arithmetic: declared, exact or narrow.")]
 GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this checkpoint.")]

@@ -7,7 +7,7 @@ from typer import Argument
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Log, Memory, RuntimeName, record, show
+from workbench.cli.common import Json, Log, Memory, RuntimeName, Units, record, show
 from workbench.errors import InputError
 
 
@@ -76,7 +76,7 @@ def memory_command(
 def residency_command(
     bundle: Path,
     chip: str = "M4 Max",
-    compute_units: str = "CPU_AND_NE",
+    compute_units: Units = "CPU_AND_NE",
     runtime: RuntimeName = "auto",
     log: Log = False,
     json: Json = False,
@@ -88,7 +88,6 @@ def residency_command(
 
     Args:
         chip: Chip to predict for, such as M1 or M4 Max.
-        compute_units: Units that a measured plan may use.
     """
     opened = workbench.Bundle.open(bundle)
     from workbench.ane import placement, roofline
