@@ -40,7 +40,8 @@ class RejectedStates(_Rejecting):
 
 
 class RejectedRanges(_Rejecting):
-    """Models with a flexible input shape fail to load with error code -14, whatever the compute units."""
+    """Models with a flexible input shape fail to load with error code -14, whatever the compute
+    units."""
 
     def rejects(self, compute_units: str) -> bool:
         return any(
@@ -149,7 +150,8 @@ class Fallback(Proxy):
 
 
 class OnEngine(Proxy):
-    """No fault, a simulated compute plan: every operation on the Neural Engine if the units have it, else on the CPU."""
+    """No fault, a simulated compute plan: every operation on the Neural Engine if the units have
+    it, else on the CPU."""
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
@@ -157,8 +159,8 @@ class OnEngine(Proxy):
 
 
 def plan(path: str, devices: list[str]) -> SimpleNamespace:
-    """A compute plan with coremltools' names for every function of a package: each operation prefers the first of
-    `devices` (ane, cpu), could run on all of them, and costs the same."""
+    """A compute plan with coremltools' names for every function of a package: each operation
+    prefers the first of `devices` (ane, cpu), could run on all of them, and costs the same."""
     kinds = coremltools().models.compute_device
     classes = {"ane": kinds.MLNeuralEngineComputeDevice, "cpu": kinds.MLCPUComputeDevice}
     units = [object.__new__(classes[name]) for name in devices]

@@ -1,5 +1,5 @@
-"""The stand-in for Core ML: its verdicts are portable's without one illegal call, and each fault that it plays ends in the
-row, the message and the exit code that a Mac's would."""
+"""The stand-in for Core ML: its verdicts are portable's without one illegal call, and each fault
+that it plays ends in the row, the message and the exit code that a Mac's would."""
 
 import json
 import subprocess
@@ -85,7 +85,7 @@ def illegal(monkeypatch) -> list:
     return refused
 
 
-# --- which runtime ---------------------------------------------------------------------------------------------------
+# --- which runtime --------------------------------------------------------------------------------
 
 
 def test_the_variable_says_what_auto_means(monkeypatch, bundle):
@@ -129,7 +129,7 @@ def test_the_stand_in_leaves_coremltools_as_it_was(bundle):
     shim.uninstall()
 
 
-# --- no fault: portable's verdicts, and no illegal call --------------------------------------------------------------
+# --- no fault: portable's verdicts, and no illegal call -------------------------------------------
 
 
 def test_the_count_of_illegal_calls_counts(bundle, illegal):
@@ -187,7 +187,7 @@ def test_native_time_is_part_of_a_call_and_null_on_portable(bundle):
     assert 0 < model.last_native_ms <= model.loading_ms["first_predict"]
 
 
-# --- faults: rows ----------------------------------------------------------------------------------------------------
+# --- faults: rows ---------------------------------------------------------------------------------
 
 DIED, PLANLESS = {"status": "failed"}, {"status": "ok", "placement_source": None}
 ROWS = {  # fault → columns, and words of the reason, of the config's reason for no placement
@@ -287,7 +287,7 @@ def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
     assert units.units_verdict(found.reset_index()) == "RED"
 
 
-# --- faults: messages and exit codes ---------------------------------------------------------------------------------
+# --- faults: messages and exit codes --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["load14-state", "load14-range", "load14-ne"])
@@ -417,7 +417,7 @@ def test_compute_units_that_are_none_are_refused(bundle, command):
     assert code == 2 and "compute units: found 'ANE'" in err
 
 
-# --- placement and messages ------------------------------------------------------------------------------------------
+# --- placement and messages -----------------------------------------------------------------------
 
 
 def test_a_plan_asks_for_the_compute_units_and_counts_shares(bundle):

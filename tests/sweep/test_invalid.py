@@ -19,7 +19,8 @@ def closed_figures():
 
 @pytest.fixture(scope="module")
 def root(swept, tmp_path_factory):
-    """The session's sweep in a log of its own: its run at T = 2 is invalid there, and the fastest by far."""
+    """The session's sweep in a log of its own: its run at T = 2 is invalid there, and the fastest
+    by far."""
     folder, source = tmp_path_factory.mktemp("invalid"), swept[0] / "log"
     runs = log.load("runs", root=source)
     for row in runs.to_dict("records"):

@@ -82,8 +82,8 @@ def plan_main(job: dict) -> list[dict]:
     optimization hints.
 
     Args:
-        job: {bundle (a path), programs (pairs of a shard's name and a function's, null for its only one), runtime, fault,
-            compute_units}.
+        job: {bundle (a path), programs (pairs of a shard's name and a function's, null for its
+            only one), runtime, fault, compute_units}.
 
     Returns:
         A `Placement` for every program, as JSON.
@@ -117,8 +117,9 @@ def count_units(name: str, plan: list[Placed], source: str = "measured") -> Plac
 
 
 def columns(placements: list[Placement]) -> dict:
-    """The columns of a `runs` row: counts by shard, and the Neural Engine's share of all operations and
-    of the plans' estimated costs, where each shard weighs the same. No share is made of a prediction."""
+    """The columns of a `runs` row: counts by shard, and the Neural Engine's share of all operations
+    and of the plans' estimated costs, where each shard weighs the same. No share is made of a
+    prediction."""
     by_shard = {
         p.shard: {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")} for p in placements
     }
@@ -136,9 +137,9 @@ def _named(placements: list[Placement]) -> bool:
 
 
 def off_engine(placements: list[Placement], compute_units: str) -> str | None:
-    """Why a run was not of the Neural Engine that its compute units CPU_AND_NE ask for: its plans put no
-    operation there; says where they are instead. None where they do, where they name no unit at all, and
-    for other compute units."""
+    """Why a run was not of the Neural Engine that its compute units CPU_AND_NE ask for: its plans
+    put no operation there; says where they are instead. None where they do, where they name no unit
+    at all, and for other compute units."""
     if compute_units != "CPU_AND_NE" or any(p.ane for p in placements) or not _named(placements):
         return None
     ops = sum(p.ops for p in placements)

@@ -188,7 +188,8 @@ def write_probe(
 
 
 def _normal(values: np.ndarray) -> np.ndarray:
-    """Values as float16, the smallest of them normal numbers: a device may make 0 of subnormal ones."""
+    """Values as float16, the smallest of them normal numbers: a device may make 0 of subnormal
+    ones."""
     values = values.astype(np.float16)
     small = np.abs(values) < SMALLEST_NORMAL
     return np.where(small, np.float16(SMALLEST_NORMAL), values)
@@ -305,7 +306,8 @@ def _on_portable(
     decoder: Decoder, name: str, fails: Callable[[Model], bool], fine: str, lead: str
 ) -> Gate:
     """A gate that the program must pass in portable arithmetic. A device is known to treat NaN and
-    subnormal numbers in ways of its own: what it does is part of the reason, never of the verdict."""
+    subnormal numbers in ways of its own: what it does is part of the reason, never of the
+    verdict."""
     shards = [model.shard for model in decoder.layers]
     failing = [model.shard.name for model in decoder.layers if fails(model)]
     if decoder.runtime == "portable":

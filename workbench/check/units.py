@@ -46,8 +46,8 @@ def validate_units(
     """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
 
     Args:
-        runtime: where compute units are tried: `coreml` or a stand-in; `portable`: nowhere; `auto`: on Core ML where
-            there is one.
+        runtime: where compute units are tried: `coreml` or a stand-in; `portable`: nowhere; `auto`:
+            on Core ML where there is one.
         Ts: tokens a call (default: as `validate`).
         start: runs a command; tests give their own.
 

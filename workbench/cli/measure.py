@@ -81,8 +81,8 @@ def residency_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Where every compute operation runs: Core ML's plan on a Mac; where it gives none, and elsewhere, what published rules
-    predict, with advice.
+    """Where every compute operation runs: Core ML's plan on a Mac; where it gives none, and
+    elsewhere, what published rules predict, with advice.
 
     Example: workbench residency build/llama --chip M1
 

@@ -44,8 +44,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
     `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per repetition of one phase,
     such as the log's samples with their run's settings joined on; rows marked ``warmup`` are left out. A column
-    ``machine`` goes into the title and must name one. Medians of rows that a column ``invalid`` gives a reason for are
-    hatched bars, beside the lines, with the reason below.
+    ``machine`` goes into the title and must name one. Medians of rows that a column ``invalid``
+    gives a reason for are hatched bars, beside the lines, with the reason below.
     """
     title = on_machine("speed, median and range", samples)
     timed = samples
@@ -75,8 +75,9 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
 
     `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
-    Settings without a measurement are hatched, and in another way those of which a column ``invalid`` says why they were
-    measured in vain. A column ``machine`` goes into the title and must name one.
+    Settings without a measurement are hatched, and in another way those of which a column
+    ``invalid`` says why they were measured in vain. A column ``machine`` goes into the title and
+    must name one.
     """
     title = on_machine("time of one layer", layers)
     valid, invalid = without_invalid(layers)
@@ -193,8 +194,8 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
 
     `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each. A column
-    ``machine`` goes into the title and must name one. Rows that a column ``invalid`` gives a reason for are hatched, with
-    the reason below, and never ringed.
+    ``machine`` goes into the title and must name one. Rows that a column ``invalid`` gives a reason
+    for are hatched, with the reason below, and never ringed.
     """
     title = on_machine("speed against fidelity", configurations)
     ax = axes(ax, 5.5, 3.2)

@@ -184,13 +184,15 @@ def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
 
 
 def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of valid runs, and the rest: those whose column `invalid`, where there is one, gives a reason."""
+    """Rows of valid runs, and the rest: those whose column `invalid`, where there is one, gives a
+    reason."""
     invalid = data["invalid"].notna() if "invalid" in data else pd.Series(False, data.index)
     return data[~invalid], data[invalid]
 
 
 def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
-    """Legend entry for what invalid runs measured, if there are any; writes their reasons below the axis."""
+    """Legend entry for what invalid runs measured, if there are any; writes their reasons below the
+    axis."""
     if invalid.empty:
         return []
     width = int(15 * ax.figure.get_figwidth())  # letters

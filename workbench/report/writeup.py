@@ -346,7 +346,8 @@ def _verdicts(runs: pd.DataFrame) -> str:
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
-    """The speeds of each machine under its name: they are never put into one table. Invalid runs have none."""
+    """The speeds of each machine under its name: they are never put into one table. Invalid runs
+    have none."""
     measured = runs[runs["command"] == "sweep"]
     named = with_machines(measured[measured["status"] != "invalid"])
     parts = [_speed_of(named[named["machine"] == name], root) for name in machine_names(named)]

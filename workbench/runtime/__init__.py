@@ -1,6 +1,6 @@
-"""Where shards run: `portable` anywhere, `coreml` on macOS 15 or later, and elsewhere `stand-in`, the same code over a strict
-stand-in for Core ML that can play a fault (`stand-in:kill`). Which one is an argument; `auto` takes the variable
-WORKBENCH_RUNTIME where it is set."""
+"""Where shards run: `portable` anywhere, `coreml` on macOS 15 or later, and elsewhere `stand-in`,
+the same code over a strict stand-in for Core ML that can play a fault (`stand-in:kill`). Which one
+is an argument; `auto` takes the variable WORKBENCH_RUNTIME where it is set."""
 
 import os
 import platform
@@ -42,7 +42,8 @@ def named(runtime: str) -> tuple[str, str]:
 
 
 def resolve(runtime: str = "auto") -> str:
-    """The runtime to load shards with: the one named, if this machine has it; what `auto` stands for here.
+    """The runtime to load shards with: the one named, if this machine has it; what `auto` stands
+    for here.
 
     Raises:
         InputError: no such runtime; `coreml` where there is none, `stand-in` where there is.

@@ -64,7 +64,8 @@ def _one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Within, what native code writes to the standard output of the process goes to its standard error."""
+    """Within, what native code writes to the standard output of the process goes to its standard
+    error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -1,8 +1,8 @@
-"""The coreml runtime where there is no Core ML: the same code over `miltorch.shim`, which is as strict as the native
-binding, and faults of Core ML that it can play.
+"""The coreml runtime where there is no Core ML: the same code over `miltorch.shim`, which is as
+strict as the native binding, and faults of Core ML that it can play.
 
-Nothing that a stand-in gives is a measurement of Core ML: its rows say `stand-in`, the placements that a fault makes up
-are `simulated`.
+Nothing that a stand-in gives is a measurement of Core ML: its rows say `stand-in`, the placements
+that a fault makes up are `simulated`.
 """
 
 import threading
@@ -14,7 +14,9 @@ from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.runtime.coreml import CoreMLModel
 
-FAULTS: dict[str, str] = {name: layer.__doc__ for name, layer in faults.FAULTS.items()}
+FAULTS: dict[str, str] = {
+    name: " ".join(layer.__doc__.split()) for name, layer in faults.FAULTS.items()
+}
 """What each fault does, in a sentence."""
 
 _one_at_a_time = threading.RLock()  # what is replaced in coremltools is of the whole process
@@ -28,8 +30,8 @@ def check_fault(fault: str) -> None:
 
 @contextmanager
 def installed(fault: str = "") -> Iterator[None]:
-    """Within, coremltools' native layer is the stand-in's, with a fault ("": none); models that are loaded within still
-    predict afterwards."""
+    """Within, coremltools' native layer is the stand-in's, with a fault ("": none); models that are
+    loaded within still predict afterwards."""
     with _one_at_a_time, shim.replaced(faults.FAULTS[fault] if fault else shim.Proxy):
         yield
 

@@ -103,9 +103,9 @@ def measure_cell(job: dict) -> None:
 
 
 def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dict:
-    """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where nothing
-    was planned on the Neural Engine that the compute units name. Without a plan within half of the
-    `seconds` that are left, the config says why."""
+    """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
+    nothing was planned on the Neural Engine that the compute units name. Without a plan within half
+    of the `seconds` that are left, the config says why."""
     if decoder.runtime == "portable":
         return {}
     models = *decoder.layers, *decoder.heads
@@ -128,7 +128,8 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
 
 
 def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
-    """Logs a run that did not come to an end; which runtime auto would have meant, nobody says then."""
+    """Logs a run that did not come to an end; which runtime auto would have meant, nobody says
+    then."""
     executed = {} if job["run"]["runtime"] == "auto" else runs.executed(**job["run"])
     row = executed | {
         "checkpoint": Path(job["checkpoint"]).name,

@@ -40,8 +40,8 @@ def sweep(
         measure: the function that the child process of a cell calls.
 
     Returns:
-        {cells, done, resumed, failed, invalid, log}: counts, and the log's folder; cells that ran, and not on the unit that
-        they were meant for, are done and invalid.
+        {cells, done, resumed, failed, invalid, log}: counts, and the log's folder; cells that ran,
+        and not on the unit that they were meant for, are done and invalid.
     """
     from tqdm.auto import tqdm
 
@@ -115,8 +115,8 @@ def _host(environment: dict) -> tuple[str, str]:
 def done_cells(
     root: Path, hosts: set[tuple[str, str]] | None = None, auto: str | None = None
 ) -> set[str]:
-    """Keys of the cells that were measured, on one of these machines with its software, in the log at `root`.
-    Invalid ones count: they would be so again.
+    """Keys of the cells that were measured, on one of these machines with its software, in the log
+    at `root`. Invalid ones count: they would be so again.
 
     Args:
         hosts: (`machine_name`, `software_name`) of each; default: this machine.

@@ -1,4 +1,5 @@
-"""Core ML's compute plans, asked for in a process of their own: Core ML may abort the one that asks (CT#2757)."""
+"""Core ML's compute plans, asked for in a process of their own: Core ML may abort the one that asks
+(CT#2757)."""
 
 from collections.abc import Sequence
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from workbench.errors import InputError, last_message
 
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
-# What Core ML's parts write on stderr while a call goes on. All of it is logged; a run in which a model was not compiled,
-# or not run, for the unit that it was meant for is invalid. (whisper.cpp #3702, CT#2247, CT#2688)
+# What Core ML's parts write on stderr while a call goes on. All of it is logged; a run in which a
+# model was not compiled, or not run, for the unit that it was meant for is invalid. (whisper.cpp
+# #3702, CT#2247, CT#2688)
 CORE_ML_MESSAGE = re.compile(
     r"E5RT|E5 bundle|\bANE|ForANE|Espresso|MPSGraph|Error plan build|Error compiling model"
     r"|Error Domain=com\.apple"
@@ -91,8 +92,8 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
 
 
 def core_ml_messages() -> list[str]:
-    """In a child: what Core ML wrote on stderr so far, each line once. It reports a failed compilation there
-    and goes on; `invalidating` says which lines matter."""
+    """In a child: what Core ML wrote on stderr so far, each line once. It reports a failed
+    compilation there and goes on; `invalidating` says which lines matter."""
     about = os.fstat(2)
     written = os.pread(2, about.st_size, 0) if stat.S_ISREG(about.st_mode) else b""
     return _messages(_lines(written))
@@ -104,7 +105,8 @@ def invalidating(messages: list[str]) -> list[str]:
 
 
 def _messages(lines: list[str]) -> list[str]:
-    """Core ML's lines, each once; those that invalidate come first, so that none of them is cut off."""
+    """Core ML's lines, each once; those that invalidate come first, so that none of them is cut
+    off."""
     messages = list(dict.fromkeys(filter(CORE_ML_MESSAGE.search, lines)))
     messages.sort(key=lambda line: INVALIDATING.search(line) is None)
     return messages[:MESSAGES]

@@ -21,8 +21,8 @@ def stored_tables(
 
     Times are those of one machine and one setting of everything that the grid does not vary: where the log holds the grid
     with several checkpoints of one name, or on several versions of a system, coremltools or torch, those of the newest run.
-    Fidelity is of any machine. The column `invalid` of times is the reason why a run was not what its settings say, null
-    for all others.
+    Fidelity is of any machine. The column `invalid` of times is the reason why a run was not what
+    its settings say, null for all others.
 
     Args:
         machine: whose times (see `workbench.log.machine.machine_name`); default: this machine's if the log has some, else
@@ -92,13 +92,14 @@ def _sha256(path: Path, files: tuple) -> str:
 
 
 def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
-    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first, those that only
-    invalid runs measured last.
+    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest
+    first, those that only invalid runs measured last.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
     ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
-    T) and ``verdict``; ``invalid`` is the reason where no run is valid; ``ane_ops_share`` and ``ane_cost_share`` are the Neural
-    Engine's shares (null: no plan). For `machine` see `stored_tables`.
+    T) and ``verdict``; ``invalid`` is the reason where no run is valid; ``ane_ops_share`` and
+    ``ane_cost_share`` are the Neural Engine's shares (null: no plan). For `machine` see
+    `stored_tables`.
     """
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]

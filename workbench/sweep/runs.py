@@ -29,7 +29,8 @@ TIMES = (*VALUES, "fast", *COUNTS)
 RUNTIMES = ("coreml", "portable", "stand-in")
 
 MEASURED = ("ok", "invalid")
-"""How runs end that measured something; what an invalid one measured is not what its settings say."""
+"""How runs end that measured something; what an invalid one measured is not what its settings
+say."""
 
 
 def pick(mapping: Mapping, *names: str) -> dict:
@@ -48,8 +49,8 @@ def exported(options: Options) -> dict:
 def executed(
     runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_
 ) -> dict:
-    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing; others are ignored.
-    The fault of a stand-in is no column."""
+    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing;
+    others are ignored. The fault of a stand-in is no column."""
     name, _, _ = runtime.partition(":")
     portable, coreml = name == "portable", name != "portable"
     return {
@@ -109,7 +110,8 @@ def record_run(
 def listing(
     experiment: str | None = None, root: Root = None, status: Sequence[str] = ("ok",)
 ) -> pd.DataFrame:
-    """Rows of `runs` that ended in one of these ways, well by default, with their `machine` and `software`."""
+    """Rows of `runs` that ended in one of these ways, well by default, with their `machine` and
+    `software`."""
     where = {"status": list(status)} | ({"experiment": experiment} if experiment else {})
     return with_machines(log.load("runs", root=root, where=where))
 
