@@ -21,7 +21,8 @@ import tempfile
 import time
 import types
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -58,22 +59,48 @@ def install(precision: str = "declared") -> None:
         )
     check_precision(precision)
     Proxy.precision = precision
-    ct = coremltools()
-    from coremltools.models import _compiled_model, model, utils
+    if native_layer() is not Proxy:
+        _replace(Proxy, _patches)
 
-    if model._MLModelProxy is Proxy:
-        return
+
+def native_layer() -> type | None:
+    """What coremltools takes for its native layer now; None: nothing."""
+    coremltools()
+    from coremltools.models import model
+
+    return model._MLModelProxy
+
+
+@contextmanager
+def replaced(proxy: "type[Proxy]") -> Iterator[None]:
+    """Within, `proxy` is coremltools' native layer; compute plans are there if it has them."""
+    with ExitStack() as patches:
+        _replace(proxy, patches)
+        yield
+
+
+def _replace(proxy: "type[Proxy]", patches: ExitStack) -> None:
+    """Makes `proxy` coremltools' native layer until `patches` are closed."""
+    ct = coremltools()
+    from coremltools.models import _compiled_model, compute_plan, model, utils
+
     native = types.ModuleType("coremltools.libcoremlpython")
-    native._MLModelProxy = Proxy
-    replacements = [(module, "_MLModelProxy", Proxy) for module in (model, _compiled_model)]
+    native._MLModelProxy = proxy
+    replacements = [(module, "_MLModelProxy", proxy) for module in (model, _compiled_model)]
     replacements += [
         (module, "_macos_version", lambda: MACOS) for module in (model, _compiled_model, utils)
     ]
     replacements += [(model, "_is_macos", lambda: True), (ct, "libcoremlpython", native)]
+    if hasattr(proxy, "get_compute_plan"):
+        replacements.append((compute_plan, "_MLModelProxy", proxy))
     for module, name, value in replacements:
-        _patches.enter_context(mock.patch.object(module, name, value, create=True))
+        patches.enter_context(mock.patch.object(module, name, value, create=True))
+    before = sys.modules.get(native.__name__)
+    if before is None:
+        patches.callback(sys.modules.pop, native.__name__)
+    else:
+        patches.callback(sys.modules.__setitem__, native.__name__, before)
     sys.modules[native.__name__] = native
-    _patches.callback(sys.modules.pop, native.__name__)
 
 
 def uninstall() -> None:

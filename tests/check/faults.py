@@ -226,6 +226,16 @@ def nan_hidden_by_a_finite_read(decoder):
             wrap(step, after=torch.nan_to_num)
 
 
+@fault("subnormals_in_state_are_kept")
+def subnormal_numbers_flushed_by_a_read(decoder):
+    def flushed(value):
+        return torch.where(value.abs() < 2**-14, 0.0, value)
+
+    for layer in range(len(decoder.layers)):
+        for step in steps(decoder, layer, "read_state"):
+            wrap(step, after=flushed)
+
+
 @fault("program")
 def cache_rows_rounded_again_at_every_call(decoder):
     # a quantized cache that is read, dequantized and stored anew: the oldest rows suffer most

@@ -31,9 +31,9 @@ def start(outcomes: dict[str, str]):
     return child
 
 
-def table(llama_bundle, llama_golden, outcomes, device=True):
+def table(llama_bundle, llama_golden, outcomes, runtime="coreml"):
     return units.validate_units(
-        llama_bundle, llama_golden, device=device, start=start(outcomes)
+        llama_bundle, llama_golden, runtime=runtime, start=start(outcomes)
     ).set_index("unit")
 
 
@@ -69,7 +69,7 @@ def test_a_child_that_ends_in_an_error_of_core_ml_says_which(llama_bundle, llama
     found = units.validate_units(
         llama_bundle,
         llama_golden,
-        device=False,
+        runtime="portable",
         start=lambda command: subprocess.CompletedProcess(command, 1, "", said),
     )
     assert found["reason"].unique() == [
@@ -84,7 +84,7 @@ def test_the_reason_of_a_red_unit_is_its_gate(llama_bundle, llama_golden):
 
 
 def test_off_a_mac_only_portable_modes_run_and_say_so(llama_bundle, llama_golden):
-    found = table(llama_bundle, llama_golden, {}, device=False)
+    found = table(llama_bundle, llama_golden, {}, runtime="portable")
     assert list(found.index) == ["portable declared", "portable exact", "portable narrow"]
     assert found["blame"].isna().all()
 
@@ -99,9 +99,9 @@ def test_a_unit_is_held_against_portable_too(llama_bundle, llama_golden):
             np.save(out, logits[unit])
         return start({})(command)
 
-    found = units.validate_units(llama_bundle, llama_golden, device=True, start=child).set_index(
-        "unit"
-    )["kl_portable"]
+    found = units.validate_units(
+        llama_bundle, llama_golden, runtime="coreml", start=child
+    ).set_index("unit")["kl_portable"]
     assert found["portable declared"] == 0
     assert found["CPU_ONLY"] > 0.1
     assert np.isnan(found["ALL"])

@@ -5,6 +5,7 @@ Each shard has one `Placement`. A prediction separates `eligible` (what no rule 
 """
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 
 import miltorch
@@ -12,7 +13,8 @@ from miltorch.program import read_spec
 from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.ane.rules import lint
 from workbench.bundle import Bundle
-from workbench.runtime.coreml import CoreMLModel, Placed
+from workbench.runtime.coreml import Placed, compute_plan
+from workbench.runtime.standin import installed
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Placement:
     experiment 30 did, convolutions alone; `cost_ane` is the share of the plan's estimated cost that falls on the ANE."""
 
     shard: str
-    source: str  # measured or predicted
+    source: str  # measured, predicted, or simulated: the plan of a stand-in
     ops: int
     eligible: int | None
     ane: int
@@ -73,12 +75,36 @@ def _rule(finding: Finding) -> dict:
     return about | {"sources": sources, "disputed": r.disputed or None} | names
 
 
-def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
-    """What Core ML plans for shards that it has loaded. A plan is a preference: only timing each T shows where it runs."""
-    return [count_units(model.shard.name, model.plan()) for model in models]
+def plan_main(job: dict) -> list[dict]:
+    """In a process of its own, which Core ML may abort: what it plans for shards of a bundle.
+
+    A plan is a preference: only timing each T shows where a shard runs. Compute plans know no
+    optimization hints.
+
+    Args:
+        job: {bundle (a path), programs (pairs of a shard's name and a function's, null for its
+            only one), runtime, fault, compute_units}.
+
+    Returns:
+        A `Placement` for every program, as JSON.
+
+    Raises:
+        InputError: Core ML gives no plan.
+    """
+    bundle, standin = Bundle.open(job["bundle"]), job["runtime"] == "stand-in"
+    source = "simulated" if standin else "measured"
+    shards = {shard.name: shard for shard in bundle.manifest.shards}
+    with installed(job["fault"]) if standin else nullcontext():
+        plans = {
+            " ".join(filter(None, (name, function))): compute_plan(
+                bundle, shards[name], job["compute_units"], function
+            )
+            for name, function in job["programs"]
+        }
+    return [count_units(name, plan, source).json() for name, plan in plans.items()]
 
 
-def count_units(name: str, plan: list[Placed]) -> Placement:
+def count_units(name: str, plan: list[Placed], source: str = "measured") -> Placement:
     """A plan's operations counted by where they prefer to run; those without an answer count as no unit's."""
     units = Counter(p.preferred for p in plan)
     convolutions = Counter(p.preferred for p in plan if p.op == "conv")
@@ -87,15 +113,40 @@ def count_units(name: str, plan: list[Placed]) -> Placement:
     eligible = sum("ane" in p.supported for p in plan)
     counts = len(plan), eligible, *(units[unit] for unit in ("ane", "cpu", "gpu"))
     on_ane = convolutions["ane"], convolutions.total()
-    return Placement(name, "measured", *counts, on_ane, cost_ane / cost if cost else None)
+    return Placement(name, source, *counts, on_ane, cost_ane / cost if cost else None)
 
 
 def columns(placements: list[Placement]) -> dict:
-    """The columns of a `runs` row."""
+    """The columns of a `runs` row: counts by shard, and the Neural Engine's share of all operations
+    and of the plans' estimated costs, where each shard weighs the same. No share is made of a
+    prediction."""
     by_shard = {
         p.shard: {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")} for p in placements
     }
-    return {"placement": by_shard, "placement_source": placements[0].source}
+    source, row = placements[0].source, {"placement": by_shard}
+    if source != "predicted" and _named(placements):
+        ops, costs = sum(p.ops for p in placements), [p.cost_ane for p in placements]
+        row["ane_ops_share"] = sum(p.ane for p in placements) / ops
+        row["ane_cost_share"] = None if None in costs else sum(costs) / len(costs)
+    return row | {"placement_source": source}
+
+
+def _named(placements: list[Placement]) -> bool:
+    """Whether plans name a unit for any operation."""
+    return any(p.ane + p.cpu + (p.gpu or 0) for p in placements)
+
+
+def off_engine(placements: list[Placement], compute_units: str) -> str | None:
+    """Why a run was not of the Neural Engine that its compute units CPU_AND_NE ask for: its plans
+    put no operation there; says where they are instead. None where they do, where they name no unit
+    at all, and for other compute units."""
+    if compute_units != "CPU_AND_NE" or any(p.ane for p in placements) or not _named(placements):
+        return None
+    ops = sum(p.ops for p in placements)
+    cpu, gpu = sum(p.cpu for p in placements), sum(p.gpu or 0 for p in placements)
+    units = {"the CPU": cpu, "the GPU": gpu, "no unit named": ops - cpu - gpu}
+    ran = ", ".join(f"{count} on {unit}" for unit, count in units.items() if count)
+    return f"not on the Neural Engine: the plan puts 0 of {ops} operations there, {ran}"
 
 
 def contradictions(placements: list[Placement]) -> list[str]:

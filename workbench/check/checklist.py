@@ -3,7 +3,8 @@
 Nothing here needs a golden: each gate states a property that the program must have whatever its weights are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,9 +17,11 @@ from workbench.check.gates import Gate
 from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.errors import InputError
+from workbench.runtime import Model, load_shard
 
 SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
+SMALLEST_NORMAL = 2.0**-14  # of float16
 
 
 def check_bundle(
@@ -45,6 +48,7 @@ def check_bundle(
             cache_contents(decoder, golden),
             stale_rows(decoder),
             nan_is_noticed(decoder),
+            subnormals_are_kept(decoder),
             overflow_raises(decoder),
             fits(decoder.bundle, machine),
         ]
@@ -169,10 +173,7 @@ def write_probe(
         for model in tqdm(
             decoder.layers, desc="write addresses", unit="shard", disable=not progress
         ):
-            full = {
-                n: rng.standard_normal(s.shape).astype(np.float16)
-                for n, s in model.shard.states.items()
-            }
+            full = {n: _normal(rng.standard_normal(s.shape)) for n, s in model.shard.states.items()}
             state = model.make_state()
             for T, pos in points:
                 for name, value in full.items():
@@ -184,6 +185,14 @@ def write_probe(
                     if is_cache(name)
                 ]
     return records
+
+
+def _normal(values: np.ndarray) -> np.ndarray:
+    """Values as float16, the smallest of them normal numbers: a device may make 0 of subnormal
+    ones."""
+    values = values.astype(np.float16)
+    small = np.abs(values) < SMALLEST_NORMAL
+    return np.where(small, np.float16(SMALLEST_NORMAL), values)
 
 
 def _changed(name: str, entry, before: np.ndarray, after: np.ndarray, T: int, pos: int) -> dict:
@@ -275,17 +284,53 @@ def stale_rows(decoder: Decoder) -> Gate:
 
 def nan_is_noticed(decoder: Decoder) -> Gate:
     """A NaN left in a cache row must surface in the output: an additive mask cannot hide it (0 · NaN)."""
-    swallowed = []
-    for model in decoder.layers:
+
+    def swallows(model) -> bool:
         state = model.make_state()
         name = next(n for n in model.shard.states if n.endswith(f".{V_STATE}"))
         value = np.zeros(model.shard.states[name].shape, np.float16)
         value[..., -1, :] = np.nan
         state.write(name, value)
-        if np.isfinite(_call(decoder, model, state, 0)).all():
-            swallowed.append(model.shard.name)
+        return bool(np.isfinite(_call(decoder, model, state, 0)).all())
+
     fine = "a NaN in an unwritten row reaches the output, where the finite gate sees it"
-    return gates.none("nan_in_state_is_noticed", swallowed, fine, "swallowed by: ")
+    return _on_portable(decoder, "nan_in_state_is_noticed", swallows, fine, "swallowed by: ")
+
+
+def subnormals_are_kept(decoder: Decoder) -> Gate:
+    """Subnormal numbers in unwritten cache rows stay as they are over a call."""
+
+    def flushes(model) -> bool:
+        state, rng = model.make_state(), np.random.default_rng(2)
+        caches = [name for name in model.shard.states if is_cache(name)]
+        for name in caches:
+            signs = rng.choice([-0.5, 0.5], model.shard.states[name].shape)
+            state.write(name, (SMALLEST_NORMAL * signs).astype(np.float16))
+        _call(decoder, model, state, 0)
+        last = (np.abs(state.read(name)[..., -1, :]) for name in caches)
+        return any((rows != SMALLEST_NORMAL / 2).any() for rows in last)
+
+    fine = "subnormal numbers in unwritten rows are unchanged"
+    return _on_portable(decoder, "subnormals_in_state_are_kept", flushes, fine, "changed by: ")
+
+
+def _on_portable(
+    decoder: Decoder, name: str, fails: Callable[[Model], bool], fine: str, lead: str
+) -> Gate:
+    """A gate that the program must pass in portable arithmetic. A device is known to treat NaN and
+    subnormal numbers in ways of its own: what it does is part of the reason, never of the
+    verdict."""
+    shards = [model.shard for model in decoder.layers]
+    failing = [model.shard.name for model in decoder.layers if fails(model)]
+    if decoder.runtime == "portable":
+        return gates.none(name, failing, fine, lead)
+    models = (load_shard(decoder.bundle, shard, "portable") for shard in shards)
+    on_portable = [model.shard.name for model in models if fails(model)]
+    gate, device = gates.none(name, on_portable, fine, lead), lead + (", ".join(failing) or "none")
+    note = "the same" if failing == on_portable else device
+    return replace(
+        gate, reason=f"{gate.reason}; {decoder.runtime} on {decoder.compute_units}: {note}"
+    )
 
 
 def overflow_raises(decoder: Decoder) -> Gate:

@@ -47,7 +47,7 @@ def drift_gate(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden)
     worst = drift(decoder, traces, golden)
     if worst is None:
         return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
-    tolerance = gates.T_TOLERANCE["coreml" if decoder.runtime == "coreml" else decoder.precision]
+    tolerance = gates.T_TOLERANCE[decoder.precision if decoder.runtime == "portable" else "coreml"]
     reason = f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
     if not worst.value <= tolerance:
         reason += f"; {at_fault(decoder, golden, worst.T)}; export fixed-T shards (--t fixed) for prefill and decode"

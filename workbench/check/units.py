@@ -20,7 +20,7 @@ from workbench.check.golden import Golden
 from workbench.check.validate import validate
 from workbench.decode import Decoder
 from workbench.errors import last_message
-from workbench.runtime import COMPUTE_UNITS, coreml_available
+from workbench.runtime import COMPUTE_UNITS, named, resolve
 
 SECONDS = 3600
 Launch = Callable[[list[str]], subprocess.CompletedProcess]
@@ -39,14 +39,15 @@ def validate_units(
     bundle: Bundle,
     golden: Golden,
     *,
-    device: bool | None = None,
+    runtime: str = "auto",
     Ts: Sequence[int] = (),
     start: Launch = launch,
 ) -> pd.DataFrame:
     """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
 
     Args:
-        device: whether to try Core ML (default: where there is one).
+        runtime: where compute units are tried: `coreml` or a stand-in; `portable`: nowhere; `auto`:
+            on Core ML where there is one.
         Ts: tokens a call (default: as `validate`).
         start: runs a command; tests give their own.
 
@@ -55,9 +56,10 @@ def validate_units(
         cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
         and what both together say of the fault (`blame`, null where GREEN); then the first `reason`.
     """
+    runtime = resolve() if runtime == "auto" else runtime
     units = {"portable": PRECISIONS}
-    if coreml_available() if device is None else device:
-        units["coreml"] = COMPUTE_UNITS
+    if runtime != "portable":
+        units[runtime] = COMPUTE_UNITS
     with tempfile.TemporaryDirectory() as folder:
         path = golden.save(Path(folder) / "golden.safetensors")
         rows = [
@@ -80,7 +82,8 @@ def unit_row(
     bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch
 ) -> dict:
     """One unit's row without the comparisons with others: the output of a child process, or how it died."""
-    row = {"unit": unit if runtime == "coreml" else f"portable {unit}", "runtime": runtime}
+    name, _ = named(runtime)
+    row = {"unit": f"portable {unit}" if name == "portable" else unit, "runtime": name}
     out = golden.with_name(f"{runtime}-{unit}.npy")
     child = start(
         [

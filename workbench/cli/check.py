@@ -17,6 +17,7 @@ from workbench.cli.common import (
     Memory,
     Precision,
     RuntimeName,
+    Units,
     gate_lines,
     load_golden,
     look_at,
@@ -34,6 +35,7 @@ def check_command(
     ] = None,
     memory: Memory = None,
     runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     json: Json = False,
 ) -> None:
     """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
@@ -47,7 +49,7 @@ def check_command(
     from workbench.check.golden import Golden
 
     checks = check_bundle(
-        workbench.Decoder(opened, runtime),
+        workbench.Decoder(opened, runtime, compute_units=compute_units),
         golden=golden and Golden.load(golden),
         machine=None if memory is None else parse_bytes(memory),
         progress=not json,
@@ -66,6 +68,7 @@ def validate_command(
         Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
     ] = None,
     runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     precision: Precision = "declared",
     max_kl: Annotated[
         float, Option(help="Your limit on the mean KL from the golden, in nats.", min=0)
@@ -96,7 +99,7 @@ def validate_command(
     source = Checkpoint(checkpoint) if checkpoint else None
     Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
     try:
-        decoder = workbench.Decoder(opened, runtime, precision)
+        decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
         reference = load_golden(golden, checkpoint, prompt_ids, dims.V, bos)
         echo(_expectation(decoder, reference, source, Ts), err=True)

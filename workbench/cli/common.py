@@ -14,7 +14,10 @@ from workbench.errors import InputError
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Ids = Annotated[str | None, Option(help="Token ids, comma-separated: 2,42,100.")]
-RuntimeName = Annotated[str, Option(help="auto, portable or coreml.")]
+RuntimeName = Annotated[str, Option(help="auto, portable, coreml, stand-in or stand-in:FAULT.")]
+Units = Annotated[
+    str, Option("--compute-units", help="Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.")
+]
 Precision = Annotated[str, Option(help="Portable arithmetic: declared, exact or narrow.")]
 GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this checkpoint.")]
@@ -136,4 +139,6 @@ def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables
     from workbench.sweep import runs
 
     row = runs.describe(bundle, decoder) | {"command": command} | row
+    if decoder and decoder.fault:
+        row["config"] = row.get("config", {}) | {"fault": decoder.fault}
     result["run_id"] = runs.record_run(command, row, **tables)

@@ -6,7 +6,16 @@ from typing import Annotated
 from typer import Option
 
 import workbench
-from workbench.cli.common import Ids, Json, Precision, RuntimeName, parse_ids, red_first, show
+from workbench.cli.common import (
+    Ids,
+    Json,
+    Precision,
+    RuntimeName,
+    Units,
+    parse_ids,
+    red_first,
+    show,
+)
 from workbench.errors import InputError
 
 
@@ -21,6 +30,7 @@ def decode_command(
     seed: int = 0,
     logits: Path | None = None,
     runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     precision: Precision = "declared",
     literal: bool = False,
     json: Json = False,
@@ -54,7 +64,9 @@ def decode_command(
         else parse_ids(prompt_ids)
     )
     sampling = Sampling(temperature, top_k, top_p, seed)
-    decoder = workbench.Decoder(opened, runtime, precision, fast=not literal)
+    decoder = workbench.Decoder(
+        opened, runtime, precision, fast=not literal, compute_units=compute_units
+    )
     result = transcript(decoder, ids, max_new, logits, sampling)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
@@ -73,6 +85,7 @@ def reuse_command(
     batch_bundle: Path | None = None,
     max_new: Annotated[int, Option(help="Tokens decoded by each cell.", min=1)] = 6,
     runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     precision: Precision = "exact",
     json: Json = False,
 ) -> None:
@@ -86,7 +99,10 @@ def reuse_command(
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 
-    decoders = [workbench.Decoder(opened, runtime, precision) for opened in bundles]
+    decoders = [
+        workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
+        for opened in bundles
+    ]
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
     lines = [
         f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"

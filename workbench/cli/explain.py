@@ -15,6 +15,7 @@ from workbench.cli.common import (
     Ids,
     Json,
     Log,
+    RuntimeName,
     gate_lines,
     ids_for,
     load_golden,
@@ -180,6 +181,7 @@ def matrix_command(
     checkpoint: GoldenOf = None,
     golden: GoldenPath = None,
     prompt_ids: Ids = None,
+    runtime: RuntimeName = "auto",
     log: Log = False,
     json: Json = False,
 ) -> None:
@@ -190,10 +192,10 @@ def matrix_command(
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
     from workbench.check.units import units_verdict, validate_units
+    from workbench.runtime import resolve
 
-    table = validate_units(
-        opened, load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
-    )
+    reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
+    table = validate_units(opened, reference, runtime=resolve(runtime))
     device = bool((table["runtime"] == "coreml").any())
     result = {
         "verdict": units_verdict(table),

@@ -7,7 +7,8 @@ from typer import Argument
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Log, Memory, record, show
+from workbench.cli.common import Json, Log, Memory, RuntimeName, Units, record, show
+from workbench.errors import InputError
 
 
 def doctor_command(json: Json = False) -> None:
@@ -75,37 +76,41 @@ def memory_command(
 def residency_command(
     bundle: Path,
     chip: str = "M4 Max",
-    compute_units: str = "CPU_AND_NE",
+    compute_units: Units = "CPU_AND_NE",
+    runtime: RuntimeName = "auto",
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Where every compute operation runs: Core ML's plan on a Mac; elsewhere what published rules predict, with advice.
+    """Where every compute operation runs: Core ML's plan on a Mac; where it gives none, and
+    elsewhere, what published rules predict, with advice.
 
     Example: workbench residency build/llama --chip M1
 
     Args:
         chip: Chip to predict for, such as M1 or M4 Max.
-        compute_units: Units that a measured plan may use.
     """
     opened = workbench.Bundle.open(bundle)
     from workbench.ane import placement, roofline
-    from workbench.runtime import coreml_available, load_shard
+    from workbench.runtime import check_compute_units, named, resolve
+    from workbench.sweep.plans import planned_placement
 
-    measured = coreml_available()
-    if measured:
-        models = [
-            load_shard(opened, shard, "coreml", compute_units=compute_units)
-            for shard in opened.manifest.shards
-        ]
-        placements = placement.measured_placement(models)
-    else:
+    check_compute_units(compute_units)
+    (name, fault), facts = named(resolve(runtime)), []
+    planned = name != "portable"
+    if planned:
+        programs = [(shard.name, None) for shard in opened.manifest.shards]
+        try:
+            placements = planned_placement(opened, programs, name, compute_units, fault=fault)
+        except InputError as problem:
+            planned, facts = False, [f"Predicted, since Core ML gave no plan: {problem}"]
+    if not planned:
         placements = placement.predicted_placement(
             opened, generation=int(roofline.chip(chip).name[1])
         )
-    facts = placement.contradictions(placements)
+    facts += placement.contradictions(placements)
     result = {
         "source": placements[0].source,
-        "chip": None if measured else chip,
+        "chip": None if planned else chip,
         "known": facts,
         "shards": [p.json() for p in placements],
     }

@@ -64,7 +64,8 @@ class Decoder:
 
     Args:
         bundle: an opened bundle or its path.
-        runtime: `auto`, `portable` or `coreml`.
+        runtime: `auto`, `portable`, `coreml`, `stand-in` or `stand-in:FAULT`; the attribute has no
+            fault, which is one of its own ("": none).
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`).
         fast: whether `declared` takes the portable decode path, for timing; by default the literal graph runs.
         compute_units: Core ML's compute units.
@@ -81,7 +82,9 @@ class Decoder:
         hints: dict | None = None,
     ):
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        self.runtime, self.precision, self.fast = runtimes.resolve(runtime), precision, fast
+        runtime = runtimes.resolve(runtime)
+        self.runtime, self.fault = runtimes.named(runtime)
+        self.precision, self.fast = precision, fast
         self.compute_units, self.hints = compute_units, hints or {}
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
@@ -90,7 +93,7 @@ class Decoder:
         self._load = partial(
             runtimes.load_shard,
             self.bundle,
-            runtime=self.runtime,
+            runtime=runtime,
             precision=precision,
             fast=fast,
             compute_units=compute_units,

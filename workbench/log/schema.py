@@ -40,6 +40,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: commit versions platform chip model os_build power_source thermal
         int:  memory_bytes cores
         text: runtime precision compute_units hints placement placement_source
+        float: ane_ops_share ane_cost_share
         text: setting
         int:  round
         bool: fast
@@ -85,7 +86,7 @@ JSON_COLUMNS = {"config", "versions", "hints", "placement", "data", "options"}
 ALLOWED = {
     "status": {"ok", "invalid", "failed", "skipped"},
     "verdict": {"GREEN", "RED", "not_run"},
-    "placement_source": {"measured", "predicted"},
+    "placement_source": {"measured", "predicted", "simulated"},
     "tensor": {"hidden", "update", "k", "v", "logits"},
     "mode": {"isolated", "chained"},
 }

@@ -11,14 +11,17 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
 
 from workbench.plots.figure import (
+    INVALID,
     ON_LINES,
     PALETTE,
     axes,
     grid_cells,
     heading,
+    invalid_key,
     median_range,
     note,
     on_machine,
@@ -26,6 +29,7 @@ from workbench.plots.figure import (
     ring,
     style,
     unmeasured_key,
+    without_invalid,
     write_cells,
 )
 
@@ -40,21 +44,30 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
     `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per repetition of one phase,
     such as the log's samples with their run's settings joined on; rows marked ``warmup`` are left out. A column
-    ``machine`` goes into the title and must name one.
+    ``machine`` goes into the title and must name one. Medians of rows that a column ``invalid``
+    gives a reason for are hatched bars, beside the lines, with the reason below.
     """
     title = on_machine("speed, median and range", samples)
     timed = samples
     if "warmup" in samples:
         timed = samples[~samples["warmup"].fillna(False).astype(bool)]
-    units = timed["unit"].unique()
+    timed, invalid = without_invalid(timed)
+    units = samples["unit"].unique()
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
     ax = axes(ax, 4.5, 2.8)
     ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
+    for (length, name), values in invalid.groupby(["max_seq_len", lines])["value"]:
+        ax.bar(int(length), values.median(), 0.2 * int(length), **INVALID)
+        text = note(ax, f"{lines} = {name}", int(length), values.median())
+        text.set_bbox(ON_LINES)
+    lengths = sorted(samples["max_seq_len"].astype(int).unique())
+    ax.set_xticks(lengths, labels=map(str, lengths))
+    keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
     ax.set_ylim(bottom=0)
-    return heading(ax, title)
+    return heading(ax, title, keys)
 
 
 @style()
@@ -62,18 +75,28 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
 
     `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
-    Settings without a measurement are hatched. A column ``machine`` goes into the title and must name one.
+    Settings without a measurement are hatched, and in another way those of which a column
+    ``invalid`` says why they were measured in vain. A column ``machine`` goes into the title and
+    must name one.
     """
     title = on_machine("time of one layer", layers)
-    grid = layers.pivot_table(
-        index="T", columns="max_seq_len", values="layer_ms", aggfunc="median"
-    ).astype(float)
+    valid, invalid = without_invalid(layers)
+    every, grid = (
+        rows.pivot_table(index="T", columns="max_seq_len", values="layer_ms", aggfunc="median")
+        for rows in (layers, valid)
+    )
+    grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
     ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
-    mesh = grid_cells(ax, grid, Normalize(0, grid.max(axis=None)), colormaps["cividis"])
+    most = grid.max(axis=None)
+    mesh = grid_cells(ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"])
+    vain = every.notna() & grid.isna()
+    for y, x in zip(*vain.to_numpy().nonzero()):
+        ax.add_patch(Rectangle((x, y), 1, 1, **INVALID | {"facecolor": "white"}))
     write_cells(mesh, grid.map(lambda ms: f"{ms:#.3g}".rstrip("."), na_action="ignore"))
     bar = ax.figure.colorbar(mesh, ax=ax, label="median ms per layer", pad=0.02)
     bar.outline.set_visible(False)
-    return heading(ax, title, unmeasured_key(grid))
+    invalid = invalid[[vain.loc[T, S] for T, S in zip(invalid["T"], invalid["max_seq_len"])]]
+    return heading(ax, title, unmeasured_key(every) + invalid_key(ax, invalid))
 
 
 @style()
@@ -171,17 +194,22 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
 
     `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each. A column
-    ``machine`` goes into the title and must name one.
+    ``machine`` goes into the title and must name one. Rows that a column ``invalid`` gives a reason
+    for are hatched, with the reason below, and never ringed.
     """
     title = on_machine("speed against fidelity", configurations)
     ax = axes(ax, 5.5, 3.2)
     error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
+    valid, invalid = without_invalid(configurations)
     for verdict, (marker, colour) in _VERDICTS.items():
-        points = configurations[configurations["verdict"] == verdict]
+        points = valid[valid["verdict"] == verdict]
         if len(points):
             look = {"color": colour, "label": verdict, "alpha": 0.8}
             ax.plot(error[points.index], points["tokens_per_s"], marker, **look)
-    passing = configurations[configurations["verdict"] == "GREEN"]
+    if len(invalid):
+        speeds = invalid["tokens_per_s"].astype(float)
+        ax.scatter(error[invalid.index], speeds, 40, zorder=2, **INVALID)
+    passing = valid[valid["verdict"] == "GREEN"]
     if len(passing):
         speeds = passing["tokens_per_s"].astype(float)
         ring(ax, error[speeds.idxmax()], speeds.max(), label="fastest that passes")
@@ -189,7 +217,7 @@ def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = No
     ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
     ax.set_ylim(bottom=0)
     ax.grid()
-    return heading(ax, title)
+    return heading(ax, title, ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid))
 
 
 @style()

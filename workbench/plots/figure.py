@@ -5,6 +5,7 @@
 
 import itertools
 import json
+import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ STYLE = {
 _DATES = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 """The box of a text that lies on lines."""
+
+INVALID = {"facecolor": "none", "edgecolor": "0.4", "hatch": "xxxx"}
+"""The look of what an invalid run measured."""
 
 _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
 
@@ -177,6 +181,24 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
 def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
     """Legend entry for hatched cells, if any of `cells` is missing."""
     return [Patch(**_UNMEASURED, label="not measured")] * bool(cells.isna().any(axis=None))
+
+
+def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Rows of valid runs, and the rest: those whose column `invalid`, where there is one, gives a
+    reason."""
+    invalid = data["invalid"].notna() if "invalid" in data else pd.Series(False, data.index)
+    return data[~invalid], data[invalid]
+
+
+def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
+    """Legend entry for what invalid runs measured, if there are any; writes their reasons below the
+    axis."""
+    if invalid.empty:
+        return []
+    width = int(15 * ax.figure.get_figwidth())  # letters
+    reasons = "\n".join(textwrap.fill(f"invalid: {r}", width) for r in invalid["invalid"].unique())
+    ax.set_xlabel(f"{ax.get_xlabel()}\n{reasons}")
+    return [Patch(**INVALID, label="invalid")]
 
 
 def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:

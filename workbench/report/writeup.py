@@ -346,9 +346,13 @@ def _verdicts(runs: pd.DataFrame) -> str:
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
-    """The speeds of each machine under its name: they are never put into one table."""
-    named = with_machines(runs[runs["command"] == "sweep"])
+    """The speeds of each machine under its name: they are never put into one table. Invalid runs
+    have none."""
+    measured = runs[runs["command"] == "sweep"]
+    named = with_machines(measured[measured["status"] != "invalid"])
     parts = [_speed_of(named[named["machine"] == name], root) for name in machine_names(named)]
+    for reason, rows in measured[measured["status"] == "invalid"].groupby("reason"):
+        parts.append(f"Invalid, {reason}: log rows {', '.join(rows['run_id'])}.")
     return "\n\n".join(["## Speed", *parts]) if parts else ""
 
 

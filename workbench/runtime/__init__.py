@@ -1,5 +1,8 @@
-"""Where shards run: `portable` anywhere, `coreml` on macOS 15 or later. Which one is an argument."""
+"""Where shards run: `portable` anywhere, `coreml` on macOS 15 or later, and elsewhere `stand-in`,
+the same code over a strict stand-in for Core ML that can play a fault (`stand-in:kill`). Which one
+is an argument; `auto` takes the variable WORKBENCH_RUNTIME where it is set."""
 
+import os
 import platform
 import sys
 
@@ -7,7 +10,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.runtime.base import Model, State
 
-RUNTIMES = ("auto", "portable", "coreml")
+RUNTIMES = ("auto", "portable", "coreml", "stand-in")
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 
 
@@ -21,22 +24,59 @@ def _shimmed() -> bool:
     return platform.system() != "Darwin" and "coremltools.libcoremlpython" in sys.modules
 
 
+def named(runtime: str) -> tuple[str, str]:
+    """A runtime and the fault that its stand-in plays (`stand-in:kill`), "" for none.
+
+    Raises:
+        InputError: there is no such runtime or no such fault.
+    """
+    name, colon, fault = runtime.partition(":")
+    if name not in RUNTIMES or (colon and name != "stand-in"):
+        known = f"one of {', '.join(RUNTIMES)}; stand-in:FAULT plays a fault"
+        raise InputError("runtime", repr(runtime), known, "choose one of these")
+    if colon:
+        from workbench.runtime.standin import check_fault
+
+        check_fault(fault)
+    return name, fault
+
+
 def resolve(runtime: str = "auto") -> str:
-    """The runtime that `auto` stands for here; refuses `coreml` where there is none."""
-    if runtime not in RUNTIMES:
-        raise InputError(
-            "runtime", repr(runtime), f"one of {', '.join(RUNTIMES)}", "choose one of these"
-        )
-    if runtime == "auto":
+    """The runtime to load shards with: the one named, if this machine has it; what `auto` stands
+    for here.
+
+    Raises:
+        InputError: no such runtime; `coreml` where there is none, `stand-in` where there is.
+    """
+    name, _ = named(runtime)
+    if name == "auto":
+        chosen = os.environ.get("WORKBENCH_RUNTIME", "auto")
+        if named(chosen)[0] != "auto":
+            return resolve(chosen)
         return "coreml" if coreml_available() else "portable"
-    if runtime == "coreml" and not (coreml_available() or _shimmed()):
+    if name == "coreml" and not (coreml_available() or _shimmed()):
         raise InputError(
             "runtime 'coreml'",
             platform.platform(),
             "macOS 15 or later",
             "choose portable, or run this on such a Mac",
         )
+    if name == "stand-in" and platform.system() == "Darwin":
+        raise InputError(
+            f"runtime {runtime!r}",
+            "macOS, which has Core ML itself",
+            "a machine without Core ML",
+            "choose coreml or portable",
+        )
     return runtime
+
+
+def check_compute_units(name: str) -> None:
+    """Refuses what is no name of Core ML's compute units."""
+    if name not in COMPUTE_UNITS:
+        raise InputError(
+            "compute units", repr(name), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"
+        )
 
 
 def load_shard(
@@ -51,14 +91,16 @@ def load_shard(
     function: str | None = None,
 ) -> Model:
     """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML."""
-    if resolve(runtime) == "portable":
+    name, fault = named(resolve(runtime))
+    if name == "portable":
         from workbench.runtime.portable import PortableModel
 
         return PortableModel(bundle, shard, precision, fast)
-    if compute_units not in COMPUTE_UNITS:
-        raise InputError(
-            "compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"
-        )
+    check_compute_units(compute_units)
+    if name == "stand-in":
+        from workbench.runtime.standin import StandInModel
+
+        return StandInModel(bundle, shard, compute_units, hints, function, fault)
     from workbench.runtime.coreml import CoreMLModel
 
     return CoreMLModel(bundle, shard, compute_units, hints, function)
@@ -69,7 +111,9 @@ __all__ = [
     "Model",
     "RUNTIMES",
     "State",
+    "check_compute_units",
     "coreml_available",
     "load_shard",
+    "named",
     "resolve",
 ]

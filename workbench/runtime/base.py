@@ -21,6 +21,7 @@ class Model(Protocol):
     loading_ms: dict[
         str, float | None
     ]  # compile, load, first_predict; None where it did not happen or is not known
+    last_native_ms: float | None  # Core ML's own share of the last call; None where nothing says
 
     def make_state(self) -> "State":
         """Fresh state, zeros; it belongs to this model alone."""
@@ -96,6 +97,29 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
                 raise InputError(
                     subject, f"T = {m}", f"one T for all inputs, 1 to {t_max}", "split the call"
                 )
+
+
+def check_outputs(
+    shard: Shard, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
+) -> None:
+    """Refuses outputs that are missing or have another shape than the manifest says: Core ML was
+    seen to collapse a batch to 1 without a word (CT#2730)."""
+    sizes = {
+        n: m for name, shape in shard.inputs.items() for n, m in zip(shape, inputs[name].shape)
+    }
+    for name, shape in shard.outputs.items():
+        declared = [sizes.get("T") if n == "T" else n for n in shape]
+        actual = list(outputs[name].shape) if name in outputs else None
+        if actual != declared:
+            text = "no such output" if actual is None else f"shape {actual}"
+            if actual and actual[0] < declared[0] and actual[1:] == declared[1:]:
+                text += f", the batch of {declared[0]} collapsed to {actual[0]}"
+            raise InputError(
+                f"output {name!r} of shard {shard.name}",
+                text,
+                f"{declared}, as bundle.json says",
+                "run it with the portable runtime, or export with --batch 1",
+            )
 
 
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:

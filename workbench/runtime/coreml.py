@@ -4,12 +4,14 @@ Shards are compiled once and stored beside the bundle, under a hash of their fil
 process loads the compiled model.
 """
 
+import ctypes
 import hashlib
 import json
 import os
 import platform
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ import miltorch
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
-from workbench.runtime.base import State, check_inputs, check_interface
+from workbench.runtime.base import State, check_inputs, check_interface, check_outputs
 
 HINTS = {
     "reshapeFrequency": "ReshapeFrequency",
@@ -58,6 +60,21 @@ def _one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
         yield
     except RuntimeError as problem:
         raise InputError(subject, one_line(problem), needed, next_step) from problem
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Within, what native code writes to the standard output of the process goes to its standard
+    error."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what C's own buffers still hold belongs there too
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 class Handle:
@@ -105,11 +122,12 @@ class CoreMLModel:
         self.loading_ms: dict[str, float | None] = dict.fromkeys(
             ("compile", "load", "first_predict")
         )
+        self.last_native_ms: float | None = None
         # reads the program, no weights
         check_interface(shard, miltorch.read(bundle.package(shard), function), self.t_max)
         hints = _hints(ct, hints or {})
         with self._one_message():
-            self.compiled = self._compile(bundle)
+            self.compiled, self.loading_ms["compile"] = compile_shard(bundle, shard)
             start = time.perf_counter()
             self.model = ct.models.CompiledMLModel(
                 str(self.compiled), self.units, function, hints or None
@@ -122,27 +140,6 @@ class CoreMLModel:
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units",
         )
-
-    def _compile(self, bundle: Bundle) -> Path:
-        """The compiled shard: from the cache, or compiled into it, whole or not at all."""
-        target = compiled_path(bundle, self.shard)
-        if target.exists():
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
-        start = time.perf_counter()
-        try:
-            coremltools().models.utils.compile_model(
-                str(bundle.package(self.shard)), str(temporary)
-            )
-            self.loading_ms["compile"] = (time.perf_counter() - start) * 1e3
-            os.rename(temporary, target)
-        except OSError:
-            if not target.exists():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        return target
 
     def make_state(self) -> State:
         with self._one_message():
@@ -162,22 +159,62 @@ class CoreMLModel:
             outputs = self.model.predict(typed, state.raw.state if state else None)
         if self.loading_ms["first_predict"] is None:
             self.loading_ms["first_predict"] = (time.perf_counter() - start) * 1e3
+        native = self.model._proxy.get_last_predict_duration_in_nano_seconds()
+        self.last_native_ms = None if native is None else native / 1e6
+        check_outputs(self.shard, inputs, outputs)
         return {name: np.asarray(value, np.float32) for name, value in outputs.items()}
 
-    def plan(self) -> list[Placed]:
-        """Where Core ML plans to run every compute operation, nested blocks included; constants are left out."""
-        plans = coremltools().models.compute_plan
+
+def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
+    """The compiled shard, from the cache or compiled into it, whole or not at all, and the ms that
+    compiling took (None: it was there). Core ML's messages go to the standard error."""
+    target = compiled_path(bundle, shard)
+    if target.exists():
+        return target, None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
+    start, ms = time.perf_counter(), None
+    try:
+        with _stdout_to_stderr():
+            coremltools().models.utils.compile_model(str(bundle.package(shard)), str(temporary))
+        ms = (time.perf_counter() - start) * 1e3
+        os.rename(temporary, target)
+    except OSError:
+        if not target.exists():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target, ms
+
+
+def compute_plan(
+    bundle: Bundle, shard: Shard, compute_units: str, function: str | None = None
+) -> list[Placed]:
+    """Where Core ML plans to run every compute operation of a shard, nested blocks included;
+    constants are left out. Core ML may abort the process that asks.
+
+    Raises:
+        InputError: Core ML compiles no such model, or gives no plan.
+    """
+    ct, subject = coremltools(), f"plan of shard {shard.name}"
+    needed, step = "Core ML's MLComputePlan", "see the message; timings alone say where it ran"
+    with _one_message(subject, needed, step):
+        compiled, _ = compile_shard(bundle, shard)
         try:
-            plan = plans.MLComputePlan.load_from_path(str(self.compiled), self.units)
+            plan = ct.models.compute_plan.MLComputePlan.load_from_path(
+                str(compiled), ct.ComputeUnit[compute_units]
+            )
         except ValueError as problem:  # coremltools' way to say that this system has none
             raise InputError(
-                f"plan of shard {self.shard.name}",
+                subject,
                 str(problem),
                 "MLComputePlan, from macOS 14.4 on",
                 "ask for the placement on a Mac",
             ) from problem
+        if plan is None:
+            raise InputError(subject, "None", needed, step)
         functions = plan.model_structure.program.functions
-        return list(_placed(plan, functions[self.function or "main"].block))
+        return list(_placed(plan, functions[function or "main"].block))
 
 
 def compiled_path(bundle: Bundle, shard: Shard) -> Path:

@@ -44,6 +44,8 @@ class PortableModel:
     needed, and runs what the decode path does not take.
     """
 
+    last_native_ms = None
+
     def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
         self.shard, self.precision, self._hook = shard, precision, None
         self.t_max = bundle.manifest.options.t_max

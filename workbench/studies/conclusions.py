@@ -46,9 +46,17 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     return ranked[columns].head(count)
 
 
+def valid(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of which no column `invalid` says that they are not what their settings say."""
+    return rows[rows["invalid"].isna()] if "invalid" in rows else rows
+
+
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
-    machine = only_machine(pd.concat([rates, layers]))
+    machine, reasons = only_machine(pd.concat([rates, layers])), rates.get("invalid")
+    rates, layers = valid(rates), valid(layers)
+    if rates.empty:
+        return f"No valid run on {machine}: {'; '.join(reasons.dropna().unique())}."
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
     (s_best, t_best), best = median.idxmax(), median.max()
     lengths, Ts = (sorted(median.index.unique(n)) for n in ("max_seq_len", "T"))
@@ -74,6 +82,7 @@ def choice_conclusion(found: pd.DataFrame) -> str:
     """Which configuration of a sweep to take on its one machine, what the fastest of all would cost, and what each axis is
     worth."""
     machine = only_machine(found)
+    found = valid(found)
     passing = found[found["verdict"] == "GREEN"]
     if passing.empty:
         return f"None of {len(found)} configurations passes the gates."
@@ -202,7 +211,7 @@ def chip_predictions(bundles: dict[str, Bundle]) -> pd.DataFrame:
 def layer_times(layers: pd.DataFrame) -> pd.DataFrame:
     """Median and range of the milliseconds per layer of each run of experiment 30's sweep."""
     by = ["machine", "run_id", "states", "T", "depth"]
-    return layers.groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
+    return valid(layers).groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
 
 
 def sweep_counts(counts: dict[str, dict]) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import process, runs, timing
+from workbench.sweep import plans, process, runs, timing
 
 MEASURE_FUNCTION = "workbench.sweep.cell:measure_cell"
 
@@ -65,7 +65,7 @@ def prepare(job: dict) -> None:
 
 def measure_cell(job: dict) -> None:
     """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
-    before = runs.pick(log.environment(), "thermal", "power_source")
+    began, before = time.time(), runs.pick(log.environment(), "thermal", "power_source")
     bundle = Bundle.open(_path(job))
     decoder = Decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
@@ -80,16 +80,12 @@ def measure_cell(job: dict) -> None:
         "load_average": os.getloadavg()[0],
         "before": before,
     }
-    if lines := process.compiler_errors():  # it ran, and not where it was meant to
-        row |= {"status": "invalid", "reason": lines[0]}
-        config["stderr"] = lines
-    if decoder.runtime == "coreml":
-        try:
-            row |= placement.columns(
-                placement.measured_placement([*decoder.layers, *decoder.heads])
-            )
-        except InputError as problem:
-            config["placement"] = str(problem)
+    if decoder.fault:
+        config["fault"] = decoder.fault
+    if messages := process.core_ml_messages():
+        config["stderr"] = messages
+    if errors := process.invalidating(messages):  # it ran, and not where it was meant to
+        row |= {"status": "invalid", "reason": errors[0]}
     if job["judge_ids"]:
         checkpoint, folder = _checkpoint(job), _path(job).parent.with_name("golden")
         reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
@@ -106,12 +102,40 @@ def measure_cell(job: dict) -> None:
         fidelity=fidelity,
         samples=samples,
         layers=timing.layer_table(samples, decoder),
+        rest=lambda: _placement(decoder, row, config, job["timeout_s"] - (time.time() - began)),
     )
 
 
+def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dict:
+    """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
+    nothing was planned on the Neural Engine that the compute units name. Without a plan within half
+    of the `seconds` that are left, the config says why."""
+    if decoder.runtime == "portable":
+        return {}
+    models = *decoder.layers, *decoder.heads
+    try:
+        placements = plans.planned_placement(
+            decoder.bundle,
+            [(model.shard.name, model.function) for model in models],
+            decoder.runtime,
+            decoder.compute_units,
+            fault=decoder.fault,
+            timeout_s=max(1, seconds / 2),
+        )
+    except InputError as problem:
+        return {"config": config | {"placement": str(problem)}}
+    columns = placement.columns(placements)
+    reason = placement.off_engine(placements, decoder.compute_units)
+    if reason and "reason" not in row:
+        columns |= {"status": "invalid", "reason": reason}
+    return columns
+
+
 def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
-    """Logs a run that did not come to an end."""
-    row = {
+    """Logs a run that did not come to an end; which runtime auto would have meant, nobody says
+    then."""
+    executed = {} if job["run"]["runtime"] == "auto" else runs.executed(**job["run"])
+    row = executed | {
         "checkpoint": Path(job["checkpoint"]).name,
         "checkpoint_hash": job["checkpoint_hash"],
         "status": "failed",

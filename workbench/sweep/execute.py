@@ -16,7 +16,8 @@ from workbench.errors import InputError
 from workbench.log.machine import machine_name, software_name, with_machines
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import cell, cluster
+from workbench.runtime import named, resolve
+from workbench.sweep import cell, cluster, runs
 from workbench.sweep.grid import Cell, Grid, cells
 
 
@@ -39,7 +40,8 @@ def sweep(
         measure: the function that the child process of a cell calls.
 
     Returns:
-        {cells, done, resumed, failed, log}: counts, and the log's folder.
+        {cells, done, resumed, failed, invalid, log}: counts, and the log's folder; cells that ran,
+        and not on the unit that they were meant for, are done and invalid.
     """
     from tqdm.auto import tqdm
 
@@ -56,17 +58,18 @@ def sweep(
         except OSError as problem:
             needed, step = "a folder that can be written", "name another with --log-dir"
             raise InputError(f"log {root}", problem.strerror, needed, step) from None
-        finished = done_cells(root, hosts)
+        finished = done_cells(root, hosts, _auto() if scheduler is None else None)
         missing = [c for c in everything if c.key(checkpoint.sha256) not in finished]
         missing.sort(key=lambda c: c.round)
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
         counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs)}
-        counts |= {"failed": 0, "log": str(root)}
+        counts |= {"failed": 0, "invalid": 0, "log": str(root)}
         with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
                 status = log.load("runs", root=root, where={"run_id": run_id})["status"].iloc[0]
-                counts["done" if status == "ok" else "failed"] += last
+                counts["done" if status in runs.MEASURED else "failed"] += last
+                counts["invalid"] += last and status == "invalid"
                 bar.update(last)
     return counts
 
@@ -110,16 +113,29 @@ def _host(environment: dict) -> tuple[str, str]:
     return machine_name(environment), software_name(environment)
 
 
-def done_cells(root: Path, hosts: set[tuple[str, str]] | None = None) -> set[str]:
-    """Keys of the cells that ended well in the log at `root`, on one of these machines with its software.
+def done_cells(
+    root: Path, hosts: set[tuple[str, str]] | None = None, auto: str | None = None
+) -> set[str]:
+    """Keys of the cells that were measured, on one of these machines with its software, in the log
+    at `root`. Invalid ones count: they would be so again.
 
     Args:
         hosts: (`machine_name`, `software_name`) of each; default: this machine.
+        auto: the runtime that auto means there (None: any); default: here.
     """
-    hosts = hosts or {_host(log.environment())}
-    rows = with_machines(log.load("runs", root=root, where={"status": "ok", "command": "sweep"}))
+    if hosts is None:
+        hosts, auto = {_host(log.environment())}, _auto()
+    where = {"status": list(runs.MEASURED), "command": "sweep"}
+    rows = with_machines(log.load("runs", root=root, where=where))
+    configs = map(json.loads, rows["config"])
     return {
-        json.loads(row.config)["cell"]
-        for row in rows.itertuples()
+        config["cell"]
+        for row, config in zip(rows.itertuples(), configs)
         if (row.machine, row.software) in hosts
+        and (not auto or row.runtime == auto or config.get("run", {}).get("runtime") != "auto")
     }
+
+
+def _auto() -> str:
+    """The runtime that auto means in this process, without a fault."""
+    return named(resolve())[0]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     NonNegativeFloat,
@@ -22,6 +23,7 @@ from workbench import export as exporting
 from workbench.bundle import Options
 from workbench.check.gates import MAX_KL
 from workbench.errors import InputError
+from workbench.runtime import named
 from workbench.sweep import runs
 
 Value = TypeVar("Value")
@@ -30,6 +32,12 @@ Count = Annotated[int, Field(ge=1)]
 
 RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
 """The lists of `Run`."""
+
+
+def _runtime(name: str) -> str:
+    """The name of a runtime, with its fault; another one is refused."""
+    named(name)
+    return name
 
 
 class Hints(BaseModel, extra="forbid"):
@@ -52,7 +60,7 @@ class Run(BaseModel, extra="forbid"):
     cool_down_s: NonNegativeFloat = 0
     threads: Count = 1
     timeout_s: PositiveFloat = 3600
-    runtime: Axis[Literal["auto", "portable", "coreml"]] = ["auto"]
+    runtime: Axis[Annotated[str, AfterValidator(_runtime)]] = ["auto"]
     precision: Axis[Literal["declared", "exact", "narrow"]] = ["declared"]
     fast: Axis[bool] = [True]
     compute_units: Axis[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = ["CPU_AND_NE"]

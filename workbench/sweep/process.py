@@ -18,9 +18,19 @@ from dataclasses import dataclass
 from workbench.errors import InputError, last_message
 
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
-COMPILER_ERROR = re.compile(
-    r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple"
+# What Core ML's parts write on stderr while a call goes on. All of it is logged; a run in which a
+# model was not compiled, or not run, for the unit that it was meant for is invalid. (whisper.cpp
+# #3702, CT#2247, CT#2688)
+CORE_ML_MESSAGE = re.compile(
+    r"E5RT|E5 bundle|\bANE|ForANE|Espresso|MPSGraph|Error plan build|Error compiling model"
+    r"|Error Domain=com\.apple"
 )
+INVALIDATING = re.compile(
+    r"ANECCompile\(\) FAILED|MILCompilerForANE error|Error compiling model|Error Domain=com\.apple"
+    r"|ANE inference operation failed|E5RT encountered an STL exception|Error plan build"
+    r"|MPSGraph.* failed"
+)
+MESSAGES = 100  # of Core ML in an `Outcome` and a row
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ def call(
     outcome, tail = json.loads(reply) if reply else {}, [] if reply else lines[-TAIL:]
     if not reply:
         outcome["failure"] = f"no answer in {timeout_s} s" if late.is_set() else _death(code, lines)
-    notes = [*filter(COMPILER_ERROR.search, lines), *tail] if "failure" in outcome else []
+    notes = [*_messages(lines), *tail] if "failure" in outcome else []
     return Outcome(**outcome, lines=tuple(dict.fromkeys(notes)))
 
 
@@ -81,11 +91,25 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
     return child.stdout.read()
 
 
-def compiler_errors() -> list[str]:
-    """In a child: Core ML compiler errors on stderr so far. Core ML reports a failed compilation there and goes on."""
+def core_ml_messages() -> list[str]:
+    """In a child: what Core ML wrote on stderr so far, each line once. It reports a failed
+    compilation there and goes on; `invalidating` says which lines matter."""
     about = os.fstat(2)
     written = os.pread(2, about.st_size, 0) if stat.S_ISREG(about.st_mode) else b""
-    return list(filter(COMPILER_ERROR.search, _lines(written)))
+    return _messages(_lines(written))
+
+
+def invalidating(messages: list[str]) -> list[str]:
+    """The messages of Core ML after which a run is not what it was meant to be."""
+    return [line for line in messages if INVALIDATING.search(line)]
+
+
+def _messages(lines: list[str]) -> list[str]:
+    """Core ML's lines, each once; those that invalidate come first, so that none of them is cut
+    off."""
+    messages = list(dict.fromkeys(filter(CORE_ML_MESSAGE.search, lines)))
+    messages.sort(key=lambda line: INVALIDATING.search(line) is None)
+    return messages[:MESSAGES]
 
 
 def _lines(stderr: bytes) -> list[str]:

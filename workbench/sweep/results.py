@@ -23,7 +23,8 @@ def stored_tables(
 
     Times are those of one machine and one setting of everything that the grid does not vary: where the log holds the grid
     with several checkpoints of one name, or on several versions of a system, coremltools or torch, those of the newest run.
-    Fidelity is of any machine.
+    Fidelity is of any machine. The column `invalid` of times is the reason why a run was not what
+    its settings say, null for all others.
 
     Args:
         machine: whose times (see `workbench.log.machine.machine_name`); default: this machine's if the log has some, else
@@ -32,16 +33,20 @@ def stored_tables(
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    of_checkpoint, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
+    measured, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
+    of_checkpoint = measured[measured["status"] == "ok"]
     timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
-    on_coreml = (of_checkpoint if timed.empty else timed)["runtime"].eq("coreml").any()
-    settings = [cell.columns("coreml" if on_coreml else "portable") for cell in cells(grid)]
+    logged = set((of_checkpoint if timed.empty else timed)["runtime"])
+    auto = next((name for name in runs.RUNTIMES if name in logged), "portable")
+    settings = [cell.columns(auto) for cell in cells(grid)]
     timed = runs.newest(runs.fitting(timed, settings, runs.TIMES), [*runs.TIMES, "round"])
     validated = runs.fitting(of_checkpoint, settings, runs.VALUES)
     fidelity = _rows_of("fidelity", validated, root)
     validated = runs.newest(validated[validated["run_id"].isin(fidelity["run_id"])], runs.VALUES)
     about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
-    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round"]
+    timed = timed.assign(invalid=timed["reason"].where(timed["status"] == "invalid"))
+    times = [*about, *runs.TIMES, "machine", "software", "os_build", "round", "invalid"]
+    times += ["ane_ops_share", "ane_cost_share"]
     tables = {
         name: _join(_rows_of(name, timed, root), timed, times) for name in ("samples", "layers")
     }
@@ -73,7 +78,7 @@ def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
 def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
     name."""
-    rows = runs.listing(grid.experiment, root)
+    rows = runs.listing(grid.experiment, root, runs.MEASURED)
     path = find(grid.checkpoint, Path(root) if root else log.default_root())
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
@@ -89,12 +94,14 @@ def _sha256(path: Path, files: tuple) -> str:
 
 
 def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
-    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest first.
+    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest
+    first, those that only invalid runs measured last.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
     ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
     T), ``kl_mean`` (nats) and ``verdict``: RED where another gate than the user's limit is, or the mean KL is above the
-    grid's `max_kl`. For `machine` see `stored_tables`.
+    grid's `max_kl`; ``invalid`` is the reason where no run is valid; ``ane_ops_share`` and ``ane_cost_share`` are the
+    Neural Engine's shares (null: no plan). For `machine` see `stored_tables`.
     """
     tables = stored_tables(grid, root, machine)
     samples, fidelity = tables["samples"], tables["fidelity"]
@@ -104,14 +111,20 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     timed = samples[
         ~samples["warmup"].fillna(False) & samples["phase"].isin(["call", "tokens_per_s"])
     ]
+    valid = timed["invalid"].isna()
+    timed = timed[
+        valid | ~valid.groupby([timed[key] for key in keys], dropna=False).transform("any")
+    ]
     medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median()
     by_run = medians.unstack("phase").reindex(columns=["tokens_per_s", "call"])
     rows = by_run.groupby(keys, dropna=False).agg(
         tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
     )
+    shares = timed.groupby(keys, dropna=False)[["invalid", "ane_ops_share", "ane_cost_share"]]
+    rows = rows.join(shares.first())
     updates = fidelity[(fidelity["mode"] == "isolated") & (fidelity["tensor"] == "update")]
     worst = updates.groupby(about, dropna=False, as_index=False).agg(worst_cosine=("cosine", "min"))
-    every = log.load("runs", root=root)
+    every = log.load("runs", root=root, where={"status": "ok"})
     validated = _priced(runs.newest(every[every["verdict"].notna()], about), grid.max_kl)
     validated = validated[[*about, "kl_mean", "verdict"]]
     rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
@@ -132,10 +145,13 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
         "worst_cosine",
         "kl_mean",
         "verdict",
+        "ane_ops_share",
+        "ane_cost_share",
+        "invalid",
     ]
-    return rows.sort_values("tokens_per_s", ascending=False, ignore_index=True)[
-        list(dict.fromkeys(columns))
-    ]
+    ranked = rows.sort_values("tokens_per_s", ascending=False)
+    ranked = ranked.sort_values("invalid", key=pd.Series.notna, kind="stable", ignore_index=True)
+    return ranked[list(dict.fromkeys(columns))]
 
 
 def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:

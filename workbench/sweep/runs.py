@@ -1,7 +1,7 @@
 """Rows of the table `runs` that bundles and decoders determine, how a run is recorded, and which rows belong together."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,11 @@ COUNTS = ("threads", "T", "depth", "n_gen")
 TIMES = (*VALUES, "fast", *COUNTS)
 """What, with checkpoint, machine and software, decides how long it takes."""
 
-RUNTIMES = ("portable", "coreml")
+RUNTIMES = ("coreml", "portable", "stand-in")
+
+MEASURED = ("ok", "invalid")
+"""How runs end that measured something; what an invalid one measured is not what its settings
+say."""
 
 
 def pick(mapping: Mapping, *names: str) -> dict:
@@ -45,10 +49,12 @@ def exported(options: Options) -> dict:
 def executed(
     runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_
 ) -> dict:
-    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing; others are ignored."""
-    portable, coreml = runtime == "portable", runtime == "coreml"
+    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing;
+    others are ignored. The fault of a stand-in is no column."""
+    name, _, _ = runtime.partition(":")
+    portable, coreml = name == "portable", name != "portable"
     return {
-        "runtime": runtime,
+        "runtime": name,
         "precision": precision if portable else None,
         "fast": bool(fast and precision == "declared") if portable else None,
         "compute_units": compute_units if coreml else None,
@@ -74,13 +80,19 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
 
 
 def record_run(
-    experiment: str, row: dict, *, root: Root = None, **tables: pd.DataFrame | list[dict] | None
+    experiment: str,
+    row: dict,
+    *,
+    root: Root = None,
+    rest: Callable[[], dict] = dict,
+    **tables: pd.DataFrame | list[dict] | None,
 ) -> str:
     """Writes one run and its tables; the `runs` row goes last, so a run that is listed is whole.
 
     Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
 
     Args:
+        rest: gives more columns of the row, once the tables are written.
         tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an empty one is left out.
 
     Returns:
@@ -90,14 +102,17 @@ def record_run(
     for table, rows in tables.items():
         if rows is not None and len(rows):
             log.append(table, rows, root=root, run_id=run_id)
-    row = log.environment() | {"experiment": experiment, "status": "ok"} | row
+    row = log.environment() | {"experiment": experiment, "status": "ok"} | row | rest()
     log.append("runs", scrubbed(row, log.project()), root=root, run_id=run_id)
     return run_id
 
 
-def listing(experiment: str | None = None, root: Root = None) -> pd.DataFrame:
-    """Rows of `runs` that ended well, with their `machine` and `software`."""
-    where = {"status": "ok"} | ({"experiment": experiment} if experiment else {})
+def listing(
+    experiment: str | None = None, root: Root = None, status: Sequence[str] = ("ok",)
+) -> pd.DataFrame:
+    """Rows of `runs` that ended in one of these ways, well by default, with their `machine` and
+    `software`."""
+    where = {"status": list(status)} | ({"experiment": experiment} if experiment else {})
     return with_machines(log.load("runs", root=root, where=where))
 
 

@@ -208,7 +208,10 @@ class Explorer(Panel):
             self._speed(figure.add_subplot(grid[1, 1]))
         name = f"{self.checkpoint.path.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
         self.show(figure, f"{tensor} of {name}: fidelity by layer and position, error split, speed")
-        ms, time = self._at_setting(self._stored("layers"))["layer_ms"], "not measured: press Run"
+        layers, time = self._at_setting(self._stored("layers")), "not measured: press Run"
+        ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
+        if len(layers):
+            time = f"invalid: {layers['invalid'].iloc[-1]}"
         if len(ms):
             time = f"{ms.median():.3f} ms per layer on {self.machine}"
         self.message.value = html.escape(f"{name}: {time}")
@@ -290,7 +293,7 @@ class Explorer(Panel):
         if rates.empty:
             return absent(ax, "speed not measured at this setting")
         plots.speed(rates, ax=ax)
-        shown = self._at_setting(rates)["value"]
+        shown = self._at_setting(rates[rates["invalid"].isna()])["value"]
         if len(shown):
             ring(ax, self.value("max_seq_len"), shown.median(), zorder=5)
 

@@ -1,0 +1,207 @@
+"""Native layers that go wrong as Core ML was seen to: the shim's, each with one fault.
+
+`FAULTS` maps a fault's name to its layer, whose docstring says in one sentence what happens.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+import miltorch
+from miltorch.program import read_spec
+from miltorch.quiet import coremltools
+from miltorch.shim import Proxy, StateProxy, _error
+
+SMALLEST_NORMAL = 2.0**-14  # of float16; anything smaller but 0 is subnormal
+
+
+class _Rejecting(Proxy):
+    """A layer that loads some models no more than the Neural Engine's compiler compiles them."""
+
+    def __init__(self, path: str, compute_units: str, *rest):
+        super().__init__(path, compute_units, *rest)
+        if self.rejects(compute_units):
+            raise _error(
+                "Failed to build the model execution plan using a model architecture file "
+                f"'{Path(path) / 'model.mil'}' with error code: -14."
+            )
+
+
+class RejectedStates(_Rejecting):
+    """Models with states fail to load with error code -14, whatever the compute units."""
+
+    def rejects(self, compute_units: str) -> bool:
+        return bool(self.executable.program.states)
+
+
+class RejectedRanges(_Rejecting):
+    """Models with a flexible input shape fail to load with error code -14, whatever the compute
+    units."""
+
+    def rejects(self, compute_units: str) -> bool:
+        return any(
+            size.lowerBound != size.upperBound
+            for feature in self.description.input
+            for size in feature.type.multiArrayType.shapeRange.sizeRanges
+        )
+
+
+class RejectedUnit(_Rejecting):
+    """Models fail to load with error code -14 on CPU_AND_NE, and on no other compute units."""
+
+    def rejects(self, compute_units: str) -> bool:
+        return compute_units == "CPU_AND_NE"
+
+
+class HiddenNaN(Proxy):
+    """A NaN in an output comes out as 0."""
+
+    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
+        outputs = super().predict(data, state)
+        return {name: np.where(np.isnan(v), np.float32(0), v) for name, v in outputs.items()}
+
+
+def _flushed(value: torch.Tensor) -> torch.Tensor:
+    return torch.where(value.abs() < SMALLEST_NORMAL, torch.zeros_like(value), value)
+
+
+class _FlushedState(StateProxy):
+    def write_state(self, name: str, value) -> None:
+        super().write_state(name, value)
+        self.flush()
+
+    def flush(self) -> None:
+        for cell in self.cells.values():
+            cell.value = _flushed(cell.value)
+
+
+class Flush(Proxy):
+    """Subnormal float16 values of states and outputs become 0."""
+
+    def newState(self) -> StateProxy:
+        return _FlushedState(self.executable)
+
+    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
+        outputs = super().predict(data, state)
+        if state is not None:
+            state.flush()
+        return {name: _flushed(torch.from_numpy(v)).numpy() for name, v in outputs.items()}
+
+
+class Kill(Proxy):
+    """The first prediction kills the process (SIGKILL)."""
+
+    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Chatter(Proxy):
+    """Compiling writes a message to the standard output of the process."""
+
+    @staticmethod
+    def compileModel(path: str) -> str:
+        sys.stdout.flush()
+        os.write(1, b"coremlcompiler: note: compiled for MLComputeUnitsCPUAndNeuralEngine\n")
+        return Proxy.compileModel(path)
+
+
+class OneOfBatch(Proxy):
+    """Outputs hold the first sequence of a batch alone."""
+
+    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
+        return {name: value[:1] for name, value in super().predict(data, state).items()}
+
+
+class RaisingPlan(Proxy):
+    """Asking for the compute plan raises an error."""
+
+    @staticmethod
+    def get_compute_plan(path: str, compute_units: str):
+        raise _error("Failed to load the compute plan.")
+
+
+class NoPlan(Proxy):
+    """The compute plan is None."""
+
+    @staticmethod
+    def get_compute_plan(path: str, compute_units: str):
+        return None
+
+
+class AbortingPlan(Proxy):
+    """Asking for the compute plan aborts the process (SIGABRT)."""
+
+    @staticmethod
+    def get_compute_plan(path: str, compute_units: str):
+        os.abort()
+
+
+class Fallback(Proxy):
+    """The compute plan puts every operation on the CPU, none on the Neural Engine."""
+
+    @staticmethod
+    def get_compute_plan(path: str, compute_units: str):
+        return plan(path, ["cpu"])
+
+
+class OnEngine(Proxy):
+    """No fault, a simulated compute plan: every operation on the Neural Engine if the units have
+    it, else on the CPU."""
+
+    @staticmethod
+    def get_compute_plan(path: str, compute_units: str):
+        return plan(path, ["ane", "cpu"] if compute_units in ("CPU_AND_NE", "ALL") else ["cpu"])
+
+
+def plan(path: str, devices: list[str]) -> SimpleNamespace:
+    """A compute plan with coremltools' names for every function of a package: each operation
+    prefers the first of `devices` (ane, cpu), could run on all of them, and costs the same."""
+    kinds = coremltools().models.compute_device
+    classes = {"ane": kinds.MLNeuralEngineComputeDevice, "cpu": kinds.MLCPUComputeDevice}
+    units = [object.__new__(classes[name]) for name in devices]
+    usage = SimpleNamespace(preferred_compute_device=units[0], supported_compute_devices=units)
+    blocks = {
+        name: miltorch.read(path, name).block for name in read_spec(Path(path)).mlProgram.functions
+    }
+    ops = [op for block in blocks.values() for op in block.walk() if op.kind != "const"]
+    cost = SimpleNamespace(weight=1 / len(ops))
+    functions = {name: SimpleNamespace(block=_plan_block(b)) for name, b in blocks.items()}
+    return SimpleNamespace(
+        model_structure=SimpleNamespace(program=SimpleNamespace(functions=functions)),
+        get_compute_device_usage_for_mlprogram_operation=lambda op: usage,
+        get_estimated_cost_for_mlprogram_operation=lambda op: cost,
+    )
+
+
+def _plan_block(block) -> SimpleNamespace:
+    operations = [
+        SimpleNamespace(
+            operator_name=f"ios18.{op.kind}",
+            outputs=[SimpleNamespace(name=name) for name, _ in op.outputs],
+            blocks=[_plan_block(inner) for inner in op.blocks],
+        )
+        for op in block.ops
+    ]
+    return SimpleNamespace(operations=operations)
+
+
+FAULTS: dict[str, type[Proxy]] = {
+    "load14-state": RejectedStates,
+    "load14-range": RejectedRanges,
+    "load14-ne": RejectedUnit,
+    "fallback": Fallback,
+    "nan-hidden": HiddenNaN,
+    "flush": Flush,
+    "kill": Kill,
+    "chatter": Chatter,
+    "plan-raises": RaisingPlan,
+    "plan-none": NoPlan,
+    "plan-aborts": AbortingPlan,
+    "batch-one": OneOfBatch,
+    "plan-ane": OnEngine,
+}

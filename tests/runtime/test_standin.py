@@ -1,0 +1,463 @@
+"""The stand-in for Core ML: its verdicts are portable's without one illegal call, and each fault
+that it plays ends in the row, the message and the exit code that a Mac's would."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from miltorch import shim
+from workbench import Decoder, log, runtime, sweep
+from workbench.ane import placement
+from workbench.check import checklist, golden, units
+from workbench.cli.app import main
+from workbench.errors import InputError
+from workbench.models import checkpoint
+from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import coreml, load_shard
+from workbench.runtime.portable import PortableModel
+from workbench.runtime.standin import FAULTS, installed
+from workbench.sweep import process
+
+IDS = [5, 17, 42, 3, 88, 9]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return checkpoint.random(
+        tmp_path_factory.mktemp("standin") / "source",
+        "llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_hidden_layers=1,
+        vocab_size=97,
+    )
+
+
+def export(source, name: str, **options):
+    from workbench.export import export
+
+    options = {"max_seq_len": 16, "t_max": 2} | options
+    return export(source, source.parent / name, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def bundle(source):
+    return export(source, "bundle")
+
+
+@pytest.fixture(scope="module")
+def of_two(source):
+    return export(source, "of_two", batch=2)
+
+
+@pytest.fixture
+def command(monkeypatch, capfd):
+    """Runs `workbench …` as its entry point does: (exit code, standard output, standard error)."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["workbench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return (end.value.code or 0, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def illegal(monkeypatch) -> list:
+    """What reaches the native layer and is refused there, as it comes."""
+    refused, taken = [], shim._taken
+
+    def count(value):
+        try:
+            return taken(value)
+        except RuntimeError:
+            refused.append(value)
+            raise
+
+    monkeypatch.setattr(shim, "_taken", count)
+    return refused
+
+
+# --- which runtime --------------------------------------------------------------------------------
+
+
+def test_the_variable_says_what_auto_means(monkeypatch, bundle):
+    assert runtime.resolve("stand-in:kill") == "stand-in:kill"
+    assert runtime.named("stand-in:kill") == ("stand-in", "kill")
+    for name, meant in (("portable", "portable"), ("stand-in:flush", "stand-in:flush")):
+        monkeypatch.setenv("WORKBENCH_RUNTIME", name)
+        assert runtime.resolve() == runtime.resolve("auto") == meant
+    assert (Decoder(bundle).runtime, Decoder(bundle).fault) == ("stand-in", "flush")
+    assert Decoder(bundle, "portable").runtime == "portable"
+    monkeypatch.setenv("WORKBENCH_RUNTIME", "auto")
+    assert runtime.resolve() == "portable"
+
+
+@pytest.mark.parametrize("name", ["stand-in:no", "portable:kill", "core", "stand-in:"])
+def test_names_that_are_no_runtime_are_refused(name, monkeypatch, bundle):
+    monkeypatch.setenv("WORKBENCH_RUNTIME", name)
+    for use in (lambda: runtime.resolve(name), runtime.resolve, lambda: Decoder(bundle, name)):
+        with pytest.raises(InputError, match="one of"):
+            use()
+    with pytest.raises(InputError, match="runtime"):
+        sweep.make_grid({"checkpoint": "x", "run": {"runtime": [name]}})
+
+
+@pytest.mark.parametrize("name", ["stand-in", "stand-in:kill"])
+def test_on_macos_the_stand_in_is_refused_with_one_message(name, monkeypatch, bundle):
+    monkeypatch.setattr(runtime.platform, "system", lambda: "Darwin")
+    for use in (lambda: runtime.resolve(name), lambda: Decoder(bundle, name)):
+        with pytest.raises(InputError, match="macOS, which has Core ML itself"):
+            use()
+
+
+def test_the_stand_in_leaves_coremltools_as_it_was(bundle):
+    Decoder(bundle, "stand-in:plan-none")
+    assert shim.native_layer() is None
+    with pytest.raises(InputError, match="macOS 15"):
+        runtime.resolve("coreml")
+    shim.install()
+    Decoder(bundle, "stand-in:plan-none")
+    assert shim.native_layer() is shim.Proxy and runtime.resolve("coreml") == "coreml"
+    shim.uninstall()
+
+
+# --- no fault: portable's verdicts, and no illegal call -------------------------------------------
+
+
+def test_the_count_of_illegal_calls_counts(bundle, illegal):
+    state = load_shard(bundle, bundle.shards("layers")[0], "stand-in").make_state()
+    name, entry = next(iter(bundle.shards("layers")[0].states.items()))
+    with pytest.raises(RuntimeError):
+        state.raw.state.write_state(entry.tensor, np.zeros(entry.shape, np.float16))
+    assert len(illegal) == 1
+
+
+def verdicts(result: dict) -> dict:
+    """The verdicts of a command's JSON, of all its gates or cells."""
+    keys = ("batch", "cache", "streaming", "context", "format")
+    return {"": result.get("verdict")} | {
+        row["name"] if "name" in row else tuple(row[key] for key in keys): row["verdict"]
+        for row in (*result.get("gates", ()), *result.get("cells", ()))
+    }
+
+
+@pytest.mark.parametrize("name", ["check", "validate", "reuse", "decode", "residency"])
+def test_commands_end_as_on_portable_without_an_illegal_call(
+    name, source, bundle, of_two, command, illegal, capfd
+):
+    path = golden.make_golden(Checkpoint(source), IDS).save(source.parent / "golden.safetensors")
+    options = {
+        "check": ["--golden", path],
+        "validate": ["--golden", path],
+        "reuse": ["--batch-bundle", of_two.root, "--max-new", 2],
+        "decode": ["--prompt-ids", "5,17,42", "--max-new", 4],
+        "residency": [],
+    }[name]
+    results = {}
+    for where in ("stand-in", "portable"):
+        code, out, err = command(name, bundle.root, *options, "--runtime", where, "--json")
+        assert code == 0, err
+        results[where] = json.loads(out)
+    assert illegal == []
+    ours, portable = results["stand-in"], results["portable"]
+    assert verdicts(ours) == verdicts(portable)
+    if name == "decode":
+        assert ours["tokens"] == portable["tokens"] and ours["runtime"] == "stand-in"
+    if name == "residency":
+        assert ours["source"] == "predicted" and "MLComputePlan" in ours["known"][0]
+        assert ours["shards"] == portable["shards"]
+
+
+def test_native_time_is_part_of_a_call_and_null_on_portable(bundle):
+    decoders = {name: Decoder(bundle, name) for name in ("stand-in", "portable")}
+    for decoder in decoders.values():
+        assert decoder.layers[0].last_native_ms is None
+        decoder.prefill([5])
+    (portable,) = decoders["portable"].layers
+    assert portable.last_native_ms is None
+    (model,) = decoders["stand-in"].layers
+    assert 0 < model.last_native_ms <= model.loading_ms["first_predict"]
+
+
+# --- faults: rows ---------------------------------------------------------------------------------
+
+DIED, PLANLESS = {"status": "failed"}, {"status": "ok", "placement_source": None}
+ROWS = {  # fault → columns, and words of the reason, of the config's reason for no placement
+    "": (PLANLESS, "", "MLComputePlan"),
+    "load14-state": (DIED, "error code: -14", ""),
+    "load14-range": (DIED, "error code: -14", ""),
+    "load14-ne": (DIED, "error code: -14", ""),
+    "fallback": (
+        {"status": "invalid", "placement_source": "simulated", "ane_ops_share": 0.0},
+        "not on the Neural Engine: the plan puts 0 of ",
+        "",
+    ),
+    "nan-hidden": (PLANLESS, "", "MLComputePlan"),
+    "flush": (PLANLESS, "", "MLComputePlan"),
+    "kill": (DIED, "killed by SIGKILL", ""),
+    "chatter": (PLANLESS, "", "MLComputePlan"),
+    "plan-raises": (PLANLESS, "", "Failed to load the compute plan"),
+    "plan-none": (PLANLESS, "", "found None"),
+    "plan-aborts": (PLANLESS, "", "killed by SIGABRT"),
+    "batch-one": (DIED, "the batch of 2 collapsed to 1", ""),
+    "plan-ane": (
+        {
+            "status": "ok",
+            "placement_source": "simulated",
+            "ane_ops_share": 1.0,
+            "ane_cost_share": 1,
+        },
+        "",
+        "",
+    ),
+}
+
+
+def name_of(fault: str) -> str:
+    return f"stand-in:{fault}" if fault else "stand-in"
+
+
+@pytest.fixture(scope="module")
+def swept(source, tmp_path_factory):
+    """(log folder, counts, counts of the second time) of one cell for each fault."""
+    folder, counts = tmp_path_factory.mktemp("faults"), []
+    grids = [
+        {"export": {"max_seq_len": [16], "t_max": [2], "batch": [batch]}, "run": {"runtime": names}}
+        for batch, names in (
+            (1, [name_of(fault) for fault in ROWS if fault != "batch-one"]),
+            (2, ["stand-in:batch-one"]),
+        )
+    ]
+    for grid in grids[::-1] + grids[:1]:
+        grid["run"] |= {"n_gen": 2, "repetitions": 1}
+        made = sweep.make_grid({"checkpoint": str(source), "validate_ids": IDS} | grid)
+        if counts[1:]:  # what failed would be measured again
+            made.run.runtime = [name_of(fault) for fault in ("fallback", "plan-none", "load14-ne")]
+        counts.append(
+            sweep.sweep(made, root=folder / "log", bundles=folder / "bundles", progress=False)
+        )
+    return folder / "log", counts
+
+
+def test_every_fault_has_a_row_here():
+    assert set(FAULTS) == set(ROWS) - {""}
+    assert all(text.endswith(".") and len(text) < 120 for text in FAULTS.values())
+
+
+@pytest.mark.parametrize("fault", ROWS)
+def test_a_fault_ends_in_its_row(swept, fault):
+    columns, reason, planless = ROWS[fault]
+    rows = log.load("runs", root=swept[0])
+    configs = [json.loads(text) for text in rows["config"]]
+    at = next(i for i, c in enumerate(configs) if c["run"]["runtime"] == name_of(fault))
+    row, config = rows.iloc[at].to_dict(), configs[at]
+    row |= {name: None for name, value in row.items() if value is None or value != value}
+    assert row["runtime"] == "stand-in" and row["placement_source"] != "measured"
+    assert {name: row[name] for name in columns} == columns
+    assert (reason in row["reason"]) if reason else row["reason"] is None
+    assert planless in config.get("placement", "")
+    samples = log.load("samples", root=swept[0], where={"run_id": [row["run_id"]]})
+    assert samples.empty == (row["status"] == "failed")
+    if row["status"] != "failed":
+        assert row["verdict"] == "GREEN" and config.get("fault", "") == fault
+
+
+def test_invalid_cells_are_done_and_failed_ones_are_not(swept):
+    _, first, again = swept[1]
+    assert (first["invalid"], first["failed"]) == (1, 4) and first["done"] == first["cells"] - 4
+    assert (again["resumed"], again["done"], again["failed"], again["invalid"]) == (2, 0, 1, 0)
+
+
+def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
+    found = units.validate_units(
+        bundle, golden.make_golden(source, IDS), runtime="stand-in:load14-ne", Ts=[1]
+    ).set_index("unit")
+    assert found.loc["CPU_AND_NE", "verdict"] == "DIED"
+    assert "error code: -14" in found.loc["CPU_AND_NE", "reason"]
+    assert (found.drop("CPU_AND_NE")["verdict"] == "GREEN").all()
+    assert set(found["runtime"]) == {"portable", "stand-in"}
+    assert units.units_verdict(found.reset_index()) == "RED"
+
+
+# --- faults: messages and exit codes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["load14-state", "load14-range", "load14-ne"])
+@pytest.mark.parametrize("name", ["check", "decode", "validate"])
+def test_a_shard_that_does_not_load_is_one_message_and_exit_code_2(
+    fault, name, bundle, source, command
+):
+    options = {"decode": ["--prompt-ids", "5"], "validate": ["--checkpoint", source]}.get(name, [])
+    code, out, err = command(name, bundle.root, *options, "--runtime", name_of(fault))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith("workbench: shard layers_00_00: found ") and "error code: -14." in err
+
+
+@pytest.mark.parametrize("name", ["check", "decode", "validate", "reuse"])
+def test_other_compute_units_are_the_next_step_that_the_message_names(
+    name, bundle, source, command
+):
+    options = {
+        "decode": ["--prompt-ids", "5", "--max-new", 2],
+        "validate": ["--checkpoint", source, "--prompt-ids", "5,17"],
+        "reuse": ["--max-new", 1],
+    }.get(name, [])
+    arguments = [name, bundle.root, *options, "--runtime", "stand-in:load14-ne"]
+    code, _, err = command(*arguments)
+    assert code == 2 and "try other --compute-units" in err
+    assert command(*arguments, "--compute-units", "CPU_ONLY")[0] == 0
+    code, _, err = command(*arguments, "--compute-units", "ANE")
+    assert code == 2 and "compute units: found 'ANE'" in err
+
+
+def test_loads_are_rejected_for_their_reason_alone(source, bundle):
+    fixed = export(source, "fixed", t_max=1)
+    load_shard(fixed, fixed.shards("layers")[0], "stand-in:load14-range")
+    load_shard(bundle, bundle.shards("head")[0], "stand-in:load14-state")
+    load_shard(bundle, bundle.shards("head")[0], "stand-in:load14-ne", compute_units="CPU_ONLY")
+
+
+@pytest.mark.parametrize("name", ["decode", "validate", "check"])
+def test_a_process_that_is_killed_says_so_by_its_exit_code(name, bundle, source):
+    options = {
+        "decode": ["--prompt-ids", "5", "--max-new", 2],
+        "validate": ["--checkpoint", source, "--prompt-ids", "5,17"],
+    }
+    arguments = [name, bundle.root, *options.get(name, []), "--runtime", "stand-in:kill"]
+    child = [sys.executable, "-m", "workbench.cli", *map(str, arguments)]
+    assert subprocess.run(child, capture_output=True).returncode == -9
+
+
+def test_messages_of_the_compiler_stay_out_of_the_output(source, command):
+    fresh = export(source, "fresh")
+    arguments = ["decode", fresh.root, "--prompt-ids", "5", "--max-new", 2]
+    code, out, err = command(*arguments, "--runtime", "stand-in:chatter", "--json")
+    assert code == 0 and len(json.loads(out)["tokens"]) == 2
+    assert err.count("coremlcompiler: note") == 2  # two shards
+
+
+def test_a_batch_that_collapses_is_refused_by_name(of_two, command):
+    code, out, err = command("check", of_two.root, "--runtime", "stand-in:batch-one")
+    assert (code, out) == (2, "")
+    (message,) = [line for line in err.splitlines() if line.startswith("workbench: ")]
+    assert "output 'hidden' of shard layers_00_00" in message
+    assert "the batch of 2 collapsed to 1; needs [2, 64, 1, 1]" in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "gate", "words"),
+    [
+        ("nan-hidden", "nan_in_state_is_noticed", "swallowed by: layers_00_00"),
+        ("flush", "subnormals_in_state_are_kept", "changed by: layers_00_00"),
+        ("", "nan_in_state_is_noticed", "the same"),
+    ],
+)
+def test_what_a_device_does_to_nan_and_subnormals_is_recorded_and_no_verdict(
+    fault, gate, words, bundle, command
+):
+    code, out, _ = command("check", bundle.root, "--runtime", name_of(fault), "--json")
+    checks = {g["name"]: g for g in json.loads(out)["gates"]}
+    assert (code, checks[gate]["verdict"]) == (0, "GREEN")
+    assert checks[gate]["reason"].endswith(f"; stand-in on CPU_AND_NE: {words}")
+    assert checks["write_address"]["verdict"] == "GREEN"
+
+
+def test_write_probes_hold_no_subnormal_number():
+    values = checklist._normal(np.array([1e-6, -1e-7, 0, 2.0**-14, -3]))
+    assert (np.abs(values) >= 2.0**-14).all() and values.dtype == np.float16
+    assert values[3:].tolist() == [2.0**-14, -3]
+
+
+def test_a_program_that_swallows_nan_is_red_whatever_the_device_does(bundle, monkeypatch):
+    """The gate's verdict is portable arithmetic's: a device that does better changes nothing."""
+    predict = PortableModel.predict
+
+    def finite(self, inputs, state=None):
+        return {name: np.nan_to_num(v) for name, v in predict(self, inputs, state).items()}
+
+    monkeypatch.setattr(PortableModel, "predict", finite)
+    gate = checklist.nan_is_noticed(Decoder(bundle, "stand-in"))
+    assert gate.verdict == "RED"
+    device = "stand-in on CPU_AND_NE: swallowed by: none"
+    assert gate.reason == f"swallowed by: layers_00_00; {device}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "source_", "words"),
+    [
+        ("plan-raises", "predicted", "Failed to load the compute plan."),
+        ("plan-none", "predicted", "found None"),
+        ("plan-aborts", "predicted", "killed by SIGABRT"),
+        ("fallback", "simulated", ""),
+        ("plan-ane", "simulated", ""),
+    ],
+)
+def test_residency_without_a_plan_predicts_and_says_why(fault, source_, words, bundle, command):
+    code, out, _ = command("residency", bundle.root, "--runtime", name_of(fault), "--json")
+    found = json.loads(out)
+    assert (code, found["source"]) == (0, source_)
+    assert any(words in fact and "no plan" in fact for fact in found["known"]) == bool(words)
+    if source_ == "simulated":
+        share = {"fallback": 0, "plan-ane": 1}[fault]
+        assert all(s["ane"] == share * s["ops"] > -1 for s in found["shards"])
+
+
+def test_compute_units_that_are_none_are_refused(bundle, command):
+    code, _, err = command(
+        "residency", bundle.root, "--runtime", "stand-in:fallback", "--compute-units", "ANE"
+    )
+    assert code == 2 and "compute units: found 'ANE'" in err
+
+
+# --- placement and messages -----------------------------------------------------------------------
+
+
+def test_a_plan_asks_for_the_compute_units_and_counts_shares(bundle):
+    with installed("plan-ane"):
+        plans = {
+            unit: [
+                placement.count_units(s.name, coreml.compute_plan(bundle, s, unit), "simulated")
+                for s in bundle.manifest.shards
+            ]
+            for unit in ("CPU_AND_NE", "CPU_ONLY")
+        }
+    shares = {unit: placement.columns(plan) for unit, plan in plans.items()}
+    assert (shares["CPU_AND_NE"]["ane_ops_share"], shares["CPU_ONLY"]["ane_ops_share"]) == (1, 0)
+    assert placement.off_engine(plans["CPU_AND_NE"], "CPU_AND_NE") is None
+    assert placement.off_engine(plans["CPU_ONLY"], "CPU_ONLY") is None
+    reason = placement.off_engine(plans["CPU_ONLY"], "CPU_AND_NE")
+    ops = sum(p.ops for p in plans["CPU_ONLY"])
+    assert reason.endswith(f"puts 0 of {ops} operations there, {ops} on the CPU")
+
+
+def test_a_plan_that_names_no_unit_makes_no_run_invalid():
+    silent = placement.count_units("s", [coreml.Placed("conv", "y", None, (), None)])
+    assert placement.off_engine([silent], "CPU_AND_NE") is None
+    assert "ane_ops_share" not in placement.columns([silent])
+
+
+@pytest.mark.parametrize(
+    ("line", "logged", "invalid"),
+    [
+        ("E5RT: ANECCompile() FAILED (11)", True, True),
+        ("ANE inference operation failed", True, True),
+        ("E5RT encountered an STL exception. msg = MILCompilerForANE error", True, True),
+        ("E5RT: Error plan build: -14", True, True),
+        ("MPSGraph assertion failed", True, True),
+        ("Must re-compile the E5 bundle", True, False),
+        ("[Espresso::handle_ex_plan] loading", True, False),
+        ("a warning of Python about a plane", False, False),
+    ],
+)
+def test_messages_of_core_ml_are_logged_and_some_invalidate(line, logged, invalid):
+    found = process._messages(["x", line, line])
+    assert found == [line] * logged
+    assert process.invalidating(found) == [line] * invalid

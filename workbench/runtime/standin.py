@@ -1,0 +1,52 @@
+"""The coreml runtime where there is no Core ML: the same code over `miltorch.shim`, which is as
+strict as the native binding, and faults of Core ML that it can play.
+
+Nothing that a stand-in gives is a measurement of Core ML: its rows say `stand-in`, the placements
+that a fault makes up are `simulated`.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from miltorch import faults, shim
+from workbench.bundle import Bundle, Shard
+from workbench.errors import InputError
+from workbench.runtime.coreml import CoreMLModel
+
+FAULTS: dict[str, str] = {
+    name: " ".join(layer.__doc__.split()) for name, layer in faults.FAULTS.items()
+}
+"""What each fault does, in a sentence."""
+
+_one_at_a_time = threading.RLock()  # what is replaced in coremltools is of the whole process
+
+
+def check_fault(fault: str) -> None:
+    """Refuses a name that is no fault's."""
+    if fault not in FAULTS:
+        raise InputError("fault", repr(fault), f"one of {', '.join(FAULTS)}", "choose one")
+
+
+@contextmanager
+def installed(fault: str = "") -> Iterator[None]:
+    """Within, coremltools' native layer is the stand-in's, with a fault ("": none); models that are
+    loaded within still predict afterwards."""
+    with _one_at_a_time, shim.replaced(faults.FAULTS[fault] if fault else shim.Proxy):
+        yield
+
+
+class StandInModel(CoreMLModel):
+    """One shard as the coreml runtime loads and runs it, over the stand-in; see `CoreMLModel`."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        shard: Shard,
+        compute_units: str,
+        hints: dict | None = None,
+        function: str | None = None,
+        fault: str = "",
+    ):
+        with installed(fault):
+            super().__init__(bundle, shard, compute_units, hints, function)
