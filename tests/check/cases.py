@@ -67,7 +67,7 @@ ON_FILES = ("interface", "weights")
 CHEAP = (*ON_FILES, "host")
 PROBES = (
     *("state_is_used", "fresh_state_is_zero", "states_are_independent", "write_address"),
-    *("stale_rows", "nan_in_state_is_noticed", "overflow_raises"),
+    *("stale_rows", "nan_in_state_is_noticed", "subnormals_in_state_are_kept", "overflow_raises"),
 )
 PROMPT = 24  # tokens of the golden behind `budget`, `device` and the gates of a validation
 # Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the tables.
