@@ -141,13 +141,22 @@ class Maker:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
             compressed = {w.path for w in weights if w.compressed}
-            model = convert.convert(module, spec, self.options, compressed)
-            package.save_package(model, self._package(spec, folder))
-        constants = convert.constants(model)
+            whole, programs, constants, modules = self._package(spec, folder), {}, {}, {}
+            for name, T in (self.options.function_names or {"main": None}).items():
+                model = convert.convert(module, spec, self.options, compressed, T)
+                programs[name] = whole.with_name(f"{spec.name}.{name}.mlpackage") if T else whole
+                package.save_package(model, programs[name])
+                constants |= convert.constants(model)
+                modules |= convert.modules(model)
+            if self.options.functions:
+                del model
+                convert.save_functions(programs, whole)
+                for program in programs.values():
+                    shutil.rmtree(program)
         names = {w.path: w.path.replace(".", "_") for w in weights}
         return {
             path: constants[name] for path, name in names.items() if name in constants
-        }, convert.modules(model)
+        }, modules
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
         return template.press(
@@ -197,6 +206,7 @@ class Maker:
                 **interface,
                 path=f"{spec.name}.mlpackage",
                 how=how,
+                functions=self.options.function_names,
                 bytes=sum(f.bytes for f in files),
                 files=files,
                 weights={tensor: constants[w.path] for tensor, w in weights.items()},
