@@ -13,6 +13,7 @@ from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.ane.rules import lint
 from workbench.bundle import Bundle
 from workbench.runtime.coreml import CoreMLModel, Placed
+from workbench.runtime.functions import loaded_programs
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,17 @@ class Placement:
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
-    """What the rules expect of every shard with compute units CPU_AND_NE, on a chip of an M generation."""
+    """What the rules expect of every shard, or each of its functions, with compute units CPU_AND_NE, on a chip of an M generation."""
     placements = []
     for shard in bundle.manifest.shards:
         package = bundle.package(shard)
         weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
         functions = len(read_spec(package).mlProgram.functions)
-        graph = LintGraph(miltorch.read(package), weights, functions, generation)
-        placements.append(place_operations(shard.name, graph))
+        for function in shard.functions or [None]:
+            program = miltorch.read(package, function)
+            graph = LintGraph(program, weights, functions, generation)
+            name = f"{shard.name} {function}" if function else shard.name
+            placements.append(place_operations(name, graph))
     return placements
 
 
@@ -74,8 +78,12 @@ def _rule(finding: Finding) -> dict:
 
 
 def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
-    """What Core ML plans for shards that it has loaded. A plan is a preference: only timing each T shows where it runs."""
-    return [count_units(model.shard.name, model.plan()) for model in models]
+    """What Core ML plans for shards, or functions of shards, that it has loaded. A plan is a preference: only timing each
+    T shows where it runs."""
+    return [
+        count_units(" ".join(filter(None, (model.shard.name, model.function))), model.plan())
+        for model in loaded_programs(models)
+    ]
 
 
 def count_units(name: str, plan: list[Placed]) -> Placement:

@@ -268,9 +268,10 @@ class Decoder:
         self.host.check(self.offsets, lengths)
         # hidden state of each last valid token
         last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)
-        for size in cycle(np.ravel(tile or self.options.t_max).tolist()):
+        for limit in cycle(np.ravel(tile or self.options.t_max).tolist()):
+            size = self.options.tokens(min(limit, max(lengths) - start))
             chunk = [prompt[start : start + size] for prompt in prompts]
-            hidden = self.advance(chunk, min(size, max(lengths) - start))
+            hidden = self.advance(chunk, size)
             for seq, tokens in enumerate(chunk):
                 if tokens:
                     last[seq, :, 0] = hidden[seq, :, len(tokens) - 1]
@@ -368,7 +369,7 @@ class Decoder:
         Returns:
             Hidden states [B, C, T].
         """
-        T = self.options.t_max if self.options.t == "fixed" else T
+        T = self.options.width(T)
         counts, ids = np.array([len(tokens) for tokens in chunk]), np.zeros((len(chunk), T), int)
         for seq, tokens in enumerate(chunk):
             ids[seq, : len(tokens)] = tokens
@@ -408,10 +409,10 @@ class Decoder:
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
         start, parts, t_max, T = time.perf_counter(), [], self.options.t_max, hidden.shape[2]
-        if self.options.t == "fixed":
-            hidden = np.pad(hidden, ((0, 0), (0, 0), (0, -T % t_max)))
         for first in range(0, T, t_max):
-            x = self.plane(hidden[:, :, first : first + t_max])
+            columns = hidden[:, :, first : first + t_max]
+            dummies = self.options.width(columns.shape[2]) - columns.shape[2]
+            x = self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
             slices = [model.predict({X: x})[LOGITS] for model in self.heads]
             parts.append(np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1))
         self.times.head = (time.perf_counter() - start) * 1e3

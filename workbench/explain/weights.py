@@ -16,6 +16,7 @@ from workbench.bundle import Bundle
 from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.explain import error
+from workbench.runtime.functions import loaded_programs
 
 Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the values to run with
 
@@ -55,7 +56,8 @@ class WeightTrial:
                 fp16 = twin.executable.constant(twin.shard.weights[tensor])
                 if not torch.equal(fp16, model.executable.constant(constant)):
                     layer, _, kind = tensor.partition("layers.")[2].partition(".")
-                    yield kind, int(layer), model.executable, constant, fp16
+                    for program in loaded_programs([model]):
+                        yield kind, int(layer), program.executable, constant, fp16
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):

@@ -154,9 +154,7 @@ class Maker:
                 for program in programs.values():
                     shutil.rmtree(program)
         names = {w.path: w.path.replace(".", "_") for w in weights}
-        return {
-            path: constants[name] for path, name in names.items() if name in constants
-        }, modules
+        return {path: constants[name] for path, name in names.items() if name in constants}, modules
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
         return template.press(

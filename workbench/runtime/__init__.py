@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from functools import partial
 
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
@@ -50,11 +51,20 @@ def load_shard(
     hints: dict | None = None,
     function: str | None = None,
 ) -> Model:
-    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML."""
+    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML.
+
+    A shard of several functions is one model that runs the function of each call's T, unless one `function` is named.
+    """
+    if shard.functions and function is None:
+        from workbench.runtime.functions import FunctionsModel
+
+        how = dict(precision=precision, fast=fast, compute_units=compute_units, hints=hints)
+        load = partial(load_shard, bundle, shard, runtime, **how)
+        return FunctionsModel(bundle, shard, lambda name: load(function=name))
     if resolve(runtime) == "portable":
         from workbench.runtime.portable import PortableModel
 
-        return PortableModel(bundle, shard, precision, fast)
+        return PortableModel(bundle, shard, precision, fast, function)
     if compute_units not in COMPUTE_UNITS:
         raise InputError(
             "compute units", repr(compute_units), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"

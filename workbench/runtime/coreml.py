@@ -100,7 +100,8 @@ class CoreMLModel:
         function: str | None = None,
     ):
         ct = coremltools()
-        self.shard, self.t_max = shard, bundle.manifest.options.t_max
+        self.shard = shard
+        self.t_max = shard.functions.get(function, bundle.manifest.options.t_max)
         self.function, self.units = function, ct.ComputeUnit[compute_units]
         self.loading_ms: dict[str, float | None] = dict.fromkeys(
             ("compile", "load", "first_predict")
