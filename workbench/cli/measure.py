@@ -94,8 +94,9 @@ def residency_command(
     measured = coreml_available()
     if measured:
         models = [
-            load_shard(opened, shard, "coreml", compute_units=compute_units)
+            load_shard(opened, shard, "coreml", compute_units=compute_units, function=function)
             for shard in opened.manifest.shards
+            for function in shard.functions or [None]
         ]
         placements = placement.measured_placement(models)
     else:
