@@ -25,6 +25,21 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PrefillBundle = Annotated[
+    Path | None, Option(help="Also: its prompts continued here, states copied.")
+]
+
+
+def handover_of(prefill_bundle: Path | None, decoder, golden) -> list[gates.Gate]:
+    """Gates of the hand-over from a bundle to `decoder`, none where no bundle is given."""
+    if prefill_bundle is None:
+        return []
+    from workbench.check.handover import handover_gates
+
+    opened = workbench.Bundle.open(prefill_bundle)
+    source = workbench.Decoder(opened, decoder.runtime, decoder.precision)
+    return handover_gates(source, decoder, golden)
+
 
 def check_command(
     bundle: Path,
@@ -32,6 +47,7 @@ def check_command(
         Path | None, Option(help="Golden store: what the cache holds is checked too.")
     ] = None,
     memory: Memory = None,
+    prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
     json: Json = False,
 ) -> None:
@@ -45,12 +61,14 @@ def check_command(
     from workbench.check.checklist import check_bundle
     from workbench.check.golden import Golden
 
+    decoder, reference = workbench.Decoder(opened, runtime), golden and Golden.load(golden)
     checks = check_bundle(
-        workbench.Decoder(opened, runtime),
-        golden=golden and Golden.load(golden),
+        decoder,
+        golden=reference,
         machine=None if memory is None else parse_bytes(memory),
         progress=not json,
     )
+    checks += handover_of(prefill_bundle, decoder, reference)
     result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
@@ -64,6 +82,7 @@ def validate_command(
     tasks: Annotated[
         Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
     ] = None,
+    prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
     precision: Precision = "declared",
     log: Log = False,
@@ -86,8 +105,11 @@ def validate_command(
             )
     decoder = workbench.Decoder(opened, runtime, precision)
     reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
-    Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
+    options = opened.manifest.options
+    every_t = [T for T in range(1, options.t_max + 1) if options.tokens(T) == T]
+    Ts = every_t if all_t else None
     validation = workbench.validate(decoder, reference, Ts, progress=not json)
+    validation.gates += handover_of(prefill_bundle, decoder, reference)
     if tasks:
         from workbench.check.tasks import answer_gates, load_tasks
         from workbench.models.checkpoint import Checkpoint

@@ -238,12 +238,14 @@ class Decoder:
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
         the states are `fresh`."""
-        batches: dict[tuple, np.ndarray] = {}  # of each shape: a runtime copies what is written
+        # one for all states that fill the same rows of the same shape: a runtime copies what is written
+        batches: dict[tuple, np.ndarray] = {}
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
                 if fresh or len(snapshots) == self.options.batch:
                     dtype = next(iter(snapshots.values())).states[name].dtype
-                    key = is_cache(name), *entry.shape
+                    filled = [snapshot.states[name].shape for snapshot in snapshots.values()]
+                    key = is_cache(name), *entry.shape, *filled
                     batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
                 else:
                     batch = state.read(name)
@@ -301,7 +303,9 @@ class Decoder:
         self.times.total = (time.perf_counter() - start) * 1e3
         return self._shape(logits)
 
-    def stream(self, ids, max_new, *, after=None, stop=None, sampling=GREEDY) -> Iterator[Record]:
+    def stream(
+        self, ids, max_new, *, after=None, stop=None, sampling=GREEDY, prefill=None
+    ) -> Iterator[Record]:
         """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by sequence.
 
         Args:
@@ -309,6 +313,8 @@ class Decoder:
                 empty one for a sequence that stays as it is.
             max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
             after: what to continue: None, nothing; snapshots (see `begin`); "running", the decoder's own sequences.
+            prefill: what runs the prompts and leaves their sequences in this decoder, where its own prefill does not; it
+                returns the logits (see `transfer.prefill_by`). Then `after` must be None.
             stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
 
         Raises:
@@ -319,6 +325,13 @@ class Decoder:
         stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         samplings = _each(sampling, B)
+        if prefill and after is not None:
+            raise InputError(
+                "prefill by another bundle",
+                "sequences to continue",
+                "prompts that begin with an empty cache",
+                "give the whole prompt",
+            )
         if after == "running":
             self._check_room(prompts, limits, self.offsets)
         else:
@@ -332,8 +345,8 @@ class Decoder:
                 )
             self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
             self.begin(snapshots)
+        logits, times = (prefill or self.prefill)(prompts).reshape(B, -1), self.times
         self.run = run = object()
-        logits, times = self.prefill(prompts).reshape(B, -1), self.times
         tokens: list[int | None] = [None] * B
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
         for step in range(1, max(limits) + 1):
