@@ -22,6 +22,7 @@ import miltorch
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
+from workbench.files import check_room
 from workbench.runtime.base import State, check_inputs, check_interface
 
 HINTS = {
@@ -29,6 +30,9 @@ HINTS = {
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
 }  # hint → coremltools' enumeration; None: a bool
+COPIES = (
+    2  # of a shard, once it runs: the compiled model, and what Core ML makes of it for a device
+)
 # what a state needs, and the next step where Core ML refuses one
 STATE = (
     "a state that Core ML reads and writes",
@@ -129,6 +133,8 @@ class CoreMLModel:
         target = compiled_path(bundle, self.shard)
         if target.exists():
             return target
+        subject = f"compiled copy of shard {self.shard.name}"
+        check_room(target.parent, COPIES * self.shard.bytes, subject)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
         start = time.perf_counter()
