@@ -6,12 +6,14 @@ import pytest
 import tiny
 
 from miltorch import shim
-from workbench import Decoder, InputError
+from workbench import Decoder, InputError, log, sweep
+from workbench.ane import placement
 from workbench.check import checklist, golden
 from workbench.check.validate import validate
 from workbench.runtime import load_shard
 from workbench.runtime.functions import FunctionsModel, loaded_programs
 from workbench.studies import cache_reuse
+from workbench.sweep import runs, timing
 
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
 
@@ -202,3 +204,68 @@ def test_layers_with_experts_and_side_states_fit_their_golden(source, bundle):
     reference = golden.make_golden(source, tiny.prompt(109, 12))
     gates = validate(Decoder(bundle, "portable", "exact"), reference).gates
     assert {g.verdict for g in gates} <= {"GREEN", "not_run"}
+
+
+def test_times_of_several_functions_are_samples_of_one_shard(exports, tiny_llama):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
+    decoder = Decoder(bundle, "portable")
+    for T in (1, 4):
+        samples = timing.measure_speed(decoder, depth=4, n_gen=8, T=T, repetitions=1)
+        assert set(samples.loc[samples["phase"] == "layer", "shard"]) == {
+            shard.name for shard in bundle.shards("layers")
+        }
+        assert (samples["phase"] == "load").sum() == len(bundle.manifest.shards)
+
+
+def test_a_grid_has_functions_as_an_axis(tmp_path):
+    grid = {
+        "checkpoint": "data/tiny-llama",
+        "export": {"max_seq_len": [16], "functions": [[], [1, 2]], "t": ["fixed"], "t_max": [2]},
+    }
+    one, two = (cell.options for cell in sweep.cells(sweep.make_grid(grid)))
+    assert (one.functions, two.functions) == ((), (1, 2))
+    assert runs.exported(one)["functions"] is None and runs.exported(two)["functions"] == "[1, 2]"
+    with pytest.raises(InputError, match="ascending"):
+        sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})
+
+
+def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama):
+    grid = sweep.make_grid(
+        {
+            "checkpoint": str(tiny_llama.path),
+            "validate_ids": [1, 4, 69, 173, 13, 4],
+            "export": {"max_seq_len": [16], "functions": [[1, 2]]},
+            "run": {"T": [2], "n_gen": 4, "repetitions": 1},
+        }
+    )
+    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    assert (counts["done"], counts["failed"]) == (1, 0)
+    (row,) = log.load("runs", root=tmp_path / "log").to_dict("records")
+    assert (row["functions"], row["t"], row["t_max"]) == ("[1, 2]", "fixed", 2)
+    assert row["verdict"] == "GREEN"
+    found = sweep.configurations(grid, tmp_path / "log")
+    assert len(found) == 1 and found["verdict"].tolist() == ["GREEN"]
+
+
+def test_each_function_is_placed_by_itself(shimmed, bundle):
+    names = [p.shard for p in placement.predicted_placement(bundle)]
+    assert names[:2] == ["layers_00_00 t1", "layers_00_00 t4"]
+    by_name = {p.shard: p for p in placement.predicted_placement(bundle)}
+    assert "K4" not in {r["id"] for r in by_name["layers_00_00 t1"].rules}
+    (rule,) = [r for r in by_name["layers_00_00 t4"].rules if r["id"] == "K4"]
+    assert rule["disputed"]  # so that it alone keeps nothing off the Neural Engine
+    assert not {"D1", "D3"} & {r["id"] for r in by_name["layers_00_00 t4"].rules}
+
+
+def test_weights_are_tried_in_every_function(exports, tiny_llama, llama_golden):
+    from workbench.explain.weights import WeightTrial
+
+    chosen = dict(max_seq_len=32, functions=(1, 4), compress="int8-tensor")
+    compressed = exports.bundle(tiny_llama.path, **chosen)
+    plain = exports.bundle(tiny_llama.path, **chosen | {"compress": "fp16"})
+    for T in (1, 4):
+        trial = WeightTrial(compressed, plain, llama_golden, T)
+        every = {(layer, kind) for layer in range(4) for kind in trial.kinds}
+        assert (trial.errors() > 1e-4).all()
+        with trial.swapped(every):
+            assert (trial.errors() < 1e-6).all()
