@@ -11,7 +11,7 @@ from workbench.ane import placement
 from workbench.check import checklist, golden
 from workbench.check.validate import validate
 from workbench.runtime import load_shard
-from workbench.runtime.functions import FunctionsModel, loaded_programs
+from workbench.runtime.functions import FunctionsModel, each_function
 from workbench.studies import cache_reuse
 from workbench.sweep import runs, timing
 
@@ -81,7 +81,7 @@ def test_core_ml_copies_states_between_functions(shimmed, bundle, flexible):
     logits, states = run(decoder, ids)
     assert np.array_equal(logits, expected)
     assert all(np.array_equal(states[name], rows[name]) for name in rows)
-    functions = [model.function for model in loaded_programs([*decoder.layers, *decoder.heads])]
+    functions = [model.function for model in each_function([*decoder.layers, *decoder.heads])]
     assert functions == ["t1", "t4"] * 3 + ["t1"]
 
 

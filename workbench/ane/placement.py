@@ -13,7 +13,7 @@ from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.ane.rules import lint
 from workbench.bundle import Bundle
 from workbench.runtime.coreml import CoreMLModel, Placed
-from workbench.runtime.functions import loaded_programs
+from workbench.runtime.functions import each_function
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
     T shows where it runs."""
     return [
         count_units(" ".join(filter(None, (model.shard.name, model.function))), model.plan())
-        for model in loaded_programs(models)
+        for model in each_function(models)
     ]
 
 

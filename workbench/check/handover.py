@@ -22,14 +22,14 @@ def handover_gates(source: Decoder, target: Decoder, golden: Golden | None = Non
     """
     with source.set_aside(), target.set_aside():
         lengths = prompt_lengths(source, target)
-        held, addresses = [], []
+        rows, addresses = [], []
         for length in lengths:
             prefill_by(source, target, _prompts(target, length))
-            held += [f"{length} tokens: {fault}" for fault in wrong_rows(source, target, length)]
+            rows += [f"{length} tokens: {fault}" for fault in wrong_rows(source, target, length)]
             addresses += [f"{length} tokens: {fault}" for fault in wrong_address(target, length)]
         of = f"prompts of {', '.join(map(str, lengths))} tokens run by {source.bundle.root.name}"
         return [
-            gates.none("handover_rows", held[:3], f"every state is the other bundle's, {of}"),
+            gates.none("handover_rows", rows[:3], f"every state is the other bundle's, {of}"),
             gates.none(
                 "handover_write_address", addresses[:3], f"the next row alone changed, {of}"
             ),

@@ -16,7 +16,7 @@ from workbench.bundle import Bundle
 from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.explain import error
-from workbench.runtime.functions import loaded_programs
+from workbench.runtime.functions import each_function
 
 Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the values to run with
 
@@ -56,7 +56,7 @@ class WeightTrial:
                 fp16 = twin.executable.constant(twin.shard.weights[tensor])
                 if not torch.equal(fp16, model.executable.constant(constant)):
                     layer, _, kind = tensor.partition("layers.")[2].partition(".")
-                    for program in loaded_programs([model]):
+                    for program in each_function([model]):
                         yield kind, int(layer), program.executable, constant, fp16
 
     @contextmanager

@@ -59,9 +59,9 @@ class FunctionsModel:
     def function(self, T: int) -> Model:
         """The function of calls of T columns, loaded if it was not yet."""
         if T not in self.names:
-            known = ", ".join(map(str, sorted(self.names)))
+            shapes = ", ".join(map(str, sorted(self.names)))
             raise InputError(
-                f"inputs of shard {self.shard.name}", f"T = {T}", f"T of {known}", "pad the call"
+                f"inputs of shard {self.shard.name}", f"T = {T}", f"T of {shapes}", "pad the call"
             )
         if T not in self.functions:
             self.functions[T] = self.load(self.names[T])
@@ -71,8 +71,8 @@ class FunctionsModel:
     def loading_ms(self) -> dict[str, float | None]:
         """Sums over the functions that are loaded."""
         each = [model.loading_ms for model in self.functions.values()]
-        known = {name: [ms[name] for ms in each if ms.get(name) is not None] for name in each[0]}
-        return {name: sum(values) if values else None for name, values in known.items()}
+        times = {name: [ms[name] for ms in each if ms.get(name) is not None] for name in each[0]}
+        return {name: sum(values) if values else None for name, values in times.items()}
 
     def make_state(self) -> State:
         return State(self.shard, FunctionState(self.last))
@@ -111,7 +111,7 @@ class FunctionsModel:
         return getattr(self.last, name)
 
 
-def loaded_programs(models: Iterable[Model]) -> Iterator[Model]:
+def each_function(models: Iterable[Model]) -> Iterator[Model]:
     """Models, those of several functions as the functions that are loaded."""
     for model in models:
         yield from getattr(model, "functions", {0: model}).values()
