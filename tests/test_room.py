@@ -1,4 +1,5 @@
-"""Before an export, and before Core ML compiles, the room on the disk is compared with what will be written."""
+"""Before an export, and before Core ML compiles, the room on the disk is compared with what will be
+written."""
 
 import shutil
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from workbench.runtime import coreml, load_shard
 
 @pytest.fixture
 def free(monkeypatch):
-    """Sets the bytes that a disk seems to have free: `free(bytes)`, or by a function of the path."""
+    """Sets the bytes that a disk seems to have free: `free(bytes)`, or by a function of the
+    path."""
 
     def set_free(count):
         def usage(path):

@@ -58,7 +58,8 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
 
 
 def check_room(folder: Path, needed: int, subject: str) -> None:
-    """Refuses work that will write `needed` bytes below `folder` (there, or to be made) onto a disk with fewer free.
+    """Refuses work that will write `needed` bytes below `folder` (there, or to be made) onto a disk
+    with fewer free.
 
     Raises:
         InputError: says both numbers, and what lists files that can be removed.

@@ -1,5 +1,5 @@
-"""A prompt runs in one bundle and its tokens are decoded in another: the same tokens, the same states, and gates that see
-every way in which the copy can go wrong."""
+"""A prompt runs in one bundle and its tokens are decoded in another: the same tokens, the same
+states, and gates that see every way in which the copy can go wrong."""
 
 import json
 from functools import partial
@@ -27,7 +27,8 @@ def shimmed():
 
 @pytest.fixture(scope="module")
 def pair(exports, tiny_llama):
-    """A prefill bundle of wide calls and a decode bundle of T = 1, unlike in all that may differ but their weights."""
+    """A prefill bundle of wide calls and a decode bundle of T = 1, unlike in all that may differ
+    but their weights."""
     prefill = exports.bundle(
         tiny_llama.path, functions=(4, 16), max_seq_len=48, layers_per_shard=2, states="packed"
     )

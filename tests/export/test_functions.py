@@ -1,4 +1,5 @@
-"""Packages of several functions: each computes what a package of that one T does, over weights that are stored once."""
+"""Packages of several functions: each computes what a package of that one T does, over weights that
+are stored once."""
 
 import itertools
 

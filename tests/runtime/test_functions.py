@@ -1,5 +1,5 @@
-"""Bundles of several functions compute what one flexible program does, on both runtimes; states pass from function to
-function."""
+"""Bundles of several functions compute what one flexible program does, on both runtimes; states
+pass from function to function."""
 
 import numpy as np
 import pytest

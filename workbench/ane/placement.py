@@ -36,7 +36,8 @@ class Placement:
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
-    """What the rules expect of every shard, or each of its functions, with compute units CPU_AND_NE, on a chip of an M generation."""
+    """What the rules expect of every shard, or each of its functions, with compute units
+    CPU_AND_NE, on a chip of an M generation."""
     placements = []
     for shard in bundle.manifest.shards:
         package = bundle.package(shard)
@@ -78,8 +79,8 @@ def _rule(finding: Finding) -> dict:
 
 
 def measured_placement(models: list[CoreMLModel]) -> list[Placement]:
-    """What Core ML plans for shards, or functions of shards, that it has loaded. A plan is a preference: only timing each
-    T shows where it runs."""
+    """What Core ML plans for shards, or functions of shards, that it has loaded. A plan is a
+    preference: only timing each T shows where it runs."""
     return [
         count_units(" ".join(filter(None, (model.shard.name, model.function))), model.plan())
         for model in each_function(models)

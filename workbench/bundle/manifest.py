@@ -75,8 +75,8 @@ class Options(ManifestModel):
     `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows, just enough for a call
     of t_max tokens not to overwrite a row that its own first token still attends to.
 
-    `functions` are the T of which each shard has a function of its own, in ascending order; with them `t` is fixed and
-    `t_max` the largest of them. They are written only where there are some.
+    `functions` are the T of which each shard has a function of its own, in ascending order; with
+    them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
     """
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
@@ -112,8 +112,8 @@ class Options(ManifestModel):
             or (self.t, self.t_max) != ("fixed", shapes[-1])
         ):
             raise ValueError(
-                f"functions = {list(shapes)} must be two or more T in ascending order, the last one t_max, "
-                f"with t = fixed; t_max is {self.t_max}, t is {self.t}"
+                f"functions = {list(shapes)} must be two or more T in ascending order, the last one "
+                f"t_max, with t = fixed; t_max is {self.t_max}, t is {self.t}"
             )
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")

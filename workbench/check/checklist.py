@@ -144,7 +144,7 @@ def _mute(decoder: Decoder, shard) -> bool:
 
 
 def probe_points(options: Options) -> list[tuple[int, int]]:
-    """(T, pos) pairs: all of them on a small cache, else the ends, the middle and powers of two ± 1."""
+    """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two ± 1."""
     S, Ts = options.max_seq_len, fidelity.callable_ts(options)
     if not options.shapes or options.kv_write == "mask":
         Ts = sorted({*Ts, options.t_max // 2 or 1})

@@ -44,13 +44,14 @@ class ForwardPass:
 
 
 def default_ts(options: Options) -> list[int]:
-    """T values worth comparing with a golden: `callable_ts`, or the one T of shards that have a single fixed shape."""
+    """T values worth comparing with a golden: `callable_ts`, or the one T of shards that have a
+    single fixed shape."""
     return callable_ts(options) if len(options.shapes) != 1 else [options.t_max]
 
 
 def callable_ts(options: Options) -> list[int]:
-    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function; of fixed shapes whose slice
-    write takes no dummy columns, those alone."""
+    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function; of fixed
+    shapes whose slice write takes no dummy columns, those alone."""
     shapes, t_max = options.shapes, options.t_max
     if shapes and options.kv_write == "slice":
         return list(shapes)

@@ -1,4 +1,5 @@
-"""A prompt runs in one bundle, its tokens are decoded in another: what the states hold and compute behind the copy.
+"""A prompt runs in one bundle, its tokens are decoded in another: what the states hold and compute
+behind the copy.
 
 Both bundles are of one checkpoint; T, cache sizes, layout, packing and compression may differ.
 """
@@ -15,7 +16,8 @@ DECODED = 4  # tokens behind each hand-over
 
 
 def handover_gates(source: Decoder, target: Decoder, golden: Golden | None = None) -> list[Gate]:
-    """Whether `target` holds what `source` computed, writes behind it, and goes on as if it had run the prompt itself.
+    """Whether `target` holds what `source` computed, writes behind it, and goes on as if it had run
+    the prompt itself.
 
     Raises:
         InputError: bundles of other checkpoints or batches.
@@ -49,7 +51,8 @@ def prompt_lengths(source: Decoder, target: Decoder) -> list[int]:
 
 
 def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
-    """States of `target` that are not those of `source` after `length` tokens: rows by position, zeros in all others."""
+    """States of `target` that are not those of `source` after `length` tokens: rows by position,
+    zeros in all others."""
     theirs = {n: state.read(n) for state in source.states for n in state.shard.states}
     wrong = []
     for state in target.states:
@@ -68,7 +71,8 @@ def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
 
 
 def wrong_address(target: Decoder, length: int) -> list[str]:
-    """Caches in which one more token behind `length` changes another row than that of its position."""
+    """Caches in which one more token behind `length` changes another row than that of its
+    position."""
     wrong = []
     names = [(state, name) for state in target.states for name in state.shard.states]
     caches = [(state, name, state.read(name)) for state, name in names if is_cache(name)]
@@ -98,12 +102,14 @@ def continues(source: Decoder, target: Decoder, length: int) -> Gate:
         gates.T_TOLERANCE[d.precision if d.runtime == "portable" else "coreml"]
         for d in (source, target)
     )
-    reason = f"logits of {DECODED} tokens behind {length}, against {target.bundle.root.name} alone, relative RMS"
+    alone = f"{target.bundle.root.name} alone"
+    reason = f"logits of {DECODED} tokens behind {length}, against {alone}, relative RMS"
     return gates.at_most(name, metrics.relative_rms(*map(np.stack, runs[::-1])), tolerance, reason)
 
 
 def golden_logits(source: Decoder, target: Decoder, golden: Golden | None) -> Gate:
-    """Logits of the golden's second half, decoded one by one behind a hand-over of its first half."""
+    """Logits of the golden's second half, decoded one by one behind a hand-over of its first
+    half."""
     name, ids = "handover_kl", [] if golden is None else [int(i) for i in golden.ids]
     half = len(ids) // 2
     if half < 1:

@@ -37,7 +37,7 @@ def decode_command(
         top_p: Only the most likely tokens up to this probability.
         logits: Write logits [max_new + 1, V] fp32 here (.npy).
         literal: Run the graph as it stands, not the portable decode path.
-        prefill_bundle: Another bundle of the checkpoint that runs the prompt; its states are copied once.
+        prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
     opened, *other = [workbench.Bundle.open(path) for path in (bundle, prefill_bundle) if path]
     if (prompt_ids is None) == (prompt is None):

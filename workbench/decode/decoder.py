@@ -238,7 +238,8 @@ class Decoder:
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
         the states are `fresh`."""
-        # one for all states that fill the same rows of the same shape: a runtime copies what is written
+        # one for all states that fill the same rows of the same shape: a runtime copies what is
+        # written
         batches: dict[tuple, np.ndarray] = {}
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
@@ -313,8 +314,9 @@ class Decoder:
                 empty one for a sequence that stays as it is.
             max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
             after: what to continue: None, nothing; snapshots (see `begin`); "running", the decoder's own sequences.
-            prefill: what runs the prompts and leaves their sequences in this decoder, where its own prefill does not; it
-                returns the logits (see `transfer.prefill_by`). Then `after` must be None.
+            prefill: what runs the prompts and leaves their sequences in this decoder, where its own
+                prefill does not; it returns the logits (see `transfer.prefill_by`). Then `after`
+                must be None.
             stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
 
         Raises:

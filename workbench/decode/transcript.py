@@ -39,7 +39,8 @@ def transcript(
 
     Args:
         logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per generated token.
-        source: runs the prompt; its states are then copied into `decoder`, within the prefill's time.
+        source: runs the prompt; its states are then copied into `decoder`, within the prefill's
+            time.
 
     Returns:
         The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.

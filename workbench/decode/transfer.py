@@ -31,7 +31,8 @@ def copy_state(source: Decoder, target: Decoder) -> None:
 
 
 def check_pair(source: Decoder, target: Decoder) -> None:
-    """Refuses two bundles that no sequence can move between: of another checkpoint, of another batch."""
+    """Refuses two bundles that no sequence can move between: of another checkpoint, of another
+    batch."""
     a, b = source.manifest, target.manifest
     if a.checkpoint["sha256"] != b.checkpoint["sha256"] or a.options.batch != b.options.batch:
         raise InputError(
@@ -43,7 +44,8 @@ def check_pair(source: Decoder, target: Decoder) -> None:
 
 
 def prefill_by(source: Decoder, target: Decoder, ids) -> np.ndarray:
-    """Runs prompts in `source` from an empty cache and moves the sequences to `target`, once, behind their last token.
+    """Runs prompts in `source` from an empty cache and moves the sequences to `target`, once,
+    behind their last token.
 
     Args:
         ids: as for `Decoder.prefill`.

@@ -136,8 +136,9 @@ def export(
 
 
 def _check_room(maker: Maker, subject: str) -> None:
-    """Refuses an export that will not fit: what is missing of the bundle, and beside it the copies of its largest shard
-    that are there for a moment, in the work folder (a trial, a program for each function) and where coremltools writes."""
+    """Refuses an export that will not fit: what is missing of the bundle, and beside it the copies
+    of its largest shard that are there for a moment, in the work folder (a trial, a program for
+    each function) and where coremltools writes."""
     shards, largest = maker.room()
     embedding = 2 * math.prod(maker.source.shape(maker.source.prefix + "embed_tokens.weight"))
     copies = 1 + len(maker.options.functions)

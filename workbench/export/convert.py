@@ -87,8 +87,8 @@ def convert(
 
 
 def save_functions(programs: dict[str, Path], package: Path) -> None:
-    """Writes a package with one function for each of `programs` (name → package with `main`), the first one the
-    default; coremltools stores weights that functions share once.
+    """Writes a package with one function for each of `programs` (name → package with `main`), the
+    first one the default; coremltools stores weights that functions share once.
 
     Raises:
         InputError: a program without a weight file, which coremltools does not take.

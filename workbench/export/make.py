@@ -60,7 +60,8 @@ class Maker:
         return sum(prod(weight.shape) * weight.preset.bits // 8 for weight in self.weights[name])
 
     def room(self) -> tuple[int, int]:
-        """Bytes that the shards which are still missing will take, and those of the largest of them."""
+        """Bytes that the shards which are still missing will take, and those of the largest of
+        them."""
         noted = {path.stem for path in self.writer.root.glob("*.json")}
         sizes = [self.stored_bytes(spec.name) for spec in self.specs if spec.name not in noted]
         return sum(sizes), max(sizes, default=0)

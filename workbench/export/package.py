@@ -25,7 +25,8 @@ def save_package(model, package: Path) -> None:
 
 
 def pin(package: Path) -> None:
-    """Rewrites what coremltools makes anew each time it saves: date, identifiers, order of map entries."""
+    """Rewrites what coremltools makes anew each time it saves: date, identifiers, order of map
+    entries."""
     (package / MODEL).write_bytes(serialize(read_package(package)))
     listed = json.loads((package / MANIFEST).read_text())
     items = listed["itemInfoEntries"]

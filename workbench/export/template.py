@@ -33,8 +33,8 @@ class TemplateMismatch(Exception):
 
 
 class Slot(NamedTuple):
-    """Where one stored array of a weight lies: [start, stop) of the weight file; 0, 0: in operation `op` of
-    `operations(model)`."""
+    """Where one stored array of a weight lies: [start, stop) of the weight file; 0, 0: in operation
+    `op` of `operations(model)`."""
 
     role: str
     op: int
@@ -179,7 +179,8 @@ class Template:
 
 
 def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
-    """Where the values of each constant operation lie, in the order of the weight file; by the name of its result.
+    """Where the values of each constant operation lie, in the order of the weight file; by the name
+    of its result.
 
     Functions share what is in the weight file, and each has inline values of its own.
     """

@@ -51,9 +51,11 @@ def load_shard(
     hints: dict | None = None,
     function: str | None = None,
 ) -> Model:
-    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML.
+    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what
+    follows them Core ML.
 
-    A shard of several functions is one model that runs the function of each call's T, unless one `function` is named.
+    A shard of several functions is one model that runs the function of each call's T, unless one
+    `function` is named.
     """
     if shard.functions and function is None:
         from workbench.runtime.functions import FunctionsModel

@@ -1,7 +1,8 @@
 """A shard with one function for each fixed T, as one model: each call runs the function of its T.
 
-Only the smallest T is loaded from the start, the others when a call first needs them. A state belongs to the function that
-made it (natively an MLState belongs to one loaded model), so a call of another T begins by copying every state.
+Only the smallest T is loaded from the start, the others when a call first needs them. A state
+belongs to the function that made it (natively an MLState belongs to one loaded model), so a call of
+another T begins by copying every state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,8 @@ class FunctionState:
         self.model, self.state = model, model.make_state()
 
     def of(self, model: Model) -> State:
-        """The state as one that `model` can run on; copied to a fresh one of its own unless it is."""
+        """The state as one that `model` can run on; copied to a fresh one of its own unless it
+        is."""
         if model is not self.model:
             state = model.make_state()
             for tensor in {entry.tensor for entry in model.shard.states.values()}:
@@ -38,13 +40,15 @@ class FunctionState:
 
 
 class FunctionsModel:
-    """The functions of one shard. What it has not itself (`executable`, `plan` …) is that of the function that ran last.
+    """The functions of one shard. What it has not itself (`executable`, `plan` …) is that of the
+    function that ran last.
 
     Args:
         load: loads the function of a name.
 
     Raises:
-        InputError: a function that the package lacks, or whose interface is not as the manifest says.
+        InputError: a function that the package lacks, or whose interface is not as the manifest
+            says.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, load: Callable[[str], Model]):
@@ -118,7 +122,8 @@ def each_function(models: Iterable[Model]) -> Iterator[Model]:
 
 
 def _columns(shard: Shard, inputs: dict[str, np.ndarray]) -> int:
-    """T of a call: the size of the first axis T that is there; what else is wrong, the function's model refuses."""
+    """T of a call: the size of the first axis T that is there; what else is wrong, the function's
+    model refuses."""
     for name, shape in shard.inputs.items():
         if "T" in shape and np.ndim(inputs.get(name)) == len(shape):
             return inputs[name].shape[shape.index("T")]
