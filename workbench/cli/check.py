@@ -37,7 +37,8 @@ def handover_of(prefill_bundle: Path | None, decoder, golden) -> list[gates.Gate
     from workbench.check.handover import handover_gates
 
     opened = workbench.Bundle.open(prefill_bundle)
-    source = workbench.Decoder(opened, decoder.runtime, decoder.precision)
+    how = {name: getattr(decoder, name) for name in ("runtime", "precision", "compute_units")}
+    source = workbench.Decoder(opened, **how)
     return handover_gates(source, decoder, golden)
 
 
