@@ -269,3 +269,11 @@ def test_weights_are_tried_in_every_function(exports, tiny_llama, llama_golden):
         assert (trial.errors() > 1e-4).all()
         with trial.swapped(every):
             assert (trial.errors() < 1e-6).all()
+
+
+def test_routed_experts_run_the_function_of_the_call(exports, source):
+    g = tiny.golden(exports.hf(source), tiny.prompt(109, 14))
+    decoder = exports.decoder(source, functions=(1, 4), moe="routed", max_seq_len=16)
+    for sizes in ([1], [4], [3, 1]):
+        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
+    assert {T for m in decoder.experts.models.values() for T in m.functions} == {1, 4}
