@@ -165,6 +165,25 @@ def test_a_position_that_is_lost_turns_the_write_address_red(pair, monkeypatch):
     assert "rows [2] changed, not 1" in found["handover_write_address"].reason
 
 
+def test_a_cache_that_nothing_writes_turns_the_write_address_red(pair):
+    source, target = (Decoder(bundle, "portable", "exact") for bundle in pair)
+    real = target.host.inputs
+
+    def unwritten(*arguments):
+        io = real(*arguments)
+        return io | {name: value * 0 for name, value in io.items() if "write" in name}
+
+    target.host.inputs = unwritten
+    found = {g.name: g for g in handover.handover_gates(source, target)}
+    assert found["handover_write_address"].verdict == "RED"
+    assert "no row" in found["handover_write_address"].reason
+
+
+def test_a_cache_too_small_for_a_hand_over_is_not_judged(exports, tiny_llama):
+    decoders = [exports.decoder(tiny_llama.path, max_seq_len=4, t_max=T) for T in (2, 1)]
+    assert [g.verdict for g in handover.handover_gates(*decoders)] == ["not_run"]
+
+
 def run(*arguments: str, code: int = 0) -> dict:
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == code, result.output

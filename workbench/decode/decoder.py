@@ -245,8 +245,8 @@ class Decoder:
             for name, entry in state.shard.states.items():
                 if fresh or len(snapshots) == self.options.batch:
                     dtype = next(iter(snapshots.values())).states[name].dtype
-                    filled = [snapshot.states[name].shape for snapshot in snapshots.values()]
-                    key = is_cache(name), *entry.shape, *filled
+                    shapes = [snapshot.states[name].shape for snapshot in snapshots.values()]
+                    key = is_cache(name), *entry.shape, *shapes
                     batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
                 else:
                     batch = state.read(name)
