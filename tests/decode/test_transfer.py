@@ -117,7 +117,7 @@ def test_every_gate_holds_across_the_hand_over(exports, family, changed, first, 
         "handover_rows": "GREEN",
         "handover_write_address": "GREEN",
         "handover_continues": "GREEN" if same else "not_run",
-        "handover_kl": "not_run",
+        "handover_logits": "not_run",
     }
     assert target.ids == before
 
@@ -147,8 +147,27 @@ def test_a_copy_that_is_wrong_turns_the_gates_red(pair, monkeypatch, name, llama
     found = {g.name: g.verdict for g in handover.handover_gates(source, target, llama_golden)}
     assert found[gate] == "RED"
     # attention takes rows in any order, so only their addresses show that they moved together
-    others = {found["handover_continues"], found["handover_kl"]}
+    others = {found["handover_continues"], found["handover_logits"]}
     assert ("RED" in others) != (name == "one row late")
+
+
+@pytest.mark.parametrize("presets", [("fp16", "int4-block32"), ("int4-block32", "fp16")])
+def test_logits_behind_a_hand_over_between_other_weights(
+    exports, tiny_llama, llama_golden, monkeypatch, presets
+):
+    source, target = (
+        exports.decoder(tiny_llama.path, compress=preset, t_max=T)
+        for preset, T in zip(presets, (8, 1), strict=True)
+    )
+    assert handover.golden_logits(source, target, llama_golden).value < 0.5
+    take = Decoder.snapshot
+
+    def larger(decoder, seq=0):
+        snapshot = take(decoder, seq)
+        return transfer.replace(snapshot, states={n: 9 * v for n, v in snapshot.states.items()})
+
+    monkeypatch.setattr(Decoder, "snapshot", larger)
+    assert handover.golden_logits(source, target, llama_golden).verdict == "RED"
 
 
 def test_a_position_that_is_lost_turns_the_write_address_red(pair, monkeypatch):
@@ -202,7 +221,7 @@ def test_the_commands_take_a_prefill_bundle(pair, tiny_llama, llama_golden, tmp_
     assert (alone["prefill"]["calls"], moved["prefill"]["calls"]) == (5, 1)
     assert moved["prefill"]["bundle"] == pair[0].root.name
     llama_golden.save(tmp_path / "g")
-    names = {"handover_rows", "handover_write_address", "handover_continues", "handover_kl"}
+    names = {"handover_rows", "handover_write_address", "handover_continues", "handover_logits"}
     for command in ("check", "validate"):
         arguments = (command, decode, "--golden", str(tmp_path / "g"))
         found = run(*arguments, "--prefill-bundle", prefill)

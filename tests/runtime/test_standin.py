@@ -168,7 +168,10 @@ def test_commands_end_as_on_portable_without_an_illegal_call(
         results[where] = json.loads(out)
     assert illegal == []
     ours, portable = results["stand-in"], results["portable"]
-    assert verdicts(ours) == verdicts(portable)
+    expected = verdicts(portable)
+    if name == "validate":
+        expected["device"] = "GREEN"  # the portable runtime has no gate of this name
+    assert verdicts(ours) == expected
     if name == "decode":
         assert ours["tokens"] == portable["tokens"] and ours["runtime"] == "stand-in"
     if name == "residency":
