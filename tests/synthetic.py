@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from workbench import log, sweep
-from workbench.sweep import cell
+from workbench.sweep import cell, runs
 
 SLOW = {
     "chip": "Apple M1",
@@ -49,7 +49,7 @@ def add(
         how, ms = c.run, call_ms(c.options, c.run)
         portable = runtime == "portable"
         row = (
-            c.options.model_dump()
+            runs.exported(c.options)
             | machine
             | {
                 "time": START + timedelta(hours=number, seconds=i),

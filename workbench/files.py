@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,23 @@ def locked(path: Path, refusal: InputError | None = None) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_room(folder: Path, needed: int, subject: str) -> None:
+    """Refuses work that will write `needed` bytes below `folder` (there, or to be made) onto a disk
+    with fewer free.
+
+    Raises:
+        InputError: says both numbers, and what lists files that can be removed.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(there).free) < needed:
+        raise InputError(
+            subject,
+            f"{free:,} bytes free on the disk of {folder}",
+            f"{needed:,} bytes there",
+            "run: workbench clean, which lists what can be removed; or choose another disk",
+        )
 
 
 def sha256(path: Path) -> str:

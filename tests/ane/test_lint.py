@@ -408,3 +408,9 @@ def test_a_prediction_against_experiment_30_says_so(exports, llama_bundle):
     (words,) = placement.contradictions(placed)
     assert "because of G1" in words and "experiment 30 counted 4 of 4" in words
     assert any("predicted placement" in line for line in placement.lines(placed))
+
+
+@pytest.mark.parametrize("shape, broken", [((4, 1), True), ((1, 4), True), ((1, 1), False)])
+def test_functions_of_t_above_1_are_seen_in_either_layout(shape, broken):
+    packed = graph(inputs={"x": half(1, 64, *shape)}, states=state(1, 2, 64, 32), functions=2)
+    assert ("K4" in {f.rule.id for f in rules.lint(packed)}) == broken

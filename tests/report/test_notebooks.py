@@ -97,6 +97,17 @@ def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, 
     assert changes(project) == []
 
 
+def test_notebook_05_takes_functions_and_a_prefill_bundle(project, monkeypatch):
+    monkeypatch.chdir(project)
+    changed = {"FUNCTIONS": [1, 4], "PREFILL": {"t_max": 8, "states": "packed"}}
+    found = notebook.run_notebook("05", SMALL["05"] | changed, progress=False)
+    assert found["verdict"] == "GREEN"
+    run = log.load("runs").set_index("run_id").loc[found["runs"][-1]]
+    gates = {g["name"] for g in json.loads(run["config"])["gates"] if g["verdict"] == "GREEN"}
+    assert run["functions"] == "[1, 4]"
+    assert {"handover_rows", "handover_continues", "same_for_every_T"} <= gates
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """Writes notebook 29 of a project of its own, which the working directory is then in."""

@@ -37,14 +37,18 @@ class Placement:
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
-    """What the rules expect of every shard with compute units CPU_AND_NE, on a chip of an M generation."""
+    """What the rules expect of every shard, or each of its functions, with compute units
+    CPU_AND_NE, on a chip of an M generation."""
     placements = []
     for shard in bundle.manifest.shards:
         package = bundle.package(shard)
         weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
         functions = len(read_spec(package).mlProgram.functions)
-        graph = LintGraph(miltorch.read(package), weights, functions, generation)
-        placements.append(place_operations(shard.name, graph))
+        for function in shard.functions or [None]:
+            program = miltorch.read(package, function)
+            graph = LintGraph(program, weights, functions, generation)
+            name = f"{shard.name} {function}" if function else shard.name
+            placements.append(place_operations(name, graph))
     return placements
 
 

@@ -162,7 +162,7 @@ def K4_functions(g, t):
     return (
         g.functions > 1
         and "x" in g.program.inputs
-        and (g.program.inputs["x"].shape[2:3] or (1,))[0] != 1
+        and any(n != 1 for n in g.program.inputs["x"].shape[2:])  # T is the last axis or before it
     )
 
 

@@ -1,5 +1,6 @@
 """The contents of `bundle.json`: one pydantic model per part, cross-checked when built. `names` explains the axes."""
 
+import operator
 import re
 from math import prod
 from pathlib import PurePosixPath
@@ -73,6 +74,9 @@ class Options(ManifestModel):
 
     `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows, just enough for a call
     of t_max tokens not to overwrite a row that its own first token still attends to.
+
+    `functions` are the T of which each shard has a function of its own, in ascending order; with
+    them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
     """
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
@@ -86,11 +90,31 @@ class Options(ManifestModel):
     moe: Literal["dense", "routed"] = "dense"
     t: Literal["range", "fixed"] = "range"
     sliding: Literal["mask", "ring"] = "mask"
+    functions: tuple[Count, ...] = Field((), exclude_if=operator.not_)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fixed(cls, chosen):
+        """What `functions` settle for options that are left out."""
+        functions = chosen.get("functions") if isinstance(chosen, dict) else None
+        if not functions or not isinstance(functions, list | tuple):
+            return chosen
+        return {"t": "fixed", "t_max": functions[-1]} | chosen
 
     @model_validator(mode="after")
     def _fits(self):
         if self.t_max > self.max_seq_len:
             raise ValueError(f"t_max = {self.t_max} must not pass max_seq_len = {self.max_seq_len}")
+        shapes = self.functions
+        if shapes and (
+            list(shapes) != sorted(set(shapes))
+            or len(shapes) < 2
+            or (self.t, self.t_max) != ("fixed", shapes[-1])
+        ):
+            raise ValueError(
+                f"functions = {list(shapes)} must be two or more T in ascending order, the last one "
+                f"t_max, with t = fixed; t_max is {self.t_max}, t is {self.t}"
+            )
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
         if self.moe == "routed" and self.layers_per_shard > 1:
@@ -102,6 +126,26 @@ class Options(ManifestModel):
     @property
     def preset(self) -> Preset:
         return PRESETS[self.compress]
+
+    @property
+    def function_names(self) -> dict[str, int]:
+        """The functions of a shard: name → T."""
+        return {f"t{T}": T for T in self.functions}
+
+    @property
+    def shapes(self) -> tuple[int, ...]:
+        """The only T that shards can be called with; empty: any up to t_max."""
+        return self.functions or ((self.t_max,) if self.t == "fixed" else ())
+
+    def width(self, T: int) -> int:
+        """Columns of a call of `T` tokens: T of them, or as many as the next fixed shape has."""
+        return next((n for n in self.shapes if n >= T), T)
+
+    def tokens(self, limit: int) -> int:
+        """How many of `limit` tokens the next call takes: all of them, but a slice write takes no
+        dummy columns, so there as many as the largest fixed shape among them, if one is."""
+        fitting = [n for n in self.shapes if n <= limit and self.kv_write == "slice"]
+        return max(fitting, default=limit)
 
     def slots(self, window: int | None) -> int:
         """Rows of the cache of a layer that attends to `window` tokens (None: all)."""
@@ -197,6 +241,8 @@ class Shard(ManifestModel):
     offsets: dict[str, float] = {}
     modules: dict[str, str] = {}  # program value → source module
     how: Literal["converted", "stamped"] = "converted"
+    # program's function → the T that it takes; none: the program has `main` alone
+    functions: dict[str, Count] = Field({}, exclude_if=operator.not_)
     bytes: Annotated[int, Field(ge=0)]
     files: Annotated[list[FileEntry], Field(min_length=1)]
 
@@ -267,6 +313,11 @@ class Manifest(ManifestModel):
                     raise ValueError(
                         f"shard {shard.name}: file {entry.path} lies outside {shard.path}"
                     )
+            if shard.functions != self.options.function_names:
+                raise ValueError(
+                    f"shard {shard.name}: functions {shard.functions}, but options say "
+                    f"{self.options.function_names}"
+                )
             self._check_shapes(shard)
             self._check_states(shard)
         return self

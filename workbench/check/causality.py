@@ -43,7 +43,7 @@ def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
     """(position, T) of the calls: the largest T at the start, in the middle and at the end of the cache, and every other T at
     the start or the end in turn. A call of one token has no earlier column: it shows only other sequences and the cache."""
     options = decoder.options
-    *smaller, largest = fidelity.default_ts(options.t_max, options.t == "fixed")
+    *smaller, largest = options.shapes or fidelity.default_ts(options)
     last = options.max_seq_len - largest
     yield from ((start, largest) for start in sorted({0, last // 2, last}))
     for index, T in enumerate(smaller):

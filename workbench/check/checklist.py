@@ -10,7 +10,7 @@ import numpy as np
 
 import miltorch
 from workbench.ane import memory
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Options
 from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache
 from workbench.check import fidelity, gates, metrics
 from workbench.check.gates import Gate
@@ -58,8 +58,12 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
     """State shapes and dtype as declared in the package; K and V are states, never inputs or outputs."""
     d, o = bundle.manifest.dims, bundle.manifest.options
     shapes, leaks = [], []
-    for shard in bundle.shards("layers"):
-        program = miltorch.read(bundle.package(shard))
+    programs = [
+        (shard, miltorch.read(bundle.package(shard), function))
+        for shard in bundle.shards("layers")
+        for function in shard.functions or [None]
+    ]
+    for shard, program in programs:
         for name, entry in shard.states.items():
             state = program.states.get(entry.tensor)
             if state is None or state.dtype != "FLOAT16":
@@ -143,10 +147,11 @@ def _mute(decoder: Decoder, shard) -> bool:
     return len(silent) == len(range(*shard.layers))
 
 
-def probe_points(S: int, t_max: int, whole: bool = False) -> list[tuple[int, int]]:
-    """(T, pos) pairs: all of them on a small cache, else the ends, the middle and powers of two ± 1; `whole`: T = t_max
-    alone."""
-    Ts = [t_max] if whole else sorted({*fidelity.default_ts(t_max), t_max // 2 or 1})
+def probe_points(options: Options) -> list[tuple[int, int]]:
+    """(T, pos) pairs: all of a small cache, else the ends, the middle and powers of two ± 1."""
+    S, Ts = options.max_seq_len, fidelity.callable_ts(options)
+    if not options.shapes or options.kv_write == "mask":
+        Ts = sorted({*Ts, options.t_max // 2 or 1})
     if S <= SMALL_STATE:
         return [(T, pos) for T in Ts for pos in range(S - T + 1)]
     near = {
@@ -165,10 +170,8 @@ def write_probe(
     """
     from tqdm.auto import tqdm
 
-    o, records, rng = decoder.options, [], np.random.default_rng(0)
-    points = list(
-        points or probe_points(o.max_seq_len, o.t_max, o.t == "fixed" and o.kv_write == "slice")
-    )
+    records, rng = [], np.random.default_rng(0)
+    points = list(points or probe_points(decoder.options))
     with decoder.set_aside():
         for model in tqdm(
             decoder.layers, desc="write addresses", unit="shard", disable=not progress
@@ -230,7 +233,8 @@ def _addresses(records: list[dict]) -> Gate:
 
 
 def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
-    """The rows written at T = 1 and at t_max are the golden's K and V of their own positions.
+    """The rows written at T = 1 and at t_max, or by every function, are the golden's K and V of their
+    own positions.
 
     The value is the worst layer's distance from them over its distance from the golden's rows of the nearest shift, each row
     beside another position's: compression moves rows, but none to the place of another.
@@ -238,7 +242,7 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
     if golden is None:
         return gates.not_run("cache_contents", "needs --golden")
     ratios = {}
-    for T in sorted({1, decoder.options.t_max}):
+    for T in decoder.options.functions or sorted({1, decoder.options.t_max}):
         trace = fidelity.run_golden(decoder, golden, T)
         for name, caches, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
             for layer, cache in caches.items():

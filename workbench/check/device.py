@@ -119,7 +119,7 @@ def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
     """What a runtime shows of a pass over the golden's tokens, [n, W] by name: calls of every T in
     turn, each shard fed the golden's input, the head the golden's last hidden state."""
     options, results = decoder.options, {}
-    Ts = fidelity.default_ts(options.t_max, options.t == "fixed")
+    Ts = fidelity.default_ts(options)
     trace = fidelity.run_golden(decoder, golden, Ts)
     for layer, hidden in trace.hidden.items():
         results[f"hidden.{layer}"] = hidden

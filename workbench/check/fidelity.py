@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from workbench.bundle import Options
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check import gates, metrics
 from workbench.check.golden import Golden
@@ -45,9 +46,19 @@ class ForwardPass:
     router: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-def default_ts(t_max: int, fixed: bool = False) -> list[int]:
-    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max."""
-    return [t_max] if fixed else sorted({1, 2, 3, 4, t_max - 1, t_max} & {*range(1, t_max + 1)})
+def default_ts(options: Options) -> list[int]:
+    """T values worth comparing with a golden: `callable_ts`, or the one T of shards that have a
+    single fixed shape."""
+    return callable_ts(options) if len(options.shapes) != 1 else [options.t_max]
+
+
+def callable_ts(options: Options) -> list[int]:
+    """T values worth testing: 1, 2, 3, 4, t_max − 1, t_max and that of every function; of fixed
+    shapes whose slice write takes no dummy columns, those alone."""
+    shapes, t_max = options.shapes, options.t_max
+    if shapes and options.kv_write == "slice":
+        return list(shapes)
+    return sorted({1, 2, 3, 4, t_max - 1, t_max, *shapes} & {*range(1, t_max + 1)})
 
 
 def run_golden(
@@ -117,7 +128,8 @@ class Pass:
         while min(stops) < n:
             spans = []
             for seq, start in enumerate(stops):
-                stops[seq] = min(start + sizes[(turn + seq * ragged) % len(sizes)], n)
+                size = min(sizes[(turn + seq * ragged) % len(sizes)], n - start)
+                stops[seq] = start + self.decoder.options.tokens(size)
                 spans.append(slice(start, stops[seq]))
             self.call(spans)
             turn += 1
@@ -134,7 +146,7 @@ class Pass:
         decoder, options = self.decoder, self.decoder.options
         counts = np.array([span.stop - span.start for span in spans])
         T = int(counts.max())
-        width = options.t_max if options.t == "fixed" else T
+        width = options.width(T)
         for trace, span in zip(self.traces, spans, strict=True):
             trace.T[span] = T
         offsets = self.starts + [span.start for span in spans]
@@ -227,7 +239,7 @@ class Pass:
 
 def host_inputs(decoder: Decoder, position: int, T: int) -> tuple[dict[str, np.ndarray], int]:
     """Masks and tables of a call of T tokens at `position` in every sequence, and the call's width in columns."""
-    B, width = decoder.options.batch, decoder.options.t_max if decoder.options.t == "fixed" else T
+    B, width = decoder.options.batch, decoder.options.width(T)
     return decoder.host.inputs(np.full(B, position), np.full(B, T), width), width
 
 
@@ -327,7 +339,7 @@ def measure_fidelity(
     from tqdm.auto import tqdm
 
     t_max = decoder.options.t_max
-    Ts = list(Ts or default_ts(t_max, decoder.options.t == "fixed"))
+    Ts = list(Ts or default_ts(decoder.options))
     if over := [t for t in Ts if not 1 <= t <= t_max]:
         raise InputError("T", f"{over}", f"1 to t_max = {t_max}", "export with a larger --t-max")
     bar = tqdm([*Ts, Ts], desc="validate", unit="pass", disable=not progress)

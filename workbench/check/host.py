@@ -136,10 +136,9 @@ def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """
     options = decoder.options
     S, t_max, B = options.max_seq_len, options.t_max, options.batch
-    fixed, equal = options.t == "fixed", options.kv_write == "slice"
-    common = default_ts(t_max, fixed)
+    equal, common = options.kv_write == "slice", default_ts(options)
     apart = np.zeros(B, int) if equal else np.arange(B) * (S // B + 1)
-    for T in [t_max] if fixed else range(1, t_max + 1):
+    for T in options.shapes or range(1, t_max + 1):
         step = T if T in common else T * max(1, S * S * t_max // MASK_ENTRIES)
         for start in [*range(0, S - T + 1, step), S - T]:
             offsets = (start + apart) % S

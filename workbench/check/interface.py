@@ -10,7 +10,7 @@ from itertools import combinations
 from math import prod
 
 from miltorch.program import read_spec
-from workbench.bundle import Bundle, Shard
+from workbench.bundle import Bundle, Options, Shard
 from workbench.bundle.manifest import Manifest
 from workbench.bundle.names import (
     HIDDEN,
@@ -98,11 +98,22 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     described, functions = spec.description, spec.mlProgram.functions
     if spec.specificationVersion < SPECIFICATION:
         yield f"specification version {spec.specificationVersion} for a program of {SPECIFICATION}"
-    named = [f.name for f in described.functions] or [described.defaultFunctionName or FUNCTION]
-    if list(functions) != [FUNCTION] or named != [FUNCTION]:
-        yield f"functions {sorted(functions)}, described {named}, not {FUNCTION} alone"
+    descriptions = {f.name: f for f in described.functions}
+    named = sorted(descriptions) or [described.defaultFunctionName or FUNCTION]
+    expected = sorted(shard.functions) or [FUNCTION]
+    if sorted(functions) != expected or named != expected:
+        text = ", ".join(expected) if shard.functions else f"{FUNCTION} alone"
+        yield f"functions {sorted(functions)}, described {named}, not {text}"
         return
-    function = functions[FUNCTION]
+    for name in expected:
+        description, T = descriptions.get(name, described), shard.functions.get(name, o.t_max)
+        of = f"function {name}: " if shard.functions else ""
+        for fault in _function(shard, functions[name], description, T, o):
+            yield of + fault
+
+
+def _function(shard: Shard, function, described, t_max: int, o: Options) -> Iterator[str]:
+    """The same of one function of the program and its description; with a fixed T it is `t_max`."""
     if function.opset not in function.block_specializations:
         yield f"no block for opset {function.opset!r}"
         return
@@ -110,7 +121,7 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     types = {out.name: out.type for op in block.operations for out in op.outputs}
     operands = {p.name: p.type for p in function.inputs}
     types = operands | types
-    fixed = o.t == "fixed" or o.t_max == 1
+    fixed = o.t == "fixed" or t_max == 1
     inputs = {n: _tensor(t) for n, t in operands.items() if t.WhichOneof("type") != "stateType"}
     states = {n: _tensor(t.stateType.wrappedType) for n, t in operands.items() if n not in inputs}
     outputs = {n: _tensor(types[n]) if n in types else ("nothing", []) for n in block.outputs}
@@ -121,12 +132,10 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
 
     for value in described.input:
         if value.name in shard.inputs and value.name in inputs:
-            yield from _input(value, shard.inputs[value.name], inputs[value.name], o.t_max, fixed)
+            yield from _input(value, shard.inputs[value.name], inputs[value.name], t_max, fixed)
     for value in described.output:
         if value.name in shard.outputs and value.name in outputs:
-            yield from _output(
-                value, shard.outputs[value.name], outputs[value.name], o.t_max, fixed
-            )
+            yield from _output(value, shard.outputs[value.name], outputs[value.name], t_max, fixed)
     for value in described.state:
         if value.name in tensors and value.name in states:
             yield from _state(value, states[value.name], shard)

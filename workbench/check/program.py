@@ -72,7 +72,7 @@ def program_errors(
 
     options = decoder.options
     plan = plan or positions.plan_reach(decoder.manifest)
-    Ts = list(Ts or fidelity.default_ts(options.t_max, options.t == "fixed"))
+    Ts = list(Ts or fidelity.default_ts(options))
     *places, scaled = positions.reach_stretches(decoder.bundle, checkpoint, plan)
     runs = [(scaled, max(Ts), True)]
     for place in places:

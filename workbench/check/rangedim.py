@@ -50,7 +50,8 @@ def drift_gate(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden)
     tolerance = gates.T_TOLERANCE[decoder.precision if decoder.runtime == "portable" else "coreml"]
     reason = f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
     if not worst.value <= tolerance:
-        reason += f"; {at_fault(decoder, golden, worst.T)}; export fixed-T shards (--t fixed) for prefill and decode"
+        reason += f"; {at_fault(decoder, golden, worst.T)}; export fixed shapes for prefill and "
+        reason += f"decode (--functions 1,{worst.T})"
     return gates.at_most("same_for_every_T", worst.value, tolerance, reason)
 
 

@@ -76,9 +76,11 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
     from tqdm.auto import tqdm
 
     deviations, problems, covered = [], [], {}
-    for shard in tqdm(bundle.manifest.shards, desc="weights", unit="shard", disable=not progress):
+    shards = bundle.manifest.shards
+    programs = [(shard, function) for shard in shards for function in shard.functions or [None]]
+    for shard, function in tqdm(programs, desc="weights", unit="program", disable=not progress):
         try:
-            constants = Constants(bundle, shard)
+            constants = Constants(bundle, shard, function)
         except InputError as problem:
             problems.append(f"{shard.name}: {problem}")
             continue
@@ -106,14 +108,14 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
 
 
 class Constants:
-    """The constants of one shard's program, read from its package, none of them computed by
+    """The constants of one shard's program, or of one function of it, read from its package, none of them computed by
     `miltorch`.
     """
 
-    def __init__(self, bundle: Bundle, shard: Shard):
+    def __init__(self, bundle: Bundle, shard: Shard, function: str | None = None):
         self.shard, self.manifest = shard, bundle.manifest
         self.preset = bundle.manifest.options.preset
-        self.ops = list(miltorch.read(bundle.package(shard)).block.walk())
+        self.ops = list(miltorch.read(bundle.package(shard), function).block.walk())
         self.by_name = {name: op for op in self.ops if op.constant for name, _ in op.outputs}
 
     def op(self, tensor: str) -> Op:

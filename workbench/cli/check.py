@@ -27,6 +27,24 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PrefillBundle = Annotated[
+    Path | None, Option(help="Also: its prompts continued here, states copied.")
+]
+
+
+def handover_of(prefill_bundle: Path | None, decoder, golden) -> list[gates.Gate]:
+    """Gates of the hand-over from a bundle to `decoder`, none where no bundle is given."""
+    if prefill_bundle is None:
+        return []
+    from workbench.check.handover import handover_gates
+
+    opened = workbench.Bundle.open(prefill_bundle)
+    runtime = ":".join(filter(None, (decoder.runtime, decoder.fault)))
+    source = workbench.Decoder(
+        opened, runtime, decoder.precision, compute_units=decoder.compute_units
+    )
+    return handover_gates(source, decoder, golden)
+
 
 def check_command(
     bundle: Path,
@@ -34,6 +52,7 @@ def check_command(
         Path | None, Option(help="Golden store: what the cache holds is checked too.")
     ] = None,
     memory: Memory = None,
+    prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
     compute_units: Units = "CPU_AND_NE",
     json: Json = False,
@@ -48,12 +67,15 @@ def check_command(
     from workbench.check.checklist import check_bundle
     from workbench.check.golden import Golden
 
+    decoder = workbench.Decoder(opened, runtime, compute_units=compute_units)
+    reference = golden and Golden.load(golden)
     checks = check_bundle(
-        workbench.Decoder(opened, runtime, compute_units=compute_units),
-        golden=golden and Golden.load(golden),
+        decoder,
+        golden=reference,
         machine=None if memory is None else parse_bytes(memory),
         progress=not json,
     )
+    checks += handover_of(prefill_bundle, decoder, reference)
     result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
@@ -67,6 +89,7 @@ def validate_command(
     tasks: Annotated[
         Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
     ] = None,
+    prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
     compute_units: Units = "CPU_AND_NE",
     precision: Precision = "declared",
@@ -97,7 +120,9 @@ def validate_command(
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint) if checkpoint else None
-    Ts = range(1, opened.manifest.options.t_max + 1) if all_t else None
+    options = opened.manifest.options
+    every_t = [T for T in range(1, options.t_max + 1) if options.tokens(T) == T]
+    Ts = every_t if all_t else None
     try:
         decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
@@ -118,6 +143,7 @@ def validate_command(
         return show(_unopened_result(checks), json, ["RED", *gate_lines(checks)])
     if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
         verdict.save(opened, validation.bug_gates)
+    validation.gates += handover_of(prefill_bundle, decoder, reference)
     if tasks:
         from workbench.check.tasks import answer_gates, load_tasks
 
@@ -164,7 +190,7 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
     from workbench.check.reach import plan_reach
 
     options = decoder.options
-    Ts = list(Ts or default_ts(options.t_max, options.t == "fixed"))
+    Ts = list(Ts or default_ts(options))
     positions = len(golden.ids)
     calls = sum(-(-positions // T) for T in [*Ts, options.t_max])
     text = f"{positions} positions against the golden at T = {', '.join(map(str, Ts))}"

@@ -81,13 +81,13 @@ def price_lines(price: dict) -> list[str]:
     return lines
 
 
-def parse_ids(text: str) -> list[int]:
-    """Token ids as `--prompt-ids` writes them."""
+def parse_ids(text: str, option: str = "--prompt-ids", example: str = "2,42,100") -> list[int]:
+    """Integers as `--prompt-ids` writes them."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise InputError(
-            "--prompt-ids", repr(text), "integers separated by commas", "write 2,42,100"
+            option, repr(text), "integers separated by commas", f"write {example}"
         ) from None
 
 

@@ -33,6 +33,7 @@ def decode_command(
     compute_units: Units = "CPU_AND_NE",
     precision: Precision = "declared",
     literal: bool = False,
+    prefill_bundle: Path | None = None,
     json: Json = False,
 ) -> None:
     """Decoding, greedy unless a temperature is given: tokens, tok/s, per-layer ms, head ms.
@@ -46,8 +47,9 @@ def decode_command(
         top_p: Only the most likely tokens up to this probability.
         logits: Write logits [max_new + 1, V] fp32 here (.npy).
         literal: Run the graph as it stands, not the portable decode path.
+        prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
-    opened = workbench.Bundle.open(bundle)
+    opened, *other = [workbench.Bundle.open(path) for path in (bundle, prefill_bundle) if path]
     if (prompt_ids is None) == (prompt is None):
         raise InputError(
             "prompt",
@@ -64,10 +66,11 @@ def decode_command(
         else parse_ids(prompt_ids)
     )
     sampling = Sampling(temperature, top_k, top_p, seed)
-    decoder = workbench.Decoder(
-        opened, runtime, precision, fast=not literal, compute_units=compute_units
-    )
-    result = transcript(decoder, ids, max_new, logits, sampling)
+    decoder, *source = [
+        workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
+        for b in (opened, *other)
+    ]
+    result = transcript(decoder, ids, max_new, logits, sampling, *source)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
     show(

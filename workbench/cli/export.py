@@ -10,7 +10,7 @@ from typer import Option
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Ids, Json, ids_for, show
+from workbench.cli.common import Ids, Json, ids_for, parse_ids, show
 from workbench.errors import InputError
 
 
@@ -18,7 +18,7 @@ def export_command(
     checkpoint: Path,
     bundle: Path,
     max_seq_len: int = 512,
-    t_max: int = 4,
+    t_max: int | None = None,
     batch: int = 1,
     layers_per_shard: int = 1,
     compress: str = "fp16",
@@ -26,8 +26,9 @@ def export_command(
     layout: str = "bct1",
     states: str = "separate",
     moe: str = "dense",
-    t: str = "range",
+    t: str | None = None,
     sliding: str = "mask",
+    functions: str | None = None,
     plain: bool = False,
     verify_stamps: Annotated[
         int, Option(help="Convert so many stamped shards again and compare.", min=0)
@@ -40,15 +41,16 @@ def export_command(
 
     Args:
         max_seq_len: Cache slots S.
-        t_max: Most tokens a call, T = 1 … t_max.
+        t_max: Most tokens a call, T = 1 … t_max; 4, or the largest of --functions.
         layers_per_shard: Decoder layers in one .mlpackage.
         compress: fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.
         kv_write: mask or slice.
         layout: bct1 or bc1t.
         states: separate or packed.
         moe: dense or routed.
-        t: range (RangeDim 1 … t_max) or fixed (T = t_max).
+        t: range (RangeDim 1 … t_max) or fixed (T = t_max); range, or with --functions fixed.
         sliding: mask or ring.
+        functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
         plain: Convert every shard; stamp none.
     """
     arguments = locals()
@@ -57,7 +59,11 @@ def export_command(
     from workbench.ane.memory import peak_rss
     from workbench.bundle import Options
 
-    options = {name: arguments[name] for name in Options.model_fields}
+    if functions is not None:
+        arguments["functions"] = parse_ids(functions, "--functions", "1,4")
+    options = {
+        name: arguments[name] for name in Options.model_fields if arguments[name] is not None
+    }
     start = time.perf_counter()
     exported = workbench.export.export(
         checkpoint, bundle, progress=not json, plain=plain, verify_stamps=verify_stamps, **options

@@ -98,7 +98,11 @@ def residency_command(
     (name, fault), facts = named(resolve(runtime)), []
     planned = name != "portable"
     if planned:
-        programs = [(shard.name, None) for shard in opened.manifest.shards]
+        programs = [
+            (shard.name, function)
+            for shard in opened.manifest.shards
+            for function in shard.functions or [None]
+        ]
         try:
             placements = planned_placement(opened, programs, name, compute_units, fault=fault)
         except InputError as problem:

@@ -4,6 +4,6 @@ from workbench.decode.decoder import Decoder, Record
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
 from workbench.decode.snapshot import Snapshot
-from workbench.decode.transfer import copy_state
+from workbench.decode.transfer import copy_state, prefill_by
 
-__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "copy_state"]
+__all__ = ["Decoder", "Host", "Record", "Sampling", "Snapshot", "copy_state", "prefill_by"]

@@ -241,12 +241,15 @@ class Decoder:
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
         the states are `fresh`."""
-        batches: dict[tuple, np.ndarray] = {}  # of each shape: a runtime copies what is written
+        # one for all states that fill the same rows of the same shape: a runtime copies what is
+        # written
+        batches: dict[tuple, np.ndarray] = {}
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
                 if fresh or len(snapshots) == self.options.batch:
                     dtype = next(iter(snapshots.values())).states[name].dtype
-                    key = is_cache(name), *entry.shape
+                    shapes = [snapshot.states[name].shape for snapshot in snapshots.values()]
+                    key = is_cache(name), *entry.shape, *shapes
                     batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
                 else:
                     batch = state.read(name)
@@ -271,9 +274,10 @@ class Decoder:
         self.host.check(self.offsets, lengths)
         # hidden state of each last valid token
         last = np.zeros((len(prompts), self.manifest.dims.C, 1), np.float32)
-        for size in cycle(np.ravel(tile or self.options.t_max).tolist()):
+        for limit in cycle(np.ravel(tile or self.options.t_max).tolist()):
+            size = self.options.tokens(min(limit, max(lengths) - start))
             chunk = [prompt[start : start + size] for prompt in prompts]
-            hidden = self.advance(chunk, min(size, max(lengths) - start))
+            hidden = self.advance(chunk, size)
             for seq, tokens in enumerate(chunk):
                 if tokens:
                     last[seq, :, 0] = hidden[seq, :, len(tokens) - 1]
@@ -303,7 +307,9 @@ class Decoder:
         self.times.total = (time.perf_counter() - start) * 1e3
         return self._shape(logits)
 
-    def stream(self, ids, max_new, *, after=None, stop=None, sampling=GREEDY) -> Iterator[Record]:
+    def stream(
+        self, ids, max_new, *, after=None, stop=None, sampling=GREEDY, prefill=None
+    ) -> Iterator[Record]:
         """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by sequence.
 
         Args:
@@ -311,6 +317,9 @@ class Decoder:
                 empty one for a sequence that stays as it is.
             max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
             after: what to continue: None, nothing; snapshots (see `begin`); "running", the decoder's own sequences.
+            prefill: what runs the prompts and leaves their sequences in this decoder, where its own
+                prefill does not; it returns the logits (see `transfer.prefill_by`). Then `after`
+                must be None.
             stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
 
         Raises:
@@ -321,6 +330,13 @@ class Decoder:
         stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         samplings = _each(sampling, B)
+        if prefill and after is not None:
+            raise InputError(
+                "prefill by another bundle",
+                "sequences to continue",
+                "prompts that begin with an empty cache",
+                "give the whole prompt",
+            )
         if after == "running":
             self._check_room(prompts, limits, self.offsets)
         else:
@@ -334,8 +350,8 @@ class Decoder:
                 )
             self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
             self.begin(snapshots)
+        logits, times = (prefill or self.prefill)(prompts).reshape(B, -1), self.times
         self.run = run = object()
-        logits, times = self.prefill(prompts).reshape(B, -1), self.times
         tokens: list[int | None] = [None] * B
         live = [seq for seq in range(B) if prompts[seq] and limits[seq]]
         for step in range(1, max(limits) + 1):
@@ -371,7 +387,7 @@ class Decoder:
         Returns:
             Hidden states [B, C, T].
         """
-        T = self.options.t_max if self.options.t == "fixed" else T
+        T = self.options.width(T)
         counts, ids = np.array([len(tokens) for tokens in chunk]), np.zeros((len(chunk), T), int)
         for seq, tokens in enumerate(chunk):
             ids[seq, : len(tokens)] = tokens
@@ -411,10 +427,10 @@ class Decoder:
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
         start, parts, t_max, T = time.perf_counter(), [], self.options.t_max, hidden.shape[2]
-        if self.options.t == "fixed":
-            hidden = np.pad(hidden, ((0, 0), (0, 0), (0, -T % t_max)))
         for first in range(0, T, t_max):
-            x = self.plane(hidden[:, :, first : first + t_max])
+            columns = hidden[:, :, first : first + t_max]
+            dummies = self.options.width(columns.shape[2]) - columns.shape[2]
+            x = self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
             slices = [model.predict({X: x})[LOGITS] for model in self.heads]
             parts.append(np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1))
         self.times.head = (time.perf_counter() - start) * 1e3

@@ -1,6 +1,7 @@
 """One decoded prompt as a result: tokens, text, times. What `workbench decode` prints."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy as np
 from workbench.decode import checks
 from workbench.decode.decoder import GREEDY, Decoder
 from workbench.decode.sampling import Sampling
+from workbench.decode.transfer import prefill_by
 from workbench.errors import InputError
 
 
@@ -31,11 +33,14 @@ def transcript(
     max_new: int,
     logits: Path | None = None,
     sampling: Sampling = GREEDY,
+    source: Decoder | None = None,
 ) -> dict:
     """Decodes one prompt and sums up.
 
     Args:
         logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per generated token.
+        source: runs the prompt; its states are then copied into `decoder`, within the prefill's
+            time.
 
     Returns:
         The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.
@@ -43,17 +48,18 @@ def transcript(
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
     """
+    prefill = partial(prefill_by, source, decoder) if source else None
     if logits:
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
     start, records, prefill_ms = time.perf_counter(), [], None
-    for record in decoder.stream(ids, max_new, sampling=sampling):
+    for record in decoder.stream(ids, max_new, sampling=sampling, prefill=prefill):
         prefill_ms = prefill_ms if records else (time.perf_counter() - start) * 1e3
         records.append(record)
     tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
         if not tokens:
             decoder.begin()
-        last = decoder.decode_one_token(tokens[-1]) if tokens else decoder.prefill(ids)
+        last = decoder.decode_one_token(tokens[-1]) if tokens else (prefill or decoder.prefill)(ids)
         with logits.open("wb") as file:  # a file, because np.save appends .npy to a name
             np.save(file, np.stack([*(r.logits for r in records), last]).astype(np.float32))
     folder = decoder.bundle.root / "tokenizer"
@@ -65,7 +71,8 @@ def transcript(
         else None,
         "prefill": {
             "tokens": len(ids),
-            "calls": -(-len(ids) // decoder.options.t_max),
+            "calls": -(-len(ids) // (source or decoder).options.t_max),
+            "bundle": (source or decoder).bundle.root.name,
             "ms": prefill_ms,
         },
         "decode": {

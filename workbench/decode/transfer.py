@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from workbench.decode.decoder import Decoder
 from workbench.errors import InputError
 
@@ -14,14 +16,8 @@ def copy_state(source: Decoder, target: Decoder) -> None:
     Raises:
         InputError: another checkpoint, another batch, or fewer positions than the sequences already have.
     """
+    check_pair(source, target)
     a, b = source.manifest, target.manifest
-    if a.checkpoint["sha256"] != b.checkpoint["sha256"] or a.options.batch != b.options.batch:
-        raise InputError(
-            "bundle to continue in",
-            f"checkpoint {b.checkpoint['name']}, batch {b.options.batch}",
-            f"checkpoint {a.checkpoint['name']}, batch {a.options.batch}",
-            "export both bundles from one checkpoint with one --batch",
-        )
     if source.offsets.max() > b.options.max_seq_len:
         raise InputError(
             "bundle to continue in",
@@ -32,3 +28,36 @@ def copy_state(source: Decoder, target: Decoder) -> None:
     target.begin(
         [replace(source.snapshot(seq), identity=target.identity) for seq in range(a.options.batch)]
     )
+
+
+def check_pair(source: Decoder, target: Decoder) -> None:
+    """Refuses two bundles that no sequence can move between: of another checkpoint, of another
+    batch."""
+    a, b = source.manifest, target.manifest
+    if a.checkpoint["sha256"] != b.checkpoint["sha256"] or a.options.batch != b.options.batch:
+        raise InputError(
+            "bundle to continue in",
+            f"checkpoint {b.checkpoint['name']}, batch {b.options.batch}",
+            f"checkpoint {a.checkpoint['name']}, batch {a.options.batch}",
+            "export both bundles from one checkpoint with one --batch",
+        )
+
+
+def prefill_by(source: Decoder, target: Decoder, ids) -> np.ndarray:
+    """Runs prompts in `source` from an empty cache and moves the sequences to `target`, once,
+    behind their last token.
+
+    Args:
+        ids: as for `Decoder.prefill`.
+
+    Returns:
+        The logits of `source` after the last token: [V], or [B, V] when batch > 1.
+
+    Raises:
+        InputError: bundles that do not belong together, before anything runs.
+    """
+    check_pair(source, target)
+    source.begin()
+    logits = source.prefill(ids)
+    copy_state(source, target)
+    return logits

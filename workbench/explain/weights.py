@@ -18,6 +18,7 @@ from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime.functions import each_function
 
 Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the values to run with
 
@@ -62,7 +63,8 @@ class WeightTrial:
                 fp16 = self._fp16(model.shard, tensor, stored)
                 if not torch.equal(fp16, stored):
                     layer, _, kind = tensor.partition("layers.")[2].partition(".")
-                    yield kind, int(layer), model.executable, constant, fp16
+                    for program in each_function([model]):
+                        yield kind, int(layer), program.executable, constant, fp16
 
     def _fp16(self, shard: Shard, tensor: str, stored: torch.Tensor) -> torch.Tensor:
         """The checkpoint's values that a constant stores, rounded to fp16, in the constant's shape."""

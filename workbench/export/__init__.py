@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import struct
+import tempfile
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from workbench.errors import InputError
 from workbench.export import shards
 from workbench.export.make import Maker
 from workbench.export.weights import Clock
+from workbench.files import check_room
 from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
@@ -98,10 +100,11 @@ def export(
             writer = stack.enter_context(Writer(Path(bundle)))
             if writer.resumes:
                 writer.resume(identity())
+            maker = Maker(source, plan, settings, writer, plain, clock or Clock())
+            _check_room(maker, f"bundle {bundle}")
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
             stack.callback(pool.shutdown, cancel_futures=True)  # before the folder is unlocked
             signing = pool.submit(lambda: writer.sign(identity()))
-            maker = Maker(source, plan, settings, writer, plain, clock or Clock())
             finished, table = _make(maker, pool, progress)
             maker.verify(finished, verify_stamps)
             signing.result()
@@ -130,6 +133,17 @@ def export(
             )
     except OSError as problem:
         raise _stopped(bundle, problem) from problem
+
+
+def _check_room(maker: Maker, subject: str) -> None:
+    """Refuses an export that will not fit: what is missing of the bundle, and beside it the copies
+    of its largest shard that are there for a moment, in the work folder (a trial, a program for
+    each function) and where coremltools writes."""
+    shards, largest = maker.room()
+    embedding = 2 * math.prod(maker.source.shape(maker.source.prefix + "embed_tokens.weight"))
+    copies = 1 + len(maker.options.functions)
+    check_room(maker.writer.root, shards + embedding + copies * largest, subject)
+    check_room(Path(tempfile.gettempdir()), largest, f"{subject}, temporary files")
 
 
 def _stopped(bundle: str | Path, problem: OSError) -> InputError:

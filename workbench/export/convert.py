@@ -5,6 +5,7 @@ import gc
 import tempfile
 from contextlib import contextmanager
 from functools import partialmethod
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +16,8 @@ from miltorch.quiet import coremltools, quiet
 from workbench.bundle import Options
 from workbench.bundle.names import MAX_FP16, POS
 from workbench.bundle.presets import FP16, Preset
+from workbench.errors import InputError
+from workbench.export.package import WEIGHTS, pin
 from workbench.export.shards import Spec
 
 # These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
@@ -25,11 +28,14 @@ FOLDING = [
 ]
 
 
-def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str]):
+def convert(
+    module: nn.Module, spec: Spec, options: Options, compressed: set[str], T: int | None = None
+):
     """Traces `module` and converts it to an ML Program for macOS 15, fp16, T in 1 … t_max.
 
     Args:
         compressed: paths of the parameters that `options.compress` is for; all others stay fp16.
+        T: the tokens of a call, for a program of this one T (default: as the options say).
 
     Returns:
         coremltools' MLModel, not loaded, with its pymil program attached.
@@ -42,8 +48,8 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
 
     fixed = options.t_max == 1 or options.t == "fixed"
     # one symbol for every T: coremltools would take unrelated ranges without complaint
-    t = options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
-    length = options.t_max if fixed else 2
+    t = T or options.t_max if fixed else ct.RangeDim(1, options.t_max, default=1)
+    length = t if fixed else 2
     examples, inputs = [], []
     for name, shape in spec.inputs.items():
         kinds = (torch.int32, np.int32) if name == POS else (torch.float32, np.float16)
@@ -78,6 +84,33 @@ def convert(module: nn.Module, spec: Spec, options: Options, compressed: set[str
                     errno.ENOSPC, f"coremltools could not write to {tempfile.gettempdir()}"
                 ) from problem
             raise
+
+
+def save_functions(programs: dict[str, Path], package: Path) -> None:
+    """Writes a package with one function for each of `programs` (name → package with `main`), the
+    first one the default; coremltools stores weights that functions share once.
+
+    Raises:
+        InputError: a program without a weight file, which coremltools does not take.
+    """
+    from coremltools.converters.mil.mil import Builder
+    from coremltools.models import utils
+
+    descriptor = utils.MultiFunctionDescriptor()
+    for name, program in programs.items():
+        if not (program / WEIGHTS).is_file():
+            raise InputError(
+                f"functions of {package.stem}",
+                "weights so small that they stand in the program",
+                "a weight file, which functions can share",
+                "export without --functions",
+            )
+        descriptor.add_function(str(program), "main", name)
+    descriptor.default_function_name = next(iter(programs))
+    with quiet(), _no_progress():
+        Builder.name_count.clear()
+        utils.save_multifunction(descriptor, str(package))
+    pin(package)
 
 
 @contextmanager

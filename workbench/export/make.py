@@ -59,6 +59,13 @@ class Maker:
         """Bytes of a shard's weights as stored."""
         return sum(prod(weight.shape) * weight.preset.bits // 8 for weight in self.weights[name])
 
+    def room(self) -> tuple[int, int]:
+        """Bytes that the shards which are still missing will take, and those of the largest of
+        them."""
+        noted = {path.stem for path in self.writer.root.glob("*.json")}
+        sizes = [self.stored_bytes(spec.name) for spec in self.specs if spec.name not in noted]
+        return sum(sizes), max(sizes, default=0)
+
     def convert_first(self) -> Iterator[Shard]:
         """The shards that an interrupted export finished, and one conversion for each shape (`plain`: all)."""
         for spec in self.specs:
@@ -142,13 +149,20 @@ class Maker:
                 stack.enter_context(compress.installed(self.options.preset))
                 stack.enter_context(convert.lean())
             compressed = {w.path for w in weights if w.compressed}
-            model = convert.convert(module, spec, self.options, compressed)
-            package.save_package(model, self._package(spec, folder))
-        constants = convert.constants(model)
+            whole, programs, constants, modules = self._package(spec, folder), {}, {}, {}
+            for name, T in (self.options.function_names or {"main": None}).items():
+                model = convert.convert(module, spec, self.options, compressed, T)
+                programs[name] = whole.with_name(f"{spec.name}.{name}.mlpackage") if T else whole
+                package.save_package(model, programs[name])
+                constants |= convert.constants(model)
+                modules |= convert.modules(model)
+            if self.options.functions:
+                del model
+                convert.save_functions(programs, whole)
+                for program in programs.values():
+                    shutil.rmtree(program)
         names = {w.path: w.path.replace(".", "_") for w in weights}
-        return {
-            path: constants[name] for path, name in names.items() if name in constants
-        }, convert.modules(model)
+        return {path: constants[name] for path, name in names.items() if name in constants}, modules
 
     def _press(self, template: Template, spec: Spec, folder: Path) -> list[FileEntry]:
         return template.press(
@@ -198,6 +212,7 @@ class Maker:
                 **interface,
                 path=f"{spec.name}.mlpackage",
                 how=how,
+                functions=self.options.function_names,
                 bytes=sum(f.bytes for f in files),
                 files=files,
                 weights={tensor: constants[w.path] for tensor, w in weights.items()},

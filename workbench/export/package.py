@@ -21,6 +21,12 @@ def save_package(model, package: Path) -> None:
     """Writes a converted model (coremltools' MLModel) to `package`, in place of whatever is there."""
     shutil.rmtree(package, ignore_errors=True)
     model.save(str(package))
+    pin(package)
+
+
+def pin(package: Path) -> None:
+    """Rewrites what coremltools makes anew each time it saves: date, identifiers, order of map
+    entries."""
     (package / MODEL).write_bytes(serialize(read_package(package)))
     listed = json.loads((package / MANIFEST).read_text())
     items = listed["itemInfoEntries"]

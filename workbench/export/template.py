@@ -33,7 +33,8 @@ class TemplateMismatch(Exception):
 
 
 class Slot(NamedTuple):
-    """Where one stored array of a weight lies: [start, stop) of the weight file; 0, 0: in operation `op` of the program."""
+    """Where one stored array of a weight lies: [start, stop) of the weight file; 0, 0: in operation
+    `op` of `operations(model)`."""
 
     role: str
     op: int
@@ -50,10 +51,10 @@ def values_of(op) -> dict:
     return {role: bound.arguments[0].value for role, bound in inputs.items()}
 
 
-def operations(model):
-    """The operations of a one-function program."""
-    (function,) = model.mlProgram.functions.values()
-    return function.block_specializations[function.opset].operations
+def operations(model) -> list:
+    """The operations of a program, of all its functions in the order of their names."""
+    functions = [function for _, function in sorted(model.mlProgram.functions.items())]
+    return [op for f in functions for op in f.block_specializations[f.opset].operations]
 
 
 class Template:
@@ -82,9 +83,7 @@ class Template:
         if not (package / WEIGHTS).is_file():
             raise TemplateMismatch("weights so small that they stand in the program")
         blob, ops = (package / WEIGHTS).read_bytes(), operations(self.model)
-        slots = {
-            op.outputs[0].name: _slots(op, i, blob) for i, op in enumerate(ops) if values_of(op)
-        }
+        slots = _slots(ops, blob)
         names = [constants.get(weight.path) for weight in weights]
         if not slots.keys() >= set(names):
             raise TemplateMismatch("a parameter that the program does not hold")
@@ -179,19 +178,28 @@ class Template:
                     yield next(gaps)
 
 
-def _slots(op, index: int, blob: bytes) -> list[Slot]:
-    """Where the values of the constant operation `op` lie, in the order of the weight file."""
+def _slots(ops: list, blob: bytes) -> dict[str, list[Slot]]:
+    """Where the values of each constant operation lie, in the order of the weight file; by the name
+    of its result.
+
+    Functions share what is in the weight file, and each has inline values of its own.
+    """
     from coremltools.proto import MIL_pb2
 
-    slots = []
-    for role, value in values_of(op).items():
-        start, size = 0, 0
-        if value.WhichOneof("value") == "blobFileValue":
-            sentinel, _, size, start = RECORD.unpack_from(blob, value.blobFileValue.offset)
-            assert sentinel == RECORD_SENTINEL
-        is_float = value.type.tensorType.dataType in (MIL_pb2.FLOAT16, MIL_pb2.FLOAT32)
-        slots.append(Slot(role, index, start, start + size, is_float))
-    return sorted(slots, key=lambda slot: slot.start)
+    slots: dict[str, dict[tuple, Slot]] = {}
+    for index, op in enumerate(ops):
+        for role, value in values_of(op).items():
+            start, size = 0, 0
+            if value.WhichOneof("value") == "blobFileValue":
+                sentinel, _, size, start = RECORD.unpack_from(blob, value.blobFileValue.offset)
+                assert sentinel == RECORD_SENTINEL
+            is_float = value.type.tensorType.dataType in (MIL_pb2.FLOAT16, MIL_pb2.FLOAT32)
+            slot = Slot(role, index, start, start + size, is_float)
+            place = (role, start) if start else (role, index)
+            slots.setdefault(op.outputs[0].name, {}).setdefault(place, slot)
+    return {
+        name: sorted(some.values(), key=lambda slot: slot.start) for name, some in slots.items()
+    }
 
 
 def _inline(value, payload: np.ndarray) -> None:

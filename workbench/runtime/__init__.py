@@ -5,6 +5,7 @@ is an argument; `auto` takes the variable WORKBENCH_RUNTIME where it is set."""
 import os
 import platform
 import sys
+from functools import partial
 
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
@@ -90,12 +91,23 @@ def load_shard(
     hints: dict | None = None,
     function: str | None = None,
 ) -> Model:
-    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what follows them Core ML."""
+    """Loads one shard of `bundle`; `precision` and `fast` concern the portable runtime, what
+    follows them Core ML.
+
+    A shard of several functions is one model that runs the function of each call's T, unless one
+    `function` is named.
+    """
+    if shard.functions and function is None:
+        from workbench.runtime.functions import FunctionsModel
+
+        how = dict(precision=precision, fast=fast, compute_units=compute_units, hints=hints)
+        load = partial(load_shard, bundle, shard, runtime, **how)
+        return FunctionsModel(bundle, shard, lambda name: load(function=name))
     name, fault = named(resolve(runtime))
     if name == "portable":
         from workbench.runtime.portable import PortableModel
 
-        return PortableModel(bundle, shard, precision, fast)
+        return PortableModel(bundle, shard, precision, fast, function)
     check_compute_units(compute_units)
     if name == "stand-in":
         from workbench.runtime.standin import StandInModel

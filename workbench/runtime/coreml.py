@@ -24,6 +24,7 @@ import miltorch
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, one_line
+from workbench.files import check_room
 from workbench.runtime.base import State, check_inputs, check_interface, check_outputs
 
 HINTS = {
@@ -31,6 +32,9 @@ HINTS = {
     "specializationStrategy": "SpecializationStrategy",
     "allowLowPrecisionAccumulationOnGPU": None,
 }  # hint → coremltools' enumeration; None: a bool
+COPIES = (
+    2  # of a shard, once it runs: the compiled model, and what Core ML makes of it for a device
+)
 # what a state needs, and the next step where Core ML refuses one
 STATE = (
     "a state that Core ML reads and writes",
@@ -117,7 +121,8 @@ class CoreMLModel:
         function: str | None = None,
     ):
         ct = coremltools()
-        self.shard, self.t_max = shard, bundle.manifest.options.t_max
+        self.shard = shard
+        self.t_max = shard.functions.get(function, bundle.manifest.options.t_max)
         self.function, self.units = function, ct.ComputeUnit[compute_units]
         self.loading_ms: dict[str, float | None] = dict.fromkeys(
             ("compile", "load", "first_predict")
@@ -171,6 +176,8 @@ def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
     target = compiled_path(bundle, shard)
     if target.exists():
         return target, None
+    subject = f"compiled copy of shard {shard.name}"
+    check_room(target.parent, COPIES * shard.bytes, subject)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
     start, ms = time.perf_counter(), None

@@ -46,14 +46,17 @@ class PortableModel:
 
     last_native_ms = None
 
-    def __init__(self, bundle: Bundle, shard: Shard, precision: str, fast: bool):
+    def __init__(
+        self, bundle: Bundle, shard: Shard, precision: str, fast: bool, function: str | None = None
+    ):
         self.shard, self.precision, self._hook = shard, precision, None
-        self.t_max = bundle.manifest.options.t_max
+        self.function = function
+        self.t_max = shard.functions.get(function, bundle.manifest.options.t_max)
         coremltools()  # import first, so that the load time excludes it
         start = time.perf_counter()
         self.package = bundle.package(shard)
         _read_ahead(self.package)
-        program = miltorch.read(self.package)
+        program = miltorch.read(self.package, function)
         check_interface(shard, program, self.t_max)
         self.fast = self._fast(program) if fast and precision == "declared" else None
         self.program = self.fast.program if self.fast else program
@@ -97,7 +100,8 @@ class PortableModel:
     @cached_property
     def executable(self) -> miltorch.Executable:
         return miltorch.Executable(
-            self.program if self.program.block else miltorch.read(self.package), self.precision
+            self.program if self.program.block else miltorch.read(self.package, self.function),
+            self.precision,
         )
 
     def make_state(self) -> State:

@@ -97,8 +97,10 @@ def choice_conclusion(found: pd.DataFrame) -> str:
     ]
     lines += [f"Faster, and not passing: {summary(first)}"] if first["verdict"] != "GREEN" else []
     axes = [*Options.model_fields, *_WAYS]
-    for axis in [c for c in found if c in axes and found[c].nunique() > 1]:
-        speeds = found.groupby(axis)["tokens_per_s"].median().sort_values(ascending=False)
+    for axis in [c for c in found if c in axes and found[c].nunique(dropna=False) > 1]:
+        speeds = (
+            found.groupby(axis, dropna=False)["tokens_per_s"].median().sort_values(ascending=False)
+        )
         words = ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
         lines.append(f"{axis}: {words} (medians).")
     return "\n".join(lines)

@@ -116,7 +116,11 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     try:
         placements = plans.planned_placement(
             decoder.bundle,
-            [(model.shard.name, model.function) for model in models],
+            [
+                (model.shard.name, function)
+                for model in models
+                for function in model.shard.functions or [None]
+            ],
             decoder.runtime,
             decoder.compute_units,
             fault=decoder.fault,

@@ -130,7 +130,8 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
     rows["verdict"] = rows["verdict"].astype(object).fillna("not_run")
     rows["name"] = [
-        ", ".join(f"{n} {row[n]}" for n in [*varied, "T"]) for row in rows.to_dict("records")
+        ", ".join(f"{n} {'none' if pd.isna(row[n]) else row[n]}" for n in [*varied, "T"])
+        for row in rows.to_dict("records")
     ]
     columns = [
         "name",

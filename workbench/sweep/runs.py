@@ -40,7 +40,7 @@ def pick(mapping: Mapping, *names: str) -> dict:
 
 def exported(options: Options) -> dict:
     """Columns of `runs` that export options are."""
-    return {
+    return dict.fromkeys(OPTIONS) | {
         name: _text(value) if isinstance(value, list | tuple | dict) else value
         for name, value in options.model_dump().items()
     }

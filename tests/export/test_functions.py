@@ -1,0 +1,173 @@
+"""Packages of several functions: each computes what a package of that one T does, over weights that
+are stored once."""
+
+import itertools
+
+import pytest
+
+from miltorch.quiet import coremltools
+from workbench import Bundle, InputError
+from workbench.bundle import Options
+from workbench.export import export, options, package
+
+CHOSEN = {"max_seq_len": 16, "compress": "int8-tensor"}
+
+
+@pytest.fixture(scope="module")
+def source(exports):
+    return exports.checkpoint("zaya", num_hidden_layers=3, num_experts=2)
+
+
+@pytest.fixture(scope="module")
+def bundle(exports, source) -> Bundle:
+    return exports.bundle(source, functions=(1, 4), **CHOSEN)
+
+
+def without_names(function) -> list:
+    """A function's operations without the names that coremltools numbers through all functions."""
+    (block,) = function.block_specializations.values()
+    operations = [type(op).FromString(op.SerializeToString()) for op in block.operations]
+    numbered = "coreml_update_state_"
+    for op in operations:
+        if op.type == "write_state" or op.outputs[0].name.startswith(numbered):
+            del op.attributes["name"]
+        for result in op.outputs:
+            result.name = numbered if result.name.startswith(numbered) else result.name
+        for argument in itertools.chain.from_iterable(a.arguments for a in op.inputs.values()):
+            if argument.name.startswith(numbered):
+                argument.name = numbered
+    return operations
+
+
+def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(exports, source, bundle):
+    fixed = {
+        f"t{T}": exports.bundle(source, t="fixed", t_max=T, **CHOSEN)
+        for T in bundle.manifest.options.functions
+    }
+    for i, shard in enumerate(bundle.manifest.shards):
+        ours = package.read_package(bundle.package(shard))
+        assert dict(shard.functions) == {"t1": 1, "t4": 4}
+        assert ours.description.defaultFunctionName == "t1"
+        assert set(ours.mlProgram.functions) == set(fixed)
+        for name, other in fixed.items():
+            theirs = package.read_package(other.package(other.manifest.shards[i]))
+            (main,) = theirs.mlProgram.functions.values()
+            function = ours.mlProgram.functions[name]
+            assert [p.name for p in function.inputs] == [p.name for p in main.inputs]
+            assert list(function.inputs) == list(main.inputs)
+            assert without_names(function) == without_names(main)
+            described = next(f for f in ours.description.functions if f.name == name)
+            for part in ("input", "output", "state"):
+                assert list(getattr(described, part)) == list(getattr(theirs.description, part))
+    weights = [
+        {
+            f.path: (f.bytes, f.sha256)
+            for s in b.manifest.shards
+            for f in s.files
+            if f.path.endswith(".bin")
+        }
+        for b in (bundle, *fixed.values())
+    ]
+    assert weights[0] and weights[0] == weights[1] == weights[2]
+    one = {f.path: f.bytes for s in fixed["t4"].manifest.shards for f in s.files}
+    two = {f.path: f.bytes for s in bundle.manifest.shards for f in s.files}
+    print(
+        f"\nbytes: one function {sum(one.values()):,}, two {sum(two.values()):,}; weight files "
+        f"{sum(size for size, _ in weights[0].values()):,} in both"
+    )
+
+
+@pytest.mark.parametrize(
+    "family, changed, chosen, stamped",
+    [
+        ("llama", {}, {"functions": (1, 4), "compress": "int8-tensor", "kv_write": "slice"}, 1),
+        (
+            "gemma3_text",
+            {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            {"functions": (2, 3), "compress": "lut4", "sliding": "ring", "layout": "bc1t"},
+            2,
+        ),
+        (
+            "zaya",
+            {"num_experts": 2, "num_hidden_layers": 2},
+            {"functions": (1, 2, 4), "compress": "int4-block32", "moe": "routed"},
+            4,
+        ),
+        (
+            "zaya",
+            {"num_hidden_layers": 4},
+            {"functions": (1, 16), "layers_per_shard": 2, "states": "packed"},
+            1,
+        ),
+    ],
+)
+def test_stamped_shards_of_several_functions_are_the_bytes_of_their_conversions(
+    exports, tmp_path, family, changed, chosen, stamped
+):
+    source = exports.checkpoint(family, **changed)
+    made = export(
+        source, tmp_path / "b", progress=False, verify_stamps=99, max_seq_len=16, **chosen
+    )
+    assert [s.how for s in made.manifest.shards].count("stamped") == stamped
+    assert {tuple(s.functions.values()) for s in made.manifest.shards} == {chosen["functions"]}
+    again = export(source, tmp_path / "c", progress=False, plain=True, max_seq_len=16, **chosen)
+    assert again.identity == made.identity
+
+
+def test_coremltools_loads_each_function(bundle):
+    models = coremltools().models
+    path = str(bundle.package(bundle.manifest.shards[0]))
+    for name, T in (("t1", 1), ("t4", 4)):
+        model = models.MLModel(path, function_name=name, skip_model_load=True)
+        description = model._get_function_description(name)
+        shapes = {i.name: list(i.type.multiArrayType.shape) for i in description.input}
+        assert shapes["x"][2] == T
+
+
+def test_functions_settle_t_max_and_t_and_are_no_part_of_other_bundles():
+    assert "functions" not in Options().model_dump()
+    assert "functions" not in Options().model_dump_json()
+    chosen = options(functions=[1, 8])
+    assert (chosen.t_max, chosen.t, chosen.functions) == (8, "fixed", (1, 8))
+    assert Options(**chosen.model_dump()) == chosen
+    assert Options.model_validate_json(chosen.model_dump_json()) == chosen
+    assert [chosen.width(T) for T in (1, 2, 8)] == [1, 8, 8]
+    assert [options(t_max=4, t="fixed").width(T) for T in (1, 4)] == [4, 4]
+    assert [options(t_max=4).width(T) for T in (1, 3)] == [1, 3]
+    sliced = options(functions=[1, 4], kv_write="slice")
+    assert [sliced.tokens(n) for n in (1, 3, 4, 7)] == [1, 1, 4, 4]
+    assert [chosen.tokens(n) for n in (1, 3, 9)] == [1, 3, 9]
+
+
+@pytest.mark.parametrize(
+    "chosen, found",
+    [
+        ({"functions": [4, 1]}, "ascending"),
+        ({"functions": [4]}, "two or more"),
+        ({"functions": [1, 1]}, "ascending"),
+        ({"functions": [0, 4]}, "functions.0.*at least 1"),
+        ({"functions": "1,4"}, "functions"),
+        ({"functions": [1, 4], "t_max": 8}, "t_max is 8"),
+        ({"functions": [1, 4], "t": "range"}, "t is range"),
+    ],
+)
+def test_functions_that_mean_nothing_are_refused(chosen, found):
+    with pytest.raises(InputError, match=found):
+        options(**chosen)
+
+
+def test_functions_share_a_weight_file_or_are_refused(exports, tmp_path):
+    checkpoint = exports.checkpoint(
+        "llama",
+        hidden_size=1,
+        intermediate_size=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=2,
+    )
+    with (
+        pytest.warns(UserWarning, match="width 2"),
+        pytest.raises(InputError, match="so small.*without --functions"),
+    ):
+        export(checkpoint, tmp_path / "b", progress=False, max_seq_len=8, functions=(1, 2))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,281 @@
+"""Bundles of several functions compute what one flexible program does, on both runtimes; states
+pass from function to function."""
+
+import numpy as np
+import pytest
+import tiny
+
+from miltorch import shim
+from workbench import Decoder, InputError, log, sweep
+from workbench.ane import placement
+from workbench.check import checklist, golden
+from workbench.check.validate import validate
+from workbench.runtime import load_shard
+from workbench.runtime.functions import FunctionsModel, each_function
+from workbench.studies import cache_reuse
+from workbench.sweep import runs, timing
+
+PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
+
+
+@pytest.fixture
+def shimmed():
+    shim.install()
+    yield
+    shim.uninstall()
+
+
+@pytest.fixture(scope="module")
+def source(exports):
+    return exports.checkpoint("zaya", num_hidden_layers=3, num_experts=2)
+
+
+@pytest.fixture(scope="module")
+def bundle(exports, source):
+    return exports.bundle(source, functions=(1, 4), max_seq_len=24)
+
+
+@pytest.fixture(scope="module")
+def flexible(exports, source):
+    return exports.bundle(source, t_max=4, max_seq_len=24)
+
+
+def run(decoder: Decoder, ids: list[int]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits of a prompt and of single tokens behind it, and every state after them."""
+    decoder.begin()
+    logits = [decoder.prefill(ids[:PROMPT])]
+    logits += [decoder.decode_one_token(token) for token in ids[PROMPT:]]
+    states = {n: state.read(n) for state in decoder.states for n in state.shard.states}
+    return np.stack(logits), states
+
+
+@pytest.mark.parametrize("precision", ["exact", "declared"])
+@pytest.mark.parametrize(
+    "family, changed, chosen",
+    [
+        ("zaya", {"num_hidden_layers": 3, "num_experts": 2}, {}),
+        ("llama", {}, {"kv_write": "slice", "compress": "int8-tensor", "states": "packed"}),
+        ("gemma3_text", {}, {"sliding": "ring", "layers_per_shard": 3}),
+    ],
+)
+def test_prefill_at_t_and_decode_at_1_are_those_of_a_flexible_program(
+    exports, precision, family, changed, chosen
+):
+    checkpoint = exports.checkpoint(family, **changed)
+    ids = tiny.prompt(90, PROMPT + MORE)
+    one = exports.decoder(checkpoint, precision, t_max=4, max_seq_len=24, **chosen)
+    several = exports.decoder(checkpoint, precision, functions=(1, 4), max_seq_len=24, **chosen)
+    (expected, rows), (logits, states) = run(one, ids), run(several, ids)
+    assert np.array_equal(logits, expected)
+    assert states.keys() == rows.keys()
+    for name in rows:
+        assert rows[name].any() and np.array_equal(states[name], rows[name]), name
+    assert [sorted(m.functions) for m in several.layers] == [[1, 4]] * len(several.layers)
+    assert [sorted(m.functions) for m in several.heads] == [[1]]
+
+
+def test_core_ml_copies_states_between_functions(shimmed, bundle, flexible):
+    ids = tiny.prompt(100, PROMPT + MORE)
+    expected, rows = run(Decoder(flexible, "coreml"), ids)
+    decoder = Decoder(bundle, "coreml")
+    logits, states = run(decoder, ids)
+    assert np.array_equal(logits, expected)
+    assert all(np.array_equal(states[name], rows[name]) for name in rows)
+    functions = [model.function for model in each_function([*decoder.layers, *decoder.heads])]
+    assert functions == ["t1", "t4"] * 3 + ["t1"]
+
+
+@pytest.mark.parametrize("runtime", ["portable", "coreml"])
+def test_a_state_belongs_to_the_function_that_ran_last(shimmed, bundle, runtime):
+    model = load_shard(bundle, bundle.manifest.shards[1], runtime)
+    assert isinstance(model, FunctionsModel) and sorted(model.functions) == [1]
+    one, other = model.make_state(), model.make_state()
+    name, entry = next(iter(model.shard.states.items()))
+    value = np.random.default_rng(0).normal(size=entry.shape).astype(np.float16)
+    one.write(name, value)
+    for T in (4, 1, 4):
+        inputs = {
+            n: np.zeros([T if k == "T" else k for k in shape], np.float32)
+            for n, shape in model.shard.inputs.items()
+        }
+        model.predict(inputs, one)
+        assert np.array_equal(one.read(name), value) and not other.read(name).any()
+    inputs["x"] = inputs["x"][:, :, :3]
+    with pytest.raises(InputError, match="T = 3.*T of 1, 4"):
+        model.predict(inputs, one)
+    with pytest.raises(InputError, match="inputs of shard"):
+        model.predict({}, one)
+    assert model.loading_ms["load"] > 0
+
+
+def test_a_call_of_another_t_is_padded_to_the_next_function(exports, source, bundle):
+    g = tiny.golden(exports.hf(source), tiny.prompt(109, 20))
+    decoder = Decoder(bundle, "portable", "exact")
+    for sizes in ([3], [2, 4, 1], [4]):
+        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
+
+
+def test_a_slice_write_splits_a_prompt_into_calls_that_need_no_dummies(exports):
+    checkpoint = exports.checkpoint("llama")
+    decoder = exports.decoder(checkpoint, functions=(1, 4), kv_write="slice", max_seq_len=16)
+    g = tiny.golden(exports.hf(checkpoint), tiny.prompt(97, 11))
+    assert tiny.relative(decoder.prefill(g.ids), g.logits[-1]) < 3e-6
+    assert decoder.offsets.tolist() == [11]
+
+
+@pytest.mark.parametrize("chosen", [{}, {"kv_write": "slice", "layers_per_shard": 2}])
+def test_every_gate_is_green_across_functions(exports, tiny_llama, llama_golden, chosen):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4), **chosen)
+    decoder = Decoder(bundle, "portable")
+    records = checklist.write_probe(decoder)
+    assert {1, 4} <= {r["T"] for r in records} and all(r["right"] for r in records)
+    found = checklist.check_bundle(decoder, golden=llama_golden)
+    validation = validate(decoder, llama_golden, checkpoint=tiny_llama)
+    verdicts = {g.name: (g.verdict, g.reason) for g in [*found, *validation.gates]}
+    assert verdicts.pop("device")[0] == "not_run"
+    assert {name: v for name, v in verdicts.items() if v[0] != "GREEN"} == {}
+    assert "same_for_every_T" in verdicts and "program" in verdicts
+    assert {1, 4} <= set(validation.rows["T"])
+
+
+def test_a_function_that_writes_wrongly_turns_its_gate_red(exports, tiny_llama):
+    """The fault is in t4 alone: only calls that run it may show it."""
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
+    decoder = Decoder(bundle, "portable")
+    program = decoder.layers[1].function(4).executable
+    execute = program.run
+
+    def shifted(inputs, *rest):
+        mask = inputs["kv_write_mask"].roll(1, dims=2)
+        return execute(inputs | {"kv_write_mask": mask}, *rest)
+
+    program.run = shifted
+    wrong = [r for r in checklist.write_probe(decoder) if not r["right"]]
+    assert wrong and {r["layer"] for r in wrong} == {1} and {r["T"] for r in wrong} == {2, 3, 4}
+
+
+def test_a_state_that_is_not_copied_turns_the_drift_red(
+    exports, tiny_llama, llama_golden, monkeypatch
+):
+    from workbench.runtime.functions import FunctionState
+
+    def fresh(self, model):
+        if model is not self.model:
+            self.model, self.state = model, model.make_state()
+        return self.state
+
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
+    monkeypatch.setattr(FunctionState, "of", fresh)
+    decoder = Decoder(bundle, "portable")
+    validation = validate(decoder, llama_golden, checkpoint=tiny_llama)
+    verdicts = {g.name: g.verdict for g in validation.gates}
+    assert verdicts["program"] == verdicts["max_kl"] == "RED"
+    verdicts = {g.name: g.verdict for g in checklist.check_bundle(decoder)}
+    assert verdicts["write_address"] == "RED"
+
+
+def test_reuse_of_a_cache_changes_nothing_across_functions(exports, tiny_llama):
+    chosen = dict(max_seq_len=64, functions=(1, 4))
+    decoders = [
+        Decoder(exports.bundle(tiny_llama.path, batch=batch, **chosen), "portable", "exact")
+        for batch in (1, 2)
+    ]
+    matrix = cache_reuse.check_reuse(*decoders, max_new=3)
+    assert matrix.verdict == "GREEN", [c for c in matrix.cells if c.verdict == "RED"]
+
+
+def test_every_function_is_checked_against_the_manifest(exports, source, bundle, tmp_path):
+    import shutil
+
+    from workbench import Bundle
+    from workbench.export import package
+
+    shutil.copytree(bundle.root, tmp_path / "b")
+    damaged = Bundle.open(tmp_path / "b")
+    shard = damaged.manifest.shards[0]
+    path = damaged.package(shard) / package.MODEL
+    model = package.read_package(damaged.package(shard))
+    del model.mlProgram.functions["t4"]
+    path.write_bytes(package.serialize(model))
+    with pytest.raises(InputError, match="no function 't4'"):
+        load_shard(damaged, shard, "portable")
+    with pytest.raises(InputError, match="differ|bytes"):
+        Bundle.open(tmp_path / "b")
+
+
+def test_layers_with_experts_and_side_states_fit_their_golden(source, bundle):
+    reference = golden.make_golden(source, tiny.prompt(109, 12))
+    gates = validate(Decoder(bundle, "portable", "exact"), reference).gates
+    assert {g.verdict for g in gates} <= {"GREEN", "not_run"}
+
+
+def test_times_of_several_functions_are_samples_of_one_shard(exports, tiny_llama):
+    bundle = exports.bundle(tiny_llama.path, max_seq_len=32, functions=(1, 4))
+    decoder = Decoder(bundle, "portable")
+    for T in (1, 4):
+        samples = timing.measure_speed(decoder, depth=4, n_gen=8, T=T, repetitions=1)
+        assert set(samples.loc[samples["phase"] == "layer", "shard"]) == {
+            shard.name for shard in bundle.shards("layers")
+        }
+        assert (samples["phase"] == "load").sum() == len(bundle.manifest.shards)
+
+
+def test_a_grid_has_functions_as_an_axis(tmp_path):
+    grid = {
+        "checkpoint": "data/tiny-llama",
+        "export": {"max_seq_len": [16], "functions": [[], [1, 2]], "t": ["fixed"], "t_max": [2]},
+    }
+    one, two = (cell.options for cell in sweep.cells(sweep.make_grid(grid)))
+    assert (one.functions, two.functions) == ((), (1, 2))
+    assert runs.exported(one)["functions"] is None and runs.exported(two)["functions"] == "[1, 2]"
+    with pytest.raises(InputError, match="ascending"):
+        sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})
+
+
+def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama):
+    grid = sweep.make_grid(
+        {
+            "checkpoint": str(tiny_llama.path),
+            "validate_ids": [1, 4, 69, 173, 13, 4],
+            "export": {"max_seq_len": [16], "functions": [[1, 2]]},
+            "run": {"T": [2], "n_gen": 4, "repetitions": 1},
+        }
+    )
+    counts = sweep.sweep(grid, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    assert (counts["done"], counts["failed"]) == (1, 0)
+    (row,) = log.load("runs", root=tmp_path / "log").to_dict("records")
+    assert (row["functions"], row["t"], row["t_max"]) == ("[1, 2]", "fixed", 2)
+    assert row["verdict"] == "GREEN"
+    found = sweep.configurations(grid, tmp_path / "log")
+    assert len(found) == 1 and found["verdict"].tolist() == ["GREEN"]
+
+
+def test_each_function_is_placed_by_itself(shimmed, bundle):
+    names = [p.shard for p in placement.predicted_placement(bundle)]
+    assert names[:2] == ["layers_00_00 t1", "layers_00_00 t4"]
+    by_name = {p.shard: p for p in placement.predicted_placement(bundle)}
+    assert "K4" not in {r["id"] for r in by_name["layers_00_00 t1"].rules}
+    (rule,) = [r for r in by_name["layers_00_00 t4"].rules if r["id"] == "K4"]
+    assert rule["disputed"]  # so that it alone keeps nothing off the Neural Engine
+    assert not {"D1", "D3"} & {r["id"] for r in by_name["layers_00_00 t4"].rules}
+
+
+def test_weights_are_tried_in_every_function(exports, tiny_llama, llama_golden):
+    from workbench.explain.weights import WeightTrial
+
+    chosen = dict(max_seq_len=32, functions=(1, 4), compress="int8-tensor")
+    compressed = exports.bundle(tiny_llama.path, **chosen)
+    for T in (1, 4):
+        trial = WeightTrial(compressed, tiny_llama, llama_golden, T)
+        every = {(layer, kind) for layer in range(4) for kind in trial.kinds}
+        assert (trial.errors() > 1e-4).all()
+        with trial.swapped(every):
+            assert (trial.errors() < 1e-6).all()
+
+
+def test_routed_experts_run_the_function_of_the_call(exports, source):
+    g = tiny.golden(exports.hf(source), tiny.prompt(109, 14))
+    decoder = exports.decoder(source, functions=(1, 4), moe="routed", max_seq_len=16)
+    for sizes in ([1], [4], [3, 1]):
+        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
+    assert {T for m in decoder.experts.models.values() for T in m.functions} == {1, 4}

@@ -1,0 +1,108 @@
+"""Before an export, and before Core ML compiles, the room on the disk is compared with what will be
+written."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from miltorch import shim
+from workbench import InputError
+from workbench.export import export
+from workbench.files import check_room
+from workbench.runtime import coreml, load_shard
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets the bytes that a disk seems to have free: `free(bytes)`, or by a function of the
+    path."""
+
+    def set_free(count):
+        def usage(path):
+            return SimpleNamespace(free=count(str(path)) if callable(count) else count)
+
+        monkeypatch.setattr(shutil, "disk_usage", usage)
+
+    return set_free
+
+
+def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_next_one_above(tmp_path, free):
+    seen = []
+    free(lambda path: seen.append(path) or 99)
+    check_room(tmp_path / "a" / "b", 99, "it")
+    assert seen == [str(tmp_path)]
+    with pytest.raises(InputError, match="it: found 99 bytes free.*needs 1,000 bytes.*clean"):
+        check_room(tmp_path / "a" / "b", 1000, "it")
+
+
+@pytest.mark.parametrize("chosen", [{}, {"functions": (1, 2)}])
+def test_an_export_that_will_not_fit_is_refused_before_anything_is_converted(
+    tiny_llama, tmp_path, free, monkeypatch, chosen
+):
+    whole = export(
+        tiny_llama.path, tmp_path / "whole", progress=False, max_seq_len=16, t="fixed", t_max=2
+    )
+    weights = sum(f.bytes for f in whole.files if f.path.endswith(".bin"))
+    # twice the embedding, once as the head; one more copy of a shard, and one for each function
+    assert weights + whole.manifest.embedding.file.bytes > 2**18
+    free(weights)
+    with monkeypatch.context() as patched:
+        patched.setattr("workbench.export.convert.convert", None)  # would raise another error
+        with pytest.raises(InputError, match=rf"bundle .*found {weights:,} bytes free.*clean") as e:
+            export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16, **chosen)
+    needed = int(e.value.needed.split()[0].replace(",", ""))
+    assert weights < needed < 3 * (weights + whole.manifest.embedding.file.bytes)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["whole"]
+    free(needed)
+    assert export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16, **chosen)
+
+
+def test_the_disk_of_temporary_files_counts_too(tiny_llama, tmp_path, free, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "target").mkdir()
+    free(lambda path: 10**12 if "target" in path else 1000)
+    with pytest.raises(InputError, match="temporary files: found 1,000 bytes"):
+        export(tiny_llama.path, tmp_path / "target" / "b", progress=False, max_seq_len=16)
+    assert not list((tmp_path / "target").iterdir())
+
+
+def test_a_resumed_export_needs_room_for_what_is_missing(tiny_llama, tmp_path, free, monkeypatch):
+    from workbench.export.make import Maker
+
+    def stop(self, *_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Maker, "stamp", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16)
+    free(0)
+    with pytest.raises(InputError) as resumed:
+        export(tiny_llama.path, tmp_path / "b", progress=False, max_seq_len=16)
+    with pytest.raises(InputError) as fresh:
+        export(tiny_llama.path, tmp_path / "c", progress=False, max_seq_len=16)
+    sizes = [int(e.value.needed.split()[0].replace(",", "")) for e in (resumed, fresh)]
+    assert 0 < sizes[0] < sizes[1]
+
+
+def test_a_shard_is_not_compiled_where_its_copies_have_no_room(llama_bundle, free, tmp_path):
+    from workbench import Bundle
+
+    shutil.copytree(llama_bundle.root, tmp_path / "b")
+    bundle = Bundle.open(tmp_path / "b")
+    shard = bundle.shards("layers")[0]
+    shim.install()
+    try:
+        free(2 * shard.bytes - 1)
+        with pytest.raises(
+            InputError, match=f"compiled copy of shard {shard.name}.*workbench clean"
+        ):
+            load_shard(bundle, shard, "coreml")
+        assert not coreml.compiled_path(bundle, shard).parent.exists()
+        free(2 * shard.bytes)
+        load_shard(bundle, shard, "coreml")
+        free(0)
+        load_shard(bundle, shard, "coreml")  # it is compiled already
+    finally:
+        shim.uninstall()

@@ -1,0 +1,149 @@
+"""A prompt runs in one bundle, its tokens are decoded in another: what the states hold and compute
+behind the copy.
+
+Both bundles are of one checkpoint; T, cache sizes, layout, packing and compression may differ.
+"""
+
+import numpy as np
+
+from workbench.bundle.names import is_cache
+from workbench.check import gates, metrics
+from workbench.check.gates import Gate
+from workbench.check.golden import Golden
+from workbench.decode import Decoder, prefill_by
+
+DECODED = 4  # tokens behind each hand-over
+
+
+def handover_gates(source: Decoder, target: Decoder, golden: Golden | None = None) -> list[Gate]:
+    """Whether `target` holds what `source` computed, writes behind it, and goes on as if it had run
+    the prompt itself.
+
+    Raises:
+        InputError: bundles of other checkpoints or batches.
+    """
+    with source.set_aside(), target.set_aside():
+        lengths = prompt_lengths(source, target)
+        if not lengths:
+            return [gates.not_run("handover_rows", f"needs more than {DECODED} positions")]
+        rows, addresses = [], []
+        for length in lengths:
+            prefill_by(source, target, _prompts(target, length))
+            rows += [f"{length} tokens: {fault}" for fault in wrong_rows(source, target, length)]
+            addresses += [f"{length} tokens: {fault}" for fault in wrong_address(target, length)]
+        of = f"prompts of {', '.join(map(str, lengths))} tokens run by {source.bundle.root.name}"
+        return [
+            gates.none("handover_rows", rows[:3], f"every state is the other bundle's, {of}"),
+            gates.none(
+                "handover_write_address", addresses[:3], f"the next row alone changed, {of}"
+            ),
+            continues(source, target, lengths[-1]),
+            golden_logits(source, target, golden),
+        ]
+
+
+def prompt_lengths(source: Decoder, target: Decoder) -> list[int]:
+    """Lengths of prompts that need one call, a few, and nearly the whole cache."""
+    room = min(d.options.max_seq_len for d in (source, target)) - DECODED
+    t_max = source.options.t_max
+    lengths = sorted({n for n in (1, t_max, t_max + 1, 3 * t_max, room) if 1 <= n <= room})
+    if source.options.kv_write == "slice" and min(source.options.shapes, default=1) > 1:
+        lengths = sorted({n - n % t_max for n in lengths} - {0})  # no dummy columns
+    return lengths
+
+
+def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
+    """States of `target` that are not those of `source` after `length` tokens: rows by position,
+    zeros in all others."""
+    theirs = {n: state.read(n) for state in source.states for n in state.shard.states}
+    wrong = []
+    for state in target.states:
+        for name in state.shard.states:
+            ours, other = state.read(name), theirs[name]
+            expected = np.zeros_like(ours)
+            if is_cache(name):
+                rows, others = ours.shape[2], other.shape[2]
+                positions = np.arange(max(0, length - min(rows, others)), length)
+                expected[:, :, positions % rows] = other[:, :, positions % others]
+            else:
+                expected[:] = other
+            if not np.array_equal(ours, expected):
+                wrong.append(f"{name} differs")
+    return wrong
+
+
+def wrong_address(target: Decoder, length: int) -> list[str]:
+    """Caches in which one more token behind `length` changes another row than that of its position
+    (that of a layer without weights stays zero), or all of them if none changes."""
+    wrong, written = [], set()
+    names = [(state, name) for state in target.states for name in state.shard.states]
+    caches = [(state, name, state.read(name)) for state, name in names if is_cache(name)]
+    target.advance(_prompts(target, 1), 1)
+    for state, name, before in caches:
+        row = length % before.shape[2]
+        changed = np.flatnonzero((state.read(name) != before).any(axis=(0, 1, 3))).tolist()
+        written.update(changed)
+        if set(changed) - {row}:
+            wrong.append(f"{name}: rows {changed} changed, not {row}")
+    return wrong if written else ["no row of any cache changed"]
+
+
+def continues(source: Decoder, target: Decoder, length: int) -> Gate:
+    """Logits of tokens behind the hand-over against those of `target` after its own prefill; the
+    tolerance is that of one layer's update at another T, times the layers."""
+    name = "handover_continues"
+    if source.options.compress != target.options.compress:
+        reason = (
+            f"{source.options.compress} weights ran the prompt, {target.options.compress} go on"
+        )
+        return gates.not_run(name, reason)
+    if target.host.router_state and target.precision != "exact":
+        reason = "experts are picked freely, and roundings may turn a near-tie; exact compares"
+        return gates.not_run(name, reason)
+    prompts, after = _prompts(target, length), _prompts(target, DECODED, seed=1)
+    runs = []
+    for prefill in (lambda ids: prefill_by(source, target, ids), target.prefill):
+        target.begin()
+        prefill(prompts)
+        runs.append([target.decode_one_token([ids[i] for ids in after]) for i in range(DECODED)])
+    tolerance = target.manifest.dims.L * min(
+        gates.T_TOLERANCE[d.precision if d.runtime == "portable" else "coreml"]
+        for d in (source, target)
+    )
+    alone = f"{target.bundle.root.name} alone"
+    reason = f"logits of {DECODED} tokens behind {length}, against {alone}, relative RMS"
+    return gates.at_most(name, metrics.relative_rms(*map(np.stack, runs[::-1])), tolerance, reason)
+
+
+def golden_logits(source: Decoder, target: Decoder, golden: Golden | None) -> Gate:
+    """Logits of the golden's tokens, decoded one by one behind a hand-over of its first ones.
+
+    The value is their distance from the golden's over that of `target` behind another prompt. No
+    closer limit holds for every pair of compressions: errors of one bundle's rows and queries may
+    cancel where those of two do not. The copy itself is compared bit by bit, in the other gates.
+    """
+    name = "handover_logits"
+    if golden is None:
+        return gates.not_run(name, "needs --golden")
+    if golden.expert is not None:
+        return gates.not_run(name, "experts are picked freely here; see the gate routing")
+    n = min(len(golden.ids), *(d.options.max_seq_len for d in (source, target)))
+    lengths = [count for count in prompt_lengths(source, target) if 2 * count <= n]
+    if not lengths:
+        return gates.not_run(name, "needs a golden of twice the tokens of a prompt")
+    length, ids, B = lengths[-1], golden.ids[:n].tolist(), target.options.batch
+    prefill_by(source, target, [ids[:length]] * B)
+    own = [target.decode_one_token([token] * B).reshape(B, -1)[0] for token in ids[length:]]
+    target.begin()
+    target.prefill(_prompts(target, length))
+    other = [target.decode_one_token([token] * B).reshape(B, -1)[0] for token in ids[length:]]
+    reference = golden.logits[length:n]
+    distances = (np.linalg.norm(reference - np.stack(rows)) for rows in (own, other))
+    reason = f"logits of {len(own)} tokens behind a hand-over of {length}: distance from the "
+    reason += "golden's over that behind another prompt"
+    return gates.at_most(name, float(metrics.over(*distances)), 1.0, reason)
+
+
+def _prompts(decoder: Decoder, length: int, seed: int = 0) -> list[list[int]]:
+    shape = decoder.options.batch, length
+    return np.random.default_rng(seed).integers(0, decoder.manifest.dims.V, shape).tolist()
