@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from browser.lab import FLAGS, Notebook, changes, chromium, commit, serve
 from safetensors.numpy import load_file, save_file
-from test_notebooks import SMALL
+from report.test_notebooks import SMALL
 
 from workbench import log, report
 from workbench.models import checkpoint

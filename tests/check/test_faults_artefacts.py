@@ -17,8 +17,8 @@ from workbench.models.checkpoint import Checkpoint
 def interface(bundle, monkeypatch, change) -> dict[str, str]:
     """Verdicts on the declared interface when every program is read as `change` leaves it."""
 
-    def read(package):
-        program = miltorch.read(package)
+    def read(package, *function):
+        program = miltorch.read(package, *function)
         change(program)
         return program
 
