@@ -11,8 +11,8 @@ import nbformat
 import pandas as pd
 import pytest
 from browser.lab import FLAGS, Notebook, changes, chromium, commit, serve
-from safetensors.numpy import load_file, save_file
 from report.test_notebooks import SMALL
+from safetensors.numpy import load_file, save_file
 
 from workbench import log, report
 from workbench.models import checkpoint
