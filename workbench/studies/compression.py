@@ -19,6 +19,7 @@ from workbench.check.golden import Golden
 from workbench.check.price import measure_budget
 from workbench.check.validate import Validation, keep_verdict, validate
 from workbench.decode import Decoder
+from workbench.errors import InputError
 from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import bundle_for
@@ -34,10 +35,15 @@ def preset_prices(
 ) -> pd.DataFrame:
     """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top
     token, the verdict of the gates that ask for bugs, and that of all gates. Bundles are exported
-    into `bundles` with `options`."""
+    into `bundles` with `options`. A preset that the checkpoint's sizes do not allow has the reason
+    in place of a verdict."""
     rows = []
     for preset in presets:
-        bundle = bundle_for(checkpoint, export_options(compress=preset, **options), bundles)
+        try:
+            bundle = bundle_for(checkpoint, export_options(compress=preset, **options), bundles)
+        except InputError as problem:
+            rows.append({"compress": preset, "verdict": f"{problem.actual}: {problem.needed}"})
+            continue
         keep_verdict(bundle, checkpoint)
         budget = measure_budget(bundle, checkpoint, golden)
         result = validate(Decoder(bundle), golden, budget=budget, max_kl=max_kl)
