@@ -112,7 +112,7 @@ def load_shard(
     if name == "stand-in":
         from workbench.runtime.standin import StandInModel
 
-        return StandInModel(bundle, shard, compute_units, hints, function, fault)
+        return StandInModel(bundle, shard, compute_units, hints, function, fault=fault)
     from workbench.runtime.coreml import CoreMLModel
 
     return CoreMLModel(bundle, shard, compute_units, hints, function)

@@ -4,6 +4,8 @@ NumPy arrays at the boundary, float32 in and out; states under their logical nam
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +14,17 @@ import miltorch
 from workbench.bundle import Shard
 from workbench.bundle.names import POS
 from workbench.errors import InputError
+
+
+@contextmanager
+def attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """Within, the attribute `name` of `owner` is `value`."""
+    before = getattr(owner, name)
+    try:
+        setattr(owner, name, value)
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class Model(Protocol):

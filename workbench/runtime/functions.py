@@ -6,14 +6,14 @@ another T begins by copying every state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 
 import numpy as np
 
 import miltorch
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
-from workbench.runtime.base import Model, State, check_interface
+from workbench.runtime.base import Model, State, attribute, check_interface
 
 
 class FunctionState:
@@ -94,20 +94,11 @@ class FunctionsModel:
 
     def hooked(self, hook) -> AbstractContextManager:
         """Within, `hook` is called after each operation of whichever function runs."""
-        return self._with("hook", hook)
+        return attribute(self, "hook", hook)
 
     def literal(self) -> AbstractContextManager:
         """Within, every function executes its literal graph."""
-        return self._with("is_literal", True)
-
-    @contextmanager
-    def _with(self, attribute: str, value: object) -> Iterator[None]:
-        before = getattr(self, attribute)
-        try:
-            setattr(self, attribute, value)
-            yield
-        finally:
-            setattr(self, attribute, before)
+        return attribute(self, "is_literal", True)
 
     def __getattr__(self, name: str):
         if name == "last":  # not there yet: the first function could not be loaded

@@ -3,8 +3,7 @@
 import os
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import miltorch
 from miltorch.interpret import Hook
 from miltorch.quiet import coremltools
 from workbench.bundle import Bundle, Shard
-from workbench.runtime.base import State, check_inputs, check_interface
+from workbench.runtime.base import State, attribute, check_inputs, check_interface
 
 
 class Cells:
@@ -75,20 +74,11 @@ class PortableModel:
 
     def hooked(self, hook: Hook | None) -> AbstractContextManager:
         """Within, `hook` is called after each operation of the literal graph; None: nothing is."""
-        return self._with("_hook", hook)
+        return attribute(self, "_hook", hook)
 
     def literal(self) -> AbstractContextManager:
         """Within, calls execute the literal graph, as with `fast=False`."""
-        return self._with("fast", None)
-
-    @contextmanager
-    def _with(self, attribute: str, value: object) -> Iterator[None]:
-        before = getattr(self, attribute)
-        try:
-            setattr(self, attribute, value)
-            yield
-        finally:
-            setattr(self, attribute, before)
+        return attribute(self, "fast", None)
 
     def _fast(self, program: miltorch.Program):
         from miltorch.fast import kernels  # numba takes a moment to import

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from miltorch import faults, shim
-from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.runtime.coreml import CoreMLModel
 
@@ -39,14 +38,6 @@ def installed(fault: str = "") -> Iterator[None]:
 class StandInModel(CoreMLModel):
     """One shard as the coreml runtime loads and runs it, over the stand-in; see `CoreMLModel`."""
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        shard: Shard,
-        compute_units: str,
-        hints: dict | None = None,
-        function: str | None = None,
-        fault: str = "",
-    ):
+    def __init__(self, *arguments, fault: str = ""):
         with installed(fault):
-            super().__init__(bundle, shard, compute_units, hints, function)
+            super().__init__(*arguments)
