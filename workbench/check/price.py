@@ -130,8 +130,9 @@ def measure_price(
     """What `decoder` costs against `golden`; with the `checkpoint` also the budget.
 
     Args:
-        passes: isolated passes by T and the chained one, where they have been run (see
-        `fidelity.measure_fidelity`). budget: `measure_budget`'s, where it has been run.
+        passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity` returns them
+            (default: they are run now).
+        budget: the result of `measure_budget` (default: measured now, where there is a checkpoint).
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
     if budget is None and checkpoint is not None:
