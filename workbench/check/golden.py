@@ -23,6 +23,7 @@ from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
 
 LOGIT_ROWS = 16_384
+NUDGED = 3  # sequences of `run_nudged`
 FORMAT = 1  # of the stored file: raised when `make_golden` changes
 WeightReader = Callable[[str], torch.Tensor]
 
@@ -190,7 +191,7 @@ class ReferenceModel:
             checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
         )
         self.weights, self.label = weights, label
-        self.normed: np.ndarray | None = None  # [n, C], what the last call's logits are made of
+        self.normed: np.ndarray | None = None  # [.., n, C], what the last call's logits are made of
         model = model or empty_model(self.checkpoint.config)
         self.config, self.base, prefix = model.config, model.model, self.checkpoint.prefix
         read = weights or self.checkpoint.tensor
@@ -203,12 +204,12 @@ class ReferenceModel:
         self.replaced: list[list[torch.Tensor]] = [[] for _ in range(len(self.base.layers) + 1)]
         self.nudge: torch.Generator | None = None
         self.records = [
-            _record_layer(layer, f"{prefix}layers.{i}.", read, self.replaced[i])
+            _record_layer(layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i))
             for i, layer in enumerate(self.base.layers)
         ]
-        for layer in self.base.layers:
-            layer.register_forward_pre_hook(self._nudged)
-        self.base.norm.register_forward_pre_hook(lambda _, args: (*self.replaced[-1], *args)[:1])
+        self.base.norm.register_forward_pre_hook(
+            lambda _, args: tuple(a.expand_as(args[0]) for a in self.replaced[-1]) or args
+        )
 
     def replace_inputs(
         self, fed: Sequence[np.ndarray] | None, fed_router: np.ndarray | None = None
@@ -221,12 +222,22 @@ class ReferenceModel:
                 arrays.append(fed_router[i - 1])
             arguments[:] = [torch.from_numpy(array)[None] for array in arrays]
 
-    def _nudged(self, layer: nn.Module, args: tuple) -> tuple | None:
-        """The layer's arguments, its input changed by a relative 2^-23 of random sign where `nudge` is set."""
-        if self.nudge is None:
-            return None
-        signs = torch.randint(0, 2, args[0].shape, generator=self.nudge) * 2 - 1
-        return (args[0] * (1 + signs * 2.0**-23), *args[1:])
+    def _layer_inputs(self, index: int) -> Callable[[tuple], tuple]:
+        """The function from what a layer would be fed to what it is fed: replaced, then nudged."""
+
+        def inputs(args: tuple) -> tuple:
+            replaced = self.replaced[index]
+            args = (*(a.expand(len(args[0]), -1, -1) for a in replaced), *args[len(replaced) :])
+            if self.nudge is None:
+                return args
+            plain, chained, isolated = range(NUDGED)
+            args = tuple(a if a is None else a[[plain, chained, plain]] for a in args)
+            x = args[0]
+            signs = torch.randint(0, 2, x[plain:isolated].shape, generator=self.nudge) * 2 - 1
+            x[chained:] *= 1 + signs * 2.0**-23
+            return args
+
+        return inputs
 
     def cache(self):
         """An empty cache of one sequence."""
@@ -234,36 +245,52 @@ class ReferenceModel:
 
     def run(self, ids: Sequence[int], cache, head: bool = True) -> Golden:
         """One call over `ids` [n] that continues `cache`: the golden of these n positions."""
+        (golden,) = self._run([ids], cache, head)
+        self.normed = self.normed[0]
+        return golden
+
+    def run_nudged(self, ids: Sequence[int], cache, seed: int) -> list[Golden]:
+        """`run`, and what becomes of it when every layer's input is changed by a relative 2^-23 of random sign: three
+        goldens. The second one's layers are fed what the layer before made, so that changes add up; the third one's are
+        fed what the first one's are. `cache` then holds three sequences, and continues three alike."""
+        cache.reorder_cache(torch.zeros(NUDGED, dtype=torch.long))
+        self.nudge = torch.Generator().manual_seed(seed)
+        try:
+            return self._run([ids] * NUDGED, cache)
+        finally:
+            self.nudge = None
+
+    def _run(self, ids: Sequence[Sequence[int]], cache, head: bool = True) -> list[Golden]:
+        """The goldens of one call over equally long sequences of token ids."""
         import transformers
 
         checkpoint, weights, prefix = self.checkpoint, self.weights, self.checkpoint.prefix
-        ids = check_ids(ids, self.config.vocab_size)
+        ids = np.stack([check_ids(sequence, self.config.vocab_size) for sequence in ids])
         rows, remapped = np.unique(ids, return_inverse=True)
         embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
         self.base.embed_tokens.weight = nn.Parameter(
             embedded if weights is None else embedded.half().float(), False
         )
         with torch.inference_mode():
-            last = self.base(
-                input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
-            )[0][0]
+            remapped = torch.from_numpy(remapped.reshape(ids.shape))
+            last = self.base(input_ids=remapped, past_key_values=cache, use_cache=True)[0]
             self.normed = last.numpy()
-            logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
+            logits = np.broadcast_to(np.float32(np.nan), (*ids.shape, self.config.vocab_size))
             if head:
                 logits = _logits(checkpoint, last, weights)
         layers = {
-            name: np.stack([record[name] for record in self.records]) for name in self.records[0]
+            name: np.stack([record[name] for record in self.records], axis=1)
+            for name in self.records[0]
         }
-        return Golden(
-            ids=ids,
-            logits=logits,
-            **layers,
-            meta={
-                "checkpoint": checkpoint.sha256,
-                "weights": self.label,
-                "transformers": transformers.__version__,
-            },
-        )
+        meta = {
+            "checkpoint": checkpoint.sha256,
+            "weights": self.label,
+            "transformers": transformers.__version__,
+        }
+        return [
+            Golden(ids=ids[i], logits=logits[i], **{n: a[i] for n, a in layers.items()}, meta=meta)
+            for i in range(len(ids))
+        ]
 
 
 def empty_model(config) -> nn.Module:
@@ -326,18 +353,17 @@ def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -
 
 
 def _record_layer(
-    layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor]
+    layer: nn.Module, prefix: str, read: WeightReader, inputs: Callable[[tuple], tuple]
 ) -> dict[str, np.ndarray]:
     """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left.
 
-    `replaced` takes the place of the layer's first arguments.
+    `inputs` turns the layer's arguments into those that it is fed. Records are [B, n, ..].
     """
     record = {}
 
     def enter(module, args, kwargs):
-        args = args or (kwargs.pop("hidden_states"),)
-        args = (*replaced, *args[len(replaced) :])
-        record["x"] = args[0][0].float().numpy().copy()
+        args = inputs(args or (kwargs.pop("hidden_states"),))
+        record["x"] = args[0].float().numpy().copy()
         for name in module.state_dict():
             assign_parameter(module, name, read(prefix + name))
         return args, kwargs
@@ -346,13 +372,14 @@ def _record_layer(
         outputs = output if isinstance(output, tuple) else (output,)
         for name, value in zip(("hidden", "router"), outputs, strict=False):
             if value is not None:
-                record[name] = value[0].float().numpy().copy()
+                record[name] = value.float().numpy().copy()
         for name in module.state_dict():
             assign_parameter(module, name, None)
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
-        best, second = scores.topk(2, -1).values.T
+        scores = scores.unflatten(0, record["x"].shape[:2])
+        best, second = scores.topk(2, -1).values.unbind(-1)
         record.update(expert=scores.argmax(-1).numpy(), margin=(best - second).numpy())
 
     for module in layer.modules():
@@ -369,9 +396,7 @@ def _recording_cache(config, records: list[dict[str, np.ndarray]]):
 
     class Recording(DynamicCache):
         def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            records[layer_idx].update(
-                k=key_states[0].numpy().copy(), v=value_states[0].numpy().copy()
-            )
+            records[layer_idx].update(k=key_states.numpy().copy(), v=value_states.numpy().copy())
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     return Recording(config=config)
@@ -384,7 +409,7 @@ def head_weight(checkpoint: Checkpoint) -> str:
 
 
 def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None) -> np.ndarray:
-    """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
+    """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
     name = head_weight(checkpoint)
     if weights:
         return (last @ weights(name).T).numpy()

@@ -12,7 +12,6 @@ come first, so that no larger value of an earlier position hides a smaller one.
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +19,7 @@ import torch
 
 from workbench.bundle import Bundle, Manifest
 from workbench.bundle.names import CONV_STATE, K_STATE, V_DELAYED_STATE, V_STATE, split_layer
-from workbench.check.golden import Golden, ReferenceModel, head_weight, stored_weights
+from workbench.check.golden import NUDGED, Golden, ReferenceModel, head_weight, stored_weights
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
@@ -127,32 +126,23 @@ def _stretch(
     cache,
     start: int = 0,
     before: LayerStates | None = None,
+    last: np.ndarray | None = None,
 ) -> Stretch:
-    """The stretch that continues `cache`, and twice the same with nudged inputs, on copies of it."""
-    args = reference, head_rms, ids
-    copies = [deepcopy(cache), deepcopy(cache)]
-    stretch = _run(*args, cache, start, before)
-    reference.nudge = torch.Generator().manual_seed(start)
-    stretch.nudged["chained"] = _run(*args, copies[0], start, before)
-    reference.replace_inputs(stretch.golden.x, stretch.golden.router)
-    stretch.nudged["isolated"] = _run(*args, copies[1], start, before)
-    reference.nudge = None
-    reference.replace_inputs(None)
+    """The stretch that continues `cache`, and the same with nudged inputs."""
+    goldens = reference.run_nudged(ids, cache, seed=start)
+    before = before or [{} for _ in goldens[0].x]
+    stretches = []
+    for seq, golden in enumerate(goldens):
+        after = [
+            _joined(states, {K_STATE: golden.k[i], V_STATE: golden.v[i]}) | _sides(cache, i, seq)
+            for i, states in enumerate(before)
+        ]
+        logit_rms = head_rms * np.linalg.norm(reference.normed[seq], axis=-1)
+        normed_from = golden.hidden[-1] if last is None else last
+        stretches.append(Stretch(golden, start, before, after, normed_from, logit_rms))
+    stretch, chained, isolated = stretches
+    stretch.nudged.update(chained=chained, isolated=isolated)
     return stretch
-
-
-def _run(
-    reference: ReferenceModel, head_rms: float, ids, cache, start=0, before=None, last=None
-) -> Stretch:
-    golden = reference.run(ids, cache)
-    before = before or [{} for _ in golden.x]
-    after = [
-        _joined(states, {K_STATE: golden.k[i], V_STATE: golden.v[i]}) | _sides(cache, i)
-        for i, states in enumerate(before)
-    ]
-    last = golden.hidden[-1] if last is None else last
-    logit_rms = head_rms * np.linalg.norm(reference.normed, axis=-1)
-    return Stretch(golden, start, before, after, last, logit_rms)
 
 
 def _scaled(reference: ReferenceModel, head_rms: float, golden: Golden, count: int) -> Stretch:
@@ -162,12 +152,7 @@ def _scaled(reference: ReferenceModel, head_rms: float, golden: Golden, count: i
     scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
     fed = (inputs / np.maximum(rms, 1e-30) * scales).astype(np.float32)
     reference.replace_inputs(fed)
-    args = reference, head_rms, golden.ids[:count]
-    stretch = _run(*args, reference.cache(), last=fed[-1])
-    reference.nudge = torch.Generator().manual_seed(0)
-    reference.replace_inputs(fed, stretch.golden.router)
-    stretch.nudged["isolated"] = _run(*args, reference.cache(), last=fed[-1])
-    reference.nudge = None
+    stretch = _stretch(reference, head_rms, golden.ids[:count], reference.cache(), last=fed[-1])
     reference.replace_inputs(None)
     return stretch
 
@@ -181,8 +166,8 @@ def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> 
         chosen = rng.integers(min(1, head - 1), head, start - head)
         fill = {name: states[name][:, chosen] for name in (K_STATE, V_STATE)}
         if start > head:
-            rows = [torch.from_numpy(fill[name])[None] for name in (K_STATE, V_STATE)]
-            cache.layers[layer].update(*rows)
+            rows = [torch.from_numpy(fill[name]) for name in (K_STATE, V_STATE)]
+            cache.layers[layer].update(*(row.expand(NUDGED, -1, -1, -1) for row in rows))
         before.append(states | _joined(states, fill))
     return before
 
@@ -194,12 +179,12 @@ def _joined(states: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[
     }
 
 
-def _sides(cache, layer: int) -> dict[str, np.ndarray]:
-    """Side states of a layer of Hugging Face's cache, as the bundle's states are."""
+def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
+    """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's states are."""
     if not getattr(cache.layers[layer], "conv_states", None):
         return {}
-    conv = cache.get_conv_state(layer, state_idx=0)[0].T
-    delayed = cache.get_recurrent_state(layer, state_idx=0)
+    conv = cache.get_conv_state(layer, state_idx=0)[seq].T
+    delayed = cache.get_recurrent_state(layer, state_idx=0)[seq : seq + 1]
     return {CONV_STATE: conv.numpy().copy(), V_DELAYED_STATE: delayed.numpy().copy()}
 
 
