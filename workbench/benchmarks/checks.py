@@ -10,7 +10,7 @@ import torch
 
 from workbench.benchmarks.stopwatch import bench_row, in_turn, seconds
 from workbench.bundle import Bundle
-from workbench.check import golden, validate
+from workbench.check import causality, golden, program, reach, validate
 from workbench.decode import Decoder
 from workbench.explain import trace
 from workbench.models.checkpoint import Checkpoint
@@ -45,22 +45,35 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
 def validating(
     bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3
 ) -> list[dict]:
-    """ms of a validation (all layers, isolated and chained, every T) beside one forward of Hugging Face's model over the
-    same tokens."""
+    """ms of a validation against a golden (all layers, isolated and chained, every T), and of the gates that run a bundle's
+    program in `exact` arithmetic (`program` with its reach, `causality`), each beside one forward of Hugging Face's model
+    over as many tokens."""
     ids = _random_ids(bundle, positions)
-    reference, decoder = golden.make_golden(checkpoint, ids), Decoder(bundle, "portable")
+    decoder, exact = Decoder(bundle, "portable"), Decoder(bundle, "portable", "exact")
+    reference = golden.make_golden(checkpoint, ids)
     model = golden.whole_prompt(checkpoint)
+    count = reach.plan_reach(bundle.manifest).count
 
     @torch.inference_mode()
-    def forward() -> float:
-        return seconds(lambda: model(torch.tensor([ids]))) * 1e3
+    def forward(tokens: list[int]) -> float:
+        return seconds(lambda: model(torch.tensor([tokens]))) * 1e3
 
-    forward()
-    peers = [forward() for _ in range(rounds)]
-    value = seconds(lambda: validate.validate(decoder, reference, Ts)) * 1e3
-    peers += [forward() for _ in range(rounds)]
-    peer = f"one Hugging Face forward over {positions} tokens"
-    return [bench_row("validate_ms", [value], "ms", peer, peers)]
+    def bug_gates() -> None:
+        program.program_gates(exact, checkpoint, Ts=Ts)
+        causality.causality_gate(exact)
+
+    rows = []
+    for name, gates, tokens in (
+        ("validate_ms", lambda: validate.validate(decoder, reference, Ts), ids),
+        ("program_causality_ms", bug_gates, ids[:count]),
+    ):
+        gates()  # compiles the kernels
+        samples = in_turn(
+            {"gates": lambda g=gates: seconds(g) * 1e3, "forward": partial(forward, tokens)}, rounds
+        )
+        peer = f"one Hugging Face forward over {len(tokens)} tokens"
+        rows.append(bench_row(name, samples["gates"], "ms", peer, samples["forward"]))
+    return rows
 
 
 def _random_ids(bundle: Bundle, count: int) -> list[int]:
