@@ -12,6 +12,6 @@ def test_costs_have_a_peer_and_their_samples(llama_bundle, tiny_llama):
         "validate_ms",
         "program_causality_ms",
     ]
-    assert [r["n"] for r in rows] == [2, 2, 1]
+    assert [r["n"] for r in rows] == [2, 2, 1, 1]
     assert all(min(r["samples"] + r["peer_samples"]) > 0 for r in rows)
     assert all(abs(r["ratio"] * r["value"] / r["peer_value"] - 1) < 1e-9 for r in rows)
