@@ -7,12 +7,14 @@ from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 
 from workbench.plots.figure import (
+    COLUMN,
+    PAGE,
     axes,
+    counts_in_words,
     grid_cells,
     heading,
     label_cells,
     median_range,
-    pivot_in_order,
     style,
     unmeasured_key,
     write_cells,
@@ -29,10 +31,10 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 
 @style()
 def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Call × slot: filled where a row was written as expected, hollow where it was missed, crossed where it strayed.
+    """Call × row: filled where a row was written as expected, hollow where it was missed, crossed where it strayed.
 
-    `changed`: ``call``, ``T``, ``slot``, ``layer``, and the booleans ``changed`` and ``expected``, for up to about 100
-    slots. A fault in any layer shows; "as expected" holds in all of them.
+    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed`` and ``expected``, for up
+    to about 100 rows. A fault in any layer shows; "as expected" holds in all of them.
     """
     rows = changed.astype({"changed": bool, "expected": bool})
     rows["missed"] = rows["expected"] & ~rows["changed"]
@@ -40,49 +42,66 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     cells = rows.groupby(["call", "slot"])[["expected", "missed", "stray"]].any().reset_index()
     cells["as expected"] = cells["expected"] & ~cells["missed"]
     calls = rows.groupby("call")["T"].first()
+    starts = rows[rows["expected"]].groupby("call")["slot"].min().reindex(calls.index)
     slots = pd.Index(cells["slot"].unique()).sort_values()
-    ax = axes(ax, min(1.4 + 0.16 * len(slots), 7), 0.9 + 0.18 * len(calls))
+    ax = axes(ax, PAGE * (0.7 if len(slots) <= 32 else 1), 0.9 + 0.16 * len(calls))
     for kind, look in _CALL_MARKS.items():
         marked = cells[cells[kind]]
         x, y = slots.get_indexer(marked["slot"]), calls.index.get_indexer(marked["call"])
         ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
-    ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache slot", ylabel="call")
+    ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call")
     label_cells(ax.xaxis, slots)
-    label_cells(ax.yaxis, [f"{call} (T = {T})" for call, T in calls.items()], 24)
+    names = [f"T = {T}, pos {starts[call]:g}" for call, T in calls.items()]
+    label_cells(ax.yaxis, names, 24)
     ax.grid()
     return heading(ax, "cache rows changed by each call")
 
 
-def _marked(ax: Axes, verdicts: pd.DataFrame) -> None:
-    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is hatched."""
+def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None) -> None:
+    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is hatched. `texts` stand
+    in the place of marks where there are any."""
     marks = verdicts.map(lambda verdict: _MARKS.get(verdict, ""))
     holds = marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float)
     mesh = grid_cells(ax, holds, Normalize(0, 1), _HOLDS)
     label_cells(ax.xaxis, verdicts.columns, verdicts.size)
     label_cells(ax.yaxis, verdicts.index, verdicts.size)
-    write_cells(mesh, marks)
+    write_cells(mesh, marks if texts is None else texts.fillna(marks))
 
 
 @style()
 def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """One mark per cell of the reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``."""
+    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``. A cell for batch, cache and
+    format over the context says how many of its paths (stream, generate) hold, and names the ones that do not."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
-    cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"], path], sep="  "))
-    rows = cells[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
-    table = pivot_in_order(rows, "row", "context", "verdict").sort_index(axis=1)
-    ax = axes(ax, 2.4 + 0.55 * len(table.columns), 0.9 + 0.2 * len(table))
-    _marked(ax, table)
+    cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path)
+    cells = cells[~((cells["cache"] == "cold") & (cells["format"] == "q4"))]
+    groups = cells.groupby(["row", "context"], sort=False)
+    verdicts = groups["verdict"].agg(_together).unstack().sort_index(axis=1)
+    failing = cells[cells["verdict"] == "RED"].groupby(["row", "context"])["path"].agg("\n✗ ".join)
+    table = verdicts.loc[cells["row"].drop_duplicates()]
+    ax = axes(ax, PAGE * 0.7, 0.9 + 0.2 * len(table))
+    texts = failing.unstack().reindex(index=table.index, columns=table.columns)
+    _marked(ax, table, texts.map(lambda names: f"✗ {names}", na_action="ignore"))
     ax.set(xlabel="context (tokens)", ylabel="")
-    return heading(ax, "restored caches", unmeasured_key(table.where(table.isin(["GREEN", "RED"]))))
+    green, count = int((cells["verdict"] == "GREEN").sum()), len(cells)
+    title = f"restored caches: {green} of {count} sessions go on as they would alone"
+    return heading(ax, title, unmeasured_key(table.where(table.isin(["GREEN", "RED"]))))
+
+
+def _together(verdicts: pd.Series) -> str:
+    """RED if one is, GREEN if all are."""
+    return next((v for v in ("RED", "not_run") if v in set(verdicts)), "GREEN")
 
 
 @style()
 def failure_patterns(results: pd.DataFrame) -> Figure:
     """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``, ``path``, ``result`` (ok
     or FAIL); the first hypothesis is set apart."""
+    words = results["hypothesis"].str.replace("_", " ")
+    results = results.assign(hypothesis=words.replace("none", "no fault planted"))
     names, contexts = results["hypothesis"].drop_duplicates(), sorted(results["context"].unique())
-    size = (2.1 + 1.6 * len(contexts), 1.5 + 0.24 * len(names))
+    size = (PAGE, 1.5 + 0.24 * len(names))
     figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):
         part = results[results["context"] == context]
@@ -102,8 +121,9 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
 def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one row per repetition;
     medians, bars from the least to the largest."""
-    ax = axes(ax, 4.8, 3.0)
+    ax = axes(ax, COLUMN, 2.8)
     median_range(ax, samples, "context", "ms", "temperature")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")
     ax.xaxis.minorticks_off()
-    return heading(ax, "time to the first token, median and range")
+    count = counts_in_words(samples, ["context", "temperature"])
+    return heading(ax, f"time to the first token, median and range, {count}")

@@ -3,6 +3,7 @@
 Medians are drawn with the range of what was measured, never alone.
 """
 
+import textwrap
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
@@ -15,10 +16,13 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
 
 from workbench.plots.figure import (
+    COLUMN,
     INVALID,
     ON_LINES,
+    PAGE,
     PALETTE,
     axes,
+    counts_in_words,
     grid_cells,
     heading,
     invalid_key,
@@ -35,7 +39,7 @@ from workbench.plots.figure import (
 
 _GIB = 2**30
 _VERDICTS = {"GREEN": ("o", PALETTE[2]), "RED": ("X", PALETTE[5]), "not_run": ("s", "0.6")}
-_HATCHES = ("", "////", "\\\\\\\\", "----", "xxxx", "||||", "++++")
+_HATCHES = ("", "//", "\\\\", "--", "xx", "||", "++")
 
 
 @style()
@@ -47,7 +51,6 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     ``machine`` goes into the title and must name one. Medians of rows that a column ``invalid``
     gives a reason for are hatched bars, beside the lines, with the reason below.
     """
-    title = on_machine("speed, median and range", samples)
     timed = samples
     if "warmup" in samples:
         timed = samples[~samples["warmup"].fillna(False).astype(bool)]
@@ -55,7 +58,10 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     units = samples["unit"].unique()
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
-    ax = axes(ax, 4.5, 2.8)
+    what = {"tok/s": "decode speed", "ms": "time of a call"}.get(units[0], units[0])
+    count = counts_in_words(timed if len(timed) else invalid, ["max_seq_len", lines])
+    title = on_machine(f"{what}, median and range, {count}", samples)
+    ax = axes(ax, COLUMN, 2.6)
     ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
     ax.set(xlabel="max_seq_len", ylabel=units[0])
@@ -86,7 +92,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         for rows in (layers, valid)
     )
     grid = grid.reindex(index=every.index, columns=every.columns).astype(float)
-    ax = axes(ax, 1.6 + 0.75 * len(grid.columns), 1.2 + 0.35 * len(grid))
+    ax = axes(ax, COLUMN, 1.2 + 0.35 * len(grid))
     most = grid.max(axis=None)
     mesh = grid_cells(ax, grid, Normalize(0, most if most > 0 else 1), colormaps["cividis"])
     vain = every.notna() & grid.isna()
@@ -101,7 +107,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
-    """Stacked bars of what must be resident, one per setting, over hollow bars of what machines have.
+    """Stacked bars of what must be resident, one per setting, and dashed lines at what machines have.
 
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
     in the order given. `budget` maps a machine's name to its memory in bytes; it may be empty.
@@ -110,16 +116,20 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
     table, machines = table / scale, pd.Series(budget, dtype=float) / scale
-    bars = len(table) + len(machines)
-    ax = axes(ax, 6.5, 0.9 + 0.25 * bars)
+    ax = axes(ax, PAGE, 0.9 + 0.25 * (len(table) + len(machines)))
     totals = _stack(ax, table)
-    ax.barh(machines.index, machines, 0.6, facecolor="none", edgecolor="black", linewidth=0.8)
-    ax.vlines(machines, -0.5, range(len(table), bars), "black", "dashed", linewidth=0.8)
-    for name, total in pd.concat([totals, machines]).items():
+    for name, total in totals.items():
         note(ax, f"{total:.2f} {unit}", total, name).set_bbox(ON_LINES)
-    ax.set(xlabel=unit, xlim=(0, 1.14 * widest / scale), ylim=(bars - 0.5, -0.5))
+    top = -0.6 - 0.7 * len(machines)
+    for place, (name, size) in enumerate(machines.items()):
+        y = top + 0.7 * place + 0.3
+        ax.plot([size, size], [y, len(table) - 0.5], "--", color="black", linewidth=0.8, marker="")
+        note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
+    ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
-    return heading(ax, "resident memory")
+    parts_drawn = ax.get_legend_handles_labels()[0] if len(table.columns) > 1 else []
+    alone = f"{table.columns[0]}, resident" if len(table.columns) == 1 else "resident memory"
+    return heading(ax, alone, parts_drawn)
 
 
 def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
@@ -135,11 +145,12 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
 @style()
 def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
-    ax = axes(ax, 6.5, 1.7)
+    ax = axes(ax, PAGE, 1.7)
     labels = [f"{row.part} ({row.ms:.3g} ms)" for row in parts.itertuples()]
     totals = _stack(ax, pd.DataFrame([parts["ms"].to_list()], columns=labels))
     ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, totals[0]))
     ax.spines["left"].set_visible(False)
+    ax.set_title("time of a token by part of the layers", pad=30)
     ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
     return ax
 
@@ -147,19 +158,25 @@ def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 @style()
 def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``, ``value``, ``unit``, ``peer``,
-    ``peer_value``, ``ratio`` (over 1 where `this` is the better one). A column ``machine`` must name one, which stands above."""
-    machine = on_machine("", rows).strip()
-    figure, panels = plt.subplots(1, len(rows), figsize=(3.1 * len(rows), 2.4), squeeze=False)
+    ``peer_value``, ``ratio`` (over 1 where `this` is the better one). Where there are ``samples`` and ``peer_samples`` (lists),
+    whiskers reach from the least to the largest. A column ``machine`` must name one, which stands above."""
+    title = on_machine(f"{this} against {rows['peer'].iloc[0]}", rows)
+    figure, panels = plt.subplots(1, len(rows), figsize=(PAGE / 2 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
         look = {"color": ["#0072B2", "white"], "edgecolor": "black", "hatch": ["", "////"]}
         ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, **look)
+        for place, samples in enumerate(
+            (getattr(row, "samples", ()), getattr(row, "peer_samples", ()))
+        ):
+            if len(samples) > 1:
+                ax.vlines(place, min(samples), max(samples), color="#D55E00", linewidth=1.5)
+                ax.set_xlabel(f"n = {len(samples)}, range")
         better = f"{row.ratio:.1f}× better" if row.ratio >= 1 else f"{1 / row.ratio:.1f}× worse"
         ax.set(title=f"{row.name.replace('_', ' ')}: {better}", ylabel=row.unit)
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
         ax.grid(axis="y")
-    if machine:
-        figure.suptitle(machine, x=0.01, ha="left", fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     return figure
 
 
@@ -171,7 +188,7 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     column ``machine`` goes into the title and must name one.
     """
     shown = measures.dropna(subset="ratio")
-    ax, names = axes(ax, 6.0, 1.0 + 0.22 * len(shown)), []
+    ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []
     above = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "fontsize": 7}
     for y, row in enumerate(shown.itertuples()):
         words = {"": row.phase, " ": row.shard, " T ": row.T, " depth ": row.depth}
@@ -190,34 +207,68 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 @style()
-def speed_against_fidelity(configurations: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Every configuration as a point: tokens per second over 1 − its worst update cosine, the fastest that passes ringed.
+def speed_against_fidelity(
+    configurations: pd.DataFrame, *, max_kl: float | None = None, ax: Axes | None = None
+) -> Axes:
+    """Every configuration as a point: tokens per second over what it costs; a line joins those that pass and that none is
+    both faster and nearer than.
 
-    `configurations`: ``tokens_per_s``, ``worst_cosine`` and ``verdict`` (GREEN, RED or not_run), one row each. A column
-    ``machine`` goes into the title and must name one. Rows that a column ``invalid`` gives a reason
-    for are hatched, with the reason below, and never ringed.
+    `configurations`: ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and ``kl_mean`` (nats) or, where that was not
+    measured, ``worst_cosine``; one row each. Points of the line are named after ``name``. `max_kl` is the user's limit. A
+    column ``machine`` goes into the title and must name one, a column ``n`` says how many runs a point stands on. Rows that a
+    column ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
     """
-    title = on_machine("speed against fidelity", configurations)
-    ax = axes(ax, 5.5, 3.2)
-    error = (1 - configurations["worst_cosine"].astype(float)).clip(lower=1e-9)
-    valid, invalid = without_invalid(configurations)
+    priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
+    cost = configurations["kl_mean"] if priced else 1 - configurations["worst_cosine"].astype(float)
+    label = "mean KL from Hugging Face (nats)" if priced else "1 − worst update cosine"
+    points = configurations.assign(cost=cost.astype(float).clip(lower=1e-9))
+    valid, invalid = without_invalid(points)
+    title = "speed against fidelity"
+    if "n" in points:
+        title += f", medians of {_runs_in_words(points['n'])}"
+    ax = axes(ax, PAGE, 3.4)
     for verdict, (marker, colour) in _VERDICTS.items():
-        points = valid[valid["verdict"] == verdict]
-        if len(points):
+        part = valid[valid["verdict"] == verdict]
+        if len(part):
             look = {"color": colour, "label": verdict, "alpha": 0.8}
-            ax.plot(error[points.index], points["tokens_per_s"], marker, **look)
+            ax.plot(part["cost"], part["tokens_per_s"], marker, **look)
     if len(invalid):
-        speeds = invalid["tokens_per_s"].astype(float)
-        ax.scatter(error[invalid.index], speeds, 40, zorder=2, **INVALID)
-    passing = valid[valid["verdict"] == "GREEN"]
-    if len(passing):
-        speeds = passing["tokens_per_s"].astype(float)
-        ring(ax, error[speeds.idxmax()], speeds.max(), label="fastest that passes")
+        ax.scatter(invalid["cost"], invalid["tokens_per_s"].astype(float), 40, zorder=2, **INVALID)
+    front = pareto_front(valid[valid["verdict"] == "GREEN"])
+    if len(front):
+        look = {"color": "black", "linewidth": 0.8, "marker": "", "zorder": 1}
+        ax.step(front["cost"], front["tokens_per_s"], where="post", label="best that pass", **look)
+        ring(
+            ax, front["cost"].iloc[-1], front["tokens_per_s"].iloc[-1], label="fastest that passes"
+        )
+    for row in front.to_dict("records") if "name" in front else ():
+        text = textwrap.fill(row["name"], 34)
+        note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
+    if max_kl is not None and priced:
+        limit = {"color": "black", "linewidth": 1, "linestyle": "--"}
+        ax.axvline(max_kl, label=f"your limit, {max_kl:g}", **limit)
     ax.set_xscale("log")
-    ax.set(xlabel="1 − worst update cosine", ylabel="tok/s")
-    ax.set_ylim(bottom=0)
+    ax.set(xlabel=label, ylabel="tok/s", ylim=(0, 1.12 * float(points["tokens_per_s"].max())))
+    ax.margins(x=0.25)
     ax.grid()
-    return heading(ax, title, ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid))
+    keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
+    return heading(ax, on_machine(title, configurations), keys)
+
+
+def _runs_in_words(counts: pd.Series) -> str:
+    least, most = counts.min(), counts.max()
+    if least != most:
+        return f"{least} to {most} runs"
+    return f"{least} runs" if least > 1 else "one run"
+
+
+def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
+    """The rows that no other one beats in ``tokens_per_s`` without a larger ``cost``, in the order of their cost."""
+    ordered = points.astype({"tokens_per_s": float}).sort_values(
+        ["cost", "tokens_per_s"], ascending=[True, False]
+    )
+    best = ordered["tokens_per_s"].cummax()
+    return ordered[(best > best.shift(fill_value=-1.0))]
 
 
 @style()
@@ -226,7 +277,7 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
     `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
     """
-    ax = axes(ax, 4.2, 3.6)
+    ax = axes(ax, COLUMN, 3.2)
     ms = predictions[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
@@ -242,5 +293,5 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set(yscale="log", ylabel="predicted ms", ylim=(low, high))
     misfit = (ms["predicted_ms"] / ms["published_ms"] - 1).abs().median()
     ax.set_title(f"roofline, median misfit {misfit:.0%}")
-    ax.legend(loc="upper left")
+    ax.legend(loc="upper left", fontsize=6)
     return ax

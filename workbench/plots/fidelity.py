@@ -10,7 +10,6 @@ import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize
@@ -20,6 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from workbench.plots.figure import (
+    PAGE,
+    PALETTE,
     axes,
     grid_cells,
     heading,
@@ -32,6 +33,8 @@ from workbench.plots.figure import (
 )
 
 MAX_TOKEN_LABELS = 64
+SAME = 0.01  # parts of their value in which cells of several T may differ and be drawn as one
+PARTS = ("storage", "reauthoring", "quantization", "precision", "runtime")
 _METRICS = {
     "1-cosine": ("1 − cosine", LogNorm, (1e-6, 1e-1)),
     "error": ("relative RMS error", LogNorm, (1e-6, 1e0)),
@@ -46,7 +49,7 @@ class View:
 
     `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and
     cells whose result is not finite are crossed; cells without a measurement are hatched. `budget` says how many times
-    the rows' own ``budget`` (what rounding alone costs) an ``error`` may be; the colours then end there. `limits` fix the colour scale, so that
+    the rows' own ``budget`` (what rounding alone costs) an ``error`` may be; the colours then span the values. `limits` fix the colour scale, so that
     figures compare; values outside take the colour of the nearer end. `tokens[position]` names the positions where there
     are at most 64.
     """
@@ -63,26 +66,48 @@ class View:
         """The rows of this tensor and mode, at any T."""
         return fidelity[(fidelity["tensor"] == self.tensor) & (fidelity["mode"] == self.mode)]
 
-    def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int) -> tuple[QuadMesh, list[Artist]]:
-        """One heatmap without title and scale; returns the mesh and legend entries for the marks that occur.
+    def values(self, rows: pd.DataFrame) -> pd.Series:
+        """The metric of each row."""
+        value = 1 - rows["cosine"] if self.metric == "1-cosine" else rows[self.metric]
+        return value.astype(float)
+
+    def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
+        """For every layer and position its worst row of several T; a result that is not finite is the worst."""
+        rows = self.measured(fidelity)
+        rows = rows[rows["T"].isin(Ts)]
+        badness = self.values(rows) * (-1 if self.metric == "psnr_db" else 1)
+        badness = badness.mask(~rows["finite"].fillna(True).astype(bool), np.inf)
+        order = badness.sort_values(ascending=False, na_position="last").index
+        return rows.loc[order].drop_duplicates(["layer", "position"])
+
+    def span(self, rows: pd.DataFrame) -> tuple[float, float]:
+        """Ends of the colour scale: `limits`, those of the metric, or, beside budgets, of half a decade or more that the
+        values of all `rows` lie in."""
+        fixed = self.limits or _METRICS[self.metric][2]
+        values = self.values(rows)
+        values = values[np.isfinite(values) & (values > 0)]
+        if self.limits or self.budget is None or values.empty:
+            return fixed
+        middle = float(np.sqrt(values.min() * values.max()))
+        reach = max(float(np.sqrt(values.max() / values.min())), 10**0.25) * 1.05
+        return middle / reach, middle * reach
+
+    def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int | Sequence[int]) -> tuple:
+        """One heatmap without title and scale, of one T or of the worst of several; returns the mesh and legend entries for
+        the marks that occur.
 
         It spans the layers and positions measured at any T, so that figures at several T line up.
         """
         measured = self.measured(fidelity)
-        rows = measured[measured["T"] == T]
+        rows = measured[measured["T"] == T] if isinstance(T, int) else self.worst(fidelity, T)
         if rows.empty or rows.duplicated(["layer", "position"]).any():
             problem = "several rows for one layer and position" if len(rows) else "no rows"
             raise ValueError(
                 f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
             )
-        label, scale, limits = _METRICS[self.metric]
-        if self.budget is not None and measured["budget"].notna().any():
-            # from below the least budget to what the largest allows
-            limits = measured["budget"].min() / 4, measured["budget"].max() * self.budget
-        least, most = self.limits or limits
-        value = (1 - rows["cosine"] if self.metric == "1-cosine" else rows[self.metric]).astype(
-            float
-        )
+        label, scale, _ = _METRICS[self.metric]
+        least, most = self.span(measured)
+        value = self.values(rows)
         infinite = ~rows["finite"].fillna(True).astype(bool)
         threshold = np.nan if self.threshold is None else self.threshold
         limit = f"{threshold:g}"
@@ -124,18 +149,19 @@ class View:
         return mesh, keys + unmeasured_key(cells)
 
     def scale(self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame) -> None:
-        """Draws the colour bar, with a line at the threshold, or at the least and the largest budget of the rows."""
-        bar = mesh.figure.colorbar(
-            mesh, ax=ax, label=_METRICS[self.metric][0], pad=0.02, extend="neither"
-        )
+        """Draws the colour bar with a line at the threshold; beside budgets a text names the least limit of the rows."""
+        label = _METRICS[self.metric][0]
+        bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
         bar.outline.set_visible(False)
-        marks = [] if self.threshold is None else [self.threshold]
+        limit = self.threshold
         if self.budget is not None and (budgets := self.measured(fidelity)["budget"]).notna().any():
-            marks += [budgets.min(), budgets.max()]
-            bar.set_label(f"{_METRICS[self.metric][0]} (lines: least and largest budget)")
-        for mark in marks:
-            bar.ax.axhline(mark, color="white", linewidth=2)
-            bar.ax.axhline(mark, color="black", linewidth=1, marker="")
+            limit = self.budget * float(budgets.min())
+            first = ax[0] if isinstance(ax, list) else ax
+            text = f"limit: {self.budget:g} × budget, {limit:.2g} or more"
+            first.set_title(text, loc="right", fontsize=7)
+        if limit is not None:
+            bar.ax.axhline(limit, color="white", linewidth=2)
+            bar.ax.axhline(limit, color="black", linewidth=1, marker="")
 
 
 @style()
@@ -145,38 +171,65 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, 
     `fidelity` has the columns of the log's table of that name and, for this `T`, tensor and mode, at most one row per
     layer and position.
     """
-    ax, view = axes(ax, 6.5, 3.2), View(**options)
+    ax, view = axes(ax, PAGE, 3.2), View(**options)
     mesh, keys = view.draw(ax, fidelity, T)
     view.scale(mesh, ax, fidelity)
     return heading(ax, f"{view.tensor}, {view.mode}, T = {T}", keys)
 
 
 @style()
-def fidelity_grid(
-    fidelity: pd.DataFrame, Ts: Iterable[int], *, columns: int = 2, **options
-) -> Figure:
-    """`fidelity_heatmap` at several T as small multiples with one colour scale; `options` are the fields of a `View`."""
-    Ts, view = list(Ts), View(**options)
-    rows = -(-len(Ts) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(7, 0.7 + 2 * rows), squeeze=False)
+def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figure:
+    """The least T beside the worst of all others, with one colour scale; one panel where they are the same within 1%.
+
+    A cache that is wrong only at T > 1 is seen in the second panel alone. `options` are the fields of a `View`.
+    """
+    options.pop("columns", None)  # of figures that were logged with a panel for each T
+    first, *others = sorted(Ts)
+    view = View(**options)
+    panels = {f"T = {first}": first}
+    if others and _alike(view, fidelity, [first, *others]):
+        panels = {f"T = {_numbers([first, *others])}, the same within {SAME:.0%}": first}
+    elif others:
+        panels[f"T = {_numbers(others)}" + ": the worst" * (len(others) > 1)] = others
+    layers = view.measured(fidelity)["layer"].nunique()
+    height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
+    figure, grid = plt.subplots(len(panels), figsize=(PAGE, height), squeeze=False, sharex=True)
     keys = {}
-    for i, (ax, T) in enumerate(zip(grid.flat, Ts)):
+    for ax, (title, T) in zip(grid[:, 0], panels.items()):
         mesh, marks = view.draw(ax, fidelity, T)
         keys |= {key.get_label(): key for key in marks}
-        ax.set_title(f"T = {T}")
-        if i % columns:
-            ax.set_ylabel("")
-            ax.tick_params(labelleft=False)
-        if i + columns < len(Ts):
-            ax.set_xlabel("")
-            ax.tick_params(labelbottom=False)
-    for ax in grid.flat[len(Ts) :]:
-        ax.remove()
-    figure.suptitle(f"{view.tensor}, {view.mode}", x=0.01, ha="left", fontsize=9)
+        ax.set_title(title, fontsize=8)
+    for ax in grid[:-1, 0]:
+        ax.set_xlabel("")
+    figure.suptitle(_title(view), x=0.01, ha="left", fontsize=9)
     if keys:
         figure.legend(handles=list(keys.values()), loc="outside upper right", ncols=len(keys))
-    view.scale(mesh, list(grid.flat[: len(Ts)]), fidelity)
+    view.scale(mesh, list(grid[:, 0]), fidelity)
     return figure
+
+
+def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
+    """Whether every cell has nearly one value at all T."""
+    rows = view.measured(fidelity)
+    rows = rows[rows["T"].isin(Ts)]
+    finite = rows["finite"].fillna(True).astype(bool)
+    if not finite.all():
+        return False
+    values = view.values(rows).groupby([rows["layer"], rows["position"]])
+    return bool((values.max() - values.min() <= SAME * values.max().abs()).all())
+
+
+def _numbers(Ts: Sequence[int]) -> str:
+    """1, 2, 3, 4 as "1 to 4"."""
+    together = len(Ts) > 2 and list(Ts) == list(range(Ts[0], Ts[-1] + 1))
+    return f"{Ts[0]} to {Ts[-1]}" if together else ", ".join(map(str, Ts))
+
+
+def _title(view: View) -> str:
+    words = {"update": "error of each layer's update", "logits": "error of the logits"}
+    how = {"isolated": "each layer fed Hugging Face's input", "chained": "all layers in a row"}
+    tensor = words.get(view.tensor, f"error of {view.tensor}")
+    return f"{tensor}, {how.get(view.mode, view.mode)}"
 
 
 def _printable(token: str) -> str:
@@ -199,41 +252,48 @@ def update_cosine_bars(
     per ingredient, in the order given. Bars that fail `threshold` are hatched and their figure is crossed.
     """
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
-    ax = axes(ax, 5.5, 0.8 + 0.28 * len(table))
+    ax = axes(ax, PAGE * 0.8, 0.8 + 0.28 * len(table))
     bars = ax.barh(
         table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update"
     )
     for bar, (row, value) in zip(bars, table["update"].items()):
         hatch, cross = ("////", " ×") if value < threshold else (None, "")
         bar.set_hatch(hatch)
-        ax.text(1.03, row, f"{value:.4f}{cross}", va="center")
-    limit = f"threshold {threshold:g} (× fails)"
+        ax.text(1.08, row, f"{value:.4f}{cross}", va="center")
+    limit = f"limit {threshold:.4g} (×: below)"
     keys = [bars, ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=limit)]
     if "hidden" in table:
         ring = {"color": "black", "markerfacecolor": "white", "label": "hidden state"}
         keys += ax.plot(table["hidden"], table.index, "o", **ring)
     ax.invert_yaxis()
-    ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)), 1.18))
+    ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)) - 0.03, 1.3))
     ax.tick_params(axis="y", length=0)
     return heading(ax, "one ingredient left out", keys)
 
 
 @style()
 def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Where the error of each layer comes from: one line per part on a log scale, the total dashed.
+    """Where the error of each layer comes from: one line per part on a log scale, the total wide and grey behind them.
 
     `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a relative RMS. Lines,
     not a stack, since the parts are vectors and their norms do not add. A part that was not measured is left out.
     """
     lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
-    return _part_lines(axes(ax, 6.0, 2.8), lines, "parts of the error")
+    return _part_lines(axes(ax, PAGE, 2.6), lines, "parts of the error")
 
 
 def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
-    """One line per column of `lines` over its index, the column `total` dashed; a log scale has no place for zeros."""
+    """One line per column of `lines` over its index, the column `total` wide and grey; a log scale has no place for zeros."""
+    total = {"color": "0.75", "linewidth": 5, "marker": "", "solid_capstyle": "round"}
+    ax.plot(lines.index, lines["total"], label="total", **total)
     for name, line in lines.drop(columns="total").items():
-        ax.plot(line.index, line, label=name if (line > 0).any() else f"{name} (0)")
-    ax.plot(lines.index, lines["total"], color="black", linestyle="--", marker="", label="total")
+        look = {}
+        if name in PARTS:  # the same colour and mark in every figure
+            look = {"color": PALETTE[PARTS.index(name)], "marker": "os^Dv"[PARTS.index(name)]}
+        if (line > 0).any():
+            ax.plot(line.index, line, label=name, **look)
+        else:
+            ax.plot([], label=f"{name} (0)", **look)
     ax.set(xlabel=lines.index.name, ylabel="relative RMS error", yscale="log")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(axis="y")
@@ -262,7 +322,7 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
 @style()
 def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Error along the sequence: one line per part on a log scale, the median over layers; the total dashed.
+    """Error along the sequence: one line per part on a log scale, the median over layers; the total wide and grey behind them.
 
     `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts that are zero
     everywhere are left out.
@@ -270,5 +330,5 @@ def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]
     return _part_lines(
-        axes(ax, 6.0, 2.8), lines.where(lines > 0), "parts of the error along the sequence"
+        axes(ax, PAGE, 2.6), lines.where(lines > 0), "parts of the error along the sequence"
     )

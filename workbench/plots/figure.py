@@ -27,8 +27,13 @@ from matplotlib.text import Annotation
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 """Okabe and Ito's colours, which colour-blind readers tell apart."""
 
+COLUMN, PAGE = 3.5, 7.1
+"""Widths of figures in inches: one column of a paper with two, and both."""
+
 STYLE = {
-    "font.family": "DejaVu Sans",  # the font that matplotlib ships, so figures look alike everywhere
+    "font.family": "sans-serif",
+    # the first is the font that matplotlib ships; SVG readers without it take the next one they have
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 8,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
@@ -54,6 +59,7 @@ STYLE = {
 }
 
 _DATES = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+_DESCRIPTION = {"svg": "Description", "pdf": "Subject", "png": "Description"}
 ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 """The box of a text that lies on lines."""
 
@@ -80,13 +86,15 @@ def save(
     *,
     run_ids: Sequence[str],
     alt: str,
+    about: str = "",
     formats: Sequence[str] = ("svg", "pdf", "png"),
 ) -> list[Path]:
     """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths, sidecar last.
 
     `draw` is called afresh for each format, since a figure that has been saved once lays itself out differently: the
-    same data gives the same bytes. The sidecar holds `run_ids` (the runs shown), `alt` (what a reader who cannot see
-    the figure should know), the title and the versions that wrote the files.
+    same data gives the same bytes. `about`, the checkpoint, compression, max_seq_len and machine that the figure shows,
+    becomes its subtitle and the description in every file's metadata. The sidecar holds `run_ids` (the runs shown), `alt`
+    (what a reader who cannot see the figure should know), the title and the versions that wrote the files.
     """
     if not alt.strip():
         raise ValueError(f"{stem}: a figure needs a text alternative")
@@ -97,12 +105,29 @@ def save(
         with style():
             drawn = draw()
             figure = drawn if isinstance(drawn, Figure) else drawn.figure
-            figure.savefig(path, format=suffix, metadata=_DATES.get(suffix))
-            title = figure.get_suptitle() or figure.axes[0].get_title(loc="left")
+            title = _subtitle(figure, about)
+            metadata = {"Title": title, _DESCRIPTION.get(suffix, "Description"): about or alt}
+            figure.savefig(path, format=suffix, metadata=metadata | _DATES.get(suffix, {}))
             plt.close(figure)
-    sidecar = {"title": title, "alt": alt, "run_ids": list(run_ids), "written_by": writer()}
+    sidecar = {"title": title, "about": about, "alt": alt, "run_ids": list(run_ids)}
+    sidecar["written_by"] = writer()
     paths[-1].write_text(json.dumps(sidecar, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return paths
+
+
+def _subtitle(figure: Figure, about: str) -> str:
+    """Sets the title of the whole figure with `about` below it; returns the title."""
+    first = figure.axes[0]
+    title = (figure.get_suptitle() or first.get_title(loc="left")).partition("\n")[0]
+    if about:
+        if not figure.get_suptitle():
+            first.set_title("")
+        whole = about.replace(" ", "\N{NO-BREAK SPACE}").replace(
+            "\N{NO-BREAK SPACE}·\N{NO-BREAK SPACE}", " · "
+        )
+        lines = textwrap.wrap(whole, int(17 * figure.get_figwidth()))  # letters
+        figure.suptitle("\n".join([title, *lines]), x=0.01, ha="left", fontsize=7.5)
+    return title
 
 
 def writer() -> str:
@@ -218,16 +243,25 @@ def median_range(
     ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10
 ) -> None:
     """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars reach from the least to
-    the largest."""
-    for name, line in samples.groupby(lines, sort=False):
+    the largest. Lines stand a little apart along `x`, so that none hides another."""
+    groups = list(samples.groupby(lines, sort=False))
+    for place, (name, line) in enumerate(groups):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
         reach = [values["median"] - values["min"], values["max"] - values["median"]]
         look = {"capsize": 2.5, "elinewidth": 0.8, "label": label.format(name)}
-        ax.errorbar(values.index, values["median"], yerr=reach, **look)
+        apart = 1.04 ** (place - (len(groups) - 1) / 2)
+        ax.errorbar(values.index * apart, values["median"], yerr=reach, **look)
     ax.set_xscale("log", base=base)
     at = sorted(samples[x].unique())
     ax.set_xticks(at, labels=map(str, at))
     ax.grid(axis="y")
+
+
+def counts_in_words(samples: pd.DataFrame, by: Sequence[str]) -> str:
+    """How many samples each point of a figure stands on, such as "n = 5" or "n = 9 to 24"."""
+    counts = samples.groupby(list(by)).size()
+    least, most = counts.min(), counts.max()
+    return f"n = {least}" if least == most else f"n = {least} to {most}"
 
 
 def pivot_in_order(rows: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:

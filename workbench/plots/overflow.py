@@ -7,6 +7,7 @@ from matplotlib.colors import Normalize
 
 from workbench.plots.figure import (
     ON_LINES,
+    PAGE,
     axes,
     grid_cells,
     heading,
@@ -30,7 +31,7 @@ def headroom(
 
     `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn.
     """
-    ax = axes(ax, 6.0, 3.0)
+    ax = axes(ax, PAGE, 2.8)
     for name, line in rows.groupby(lines, sort=False):
         least = line.groupby(x)["headroom_bits"].min()
         ax.plot(least.index, least, label=str(name))
@@ -38,6 +39,10 @@ def headroom(
     ax.axhspan(low, 0, facecolor="0.92", edgecolor="0.6", hatch="////", linewidth=0, zorder=0)
     ax.text(0.01, 0.02, "beyond 65504: inf", transform=ax.transAxes, va="bottom", bbox=ON_LINES)
     ax.set(xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear")
+    if log:  # at the values that were measured, not at powers of ten
+        at = sorted(rows[x].unique())
+        ax.set_xticks(at, labels=[f"{value:g}" for value in at])
+        ax.xaxis.minorticks_off()
     ax.set_ylim(bottom=low)
     ax.grid(axis="y")
     return heading(ax, "distance from the largest fp16 value")
@@ -45,14 +50,16 @@ def headroom(
 
 @style()
 def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is black and says so.
+    """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is hatched and says so.
 
     `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to be drawn.
     """
     grid = pivot_in_order(table, "mask", "case", "leak")
-    ax = axes(ax, 2.0 + 1.5 * len(grid.columns), 0.9 + 0.35 * len(grid))
-    colours = matplotlib.colormaps["cividis"].with_extremes(over="black")
-    mesh = grid_cells(ax, grid.clip(upper=1).fillna(2.0), Normalize(0, 1), colours)
-    write_cells(mesh, grid.map(lambda leak: "NaN ×" if pd.isna(leak) else f"{leak:.2f}"))
+    ax = axes(ax, PAGE * 0.8, 0.9 + 0.35 * len(grid))
+    mesh = grid_cells(ax, grid.clip(upper=1), Normalize(0, 1), matplotlib.colormaps["cividis"])
+    write_cells(mesh, grid.map(lambda leak: f"{leak:.2f}", na_action="ignore"))
+    for y, x in zip(*grid.isna().to_numpy().nonzero()):
+        text = ax.text(x + 0.5, y + 0.5, "NaN ×", ha="center", va="center", weight="bold")
+        text.set_bbox(ON_LINES)
     ax.set(xlabel="", ylabel="")
     return heading(ax, "weight on positions that the mask blocks")

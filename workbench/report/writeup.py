@@ -54,6 +54,12 @@ def experiment(number: str) -> Experiment:
     return EXPERIMENTS[number]
 
 
+FIGURE_SUBJECT = {
+    "checkpoint": "{}",
+    "compress": "{}",
+    "max_seq_len": "max_seq_len {}",
+    "machine": "{}",
+}
 RESERVED = {"", "figures", "tables", "report.md"}
 """Names in the folder of a shipped write-up, which no checkpoint's folder may take."""
 
@@ -131,13 +137,21 @@ def runs_of(row: Mapping) -> list[str]:
     return [row["run_id"], *json.loads(row["data"])["run_ids"]]
 
 
-def write_exhibit(row: Mapping, place: Path, number: str) -> list[Path]:
-    """Writes the files of one exhibit below `place`: the same row gives the same bytes."""
+def write_exhibit(
+    row: Mapping, place: Path, number: str, runs: pd.DataFrame | None = None
+) -> list[Path]:
+    """Writes the files of one exhibit below `place`: the same row gives the same bytes. Figures name what the rows of
+    `runs` that they stand on are about."""
     data, name, caption = data_of(row), row["name"], row["caption"]
     if row["plot"]:
         draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
         stem = place / "figures" / name
-        return plots.save(lambda: draw(data, **options), stem, run_ids=runs_of(row), alt=caption)
+        run_ids = runs_of(row)
+        measured_here = runs is not None and "chip" not in data  # else other machines' figures
+        about = figure_subject(runs[runs["run_id"].isin(run_ids)]) if measured_here else ""
+        return plots.save(
+            lambda: draw(data, **options), stem, run_ids=run_ids, alt=caption, about=about
+        )
     path = place / "tables" / f"{name}.tex"
     path.parent.mkdir(parents=True, exist_ok=True)
     latex = {
@@ -147,6 +161,16 @@ def write_exhibit(row: Mapping, place: Path, number: str) -> list[Path]:
     }
     path.write_text(data.to_latex(index=False, escape=True, na_rep="--", **latex))
     return [path]
+
+
+def figure_subject(runs: pd.DataFrame) -> str:
+    """The checkpoints, compressions, lengths and machines of rows of `runs` in a line, for the subtitle of a figure."""
+    texts = []
+    for column, text in FIGURE_SUBJECT.items():
+        values = with_machines(runs)[column].dropna().drop_duplicates().sort_values().tolist()
+        shown = values if len(values) <= 3 else [values[0], "…", values[-1]]
+        texts += [text.format(", ".join(map(str, shown)))] if values else []
+    return " · ".join(texts)
 
 
 def write_report(
@@ -175,7 +199,7 @@ def write_report(
     place = place or folder(number, about, root)
     place.mkdir(parents=True, exist_ok=True)
     for row in exhibits:
-        write_exhibit(row, place, number)
+        write_exhibit(row, place, number, runs)
     again = " ".join(["workbench report", number, *(f"--run {i}" for i in notebook["run_id"])])
     configs = notebook["config"].dropna()
     config = json.loads(configs.item()) if len(configs) else {}

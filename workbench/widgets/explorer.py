@@ -321,7 +321,8 @@ class Explorer(Panel):
         row = {"command": "explorer", "checkpoint": checkpoint} | setting
         exhibit["run_id"] = runs.record_run(number, row, root=self.root, exhibits=[exhibit])
         place = report.folder(number, checkpoint, self.root)
-        paths = report.write_exhibit(exhibit, place, number)
+        own = log.load("runs", root=self.root, where={"run_id": exhibit["run_id"]})
+        paths = report.write_exhibit(exhibit, place, number, own)
         self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
         return paths
 
