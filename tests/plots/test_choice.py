@@ -37,10 +37,21 @@ def test_every_configuration_is_a_point_and_the_fastest_that_passes_is_ringed():
         "GREEN": 2,
         "RED": 1,
         "not_run": 1,
+        "best that pass": 2,
         "fastest that passes": 1,
     }
     assert np.allclose(found["fastest that passes"], [[1e-3, 30]])
+    assert np.allclose(found["best that pass"], [[1e-4, 20], [1e-3, 30]])
     assert np.allclose(found["RED"], [[1e-2, 40]])
+
+
+def test_what_another_beats_in_speed_and_cost_is_not_on_the_line_of_the_best():
+    rows = configurations(["GREEN"] * 3).assign(kl_mean=[0.01, 0.02, 0.005], name=["a", "b", "c"])
+    ax = plots.speed_against_fidelity(rows, max_kl=0.05)
+    assert np.allclose(lines(ax)["best that pass"], [[0.005, 10], [0.01, 30]])
+    assert [text.get_text() for text in ax.texts] == ["c", "a"]
+    assert lines(ax)["your limit, 0.05"][:, 0].tolist() == [0.05, 0.05]
+    assert "KL" in ax.get_xlabel()
 
 
 def test_where_none_passes_none_is_ringed():

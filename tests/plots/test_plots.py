@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.figure import Figure
+from PIL import Image
 
 from workbench import plots
 
@@ -95,9 +96,10 @@ def test_errors_beyond_their_own_budget_are_crossed_and_its_range_is_on_the_scal
     assert 0 < len(crossed(ax)) == beyond[data["T"] == 1].sum()
     assert legend(ax) == ["relative RMS error > 10 × budget"]
     (bar,) = (axis for axis in ax.figure.axes if axis is not ax)
-    marks = {float(line.get_ydata()[0]) for line in bar.lines}
-    assert marks == {data["budget"].min(), data["budget"].max()}
-    assert "budget" in bar.get_ylabel()
+    assert {float(line.get_ydata()[0]) for line in bar.lines} == {10 * data["budget"].min()}
+    assert ax.get_title("right") == "limit: 10 × budget, 0.01 or more"
+    low, high = bar.get_ylim()
+    assert low < 0.01 and 0.5 < high < 2, "the scale spans the values"
 
 
 @pytest.mark.parametrize(
@@ -182,21 +184,40 @@ def test_a_figure_goes_into_the_axes_it_is_given():
 # --- small multiples -------------------------------------------------------------------------------------------------
 
 
-def test_the_grid_has_a_panel_per_T_and_one_scale():
-    data = pd.concat([fidelity(T=1), fidelity(T=2, L4_P1=0.5), fidelity(T=4).query("position < 4")])
+def test_the_grid_sets_the_least_T_beside_the_worst_of_the_others_on_one_scale():
+    data = pd.concat([fidelity(T=1), fidelity(T=2, L4_P1=0.5), fidelity(T=4, L0_P3=0.2)])
     figure = plots.fidelity_grid(data, [1, 2, 4], threshold=0.03)
     panels = [ax for ax in figure.axes if ax.get_title("left")]
-    assert [ax.get_title("left") for ax in panels] == ["T = 1", "T = 2", "T = 4"]
-    assert [crossed(ax) for ax in panels] == [set(), {(2, 1)}, set()]
-    assert len(figure.axes) == 4, "three panels and one colour bar"
-    assert [mesh(ax).shape for ax in panels] == [(3, 6)] * 3, (
-        "panels line up although T = 4 has fewer positions"
+    assert [ax.get_title("left") for ax in panels] == ["T = 1", "T = 2, 4: the worst"]
+    assert [crossed(ax) for ax in panels] == [set(), {(2, 1), (0, 3)}]
+    assert len(figure.axes) == 3, "two panels and one colour bar"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 − cosine > 0.03"]
+
+
+def test_panels_line_up_where_one_T_has_fewer_positions():
+    figure = plots.fidelity_grid(
+        pd.concat([fidelity(T=1), fidelity(T=4, L0_P0=0.2).query("position < 4")]), [1, 4]
     )
-    assert np.ma.getmaskarray(mesh(panels[2]))[:, 4:].all()
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "1 − cosine > 0.03",
-        "not measured",
-    ]
+    panels = [ax for ax in figure.axes if ax.get_title("left")]
+    assert [mesh(ax).shape for ax in panels] == [(3, 6)] * 2
+    assert np.ma.getmaskarray(mesh(panels[1]))[:, 4:].all()
+
+
+def test_values_that_are_not_finite_are_the_worst_of_several_T():
+    bad = fidelity(T=2)
+    bad.loc[8, ["cosine", "finite"]] = [np.nan, False]
+    figure = plots.fidelity_grid(
+        pd.concat([fidelity(T=1), bad, fidelity(T=3, L2_P2=0.9)]), [1, 2, 3]
+    )
+    _, worst = (ax for ax in figure.axes if ax.get_title("left"))
+    assert (1, 2) in crossed(worst)
+
+
+def test_equal_values_at_all_T_are_drawn_once_and_the_title_says_so():
+    data = pd.concat([fidelity(T=T) for T in (1, 2, 3, 4)])
+    figure = plots.fidelity_grid(data, [1, 2, 3, 4])
+    titles = [ax.get_title("left") for ax in figure.axes if ax.get_title("left")]
+    assert titles == ["T = 1 to 4, the same within 1%"]
 
 
 # --- ablations and parts of the error --------------------------------------------------------------------------------
@@ -226,7 +247,19 @@ def test_a_part_without_error_says_so_where_a_log_scale_has_no_place_for_it():
         {"layer": [0, 1], "storage": [0.0, 0.0], "quantization": [0.0, 1e-3], "total": [1e-3, 1e-3]}
     )
     legend = plots.error_parts(parts).get_legend()
-    assert [t.get_text() for t in legend.get_texts()] == ["storage (0)", "quantization", "total"]
+    assert [t.get_text() for t in legend.get_texts()] == ["total", "storage (0)", "quantization"]
+
+
+def test_a_part_has_one_colour_in_every_figure():
+    parts = {"layer": [0, 1], "precision": [1e-3, 2e-3], "total": [1e-3, 2e-3]}
+    alone = plots.error_parts(pd.DataFrame(parts))
+    others = {"storage": [1e-4, 1e-4], "quantization": [1e-2, 1e-2]}
+    along = plots.error_by_position(pd.DataFrame(parts | others | {"position": [0, 1]}))
+    colours = [
+        {line.get_label(): line.get_color() for line in ax.lines}["precision"]
+        for ax in (alone, along)
+    ]
+    assert colours[0] == colours[1]
 
 
 def test_error_parts_leave_out_what_was_not_measured():
@@ -264,12 +297,13 @@ def test_speed_draws_medians_with_their_range_and_no_warm_ups():
     assert [bar.get_label() for bar in bars] == ["T = 1", "T = 4"]
     for T, bar in zip((1, 4), bars):
         median, _, (spread,) = bar.lines
-        assert median.get_xdata().tolist() == [128, 512]
+        np.testing.assert_allclose(median.get_xdata().astype(float), [128, 512], rtol=0.03)
         medians = median.get_ydata().astype(float)
         np.testing.assert_allclose(medians, [1000 / 128 * T + 1, 1000 / 512 * T + 1])
         reach = [segment[:, 1] - middle for segment, middle in zip(spread.get_segments(), medians)]
         np.testing.assert_allclose(reach, [[-1, 4], [-1, 4]])
     assert len({bar.lines[0].get_marker() for bar in bars}) == 2, "told apart without colour"
+    assert ax.get_title("left") == "decode speed, median and range, n = 3"
     assert (ticks(ax.xaxis), ax.get_ylabel(), ax.get_ylim()[0]) == (["128", "512"], "tok/s", 0)
 
 
@@ -310,9 +344,10 @@ def test_memory_stacks_the_parts_against_the_machines():
     )
     ax = plots.memory_bar(parts, {"6 GB": 6 * gib})
     spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in ax.patches]
-    assert spans == [(0, 4), (0, 4), (4, 4.5), (4, 8), (0, 6)]
-    assert ticks(ax.yaxis) == ["S 512", "S 4096", "6 GB"]
-    assert [text.get_text() for text in ax.texts] == ["4.50 GiB", "8.00 GiB", "6.00 GiB"]
+    assert spans == [(0, 4), (0, 4), (4, 4.5), (4, 8)]
+    assert ticks(ax.yaxis) == ["S 512", "S 4096"]
+    assert [text.get_text() for text in ax.texts] == ["4.50 GiB", "8.00 GiB", "6 GB: 6.00 GiB"]
+    assert [line.get_xdata()[0] for line in ax.lines] == [6]
     assert legend(ax) == ["weights", "KV cache"]
     assert len({bar.get_hatch() for bar in ax.patches[:4]}) == 2, "told apart without colour"
 
@@ -341,7 +376,7 @@ def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
     assert (
         len({(line.get_marker(), line.get_markerfacecolor() == "none") for line in ax.lines}) == 3
     )
-    assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["0 (T = 2)", "1 (T = 1)"], list("0123"))
+    assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["T = 2, pos 0", "T = 1, pos 2"], list("0123"))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -377,6 +412,7 @@ def test_the_sidecar_says_what_the_figure_shows(tmp_path):
         stem,
         run_ids=["a", "b"],
         alt="x",
+        about="tiny-llama · max_seq_len 64",
         formats=["png"],
     )
     assert paths == [tmp_path / "f.1" / "grid.v2.png", tmp_path / "f.1" / "grid.v2.json"]
@@ -384,9 +420,26 @@ def test_the_sidecar_says_what_the_figure_shows(tmp_path):
     assert (sidecar["run_ids"], sidecar["alt"], sidecar["title"]) == (
         ["a", "b"],
         "x",
-        "update, isolated",
+        "error of each layer's update, each layer fed Hugging Face's input",
     )
+    assert sidecar["about"] == "tiny-llama · max_seq_len 64"
     assert sidecar["written_by"].startswith("matplotlib ")
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: plots.speed(samples()), lambda: plots.fidelity_grid(fidelity(), [1])]
+)
+def test_what_a_figure_is_about_is_its_subtitle_and_in_the_metadata(tmp_path, draw):
+    about = "tiny-llama · int8-tensor · max_seq_len 64 · Apple M4 Max"
+    paths = plots.save(draw, tmp_path / "f", run_ids=[], alt="x", about=about)
+    svg, _, png, _ = paths
+    text = svg.read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert f"<dc:description>{about}</dc:description>" in " ".join(text.split()).replace(
+        "<dc:description> ", "<dc:description>"
+    )
+    assert text.count("Apple M4 Max") >= 2, "in the metadata and in the picture"
+    assert Image.open(png).text["Description"] == about
+    assert "sans-serif" in text
 
 
 def test_saving_closes_its_figures_and_leaves_the_style_of_others_alone(tmp_path):

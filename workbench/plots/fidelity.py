@@ -74,7 +74,7 @@ class View:
     def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
         """For every layer and position its worst row of several T; a result that is not finite is the worst."""
         rows = self.measured(fidelity)
-        rows = rows[rows["T"].isin(Ts)]
+        rows = rows[rows["T"].isin(Ts)].reset_index(drop=True)
         badness = self.values(rows) * (-1 if self.metric == "psnr_db" else 1)
         badness = badness.mask(~rows["finite"].fillna(True).astype(bool), np.inf)
         order = badness.sort_values(ascending=False, na_position="last").index
