@@ -20,6 +20,7 @@ from workbench.plots.cost import (
 from workbench.plots.fidelity import (
     error_by_position,
     error_parts,
+    fidelity_beside,
     fidelity_grid,
     fidelity_heatmap,
     layer_parts,
@@ -34,6 +35,7 @@ __all__ = [
     "error_by_position",
     "error_parts",
     "failure_patterns",
+    "fidelity_beside",
     "fidelity_grid",
     "fidelity_heatmap",
     "first_token",

@@ -4,7 +4,7 @@ Colour says how far on a fixed scale; a cross says that a threshold is broken, s
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -191,12 +191,30 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figur
         panels = {f"T = {_numbers([first, *others])}, the same within {SAME:.0%}": first}
     elif others:
         panels[f"T = {_numbers(others)}" + ": the worst" * (len(others) > 1)] = others
+    return _panels(view, fidelity, {title: (fidelity, T) for title, T in panels.items()})
+
+
+@style()
+def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
+    """The worst over all T in a panel for each value of the column `by`, such as a sound bundle and one with a planted fault,
+    with one colour scale. `options` are the fields of a `View`."""
+    view = View(**options)
+    view = replace(view, limits=view.span(view.measured(fidelity)))
+    panels = {}
+    for name, rows in fidelity.groupby(by, sort=False):
+        Ts = sorted(view.measured(rows)["T"].unique().tolist())
+        panels[f"{name}, worst of T = {_numbers(Ts)}"] = rows, Ts
+    return _panels(view, fidelity, panels)
+
+
+def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Figure:
+    """Heatmaps one below the other: rows of `fidelity` and T (or several, of which the worst is drawn) by title."""
     layers = view.measured(fidelity)["layer"].nunique()
     height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
     figure, grid = plt.subplots(len(panels), figsize=(PAGE, height), squeeze=False, sharex=True)
     keys = {}
-    for ax, (title, T) in zip(grid[:, 0], panels.items()):
-        mesh, marks = view.draw(ax, fidelity, T)
+    for ax, (title, (rows, T)) in zip(grid[:, 0], panels.items()):
+        mesh, marks = view.draw(ax, rows, T)
         keys |= {key.get_label(): key for key in marks}
         ax.set_title(title, fontsize=8)
     for ax in grid[:-1, 0]:

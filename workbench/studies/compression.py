@@ -15,8 +15,9 @@ import pandas as pd
 from workbench.bundle import Bundle
 from workbench.bundle.bundle import MANIFEST_NAME
 from workbench.check import gates
+from workbench.check.fidelity import measure_fidelity
 from workbench.check.golden import Golden
-from workbench.check.price import measure_budget
+from workbench.check.price import measure_budget, price_rows
 from workbench.check.validate import Validation, keep_verdict, validate
 from workbench.decode import Decoder
 from workbench.errors import InputError
@@ -91,6 +92,22 @@ def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bund
         rope["inv_freq"] = [factor * frequency for frequency in rope["inv_freq"]]
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     return Bundle.open(copy)
+
+
+def fidelity_of_both(
+    sound: Validation, planted: Bundle, golden: Golden, Ts: Iterable[int]
+) -> pd.DataFrame:
+    """Errors of the updates of a sound bundle and of one with a planted fault, each layer fed the golden's input, beside the
+    sound one's budget: rows of `fidelity` with the column `bundle`."""
+    keys = ["layer", "position", "T", "tensor"]
+    updates = sound.rows.query("tensor == 'update' and mode == 'isolated'")
+    decoder = Decoder(planted)
+    errors = price_rows(decoder, golden, measure_fidelity(decoder, golden, Ts)[1])
+    rows = updates.drop(columns="error").merge(errors[[*keys, "error"]], on=keys)
+    rows["finite"] = rows["error"].notna()
+    return pd.concat(
+        [updates.assign(bundle="sound"), rows.assign(bundle="planted fault")], ignore_index=True
+    )
 
 
 def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.DataFrame:
