@@ -14,10 +14,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def commands() -> list[str]:
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+
+
+def commands(pages=PAGES) -> list[str]:
     """Lines of fenced blocks that start with a program, comments cut off, `&&` split."""
     found = []
-    for page in PAGES:
+    for page in pages:
         for fence in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in fence.splitlines():
                 found += [
@@ -47,7 +50,7 @@ def test_the_tour_runs_as_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tour = [
         c
-        for c in commands()
+        for c in commands([page for page in PAGES if page != TUTORIAL])
         if re.match(r"workbench (doctor|export|check|decode|memory|trace) ", c + " ")
     ]
     assert len(tour) >= 6
@@ -59,6 +62,26 @@ def test_the_tour_runs_as_written(tmp_path, monkeypatch):
             result = CliRunner().invoke(app, arguments, catch_exceptions=False)
             assert result.exit_code == 0, result.output
     assert "amber" in result.output or any("decode" in c for c in tour)
+
+
+def test_the_tutorial_finds_its_fault_as_written(tmp_path, monkeypatch):
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    export, *decodes = [c for c in commands([TUTORIAL]) if re.match("workbench (export|decode)", c)]
+    (snippet,) = re.findall(
+        r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert CliRunner().invoke(app, shlex.split(export)[1:]).exit_code == 0
+    exec(snippet, {})
+    assert len(decodes) == 2
+    for line in decodes:
+        assert "amber" in CliRunner().invoke(app, shlex.split(line)[1:]).output
+    sound, planted = [c for c in commands([TUTORIAL]) if c.startswith("workbench validate")]
+    assert planted == sound.replace("build/sound", "build/sound-planted")
+    result = CliRunner().invoke(app, shlex.split(planted)[1:])
+    assert result.exit_code == 1
+    red = re.findall(r"^RED +(\w+)", result.output, re.MULTILINE)
+    assert red == ["host", "program", "max_kl", "budget"]
 
 
 @pytest.mark.parametrize("name", [None, *sorted(get_command(app).commands)])
