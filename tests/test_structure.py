@@ -33,6 +33,18 @@ MAY_IMPORT = {
     "log": set(),
     "plots": set(),
     "sweep": {"log", "explain", "check", "ane", "decode", "runtime", "export", "models", "bundle"},
+    "firstlight": {
+        "sweep",
+        "log",
+        "check",
+        "ane",
+        "decode",
+        "runtime",
+        "export",
+        "miltorch",
+        "models",
+        "bundle",
+    },
     "report": {
         "sweep",
         "log",
