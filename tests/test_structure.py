@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "bundle",
     },
     "studies": {
+        "firstlight",
         "sweep",
         "log",
         "explain",
