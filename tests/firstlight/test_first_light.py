@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import platform
 import re
 import socket
@@ -167,6 +168,28 @@ def test_a_stage_that_is_killed_and_runs_out_of_time_keeps_its_rows(tmp_path):
     assert "cases not reached in 30 s" in found["reason"]
     assert [row["status"] for row in rows[:12]] == ["ok"] * 11 + ["failed"]
     assert rows[11]["case"] == "input float32" and rows[11]["reason"] == "killed by SIGKILL"
+
+
+def test_a_case_after_which_core_ml_says_it_failed_is_invalid_and_the_next_one_is_not(
+    tmp_path, monkeypatch, capfd
+):
+    def measure_one(case: dict, job: stages.Job) -> dict:
+        if case["case"] == 1:
+            os.write(2, b"E5RT: ANECCompile() FAILED\nnothing of Core ML\n")
+        return {"value": case["case"]}
+
+    cases = [{"case": n} for n in range(3)]
+    stage = stages.Stage("three cases", lambda: cases, measure_one, 1)
+    monkeypatch.setitem(stages.STAGES, "three", stage)
+    lines = tmp_path / "lines"
+    job = {"stage": "three", "runtime": "stand-in", "folder": str(tmp_path), "skip": 0}
+    stages.stage_main(job | {"lines": str(lines)})
+    rows = measure.read_lines(lines)
+    assert [row["status"] for row in rows] == ["ok", "invalid", "ok"]
+    assert rows[1]["messages"] == [rows[1]["reason"]] == ["E5RT: ANECCompile() FAILED"]
+    assert "messages" not in rows[2]
+    stages.stage_main(job | {"lines": str(lines), "skip": 2})
+    assert [row["case"] for row in measure.read_lines(lines)] == [0, 1, 2, 2]
 
 
 def test_a_line_that_was_cut_off_is_no_row(tmp_path):

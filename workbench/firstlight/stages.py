@@ -69,11 +69,15 @@ def stage_main(job: dict) -> list[str]:
     """
     stage, here = STAGES[job["stage"]], Job(job["runtime"], Path(job["folder"]))
     for case in stage.cases()[job["skip"] :]:
-        start = time.perf_counter()
+        start, written = time.perf_counter(), os.fstat(2).st_size
         try:
             row = {"status": "ok", "reason": None} | stage.measure(case, here)
         except InputError as problem:
             row = {"status": "refused", "reason": str(problem)}
+        if messages := process.core_ml_messages(written):
+            row["messages"] = messages
+        if row["status"] == "ok" and (errors := process.invalidating(messages)):
+            row |= {"status": "invalid", "reason": errors[0]}
         row["seconds"] = round(time.perf_counter() - start, 3)
         write_line(Path(job["lines"]), case | row)
     return process.core_ml_messages()

@@ -45,6 +45,8 @@ def dispatch(points: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ``machine`` goes into the title and must name one.
     """
     ax = axes(ax, 5.5, 3.0)
+    if points.empty:
+        return _nothing(ax)
     for setting, line in points.groupby("setting", sort=False):
         line = line.sort_values("layers")
         start = line["dispatch_ms"].iloc[0]
@@ -67,6 +69,8 @@ def host_device(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """
     table = pivot_in_order(parts, "setting", "part", "ms").astype(float)
     ax = axes(ax, 6.0, 1.0 + 0.2 * len(table))
+    if parts.empty:
+        return _nothing(ax)
     left = pd.Series(0.0, table.index)
     for part, ms in table.items():
         ax.barh(table.index, ms, 0.65, left, label=part, edgecolor="black", **_PARTS[part])
@@ -74,3 +78,10 @@ def host_device(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="ms per call, median", ylim=(len(table) - 0.5, -0.5))
     ax.tick_params(axis="y", length=0)
     return heading(ax, on_machine("host and device", parts))
+
+
+def _nothing(ax: Axes) -> Axes:
+    """Axes that say that there is nothing to draw."""
+    ax.set(xticks=[], yticks=[])
+    ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
+    return ax

@@ -115,7 +115,8 @@ class Ladder:
     def _word(row: dict) -> str:
         if row["status"] != "ok":
             rejected = "error code: -14" in (row["reason"] or "")
-            return "−14" if rejected else {"refused": "error"}.get(row["status"], "died")
+            words = {"refused": "error", "invalid": "fell back"}
+            return "−14" if rejected else words.get(row["status"], "died")
         return "✓" if row["verdict"] == "GREEN" else "✗"
 
     def table(self) -> pd.DataFrame:
