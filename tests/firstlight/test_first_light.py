@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from workbench import log
 from workbench.cli.app import app
 from workbench.errors import InputError
-from workbench.firstlight import archive, measure, rungs, stages
+from workbench.firstlight import archive, binding, ladder, measure, rungs, stages, times
+from workbench.firstlight.job import Job, write_line
 from workbench.log import scrub
 from workbench.log.machine import with_machines
 from workbench.runtime import COMPUTE_UNITS
@@ -40,11 +41,11 @@ def folder(tmp_path_factory):
 def job(folder):
     """The job of a fault of the stand-in; "": none."""
 
-    def of(fault: str = "") -> stages.Job:
-        return stages.Job(f"stand-in:{fault}" if fault else "stand-in", folder)
+    def of(fault: str = "") -> Job:
+        return Job(f"stand-in:{fault}" if fault else "stand-in", folder)
 
     yield of
-    stages._state_shard.cache_clear()
+    binding._state_shard.cache_clear()
 
 
 # --- the ladder -----------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def test_every_case_asks_something_else_and_the_stages_take_at_most_15_minutes()
         cases = [json.dumps(case, sort_keys=True) for case in stage.cases()]
         assert len(set(cases)) == len(cases)
     assert sum(stage.timeout_s for stage in stages.STAGES.values()) <= 15 * 60
-    assert {case["units"] for case in stages.ladder_cases()} == set(COMPUTE_UNITS)
+    assert {case["units"] for case in ladder.ladder_cases()} == set(COMPUTE_UNITS)
 
 
 def test_noise_is_the_same_bits_everywhere():
@@ -77,7 +78,7 @@ def test_noise_is_the_same_bits_everywhere():
 
 @pytest.mark.parametrize("name", ["no-state-range", "functions", "lut4", "four-states-range"])
 def test_a_rung_is_made_again_byte_for_byte_and_computes_what_was_shipped(name, job):
-    row = stages.measure_rung(RUN | {"rung": name}, job())
+    row = ladder.measure_rung(RUN | {"rung": name}, job())
     assert row["as_shipped"] and row["verdict"] == "GREEN" and row["nan_comes_out"]
     assert max(row["ratio_t1"] or 0, row["ratio_t"] or 0) < 1
     assert row["compile_ms"] > 0 and row["cold_load_ms"] > 0 and row["warm_load_ms"] > 0
@@ -85,7 +86,7 @@ def test_a_rung_is_made_again_byte_for_byte_and_computes_what_was_shipped(name, 
 
 def test_another_digest_is_a_row_and_not_the_end(job, monkeypatch):
     monkeypatch.setattr(rungs, "shipped_digests", lambda: {"state": "0" * 64})
-    row = stages.measure_rung(RUN, job())
+    row = ladder.measure_rung(RUN, job())
     assert row["as_shipped"] is False and len(row["sha256"]) == 64
     assert row["verdict"] == "GREEN" and row["finite"]
 
@@ -94,39 +95,39 @@ def test_another_output_is_red(job, monkeypatch):
     results = rungs.shipped_results("state")
     off = [rungs.Expected(r.output + 8 * np.float32(r.distance), r.distance) for r in results]
     monkeypatch.setattr(rungs, "shipped_results", lambda name: off)
-    row = stages.measure_rung(RUN, job())
+    row = ladder.measure_rung(RUN, job())
     assert row["verdict"] == "RED" and row["ratio_t1"] == pytest.approx(8, rel=0.05)
 
 
 def test_a_shard_that_core_ml_refuses_says_so_in_its_row(job):
-    row = stages.measure_rung(RUN, job("load14-ne"))
+    row = ladder.measure_rung(RUN, job("load14-ne"))
     assert row["status"] == "refused" and "error code: -14" in row["reason"] and row["as_shipped"]
-    assert stages.measure_rung(RUN | {"units": "CPU_ONLY"}, job("load14-ne"))["verdict"] == "GREEN"
+    assert ladder.measure_rung(RUN | {"units": "CPU_ONLY"}, job("load14-ne"))["verdict"] == "GREEN"
 
 
 def test_a_nan_that_is_hidden_is_noticed(job):
-    row = stages.measure_rung(RUN, job("nan-hidden"))
+    row = ladder.measure_rung(RUN, job("nan-hidden"))
     assert row["nan_comes_out"] is False and row["verdict"] == "GREEN"
 
 
 def test_the_plan_of_a_simulated_mac_keeps_flexible_shapes_off_the_engine(job):
     plan = RUN | {"ask": "plan"}
     fixed, flexible = (
-        stages.measure_rung(plan | {"rung": name}, job("mac")) for name in ("state-t4", "range")
+        ladder.measure_rung(plan | {"rung": name}, job("mac")) for name in ("state-t4", "range")
     )
     assert (fixed["ane"], flexible["ane"]) == (fixed["ops"], 0)
     assert {fixed["source"], flexible["source"]} == {"simulated"}
 
 
 def test_durations_of_a_simulated_mac_are_its_own(job):
-    row = stages.measure_rung(RUN, job("mac"))
+    row = ladder.measure_rung(RUN, job("mac"))
     assert row["native_ms"] == pytest.approx(2.0, abs=0.1) and row["wall_ms"] >= row["native_ms"]
 
 
 def test_times_are_logged_as_a_run_with_their_samples_and_their_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "CALLS", 3)
-    job = stages.Job("stand-in:mac", tmp_path)
-    row = stages.measure_timing({"units": "CPU_AND_NE", "layers": 1, "T": 4}, job)
+    monkeypatch.setattr(times, "CALLS", 3)
+    job = Job("stand-in:mac", tmp_path)
+    row = times.measure_timing({"units": "CPU_AND_NE", "layers": 1, "T": 4}, job)
     assert (row["calls"], row["ane_ops_share"], row["invalid"]) == (3, 1.0, None)
     (run,) = log.load("runs", tmp_path / "log").to_dict("records")
     assert (run["run_id"], run["placement_source"]) == (row["run_id"], "simulated")
@@ -140,7 +141,7 @@ def test_times_are_logged_as_a_run_with_their_samples_and_their_place(tmp_path, 
 
 
 def test_the_binding_takes_what_its_sources_say(job):
-    rows = [case | stages.measure_binding(case, job()) for case in stages.binding_cases()]
+    rows = [case | binding.measure_binding(case, job()) for case in binding.binding_cases()]
     told = [row for row in rows if row.get("expected") is not None]
     assert len(told) > 25 and all(row["accepted"] == row["expected"] for row in told)
     assert next(row for row in rows if row["case"] == "output")["dtype"] == "float32"
@@ -148,14 +149,14 @@ def test_the_binding_takes_what_its_sources_say(job):
 
 def test_flushed_subnormals_and_messages_on_stdout_are_seen(job):
     accepted = {
-        case["value"]: stages.measure_binding(case, job("flush"))["accepted"]
-        for case in stages.binding_cases()
+        case["value"]: binding.measure_binding(case, job("flush"))["accepted"]
+        for case in binding.binding_cases()
         if "value" in case
     }
     assert not accepted["subnormal"] and not accepted["largest subnormal"]
     assert accepted["smallest normal"] and accepted["65504"]
     case = {"case": "stdout of compile"}
-    assert stages.measure_binding(case, job("chatter"))["bytes_on_stdout"] > 20
+    assert binding.measure_binding(case, job("chatter"))["bytes_on_stdout"] > 20
 
 
 # --- stages that end otherwise --------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_a_stage_that_is_killed_and_runs_out_of_time_keeps_its_rows(tmp_path):
 def test_a_case_after_which_core_ml_says_it_failed_is_invalid_and_the_next_one_is_not(
     tmp_path, monkeypatch, capfd
 ):
-    def measure_one(case: dict, job: stages.Job) -> dict:
+    def measure_one(case: dict, job: Job) -> dict:
         if case["case"] == 1:
             os.write(2, b"E5RT: ANECCompile() FAILED\nnothing of Core ML\n")
         return {"value": case["case"]}
@@ -194,7 +195,7 @@ def test_a_case_after_which_core_ml_says_it_failed_is_invalid_and_the_next_one_i
 
 def test_a_line_that_was_cut_off_is_no_row(tmp_path):
     path = tmp_path / "rows.jsonl"
-    stages.write_line(path, {"case": 1, "worst": np.float64("inf"), "n": np.int64(3)})
+    write_line(path, {"case": 1, "worst": np.float64("inf"), "n": 3})
     path.write_text(path.read_text() + '{"case": 2, "wo')
     assert measure.read_lines(path) == [{"case": 1, "worst": "inf", "n": 3}]
     assert measure.read_lines(tmp_path / "none.jsonl") == []

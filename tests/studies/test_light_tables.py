@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 
 from workbench.check import gates
-from workbench.firstlight import rungs, stages
+from workbench.firstlight import rungs
+from workbench.firstlight.ladder import ladder_cases
 from workbench.studies import first_light
 from workbench.studies.first_light import DECISIONS, Light
 
@@ -18,7 +19,7 @@ def rows() -> dict[tuple[str, str, str], dict]:
     good |= {"ratio_t1": 0.5, "ratio_t": 0.5, "nan_comes_out": True, "finite": True}
     ms = {"CPU_ONLY": 4.0, "CPU_AND_NE": 2.0, "ALL": 2.0, "CPU_AND_GPU": 3.0}
     found = {}
-    for case in stages.ladder_cases():
+    for case in ladder_cases():
         row = {"ops": 10, "ane": 9, "status": "ok"} if case["ask"] == "plan" else good
         if case["ask"] == "run":
             row = row | {"wall_ms": ms[case["units"]], "native_ms": ms[case["units"]]}

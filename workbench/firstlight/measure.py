@@ -12,7 +12,8 @@ from pathlib import Path
 from workbench import log
 from workbench.errors import InputError
 from workbench.firstlight import EXPERIMENT, SCHEMA
-from workbench.firstlight.stages import STAGES, write_line
+from workbench.firstlight.job import write_line
+from workbench.firstlight.stages import STAGES
 from workbench.log.scrub import scrubbed
 from workbench.runtime import coreml_available, named
 from workbench.sweep import process, runs
