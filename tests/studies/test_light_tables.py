@@ -113,6 +113,9 @@ def test_disputes_are_settled_by_core_ml_alone():
         "C4": "settled: yes",
         "K2": "settled: no",
     }
+    reject(ladder, "state", "state-t4")
+    answers = first_light.disputes(light(ladder)).set_index("rule")["answer"]
+    assert answers["C2, K6"] == "settled: no"  # a slice runs there
     other = first_light.disputes(light(ladder, "stand-in:mac"))["answer"]
     assert other.str.startswith("open: not Core ML").all()
     assert first_light.disputes(light({}))["answer"].eq("open").all()

@@ -47,7 +47,7 @@ def stage_main(job: dict) -> list[str]:
             row = {"status": "ok", "reason": None} | stage.measure(case, here)
         except InputError as problem:
             row = {"status": "refused", "reason": str(problem)}
-        if messages := process.core_ml_messages(written):
+        if messages := process.messages_behind(written):
             row["messages"] = messages
         if row["status"] == "ok" and (errors := process.invalidating(messages)):
             row |= {"status": "invalid", "reason": errors[0]}

@@ -54,6 +54,7 @@ def dispatch(points: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         fit = [start, *line["fit_ms"]]
         ax.plot([0, *line["layers"]], fit, color=dots.get_color(), marker="", lw=0.8)
     ax.set(xlabel="layers in a shard", ylabel="ms per call")
+    ax.set_xticks([0, *sorted(points["layers"].unique())])
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=min(0, points["dispatch_ms"].min()))
     ax.grid()

@@ -162,7 +162,7 @@ def host_and_device(light: Light) -> pd.DataFrame:
     rows = timings(light).dropna(subset="native_ms")
     parts = []
     for row in rows.to_dict("records"):
-        setting = f"{row['units']}, T = {row['T']}, {row['layers']} layers"
+        setting = f"{row['units']}, T = {row['T']}, layers: {row['layers']}"
         rest = max(0.0, row["wall_ms"] - row["native_ms"])
         parts += [(setting, "Core ML", row["native_ms"]), (setting, "host", rest)]
     return pd.DataFrame(parts, columns=["setting", "part", "ms"])
@@ -184,10 +184,10 @@ def _state_on_engine(ladder: Ladder) -> tuple[bool | None, str]:
 
 def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
     pairs = [("state", "slice"), ("state-t4", "slice-t4"), ("range", "slice-range")]
-    words = ", ".join(
-        f"{rung} {'loads' if ladder.ok(rung) else 'does not'}" for pair in pairs for rung in pair
-    )
-    return _all(*(None if ladder.ok(m) is None else ladder.ok(m) for m, _ in pairs)), words
+    on = {rung: ladder.on_engine(rung) for pair in pairs for rung in pair}
+    masks, slices = zip(*((on[mask], on[slice]) for mask, slice in pairs))
+    answer = True if any(masks) else False if any(slices) and None not in masks else None
+    return answer, f"on the Neural Engine: {_names(on)}"
 
 
 def _range_on_engine(ladder: Ladder) -> tuple[bool | None, str]:
