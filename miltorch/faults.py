@@ -6,6 +6,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,16 +40,21 @@ class RejectedStates(_Rejecting):
         return bool(self.executable.program.states)
 
 
+def _flexible(description) -> bool:
+    """Whether any input of a model has a flexible shape."""
+    return any(
+        size.lowerBound != size.upperBound
+        for feature in description.input
+        for size in feature.type.multiArrayType.shapeRange.sizeRanges
+    )
+
+
 class RejectedRanges(_Rejecting):
     """Models with a flexible input shape fail to load with error code -14, whatever the compute
     units."""
 
     def rejects(self, compute_units: str) -> bool:
-        return any(
-            size.lowerBound != size.upperBound
-            for feature in self.description.input
-            for size in feature.type.multiArrayType.shapeRange.sizeRanges
-        )
+        return _flexible(self.description)
 
 
 class RejectedUnit(_Rejecting):
@@ -158,6 +164,31 @@ class OnEngine(Proxy):
         return plan(path, ["ane", "cpu"] if compute_units in ("CPU_AND_NE", "ALL") else ["cpu"])
 
 
+class SimulatedMac(OnEngine):
+    """No fault, a simulated Mac: durations are made up, and flexible shapes are planned on the CPU."""
+
+    DISPATCH_MS = {True: 2.0, False: 0.1}  # by whether the compute units have the Neural Engine
+    BYTES_PER_MS = {True: 60e6, False: 20e6}
+
+    def __init__(self, path: str, compute_units: str, *rest):
+        super().__init__(path, compute_units, *rest)
+        engine = compute_units in ("CPU_AND_NE", "ALL") and not _flexible(self.description)
+        weights = sum(file.stat().st_size for file in Path(path).rglob("*.bin"))
+        self.ms = self.DISPATCH_MS[engine] + weights / self.BYTES_PER_MS[engine]
+
+    @staticmethod
+    def get_compute_plan(path: str, compute_units: str):
+        flexible = _flexible(read_spec(Path(path)).description)
+        return OnEngine.get_compute_plan(path, "CPU_ONLY" if flexible else compute_units)
+
+    def predict(self, data: dict, state: StateProxy | None = None) -> dict:
+        start = time.perf_counter()
+        outputs = super().predict(data, state)
+        time.sleep(max(0, self.ms / 1e3 - (time.perf_counter() - start)))
+        self.last_predict_ns = int(self.ms * 1e6)
+        return outputs
+
+
 def plan(path: str, devices: list[str]) -> SimpleNamespace:
     """A compute plan with coremltools' names for every function of a package: each operation
     prefers the first of `devices` (ane, cpu), could run on all of them, and costs the same."""
@@ -204,4 +235,5 @@ FAULTS: dict[str, type[Proxy]] = {
     "plan-aborts": AbortingPlan,
     "batch-one": OneOfBatch,
     "plan-ane": OnEngine,
+    "mac": SimulatedMac,
 }

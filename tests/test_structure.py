@@ -33,6 +33,18 @@ MAY_IMPORT = {
     "log": set(),
     "plots": set(),
     "sweep": {"log", "explain", "check", "ane", "decode", "runtime", "export", "models", "bundle"},
+    "firstlight": {
+        "sweep",
+        "log",
+        "check",
+        "ane",
+        "decode",
+        "runtime",
+        "export",
+        "miltorch",
+        "models",
+        "bundle",
+    },
     "report": {
         "sweep",
         "log",
@@ -47,6 +59,7 @@ MAY_IMPORT = {
         "bundle",
     },
     "studies": {
+        "firstlight",
         "sweep",
         "log",
         "explain",

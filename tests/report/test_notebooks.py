@@ -55,6 +55,7 @@ SMALL = {
         "PROMPT": [1, 4, 69, 173],
     },
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
+    "36": {"ZIP": "data/first-light/simulated-mac.zip"},
 }
 
 

@@ -211,6 +211,11 @@ ROWS = {  # fault → columns, and words of the reason, of the config's reason f
     "plan-none": (PLANLESS, "", "found None"),
     "plan-aborts": (PLANLESS, "", "killed by SIGABRT"),
     "batch-one": (DIED, "the batch of 2 collapsed to 1", ""),
+    "mac": (  # RangeDim is planned on the CPU
+        {"status": "invalid", "placement_source": "simulated", "ane_ops_share": 0.0},
+        "not on the Neural Engine: the plan puts 0 of ",
+        "",
+    ),
     "plan-ane": (
         {
             "status": "ok",
@@ -275,7 +280,7 @@ def test_a_fault_ends_in_its_row(swept, fault):
 
 def test_invalid_cells_are_done_and_failed_ones_are_not(swept):
     _, first, again = swept[1]
-    assert (first["invalid"], first["failed"]) == (1, 4) and first["done"] == first["cells"] - 4
+    assert (first["invalid"], first["failed"]) == (2, 4) and first["done"] == first["cells"] - 4
     assert (again["resumed"], again["done"], again["failed"], again["invalid"]) == (2, 0, 1, 0)
 
 

@@ -41,7 +41,7 @@ def register(app: Typer, functions: dict, suffix: str) -> None:
                 switch = [f"--{option}"] if defaults[option].default is False else []
                 kind = function.__annotations__[option]
                 function.__annotations__[option] = Annotated[kind, Option(*switch, help=line)]
-            app.command(name.removesuffix(suffix), help=text)(function)
+            app.command(name.removesuffix(suffix).replace("_", "-"), help=text)(function)
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:

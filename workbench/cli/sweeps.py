@@ -1,5 +1,6 @@
 """`workbench sweep`, `log` and `compare`: many logged runs, their rows, and how two of them differ."""
 
+from enum import StrEnum
 from json import loads
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,9 @@ from typer import Argument, Exit, Option, echo
 
 import workbench
 from workbench.cli.common import Json, LogFolder, show
+from workbench.errors import InputError
+
+Import = StrEnum("Import", {"import": "import"})
 
 
 def sweep_command(
@@ -37,21 +41,43 @@ def sweep_command(
 
 
 def log_command(
-    where: str | None = None, table: str = "runs", log_dir: LogFolder = None, json: Json = False
+    action: Annotated[
+        Import | None, Argument(help="import takes in what workbench first-light wrote.")
+    ] = None,
+    file: Annotated[Path | None, Argument(metavar="ZIP", help="What to import.")] = None,
+    where: str | None = None,
+    table: str = "runs",
+    log_dir: LogFolder = None,
+    json: Json = False,
 ) -> None:
-    """Rows of the experiment log.
+    """Rows of the experiment log; `log import ZIP` takes another machine's first light into it.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
 
     Args:
         where: A pandas query over runs: "compress == 'fp16'".
     """
+    if action:
+        _import(file, log_dir, json)
+        return
     rows = workbench.log.load(table, root=log_dir, where=where)
     echo(
         rows.to_json(orient="records", date_format="iso")
         if json
         else rows.dropna(axis="columns", how="all").to_string(index=False, max_colwidth=32)
     )
+
+
+def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
+    from workbench.firstlight.archive import import_zip
+
+    if file is None:
+        step = "write: workbench log import ZIP"
+        raise InputError("log import", "no file", "what workbench first-light wrote", step)
+    result = import_zip(file, log_dir)
+    label = " (simulated)" if result["simulated"] else ""
+    line = f"{result['imported']} new of {len(result['runs'])} runs of {result['machine']}"
+    show(result, json, [f"{line}, {result['runtime']}{label}"])
 
 
 def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False) -> None:

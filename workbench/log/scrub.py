@@ -1,12 +1,14 @@
 """What a row may say of where it was made: no host name and no absolute path, whoever reads the log
-later.
+later; and what a file may say that is handed to others: no user, serial number or UUID either.
 
 Text in, text out; knows nothing of tables.
 """
 
+import getpass
 import re
 import socket
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -16,6 +18,37 @@ _QUOTED = re.compile(
 _BARE = re.compile(
     r"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s])[^\s/'\"`<>|,;:()\[\]{}]*)(?:/[^\s/'\"`<>|,;:()\[\]{}]*)+"
 )
+
+
+_UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
+_IDENTITY = re.compile(r'"(?:IOPlatformSerialNumber|IOPlatformUUID)" = "([^"]+)"')
+
+
+def identifiers() -> set[str]:
+    """What names this machine or its user: user, folder of the user, host, and on a Mac serial number and hardware
+    UUID."""
+    host = socket.gethostname()
+    names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}
+    try:
+        command = ("ioreg", "-rd1", "-c", "IOPlatformExpertDevice")
+        names |= set(_IDENTITY.findall(subprocess.check_output(command, text=True, timeout=10)))
+    except (OSError, subprocess.SubprocessError):  # not a Mac
+        pass
+    return {name for name in names if len(name) > 2 and name != "localhost"}
+
+
+def anonymous(value, names: Iterable[str]):
+    """A `scrubbed` value without the words `names`, in upper or lower case, and without UUIDs: each becomes ``…``."""
+    if isinstance(value, Mapping):
+        return {anonymous(key, names): anonymous(item, names) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(anonymous(item, names) for item in value)
+    if not isinstance(value, str):
+        return value
+    text = _UUID.sub("…", scrubbed(value))
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", "…", text, flags=re.I)
+    return text
 
 
 def scrubbed(value, *projects: Path):

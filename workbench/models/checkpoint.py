@@ -3,9 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -267,6 +267,7 @@ def random(
     seed: int = 0,
     dtype: str = "float16",
     shard_bytes: int = 1 << 30,
+    noise: Callable[[torch.Size], torch.Tensor] | None = None,
     **config,
 ) -> Path:
     """Writes a Hugging Face folder of random weights and any dimensions, never holding more than one shard.
@@ -276,6 +277,7 @@ def random(
         model_type: transformers' name of the family; `config` are its configuration's keywords.
         dtype: `float32`, `float16` or `bfloat16`.
         shard_bytes: size at which a new safetensors file is begun.
+        noise: values of variance 1 around 0 for a shape (default: normal ones from `seed`).
 
     Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around 0: signals keep their size,
     and nothing is at a value (0, 1) that would hide a missing ingredient.
@@ -292,9 +294,10 @@ def random(
     model.config.save_pretrained(path)
     tied = model._tied_weights_keys or {} if settings.tie_word_embeddings else {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if name not in tied}
-    generator, index, shard = torch.Generator().manual_seed(seed), {}, {}
+    noise = noise or partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    index, shard = {}, {}
     for i, (name, shape) in enumerate(shapes.items(), 1):
-        shard[name] = _random_tensor(name, shape, generator).to(settings.dtype)
+        shard[name] = _random_tensor(name, noise(shape)).to(settings.dtype)
         if sum(tensor.nbytes for tensor in shard.values()) >= shard_bytes or i == len(shapes):
             file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
             save_file(shard, path / file, metadata={"format": "pt"})
@@ -309,8 +312,8 @@ def random(
     return path
 
 
-def _random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
+def _random_tensor(name: str, noise: torch.Tensor) -> torch.Tensor:
+    shape = noise.shape
     leaf = name.rsplit(".", 1)[-1]
     if "norm" in name or leaf.endswith("scale") or leaf == "temp":
         return 1 + 0.1 * noise

@@ -27,11 +27,13 @@ from workbench.plots.fidelity import (
     update_cosine_bars,
 )
 from workbench.plots.figure import save, style, writer
+from workbench.plots.first_light import dispatch, host_device, placement_ladder
 from workbench.plots.overflow import headroom, mask_leaks
 
 __all__ = [
     "against_peer",
     "cache_rows",
+    "dispatch",
     "error_by_position",
     "error_parts",
     "failure_patterns",
@@ -40,11 +42,13 @@ __all__ = [
     "fidelity_heatmap",
     "first_token",
     "headroom",
+    "host_device",
     "layer_ms",
     "layer_parts",
     "mask_leaks",
     "memory_bar",
     "parts_bar",
+    "placement_ladder",
     "ratios",
     "reuse_matrix",
     "roofline",

@@ -82,11 +82,13 @@ def listing(values: dict) -> pd.DataFrame:
     return pd.DataFrame(values.items(), columns=["", "value"]).explode("value").set_index("")
 
 
-def verdict_conclusion(bundle: Bundle, results: list[Gate]) -> str:
-    """The verdict in words: which bundle, what failed and why, what could not run."""
-    m = bundle.manifest
+def verdict_conclusion(bundle: Bundle | None, results: list[Gate]) -> str:
+    """The verdict in words: which bundle (None: the runs of the figures), what failed and why, what could not run."""
     red, idle = ([g for g in results if g.verdict == verdict] for verdict in ("RED", "not_run"))
-    what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {m.options.compress}, max_seq_len {m.options.max_seq_len})"
+    what = "every run shown"
+    if bundle:
+        m = bundle.manifest
+        what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {m.options.compress}, max_seq_len {m.options.max_seq_len})"
     lines = [
         f"RED: {what} fails {len(red)} of {len(results)} gates."
         if red

@@ -42,6 +42,7 @@ _QUESTIONS = {
     "33_cache_reuse": "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?",
     "34_decode_sweep": "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?",
     "35_routed_experts": "What does routing experts on the host save?",
+    "36_first_light": "What does Core ML do on a Mac that nobody could say before: where do states run, and what is a call's cost?",
 }
 EXPERIMENTS = {name[:2]: Experiment(name[:2], name, text) for name, text in _QUESTIONS.items()}
 

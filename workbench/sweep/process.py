@@ -94,8 +94,13 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
 def core_ml_messages() -> list[str]:
     """In a child: what Core ML wrote on stderr so far, each line once. It reports a failed
     compilation there and goes on; `invalidating` says which lines matter."""
+    return messages_behind(0)
+
+
+def messages_behind(start: int) -> list[str]:
+    """`core_ml_messages` behind the first `start` bytes."""
     about = os.fstat(2)
-    written = os.pread(2, about.st_size, 0) if stat.S_ISREG(about.st_mode) else b""
+    written = os.pread(2, about.st_size - start, start) if stat.S_ISREG(about.st_mode) else b""
     return _messages(_lines(written))
 
 

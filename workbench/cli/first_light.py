@@ -1,0 +1,49 @@
+"""`workbench first-light`: everything that only a Mac can say, in one command and one file."""
+
+from pathlib import Path
+
+from typer import echo
+
+from workbench.cli.common import Json, show
+from workbench.cli.export import check_writable
+
+OUT = Path("build/first-light.zip")
+
+
+def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json = False) -> None:
+    """Six stages of measurements on Core ML, at most 15 minutes, and one file to send back. Nothing is
+    sent anywhere; needs neither root nor a network. Elsewhere every stage runs over the stand-in.
+
+    Example: workbench first-light --out build/first-light.zip
+
+    Args:
+        out: Zip to write: results, log rows, Core ML's messages, without user, host, home and serial number.
+        runtime: coreml where it is, else stand-in; stand-in:mac simulates a Mac.
+    """
+    import tempfile
+
+    from workbench.firstlight import archive, measure
+
+    runtime = measure.check_runtime(runtime)
+    check_writable(out)
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure.first_light(
+            Path(folder), runtime, progress=lambda stage: echo(stage_line(stage), err=True)
+        )
+        contents = archive.members(result, Path(folder))
+    sizes = {name: len(data) for name, data in contents.items()}
+    echo(f"{out} will hold, in bytes:", err=True)
+    for name, size in sizes.items():
+        echo(f"{size:10,}  {name}", err=True)
+    archive.write(contents, out)
+    summary = f"{out}: {out.stat().st_size:,} bytes, {runtime}"
+    if result["simulated"]:
+        summary += ", simulated"
+    result |= {"zip": str(out), "members": sizes}
+    show(result, json, [*map(stage_line, result["stages"]), summary])
+
+
+def stage_line(stage: dict) -> str:
+    """A stage in one line: status, name, rows, seconds, and the reason where there is one."""
+    line = f"{stage['status']:14}{stage['stage']:9}{len(stage['rows']):4} rows {stage['seconds']:7.1f} s"
+    return f"{line}  {stage['reason'] or stage['says']}"

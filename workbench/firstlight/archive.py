@@ -1,0 +1,144 @@
+"""The file that first light sends back: a result and its log in, one zip without a name of anybody's out, and into a
+log again.
+
+Members: `result.json`, `log/TABLE/RUN.parquet`, `stderr/STAGE.txt`. Knows nothing of how anything was measured.
+"""
+
+import io
+import json
+import re
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from workbench import log
+from workbench.errors import InputError
+from workbench.files import write_whole
+from workbench.firstlight import SCHEMA
+from workbench.log import SCHEMAS
+from workbench.log.schema import JSON_COLUMNS
+from workbench.log.scrub import anonymous, identifiers
+
+RESULT = "result.json"
+_LOG_MEMBER = re.compile(rf"log/((?:{'|'.join(SCHEMAS)})/\w[\w-]*\.parquet)", re.ASCII)
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+STEP = "ask for the file again; nothing was imported"
+
+
+def members(result: dict, folder: Path) -> dict[str, bytes]:
+    """Name → contents of everything that the zip will hold, without user, host, home, serial number and UUID.
+
+    Args:
+        result: of `measure.first_light`, which worked in `folder`.
+    """
+    names = identifiers()
+    contents = {RESULT: json.dumps(anonymous(result, names), indent=1, default=str).encode()}
+    for path in sorted(folder.glob("*.stderr")):
+        if text := path.read_text():
+            contents[f"stderr/{path.stem}.txt"] = anonymous(text, names).encode()
+    for name, data in log.files(folder / "log").items():
+        contents[f"log/{name}"] = _anonymous_table(data, names)
+    return contents
+
+
+def _anonymous_table(data: bytes, names: set[str]) -> bytes:
+    """A Parquet file with every text in it scrubbed; JSON stays JSON."""
+    table, out = pq.read_table(io.BytesIO(data)), io.BytesIO()
+    for index, field in enumerate(table.schema):
+        if field.type == pa.string() and field.name != "run_id":
+            texts = [
+                _anonymous_text(field.name, text, names) for text in table[field.name].to_pylist()
+            ]
+            table = table.set_column(index, field, pa.array(texts, field.type))
+    pq.write_table(table, out)
+    return out.getvalue()
+
+
+def _anonymous_text(column: str, text: str | None, names: set[str]) -> str | None:
+    if column not in JSON_COLUMNS or text is None:
+        return anonymous(text, names)
+    return json.dumps(anonymous(json.loads(text), names), sort_keys=True)
+
+
+def write(contents: dict[str, bytes], path: Path) -> None:
+    """Writes the zip, whole or not at all; the same contents are the same bytes."""
+
+    def pack(file) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in contents.items():
+                archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, pack)
+
+
+def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
+    """The result in a zip, and the files of its log: `table/run.parquet` → contents.
+
+    Raises:
+        InputError: no such file, a damaged one, one of another kind or another schema; names the member.
+    """
+    path = Path(path)
+    subject, needed = f"first light {path.name}", "a file that workbench first-light wrote"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            contents = {name: archive.read(name) for name in archive.namelist()}
+        result = json.loads(contents[RESULT])
+        schema = result["schema"]
+    except FileNotFoundError:
+        raise InputError(subject, "no such file", needed, "correct the path") from None
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as problem:
+        raise InputError(subject, f"{type(problem).__name__}: {problem}", needed, STEP) from None
+    except Exception as problem:  # zlib's errors, which have no common base
+        raise InputError(subject, f"{type(problem).__name__}: {problem}", needed, STEP) from None
+    if schema != SCHEMA:
+        raise InputError(subject, f"schema {schema}", f"schema {SCHEMA}", "update the workbench")
+    files = {}
+    for name, data in contents.items():
+        if match := _LOG_MEMBER.fullmatch(name):
+            files[match[1]] = data
+        elif name != RESULT and not re.fullmatch(r"stderr/\w+\.txt", name):
+            raise InputError(f"{subject}, member {name!r}", "a foreign file", needed, STEP)
+    return result, files
+
+
+def import_zip(path: str | Path, root: log.store.Root = None) -> dict:
+    """Takes the rows of a zip into the log at `root`; those that it has already stay as they are.
+
+    Returns:
+        {machine, runtime, simulated, runs (ids), imported (how many are new)}.
+
+    Raises:
+        InputError: see `read`; a table that cannot be read. The log is as it was then.
+    """
+    from workbench.log.machine import machine_name
+
+    result, files = read(path)
+    run_ids = sorted({Path(name).stem for name in files})
+    with tempfile.TemporaryDirectory() as trial:
+        for name, data in files.items():
+            (Path(trial) / name).parent.mkdir(exist_ok=True)
+            (Path(trial) / name).write_bytes(data)
+        for table in SCHEMAS:
+            try:
+                rows = log.load(table, trial)
+            except (InputError, pa.ArrowException) as problem:
+                subject = f"first light {Path(path).name}, table {table}"
+                raise InputError(subject, str(problem), "rows of the log", STEP) from None
+            if table == "runs" and set(rows["run_id"]) != set(run_ids):
+                subject = f"first light {Path(path).name}"
+                actual = f"{len(rows)} rows in runs for {len(run_ids)} runs"
+                raise InputError(subject, actual, "a row for each", STEP)
+    present = set(log.load("runs", root)["run_id"])
+    for run_id in run_ids:
+        log.adopt({n: data for n, data in files.items() if Path(n).stem == run_id}, root)
+    return {
+        "machine": machine_name(result["machine"]),
+        "runtime": result["runtime"],
+        "simulated": result["simulated"],
+        "runs": run_ids,
+        "imported": len(set(run_ids) - present),
+    }

@@ -1,0 +1,113 @@
+"""What coremltools' native layer takes and gives, tried on one shard on the CPU."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from miltorch.quiet import coremltools
+from workbench.bundle.names import K_STATE, X
+from workbench.errors import one_line
+from workbench.firstlight import rungs
+from workbench.firstlight.job import Job
+
+# How an array of float32 is handed over, and whether the sources of the binding say that it takes
+# it (None: they do not say). Arrays of float16 for inputs are converted by coremltools before.
+ARRAYS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], bool | None]] = {
+    "float32": (np.copy, True),
+    "float64": (np.float64, True),
+    "int32": (np.int32, True),
+    "float16": (np.float16, False),
+    "int64": (np.int64, False),
+    "int8": (np.int8, False),
+    "uint8": (np.uint8, False),
+    "bool": (lambda a: a > 0, False),
+    "read-only": (lambda a: np.broadcast_to(a, a.shape), False),
+    "strided": (lambda a: np.repeat(a, 2, -1)[..., ::2], None),
+    "Fortran order": (np.asfortranarray, None),
+}
+SPECIAL = {
+    "-0": -0.0,
+    "subnormal": 2.0**-24,
+    "largest subnormal": 2.0**-14 - 2.0**-24,
+    "smallest normal": 2.0**-14,
+    "65504": 65504.0,
+    "65520, which rounds to inf": 65520.0,
+    "inf": np.inf,
+    "-inf": -np.inf,
+    "NaN": np.nan,
+}
+
+
+def binding_cases() -> list[dict]:
+    arrays = [
+        {"case": f"{to} {name}", "to": to, "array": name} for to in BINDING for name in ARRAYS
+    ]
+    values = [{"case": f"round trip {name}", "value": name} for name in SPECIAL]
+    return [*arrays, *values, {"case": "output"}, {"case": "stdout of compile"}]
+
+
+@cache
+def _state_shard(job: Job):
+    """Bundle, loaded model and state of the rung `state` on the CPU, its calls' first inputs."""
+    rung = rungs.ladder()["state"]
+    bundle = rungs.bundle_of(rung, job.folder)
+    model = job.model(bundle, rungs.shard_of(rung, bundle), "CPU_ONLY")
+    return bundle, model, model.make_state(), rungs.call_inputs(bundle, model.shard, 1, 0, 1)
+
+
+def _write_state(model, state, inputs: dict, change: Callable) -> None:
+    handle = state.raw.state
+    handle.write_state(K_STATE, change(np.array(handle.read_state(K_STATE))))
+
+
+def _predict(model, state, inputs: dict, change: Callable) -> None:
+    model.model.predict(inputs | {X: change(inputs[X])}, state.raw.state)
+
+
+BINDING = {"state": _write_state, "input": _predict}
+
+
+def measure_binding(case: dict, job: Job) -> dict:
+    """One promise of coremltools' native layer, tried."""
+    bundle, model, state, inputs = _state_shard(job)
+    if "array" in case:
+        change, expected = ARRAYS[case["array"]]
+        if (case["to"], case["array"]) == ("input", "float16"):
+            expected = True
+        accepted, said = True, None
+        try:
+            BINDING[case["to"]](model, state, inputs, change)
+        except Exception as problem:  # whatever the binding raises is the answer
+            accepted, said = False, f"{type(problem).__name__}: {one_line(problem)}"
+        return {"accepted": accepted, "expected": expected, "said": said}
+    if "value" in case:
+        value = SPECIAL[case["value"]]
+        array = np.array(state.raw.state.read_state(K_STATE))
+        array.flat[0] = value
+        state.raw.state.write_state(K_STATE, array)
+        read = np.float32(state.raw.state.read_state(K_STATE).flat[0])
+        with np.errstate(over="ignore"):
+            halves = np.float32([value, read]).astype(np.float16)
+        bits = [f"{half.view(np.uint16):#06x}" for half in halves]
+        alike = bits[0] == bits[1] or (np.isnan(value) and np.isnan(read))
+        return {"wrote": bits[0], "read": bits[1], "accepted": bool(alike), "expected": True}
+    if case["case"] == "output":
+        outputs = model.model.predict(inputs, state.raw.state)
+        (output,) = outputs.values()
+        about = {"dtype": str(output.dtype), "contiguous": output.flags.c_contiguous}
+        return about | {"accepted": about == {"dtype": "float32", "contiguous": True}}
+    package, target = bundle.package(model.shard), job.folder / "binding.mlmodelc"
+    with tempfile.TemporaryFile() as written:
+        before = os.dup(1)
+        os.dup2(written.fileno(), 1)
+        try:
+            with job.native_layer():
+                coremltools().models.utils.compile_model(str(package), str(target))
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+        written.seek(0)
+        return {"bytes_on_stdout": len(written.read())}

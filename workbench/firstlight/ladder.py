@@ -1,0 +1,87 @@
+"""Each rung of the ladder on a compute unit: whether it compiles, loads and agrees, and Core ML's plan for it."""
+
+import numpy as np
+
+from workbench.ane import placement
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.names import X
+from workbench.check import device
+from workbench.errors import InputError
+from workbench.firstlight import rungs
+from workbench.firstlight.job import Job
+from workbench.firstlight.times import median, time_calls
+from workbench.runtime import Model, named
+
+REPEATED_CALLS = 10  # of a rung, to compare its time on two units
+
+
+def ladder_cases() -> list[dict]:
+    """Every rung on the CPU and for the Neural Engine, two of them on all units; the plans, which
+    may abort the process, come last."""
+    names, pair, more = list(rungs.ladder()), ("CPU_ONLY", "CPU_AND_NE"), ("ALL", "CPU_AND_GPU")
+    cases = [{"rung": name, "units": units} for name in names for units in pair]
+    cases += [{"rung": name, "units": units} for name in ("state", "range") for units in more]
+    return [case | {"ask": ask} for ask in ("run", "plan") for case in cases if _asked(case, ask)]
+
+
+def _asked(case: dict, ask: str) -> bool:
+    return ask == "run" or case["units"] == "CPU_AND_NE"
+
+
+def measure_rung(case: dict, job: Job) -> dict:
+    """One shard on one compute unit: does it compile, load, compute what portable computes, and how
+    long does it take; or Core ML's plan for it."""
+    rung = rungs.ladder()[case["rung"]]
+    bundle = rungs.bundle_of(rung, job.folder)
+    shard, units = rungs.shard_of(rung, bundle), case["units"]
+    if case["ask"] == "plan":
+        return _plan(bundle, shard, units, job)
+    digest = rungs.digest(bundle.package(shard))
+    about = {"bytes": shard.bytes, "sha256": digest}
+    about["as_shipped"] = digest == rungs.shipped_digests().get(rung.name)
+    try:
+        model = job.model(bundle, shard, units)
+        again = job.model(bundle, shard, units)
+        calls = list(rungs.run_calls(bundle, model))
+        about |= _compared(calls, rungs.shipped_results(rung.name))
+        about |= _times(bundle, model) | _nan(bundle, model)
+    except InputError as problem:
+        return about | {"status": "refused", "reason": str(problem)}
+    ms = model.loading_ms  # a runtime that tells a first load from later ones says `cold_load`
+    cold = ms.get("cold_load") or ms["load"]
+    about |= {"compile_ms": ms["compile"], "cold_load_ms": cold}
+    return about | {"warm_load_ms": again.loading_ms["load"]}
+
+
+def _plan(bundle: Bundle, shard: Shard, units: str, job: Job) -> dict:
+    runtime, fault = named(job.runtime)
+    programs = [(shard.name, function) for function in shard.functions or [None]]
+    asked = {"bundle": str(bundle.root), "programs": programs, "runtime": runtime}
+    planned = placement.plan_main(asked | {"fault": fault, "compute_units": units})
+    counts = {name: sum(p[name] or 0 for p in planned) for name in ("ops", "ane", "cpu", "gpu")}
+    return counts | {"cost_ane": planned[0]["cost_ane"], "source": planned[0]["source"]}
+
+
+def _compared(calls: list[tuple[int, np.ndarray]], expected: list[rungs.Expected]) -> dict:
+    """Worst distance at T = 1 and at T > 1, in units of what fp16 sums would leave."""
+    pairs = [(T, want.ratio(output)) for (T, output), want in zip(calls, expected, strict=True)]
+    finite = all(np.isfinite(output).all() for _, output in calls)
+    one, more = [r for T, r in pairs if T == 1], [r for T, r in pairs if T > 1]
+    worst = {"ratio_t1": max(one, default=None), "ratio_t": max(more, default=None)}
+    near = finite and all(ratio <= device.DEVICE_FACTOR for _, ratio in pairs)
+    return worst | {"finite": finite, "verdict": "GREEN" if near else "RED"}
+
+
+def _times(bundle: Bundle, model: Model) -> dict:
+    samples = time_calls(bundle, model, rungs.tokens_per_call(bundle)[0], REPEATED_CALLS, 5.0)
+    return {name: median(samples[name]) for name in ("wall_ms", "native_ms", "cpu_ms")}
+
+
+def _nan(bundle: Bundle, model: Model) -> dict:
+    """Whether a NaN that goes in comes out, as it does on the portable runtime."""
+    T = rungs.tokens_per_call(bundle)[0]
+    inputs = rungs.call_inputs(bundle, model.shard, T, 0, 1)
+    inputs[X].flat[0] = np.nan
+    state = model.make_state() if model.shard.states else None
+    outputs = model.predict(inputs, state)
+    return {"nan_comes_out": not all(np.isfinite(value).all() for value in outputs.values())}

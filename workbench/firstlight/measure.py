@@ -1,0 +1,138 @@
+"""First light from its first stage to its last: a runtime in, one result out, which `archive` packs.
+
+Each stage runs in a process of its own. A process that dies costs the case that it was at, which becomes a `failed`
+row; the next process goes on behind it until the stage's time is up.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from workbench import log
+from workbench.errors import InputError
+from workbench.firstlight import EXPERIMENT, SCHEMA
+from workbench.firstlight.job import write_line
+from workbench.firstlight.stages import STAGES
+from workbench.log.scrub import scrubbed
+from workbench.runtime import coreml_available, named
+from workbench.sweep import process, runs
+
+STATUS = ("measured", "stand-in", "not_measured", "failed")
+"""How a stage ends; only Core ML itself is measured."""
+LOGGED = {"measured": "ok", "stand-in": "ok", "not_measured": "skipped", "failed": "failed"}
+
+
+def default_runtime() -> str:
+    """Core ML where this machine has it, else the stand-in."""
+    return "coreml" if coreml_available() else "stand-in"
+
+
+def first_light(
+    folder: Path,
+    runtime: str | None = None,
+    *,
+    stages: dict | None = None,
+    progress: Callable[[dict], None] = lambda stage: None,
+) -> dict:
+    """Runs every stage.
+
+    Args:
+        folder: for bundles, the lines of each stage, stderr, and the log with the rows of this run.
+        runtime: coreml, stand-in or stand-in:FAULT (default: `default_runtime`).
+        stages: the stages to run, by name (default: all).
+        progress: gets each stage when it ended.
+
+    Returns:
+        {schema, commit, runtime, simulated, machine, stages: [{stage, says, status, reason,
+        seconds, rows}], not_measured: [{what, reason}], run_ids}. A stage that failed has the rows
+        that it had come to.
+    """
+    runtime = runtime or default_runtime()
+    name, fault = named(runtime)
+    stages = STAGES if stages is None else stages
+    facts, results, run_ids = log.environment(), [], []
+    for stage in stages:
+        result = run_stage(stage, runtime, folder, stages[stage].timeout_s)
+        about = {"stage": stage, "says": stages[stage].says} | result
+        row = {"command": f"first-light {stage}", "status": LOGGED[about["status"]]}
+        row |= {"reason": about["reason"], "runtime": name}
+        config = {"first_light": about | {"simulated": bool(fault), "runtime": runtime}}
+        root = folder / "log"
+        run_ids.append(runs.record_run(EXPERIMENT, row | {"config": config}, root=root))
+        results.append(about)
+        progress(about)
+    return {
+        "schema": SCHEMA,
+        "commit": facts["commit"],
+        "runtime": runtime,
+        "simulated": bool(fault),
+        "machine": facts | {"time": facts["time"].isoformat()},
+        "stages": results,
+        "not_measured": _not_measured(results),
+        "run_ids": run_ids,
+    }
+
+
+def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float) -> dict:
+    """The rows of one stage, its status and, where it failed, why; what its processes wrote on
+    stderr goes to a file beside them."""
+    lines, start, deaths, notes = folder / f"{stage}.jsonl", time.monotonic(), [], []
+    job = {"stage": stage, "runtime": runtime, "folder": str(folder), "lines": str(lines)}
+    cases, rows = STAGES[stage].cases(), []
+    while len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1:
+        outcome = process.call(
+            "workbench.firstlight.stages:stage_main",
+            job | {"skip": len(rows)},
+            timeout_s=round(left, 1),
+        )
+        notes += outcome.value or outcome.lines
+        rows = read_lines(lines)
+        if outcome.failure is not None and len(rows) < len(cases):
+            died = cases[len(rows)] | {"status": "failed", "reason": outcome.failure}
+            write_line(lines, died)
+            deaths.append(outcome.failure)
+            rows = read_lines(lines)
+    if len(rows) < len(cases):
+        deaths.append(
+            f"{len(cases) - len(rows)} of {len(cases)} cases not reached in {timeout_s} s"
+        )
+    (folder / f"{stage}.stderr").write_text("".join(f"{line}\n" for line in notes))
+    done = "measured" if named(runtime)[0] == "coreml" else "stand-in"
+    return {
+        "status": "failed" if deaths else done,
+        "reason": scrubbed("; ".join(dict.fromkeys(deaths))) or None,
+        "seconds": round(time.monotonic() - start, 1),
+        "rows": rows,
+    }
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    whole = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in whole]
+
+
+def _not_measured(results: list[dict]) -> list[dict]:
+    """What there is no figure of, with the reason, a line for each reason of a stage."""
+    missing = {}
+    for stage in results:
+        if stage["status"] != "measured":
+            why = stage["reason"] or "ran over the stand-in, which is not Core ML"
+            missing[stage["stage"], why] = None
+        for row in stage["rows"]:
+            if row["status"] != "ok":
+                missing[stage["stage"], row["reason"]] = None
+    return [{"what": what, "reason": reason} for what, reason in missing]
+
+
+def check_runtime(runtime: str | None) -> str:
+    """The runtime of first light; refuses one that is neither Core ML nor its stand-in."""
+    runtime = runtime or default_runtime()
+    if named(runtime)[0] not in ("coreml", "stand-in"):
+        raise InputError(
+            "--runtime", runtime, "coreml or stand-in", "leave it out: Core ML is taken where it is"
+        )
+    return runtime

@@ -1,0 +1,178 @@
+"""The shards of the ladder: names in, bundles exported from seeded integers, their calls, and the portable results
+that are shipped.
+
+`rungs.yaml` is the table. Everything here is computed anew on any machine; knows nothing of stages.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.names import X
+from workbench.check import metrics
+from workbench.check.price import HALF_ULP
+from workbench.decode.inputs import Host
+from workbench.export import export
+from workbench.export.package import WEIGHTS, read_package, serialize
+from workbench.models import checkpoint
+from workbench.runtime import Model, load_shard
+
+DATA = Path(__file__).parent / "shipped"
+DIGESTS, OUTPUTS = DATA / "packages.json", DATA / "outputs.npz"
+OF_EVERY_CHECKPOINT = {"num_hidden_layers": 1, "vocab_size": 512, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One shard of the ladder: a step from the rung that it stands `over`.
+
+    `kind` is the shard that runs: `layers`, or the `head`, which has no state.
+    """
+
+    name: str
+    says: str
+    options: dict
+    over: str | None = None
+    kind: str = "layers"
+    checkpoint: str = "small"
+
+
+@cache
+def _table() -> dict:
+    return yaml.safe_load(Path(__file__).with_name("rungs.yaml").read_text())
+
+
+def ladder() -> dict[str, Rung]:
+    """Every rung by its name, in order."""
+    return {row["name"]: Rung(**row) for row in _table()["rungs"]}
+
+
+class Noise:
+    """Seeded values in [-1.75, 1.75), of variance 1: 11 bits of Philox each, so that fp16 holds them
+    and every machine makes the same."""
+
+    def __init__(self, seed: int):
+        self.bits = np.random.Philox(key=seed)
+
+    def __call__(self, shape) -> torch.Tensor:
+        count = int(np.prod(shape))
+        words = self.bits.random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
+        values = (np.int32(words & 0x7FF) - 1024) * np.float32(1.75 / 1024)
+        return torch.from_numpy(values.reshape(tuple(shape)))
+
+
+def seeded_checkpoint(name: str, folder: Path, **changed) -> Path:
+    """The checkpoint `name` of the table in `folder`, written where it is missing; `changed` are
+    keywords of its configuration."""
+    path = folder / "-".join([name, *map(str, changed.values())])
+    if not path.exists():
+        config = OF_EVERY_CHECKPOINT | _table()["checkpoints"][name] | changed
+        checkpoint.random(path, noise=Noise(0), **config)
+    return path
+
+
+def exported(source: Path, folder: Path, **options) -> Bundle:
+    """The bundle of a checkpoint in `folder`, exported where it is missing."""
+    key = hashlib.sha256(json.dumps([source.name, options]).encode()).hexdigest()[:10]
+    path = folder / f"{source.name}-{key}"
+    if path.exists():
+        return Bundle.open(path)
+    return export(source, path, progress=False, **{"max_seq_len": 64} | options)
+
+
+def bundle_of(rung: Rung, folder: Path) -> Bundle:
+    """The bundle that a rung's shard is in."""
+    return exported(seeded_checkpoint(rung.checkpoint, folder), folder, **rung.options)
+
+
+def shard_of(rung: Rung, bundle: Bundle) -> Shard:
+    """The shard that a rung runs."""
+    return bundle.shards(rung.kind)[0]
+
+
+def digest(package: Path) -> str:
+    """SHA-256 of what a package computes: its program and its weights, without the notes of which
+    build of a library wrote it."""
+    spec = read_package(package)
+    spec.description.metadata.Clear()
+    return hashlib.sha256(serialize(spec) + (package / WEIGHTS).read_bytes()).hexdigest()
+
+
+def tokens_per_call(bundle: Bundle) -> list[int]:
+    """T of every call of a rung: each fixed shape twice, or 1, t_max and 1 again."""
+    options = bundle.manifest.options
+    shapes = options.shapes or (1, options.t_max)
+    return [*shapes, shapes[0]]
+
+
+def call_inputs(bundle: Bundle, shard: Shard, T: int, offset: int, seed: int) -> dict:
+    """Inputs of one call of T tokens behind `offset` others; `x` is seeded."""
+    B, C = bundle.manifest.options.batch, bundle.manifest.dims.C
+    host = Host(bundle.manifest)
+    inputs = host.inputs(np.full(B, offset), np.full(B, T), T)
+    inputs[X] = host.plane(Noise(seed)((B, C, T)).numpy())
+    return {name: inputs[name] for name in shard.inputs}
+
+
+def run_calls(bundle: Bundle, model: Model) -> Iterator[tuple[int, np.ndarray]]:
+    """T and the output of each call of a rung, one sequence from its start."""
+    state, offset = model.make_state() if model.shard.states else None, 0
+    for seed, T in enumerate(tokens_per_call(bundle), 1):
+        inputs = call_inputs(bundle, model.shard, T, offset, seed)
+        outputs, offset = model.predict(inputs, state), offset + T
+        yield T, outputs[next(iter(model.shard.outputs))]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the portable runtime computes for one call of a rung: the `output`, and the `distance`
+    (RMS) of arithmetic that rounds sums to fp16."""
+
+    output: np.ndarray
+    distance: float
+
+    def ratio(self, output: np.ndarray) -> float:
+        """Distance of another runtime's output over `distance`; more than `device.DEVICE_FACTOR` is too
+        far, as in the gate `device`."""
+        error = float(np.sqrt(np.mean((np.float64(self.output) - output) ** 2)))
+        return float(metrics.over(np.float64(error), np.float64(self.distance)))
+
+
+def portable_results(bundle: Bundle, shard: Shard) -> list[Expected]:
+    """One result for each call of a rung, by the portable runtime."""
+    declared, narrow = (
+        [
+            output
+            for _, output in run_calls(
+                bundle, load_shard(bundle, shard, "portable", precision=precision)
+            )
+        ]
+        for precision in ("declared", "narrow")
+    )
+    results = []
+    for output, other in zip(declared, narrow):
+        scale = float(np.sqrt(np.mean(np.float64(output) ** 2)))
+        distance = float(np.sqrt(np.mean((np.float64(output) - other) ** 2)))
+        results.append(Expected(output, max(distance, HALF_ULP * scale)))
+    return results
+
+
+def shipped_digests() -> dict[str, str]:
+    """Rung → `digest` of its package, as made on Linux."""
+    return json.loads(DIGESTS.read_text())
+
+
+def shipped_results(name: str) -> list[Expected]:
+    """The results of a rung that came with the project."""
+    with np.load(OUTPUTS) as arrays:
+        distances = arrays[f"{name} distance"]
+        outputs = [arrays[f"{name} {i}"] for i in range(len(distances))]
+    return [Expected(np.float32(o), float(d)) for o, d in zip(outputs, distances)]

@@ -1,0 +1,119 @@
+"""The six stages of first light, each run in a process of its own: cases in, one JSON line per case out.
+
+A stage is a list of cases and a function that measures one of them. A line is written as soon as its case is done, so
+whatever kills the process costs the case that it was at. Knows nothing of the process that started it.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from miltorch.quiet import coremltools
+from workbench import log
+from workbench.bundle import Bundle
+from workbench.check import device
+from workbench.check.golden import Golden
+from workbench.check.validate import validate
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.export import export
+from workbench.firstlight import rungs
+from workbench.firstlight.binding import binding_cases, measure_binding
+from workbench.firstlight.job import Job, write_line
+from workbench.firstlight.ladder import ladder_cases, measure_rung
+from workbench.firstlight.times import measure_soak, measure_timing, soak_cases, timing_cases
+from workbench.runtime import COMPUTE_UNITS
+from workbench.sweep import process, runs
+
+GOLDEN = rungs.DATA / "tiny-llama.golden"
+
+
+def stage_main(job: dict) -> list[str]:
+    """In a process of its own: the cases of a stage from `skip` on, a line of JSON for each.
+
+    Args:
+        job: {stage, runtime, folder, lines (the file they are appended to), skip}.
+
+    Returns:
+        What Core ML wrote on stderr.
+    """
+    stage, here = STAGES[job["stage"]], Job(job["runtime"], Path(job["folder"]))
+    for case in stage.cases()[job["skip"] :]:
+        start, written = time.perf_counter(), os.fstat(2).st_size
+        try:
+            row = {"status": "ok", "reason": None} | stage.measure(case, here)
+        except InputError as problem:
+            row = {"status": "refused", "reason": str(problem)}
+        if messages := process.messages_behind(written):
+            row["messages"] = messages
+        if row["status"] == "ok" and (errors := process.invalidating(messages)):
+            row |= {"status": "invalid", "reason": errors[0]}
+        row["seconds"] = round(time.perf_counter() - start, 3)
+        write_line(Path(job["lines"]), case | row)
+    return process.core_ml_messages()
+
+
+def fact_cases() -> list[dict]:
+    return [{"case": "machine"}, {"case": "compute devices"}]
+
+
+def measure_fact(case: dict, job: Job) -> dict:
+    """The machine as the log names it; the devices that Core ML lists."""
+    if case["case"] == "machine":
+        facts = log.environment()
+        return facts | {"time": facts["time"].isoformat()}
+    if job.runtime != "coreml":
+        return {"status": "not_measured", "reason": "Core ML alone lists its compute devices"}
+    kinds = coremltools().models.compute_device
+    devices = kinds.MLComputeDevice.get_all_compute_devices()
+    cores = [getattr(one, "total_core_count", None) for one in devices]
+    names = [type(one).__name__ for one in devices]
+    return {"devices": names, "cores": cores}
+
+
+def golden_cases() -> list[dict]:
+    return [{"units": units} for units in COMPUTE_UNITS]
+
+
+@cache
+def _tiny_llama(job: Job):
+    source = log.project() / "data" / "tiny-llama"
+    path = job.folder / "tiny-llama"
+    options = {"max_seq_len": 64, "compress": "int8-tensor"}
+    bundle = Bundle.open(path) if path.exists() else export(source, path, progress=False, **options)
+    golden = Golden.load(GOLDEN)
+    return bundle, golden, device.make_reference(bundle, golden)
+
+
+def measure_golden(case: dict, job: Job) -> dict:
+    """data/tiny-llama against the golden that came with the project, on one compute unit."""
+    bundle, golden, reference = _tiny_llama(job)
+    decoder = Decoder(bundle, job.runtime, compute_units=case["units"])
+    result = validate(decoder, golden, reference=reference)
+    names = "name", "verdict", "value", "threshold", "reason"
+    gates = [runs.pick(gate.json(), *names) for gate in result.gates if gate.verdict != "not_run"]
+    return {"verdict": result.verdict, "gates": gates, "worst_cosine": result.worst["cosine"]}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage says of itself, its cases, the function that measures one of them, and the
+    seconds after which it is ended."""
+
+    says: str
+    cases: Callable[[], list[dict]]
+    measure: Callable[[dict, Job], dict]
+    timeout_s: float
+
+
+STAGES = {
+    "facts": Stage("the machine and its devices", fact_cases, measure_fact, 45),
+    "binding": Stage("what coremltools' native layer takes", binding_cases, measure_binding, 60),
+    "ladder": Stage("one-layer shards, step by step", ladder_cases, measure_rung, 370),
+    "golden": Stage("data/tiny-llama on four units", golden_cases, measure_golden, 95),
+    "timing": Stage("1, 2 and 4 layers in a shard", timing_cases, measure_timing, 270),
+    "soak": Stage("400 calls without a pause", soak_cases, measure_soak, 60),
+}

@@ -1,0 +1,413 @@
+"""What a first light says: rows of the log in, the tables, gates and sentences of notebook 36 out.
+
+Nothing that ran over the stand-in settles anything about Core ML, and every answer says so.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from workbench import log
+from workbench.check import gates
+from workbench.check.device import DEVICE_FACTOR
+from workbench.check.gates import Gate
+from workbench.firstlight import archive, rungs
+from workbench.log.machine import machine_name
+
+STAND_IN = Path("data/first-light/stand-in.zip")
+SAME_TIME = 0.2  # two medians that differ by less of the larger one are the same time
+UNKNOWN = "not measured"
+
+
+@dataclass(frozen=True)
+class Light:
+    """One first light out of the log: each stage's rows and how it ended (`stages`: stage, status, reason, seconds,
+    rows), and what it ran on."""
+
+    stages: pd.DataFrame
+    rows: dict[str, pd.DataFrame]
+    machine: str
+    runtime: str
+    simulated: bool
+    run_ids: list[str]
+
+    @property
+    def label(self) -> str:
+        """The machine, and after it what ran if that was not Core ML."""
+        kind = "simulated Mac" if self.simulated else "stand-in"
+        return self.machine if self.runtime == "coreml" else f"{kind}, on {self.machine}"
+
+
+def take(project: Path, path: str, root: log.store.Root = None) -> Light:
+    """Takes the zip at `path` of the project into the log, and reads it from there; where nothing is, the one that
+    came with the project, which ran over the stand-in."""
+    file = project / path
+    imported = archive.import_zip(file if file.exists() else project / STAND_IN, root)
+    return read(log.load("runs", root, {"run_id": imported["runs"]}))
+
+
+def read(runs: pd.DataFrame) -> Light:
+    """The first light whose rows of `runs` these are."""
+    ended = runs[runs["command"].str.startswith("first-light ")].sort_values("run_id")
+    stages = [json.loads(text).get("first_light") for text in ended["config"]]
+    stages = [stage for stage in stages if stage]
+    columns = ["stage", "status", "reason", "seconds"]
+    table = pd.DataFrame([{name: stage[name] for name in columns} for stage in stages])
+    return Light(
+        table.assign(rows=[len(stage["rows"]) for stage in stages]),
+        {stage["stage"]: pd.DataFrame(stage["rows"]) for stage in stages},
+        machine_name(ended.iloc[0]),
+        stages[0]["runtime"],
+        stages[0]["simulated"],
+        sorted(runs["run_id"]),
+    )
+
+
+class Ladder:
+    """The rows of the stage `ladder`: how each rung ran on a unit, and Core ML's plan for it."""
+
+    def __init__(self, light: Light):
+        rows = light.rows.get("ladder", pd.DataFrame(columns=["ask", "rung", "units"]))
+        records = rows.astype(object).where(rows.notna(), None).to_dict("records")
+        self.runs, self.plans = (
+            {(r["rung"], r["units"]): r for r in records if r["ask"] == ask}
+            for ask in ("run", "plan")
+        )
+
+    def ok(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
+        """Whether a rung ran there and computed what portable computes."""
+        row = self.runs.get((rung, units))
+        return row and row["status"] == "ok" and row["verdict"] == "GREEN"
+
+    def rejected(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
+        """Whether Core ML refused to load a rung with error code -14."""
+        row = self.runs.get((rung, units))
+        return row and row["status"] == "refused" and "error code: -14" in row["reason"]
+
+    def share(self, rung: str) -> float | None:
+        """The share of a rung's operations that are planned on the Neural Engine."""
+        row = self.plans.get((rung, "CPU_AND_NE"), {})
+        return row["ane"] / row["ops"] if row.get("status") == "ok" and row["ops"] else None
+
+    def on_engine(self, rung: str) -> bool | None:
+        """Whether a rung runs and is planned on the Neural Engine, in part at least."""
+        share = self.share(rung)
+        return None if share is None else bool(self.ok(rung)) and share > 0
+
+    def cells(self) -> pd.DataFrame:
+        """What `plots.placement_ladder` draws: rung, column, text, good."""
+        rows = []
+        for rung in rungs.ladder().values():
+            for units in ("CPU_ONLY", "CPU_AND_NE"):
+                row = self.runs.get((rung.name, units))
+                good = None if row is None else float(bool(self.ok(rung.name, units)))
+                rows.append((rung.says, units, row and self._word(row), good))
+            share = self.share(rung.name)
+            text = None if share is None else f"{share:.0%}"
+            rows.append((rung.says, "planned on the ANE", text, share))
+        return pd.DataFrame(rows, columns=["rung", "column", "text", "good"])
+
+    @staticmethod
+    def _word(row: dict) -> str:
+        if row["status"] != "ok":
+            rejected = "error code: -14" in (row["reason"] or "")
+            words = {"refused": "error", "invalid": "fell back"}
+            return "−14" if rejected else words.get(row["status"], "died")
+        return "✓" if row["verdict"] == "GREEN" else "✗"
+
+    def table(self) -> pd.DataFrame:
+        """Every run of a rung, its times and its distance from portable."""
+        columns = ["rung", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
+        columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
+        columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
+        return pd.DataFrame(list(self.runs.values())).reindex(columns=columns)
+
+
+def timings(light: Light) -> pd.DataFrame:
+    """The rows of the stage `timing` that ran, one for each unit, T and number of layers."""
+    rows = light.rows.get("timing", pd.DataFrame())
+    columns = ["units", "T", "layers", "wall_ms", "native_ms", "cpu_ms", "wall_p90_ms", "calls"]
+    rows = rows[rows["status"] == "ok"] if len(rows) else rows
+    return rows.reindex(columns=[*columns, "ane_ops_share", "invalid"])
+
+
+def dispatch(light: Light) -> pd.DataFrame:
+    """Milliseconds of a call against layers in a shard, with the line through them: setting, layers, ms, fit_ms, and the
+    line's dispatch_ms (at no layer) and layer_ms. Core ML's own duration where there is one."""
+    rows = timings(light)
+    rows = rows.assign(ms=rows["native_ms"].fillna(rows["wall_ms"]).astype(float))
+    parts = []
+    for (units, T), line in rows.groupby(["units", "T"]):
+        if line["layers"].nunique() < 2:
+            continue
+        layer, start = np.polyfit(line["layers"].astype(float), line["ms"], 1)
+        parts.append(
+            line[["layers", "ms"]].assign(
+                setting=f"{units}, T = {T}",
+                fit_ms=start + layer * line["layers"],
+                dispatch_ms=start,
+                layer_ms=layer,
+            )
+        )
+    columns = ["setting", "layers", "ms", "fit_ms", "dispatch_ms", "layer_ms"]
+    return pd.concat(parts)[columns] if parts else pd.DataFrame(columns=columns)
+
+
+def host_and_device(light: Light) -> pd.DataFrame:
+    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of the wall time."""
+    rows = timings(light).dropna(subset="native_ms")
+    parts = []
+    for row in rows.to_dict("records"):
+        setting = f"{row['units']}, T = {row['T']}, layers: {row['layers']}"
+        rest = max(0.0, row["wall_ms"] - row["native_ms"])
+        parts += [(setting, "Core ML", row["native_ms"]), (setting, "host", rest)]
+    return pd.DataFrame(parts, columns=["setting", "part", "ms"])
+
+
+# --- which disputed rule is settled ---------------------------------------------------------------
+
+
+def _all(*answers: bool | None) -> bool | None:
+    """Whether all hold; None where one is not known and none is False."""
+    return False if False in answers else None if None in answers else True
+
+
+def _state_on_engine(ladder: Ladder) -> tuple[bool | None, str]:
+    answers = {name: ladder.on_engine(name) for name in ("state", "state-t4", "medium", "large")}
+    known = [on for on in answers.values() if on is not None]
+    return (any(known) if known else None), f"on the Neural Engine: {_names(answers)}"
+
+
+def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
+    pairs = [("state", "slice"), ("state-t4", "slice-t4"), ("range", "slice-range")]
+    on = {rung: ladder.on_engine(rung) for pair in pairs for rung in pair}
+    masks, slices = zip(*((on[mask], on[slice]) for mask, slice in pairs))
+    answer = True if any(masks) else False if any(slices) and None not in masks else None
+    return answer, f"on the Neural Engine: {_names(on)}"
+
+
+def _range_on_engine(ladder: Ladder) -> tuple[bool | None, str]:
+    on = {name: ladder.on_engine(name) for name in ("range", "one-state-range", "medium-range")}
+    known = [answer for answer in on.values() if answer is not None]
+    return (any(known) if known else None), f"on the Neural Engine: {_names(on)}"
+
+
+def _lut4_right(ladder: Ladder) -> tuple[bool | None, str]:
+    pairs = [(name, units) for name in ("lut4", "large-lut4") for units in UNITS]
+    ratios = [ladder.runs.get(pair, {}).get("ratio_t1") for pair in pairs]
+    shown = ", ".join(
+        f"{rung} {units} {UNKNOWN if ratio is None else f'{float(ratio):.2g}'}"
+        for (rung, units), ratio in zip(pairs, ratios)
+    )
+    return _all(*(ladder.ok(*pair) for pair in pairs)), f"distances: {shown}"
+
+
+def _width_free(ladder: Ladder) -> tuple[bool | None, str]:
+    return ladder.ok("width-30"), f"width 30 {_names({'loads and agrees': ladder.ok('width-30')})}"
+
+
+UNITS = ("CPU_ONLY", "CPU_AND_NE")
+DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
+    "C1": ("A state runs on the Neural Engine.", _state_on_engine),
+    "C2, K6": ("Writing by a mask is taken by the Neural Engine.", _mask_as_slice),
+    "C3": ("A state with a flexible T runs on the Neural Engine.", _range_on_engine),
+    "C4": ("4-bit tables are computed right.", _lut4_right),
+    "K2": ("A state's width need not be a multiple of 32.", _width_free),
+}
+
+
+def _names(answers: dict[str, bool | None]) -> str:
+    words = {True: "yes", False: "no", None: UNKNOWN}
+    return ", ".join(f"{name} {words[answer]}" for name, answer in answers.items())
+
+
+def disputes(light: Light) -> pd.DataFrame:
+    """Which disputed rule this first light settles: rule, says, answer, evidence."""
+    rows, ladder = [], Ladder(light)
+    for rule, (says, decide) in DISPUTES.items():
+        answer, evidence = decide(ladder)
+        word = {True: "settled: yes", False: "settled: no", None: "open"}[answer]
+        if light.runtime != "coreml" and answer is not None:
+            word = f"open: not Core ML, which would say {word.removeprefix('settled: ')}"
+        rows.append((rule, says, word, evidence))
+    return pd.DataFrame(rows, columns=["rule", "says", "answer", "evidence"])
+
+
+# --- the decision table ---------------------------------------------------------------------------
+
+
+def _cpu_fails(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    rows = {rung: ladder.ok(rung, "CPU_ONLY") for rung, units in ladder.runs if units == "CPU_ONLY"}
+    return (not all(rows.values()) if rows else None), [n for n, ok in rows.items() if not ok]
+
+
+def _state_rejected(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    pair = ("state", "range")
+    answers = [ladder.ok(n, "CPU_ONLY") for n in pair] + [ladder.rejected(n) for n in pair]
+    return _all(*answers), list(pair)
+
+
+def _range_alone_off(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    on = ladder.on_engine("range")
+    off = True if ladder.rejected("range") else None if on is None else not on
+    return _all(ladder.on_engine("state-t4"), off), ["state-t4", "range"]
+
+
+def _write_decides(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    pairs = [("state", "slice"), ("state-t4", "slice-t4")]
+    known = [(m, s) for m, s in pairs if ladder.runs.get((m, "CPU_AND_NE")) is not None]
+    differ = [m for m, s in known if ladder.rejected(m) != ladder.rejected(s)]
+    return (bool(differ) if known else None), differ
+
+
+def _falls_back(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    shares = {rung: ladder.share(rung) for rung, _ in ladder.plans}
+    known = [rung for rung, share in shares.items() if share is not None]
+    silent = [n for n in known if shares[n] == 0 and ladder.ok(n) and _same_time(ladder, n)]
+    return (bool(silent) if known else None), silent
+
+
+def _same_time(ladder: Ladder, rung: str) -> bool:
+    rows = [ladder.runs.get((rung, units), {}) for units in UNITS]
+    times = [row.get("native_ms") or row.get("wall_ms") for row in rows]
+    return None not in times and abs(times[0] - times[1]) <= SAME_TIME * max(times)
+
+
+def _hides_nan(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    rows = {n: row.get("nan_comes_out") for (n, units), row in ladder.runs.items() if "NE" in units}
+    known = [n for n, seen in rows.items() if seen is not None]
+    hidden = [n for n in known if not rows[n]]
+    return (bool(hidden) if known else None), hidden
+
+
+def _wrong_for_t(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    rows = {
+        n: (float(row["ratio_t1"]), float(row["ratio_t"]))
+        for (n, units), row in ladder.runs.items()
+        if units == "CPU_AND_NE" and None not in (row.get("ratio_t1"), row.get("ratio_t"))
+    }
+    wrong = [n for n, (one, more) in rows.items() if one <= DEVICE_FACTOR < more]
+    return (bool(wrong) if rows else None), wrong
+
+
+def _runs_there(ladder: Ladder) -> tuple[bool | None, list[str]]:
+    on = {rung: ladder.on_engine(rung) for rung, _ in ladder.plans}
+    known = [rung for rung, answer in on.items() if answer is not None]
+    there = [rung for rung in known if on[rung]]
+    return (bool(there) if known else None), there
+
+
+DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
+    (
+        "CPU_ONLY fails too",
+        "binding or program fault",
+        "mend the export or the runtime",
+        _cpu_fails,
+    ),
+    (
+        "CPU_ONLY GREEN, -14 on the Neural Engine for range and fixed T",
+        "states are rejected on the Neural Engine",
+        "caches as inputs and outputs; states on CPU and GPU",
+        _state_rejected,
+    ),
+    (
+        "fixed T on the Neural Engine, range not",
+        "rule C3 holds",
+        "--t fixed by default, one package for each T",
+        _range_alone_off,
+    ),
+    (
+        "mask -14 and slice works, or the reverse",
+        "settles C2",
+        "change the default of --kv-write",
+        _write_decides,
+    ),
+    (
+        "loads, 0 operations planned on the Neural Engine, as fast as CPU_ONLY",
+        "silent fallback",
+        "larger shards, else C3",
+        _falls_back,
+    ),
+    (
+        "finite on the Neural Engine where portable is NaN",
+        "the Neural Engine hides NaN",
+        "never a pass",
+        _hides_nan,
+    ),
+    ("GREEN at T = 1, RED at T > 1", "chapter 5's hazard", "fixed T", _wrong_for_t),
+    (
+        "GREEN and planned on the Neural Engine",
+        "the first real measurement, once its energy is measured too",
+        "publish cold, warm, sustained",
+        _runs_there,
+    ),
+)
+
+
+def decisions(light: Light, most: int = 6) -> pd.DataFrame:
+    """The decision table: result, seen (yes, no or not measured), where, means, next; at most so many rungs are named."""
+    rows, ladder = [], Ladder(light)
+    for result, means, step, decide in DECISIONS:
+        seen, where = decide(ladder)
+        word = {True: "yes", False: "no", None: UNKNOWN}[seen]
+        more = f" and {len(where) - most} more" if len(where) > most else ""
+        rows.append((result, word, ", ".join(where[:most]) + more if seen else "", means, step))
+    return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
+
+
+# --- verdict and words ----------------------------------------------------------------------------
+
+
+def light_gates(light: Light) -> list[Gate]:
+    """What holds on every machine: the same packages, the binding as its sources say, and on the CPU the values of the
+    portable runtime."""
+    results, ladder = [], Ladder(light)
+    rows = list(ladder.runs.values())
+    if made := [row for row in rows if row.get("as_shipped") is not None]:
+        other = sorted({row["rung"] for row in made if not row["as_shipped"]})
+        reason = f"other bytes than shipped: {', '.join(other)}" if other else "all as shipped"
+        results.append(gates.holds("packages", not other, reason))
+    if on_cpu := [n for n, units in ladder.runs if units == "CPU_ONLY"]:
+        bad = [n for n in on_cpu if not ladder.ok(n, "CPU_ONLY")]
+        reason = f"not as portable: {', '.join(bad)}" if bad else f"{len(on_cpu)} rungs as portable"
+        results.append(gates.holds("ladder_on_cpu", not bad, reason))
+    if "binding" in light.rows:
+        table = light.rows["binding"].reindex(columns=["case", "status", "accepted", "expected"])
+        known = table[table["expected"].notna()]
+        odd = known[known["accepted"] != known["expected"]]["case"].tolist()
+        reason = (
+            f"otherwise: {', '.join(odd)}" if odd else f"{len(known)} answers as its sources say"
+        )
+        results.append(gates.holds("binding", not odd, reason))
+    if "golden" in light.rows:
+        for row in light.rows["golden"].to_dict("records"):
+            reason = row["reason"] if isinstance(row["reason"], str) else "data/tiny-llama"
+            green = row.get("verdict") == "GREEN"
+            results.append(gates.holds(f"golden {row['units']}", green, reason))
+    return results
+
+
+def light_conclusion(light: Light) -> str:
+    """What ran, what was seen of the decision table, and which dispute is settled, in words."""
+    ended = ", ".join(f"{row.stage} {row.status}" for row in light.stages.itertuples())
+    lines = [f"First light of {light.label}: {ended}."]
+    if light.runtime != "coreml":
+        lines.append("No figure here is Core ML's, and nothing is settled by it.")
+    table = decisions(light)
+    lines += [
+        f"Seen: {row.result} ({row.where})." for row in table.itertuples() if row.seen == "yes"
+    ]
+    unknown = (table["seen"] == UNKNOWN).sum()
+    lines += [f"{unknown} of {len(table)} results of the decision table were not measured."]
+    fits = dispatch(light).drop_duplicates("setting")
+    lines += [
+        f"{row.setting}: {row.dispatch_ms:.2f} ms a call and {row.layer_ms:.2f} ms a layer."
+        for row in fits.itertuples()
+    ]
+    settled = disputes(light).query("answer.str.startswith('settled')")
+    lines += [f"{row.rule}, {row.says} {row.answer}." for row in settled.itertuples()]
+    return "\n".join(lines)
