@@ -20,10 +20,14 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 MIN_ROUNDS = 3
 _DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
 _INCIDENTAL_CONFIG = ("cell", "measured", "before", "flags", "load_average", "gates")
-_INCIDENTAL = {"run_id", "time", "round", *(f"config.{name}" for name in _INCIDENTAL_CONFIG)}
+_INCIDENTAL_BYTES = ("swap_bytes", "swap_bytes_before", "footprint_bytes")
+_INCIDENTAL = {"run_id", "time", "round", *_INCIDENTAL_BYTES} | {
+    f"config.{name}" for name in _INCIDENTAL_CONFIG
+}
 _FIGURES = ["median", "mad", "n", "drift", "drifting", "unstable"]
 _RATIO = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 _SAME = ["setting", "commit", "versions", "platform", "machine", "os_build", "power_source"]
+_SAME += ["low_power", "rosetta"]
 
 
 def summary(samples: pd.DataFrame) -> pd.DataFrame:

@@ -65,7 +65,7 @@ def prepare(job: dict) -> None:
 
 def measure_cell(job: dict) -> None:
     """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
-    began, before = time.time(), runs.pick(log.environment(), "thermal", "power_source")
+    began, before = time.time(), runs.state_before()
     bundle = Bundle.open(_path(job))
     decoder = Decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
@@ -73,12 +73,11 @@ def measure_cell(job: dict) -> None:
     samples = timing.measure_speed(
         decoder, **runs.pick(job["run"], "T", "depth", "n_gen", "repetitions")
     )
-    row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
+    row, fidelity = runs.describe(bundle, decoder) | _identity(job) | before, None
     config = _config(job) | {
         "not_timed": timing.NOT_TIMED,
         "flags": log.flags(samples),
         "load_average": os.getloadavg()[0],
-        "before": before,
     }
     if decoder.fault:
         config["fault"] = decoder.fault

@@ -9,6 +9,7 @@ import pandas as pd
 from workbench import log
 from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
+from workbench.log.host_state import host_state
 from workbench.log.machine import machine_name, with_machines
 from workbench.log.scrub import scrubbed
 from workbench.log.store import Root
@@ -77,6 +78,13 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
         "family": m.family,
     }
     return row | exported(m.options) | (executed(**vars(decoder)) if decoder else {})
+
+
+def state_before() -> dict:
+    """Columns of `runs` that say in which state the machine is before a measurement."""
+    state = host_state()
+    names = ("power_source", "thermal", "thermal_pressure", "swap_bytes")
+    return {f"{name}_before": state[name] for name in names}
 
 
 def record_run(
