@@ -31,6 +31,36 @@ def test_samples_hold_every_call_and_their_parts_add_up(decoder):
     assert np.allclose(rates, 6 / spent * 1e3)
 
 
+def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(decoder, llama_bundle):
+    native = Decoder(llama_bundle, "stand-in")
+    for model in (decoder, native):
+        samples = timing.measure_speed(model, n_gen=4, T=2, repetitions=1).set_index("order")
+        calls = samples[samples["phase"] == "call"]
+        parts = samples[samples["phase"].isin(["layer", "head", "host"])]
+        assert np.allclose(parts["cpu_ms"].groupby(level=0).sum(), calls["cpu_ms"])
+        assert (calls["cpu_ms"] > 0).all()
+        steps = parts[parts["phase"] != "host"]
+        assert samples[samples["phase"] == "host"]["native_ms"].isna().all()
+        table = timing.layer_table(samples.reset_index(), model)
+        assert (table["cpu_ms"] > 0).all()
+        if model is decoder:
+            assert samples["native_ms"].isna().all() and table["native_ms"].isna().all()
+            continue
+        assert (steps["native_ms"] > 0).all() and (steps["native_ms"] < steps["value"]).all()
+        assert np.allclose(steps["native_ms"].groupby(level=0).sum(), calls["native_ms"])
+        assert (table["native_ms"] > 0).all() and (table["native_ms"] < table["layer_ms"]).all()
+
+
+def test_a_routed_layer_s_native_time_holds_that_of_its_experts(exports):
+    bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed", max_seq_len=16)
+    decoder = Decoder(bundle, "stand-in")
+    samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
+    routers = [model.last_native_ms for model in decoder.layers]
+    last = samples[(samples["phase"] == "layer") & (samples["order"] == samples["order"].max())]
+    experts = np.array(last["native_ms"], float) - routers
+    assert (experts > 0).any() and (experts >= -1e-9).all()
+
+
 def test_a_layer_of_a_shard_of_several_gets_its_share(exports, tiny_llama):
     decoder = Decoder(exports.bundle(tiny_llama.path, layers_per_shard=2), "portable", fast=True)
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)

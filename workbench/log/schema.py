@@ -54,12 +54,13 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: compress kv_write layout states moe t sliding functions
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
+    # Of calls and their parts, `cpu_ms` is the calling thread's CPU time, `native_ms` Core ML's own (null elsewhere).
     "samples": _schema("""
         text:  run_id!
         int:   repetition order
         text:  phase! shard
         int:   depth n_prompt n_gen T
-        float: value
+        float: value cpu_ms native_ms
         text:  unit!
         bool:  warmup
     """),
@@ -69,7 +70,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:   layer!
         text:  shard
         int:   T depth
-        float: layer_ms mad_ms
+        float: layer_ms mad_ms cpu_ms native_ms
         int:   n
     """),
     # One tensor of one layer at one token position against its golden.

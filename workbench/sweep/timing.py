@@ -16,6 +16,7 @@ from workbench.decode.decoder import Times
 from workbench.errors import InputError
 
 WARMUP_CALLS = 2
+_PHASE = ("phase", "shard", "value", "cpu_ms", "native_ms")
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
@@ -29,7 +30,9 @@ def measure_speed(
 
     Returns:
         The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, `prefill` in
-        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `load`, `first_predict` per shard.
+        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and `first_predict`
+        per shard. A call and its parts have `cpu_ms`, CPU time of this thread, and but for the host `native_ms`, Core ML's own
+        time (null on other runtimes).
     """
     S, t_max = decoder.options.max_seq_len, decoder.options.t_max
     calls = -(-n_gen // T)
@@ -83,26 +86,36 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
 def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     """The phases of one call, ms: the whole call, each layer shard, the head, and the host."""
     decoder.times = times = Times()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
-    total = (time.perf_counter() - start) * 1e3
-    names = [model.shard.name for model in decoder.layers]
-    layers = [("layer", *pair) for pair in zip(names, times.layers, strict=True)]
-    host = total - sum(times.layers) - times.head
-    phases = [("call", None, total), *layers, ("head", None, times.head), ("host", None, host)]
-    return [dict(zip(("phase", "shard", "value"), phase)) for phase in phases]
+    ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
+    total, cpu = ((now - since) * 1e3 for now, since in ends)
+    native = None if None in times.native_ms else sum(times.native_ms)
+    steps = [("layer", model.shard.name) for model in decoder.layers] + [("head", None)]
+    ms = [*times.layers, times.head]
+    phases = [
+        ("call", None, total, cpu, native),
+        *(
+            (*step, *values)
+            for step, *values in zip(steps, ms, times.cpu_ms, times.native_ms, strict=True)
+        ),
+        ("host", None, total - sum(ms), cpu - sum(times.cpu_ms), None),
+    ]
+    return [dict(zip(_PHASE, phase)) for phase in phases]
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
-    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n."""
+    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n, and the medians of
+    its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
-    for (shard, T, depth), ms in timed.groupby(["shard", "T", "depth"], sort=False)["value"]:
-        each = ms / len(spans[shard])
-        mad = (each - each.median()).abs().median()
-        rows += [(i, shard, T, depth, each.median(), mad, len(each)) for i in spans[shard]]
-    columns = ["layer", "shard", "T", "depth", "layer_ms", "mad_ms", "n"]
+    for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
+        each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(spans[shard])
+        mad = (each["value"] - each["value"].median()).abs().median()
+        medians = each.median()
+        rows += [(i, shard, T, depth, mad, len(each), *medians) for i in spans[shard]]
+    columns = ["layer", "shard", "T", "depth", "mad_ms", "n", "layer_ms", "cpu_ms", "native_ms"]
     return pd.DataFrame(rows, columns=columns)
 
 
