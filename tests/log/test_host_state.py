@@ -62,7 +62,7 @@ def commands(tmp_path, monkeypatch):
     ],
 )
 def test_thermal_pressure_is_a_word(text, word):
-    assert states.thermal_pressure(text) == word
+    assert states.pressure_name(states.pressure_level(text)) == word
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Timing: every clock is there, warm-ups are apart, parts add up; nothing here judges how fast anything is."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,41 @@ def test_samples_hold_every_call_and_their_parts_add_up(decoder):
     rates = samples[samples["phase"] == "tokens_per_s"]["value"]
     spent = calls[~calls["warmup"]].groupby("repetition")["value"].sum()
     assert np.allclose(rates, 6 / spent * 1e3)
+
+
+def test_sequences_follow_until_the_tokens_and_the_seconds_are_through(decoder):
+    samples = timing.measure_speed(decoder, n_gen=4, repetitions=1, min_tokens=15)
+    calls = samples[(samples["phase"] == "call") & ~samples["warmup"]]
+    assert len(calls) == 16 and calls["repetition"].nunique() == 4
+    layers = samples[samples["phase"] == "layer"]
+    assert set(layers["repetition"]) == {0}  # steps of the sequences that were asked for by number
+    assert (samples["phase"] == "tokens_per_s").sum() == 4
+    samples = timing.measure_speed(decoder, n_gen=4, repetitions=1, min_seconds=0.5)
+    calls = samples[samples["phase"] == "call"]
+    assert calls["elapsed_s"].is_monotonic_increasing and 0.5 <= calls["elapsed_s"].max() < 10
+    assert (calls["value"] <= 1e3 * calls["elapsed_s"].diff().fillna(1)).all()
+
+
+def test_a_long_run_says_how_hot_the_machine_was_on_the_way(decoder, monkeypatch):
+    levels = iter([0, 0, 1, None])
+    monkeypatch.setattr(timing, "thermal_level", lambda: next(levels, 2))
+    samples = timing.measure_speed(decoder, n_gen=2, repetitions=5, min_seconds=1e-3)
+    hot = samples[samples["phase"] == "thermal_pressure"]
+    assert hot["value"].tolist() == [0, 0, 1, 2] and hot["elapsed_s"].is_monotonic_increasing
+    assert set(hot["unit"]) == {"level"}
+    samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
+    assert "thermal_pressure" not in set(samples["phase"])
+
+
+def test_a_device_ramps_up_before_anything_is_timed(llama_bundle, monkeypatch):
+    counts = {}
+    for runtime in ("portable", "stand-in"):
+        decoder = Decoder(llama_bundle, runtime)
+        spy = mock.Mock(wraps=decoder.layers[0].predict)
+        monkeypatch.setattr(decoder.layers[0], "predict", spy)
+        samples = timing.measure_speed(decoder, n_gen=2, repetitions=1)
+        counts[runtime] = spy.call_count - (samples["phase"] == "call").sum()
+    assert counts == {"portable": 0, "stand-in": timing.RAMP_CALLS}
 
 
 def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(decoder, llama_bundle):

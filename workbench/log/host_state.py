@@ -49,9 +49,7 @@ def host_state() -> dict:
             command_output("pmset", "-g"), _text("/sys/firmware/acpi/platform_profile")
         ),
         "thermal": command_output("pmset", "-g", "therm"),
-        "thermal_pressure": thermal_pressure(
-            command_output("notifyutil", "-g", "com.apple.system.thermalpressurelevel")
-        ),
+        "thermal_pressure": pressure_name(thermal_level()),
         "performance_cores": number(command_output("sysctl", "-n", "hw.perflevel0.physicalcpu")),
         "efficiency_cores": number(command_output("sysctl", "-n", "hw.perflevel1.physicalcpu")),
         "virtual_machine": virtual_machine(
@@ -75,13 +73,23 @@ def command_output(*command: str) -> str | None:
     return " ".join(output.decode(errors="replace").split()) or None
 
 
-def thermal_pressure(text: str | None) -> str | None:
-    """The level in ``com.apple.system.thermalpressurelevel 1``, notifyutil's answer, as a word."""
+def thermal_level() -> int | None:
+    """The thermal pressure now, an index of `THERMAL_PRESSURES`."""
+    return pressure_level(
+        command_output("notifyutil", "-g", "com.apple.system.thermalpressurelevel")
+    )
+
+
+def pressure_level(text: str | None) -> int | None:
+    """The level in ``com.apple.system.thermalpressurelevel 1``, notifyutil's answer."""
     level = re.search(r"thermalpressurelevel (\d+)$", text or "")
-    if level is None:
-        return None
-    known = int(level[1]) < len(THERMAL_PRESSURES)
-    return THERMAL_PRESSURES[int(level[1])] if known else level[1]
+    return level and int(level[1])
+
+
+def pressure_name(level: int | None) -> str | None:
+    """A thermal pressure as a word; the number where that is unknown."""
+    known = level is not None and level < len(THERMAL_PRESSURES)
+    return THERMAL_PRESSURES[level] if known else level and str(level)
 
 
 def power_source(text: str | None) -> str | None:

@@ -49,18 +49,20 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: setting
         int:  round
         bool: fast
-        int:  threads T depth n_gen
+        int:  threads T depth n_gen min_tokens
+        float: min_seconds
         int:  max_seq_len t_max batch layers_per_shard
         text: compress kv_write layout states moe t sliding functions
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
-    # Of calls and their parts, `cpu_ms` is the calling thread's CPU time, `native_ms` Core ML's own (null elsewhere).
+    # Of calls and their parts, `cpu_ms` is the calling thread's CPU time, `native_ms` Core ML's own (null elsewhere);
+    # `elapsed_s` is counted from the first call that was timed.
     "samples": _schema("""
         text:  run_id!
         int:   repetition order
         text:  phase! shard
         int:   depth n_prompt n_gen T
-        float: value cpu_ms native_ms
+        float: elapsed_s value cpu_ms native_ms
         text:  unit!
         bool:  warmup
     """),

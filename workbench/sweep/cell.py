@@ -41,7 +41,7 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
         measure: the function that a fresh process calls; it logs one run into job["root"].
     """
     started = time.time()
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, process.awake():
         inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = process.Outcome()
         if not _is_cached(_path(job)):
@@ -70,9 +70,9 @@ def measure_cell(job: dict) -> None:
     decoder = Decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
     )
-    samples = timing.measure_speed(
-        decoder, **runs.pick(job["run"], "T", "depth", "n_gen", "repetitions")
-    )
+    counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
+    counts.pop("threads")
+    samples = timing.measure_speed(decoder, **counts)
     row, fidelity = runs.describe(bundle, decoder) | _identity(job) | before, None
     config = _config(job) | {
         "not_timed": timing.NOT_TIMED,
@@ -153,11 +153,7 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
 
 
 def _identity(job: dict) -> dict:
-    return (
-        {"command": "sweep"}
-        | runs.pick(job, "setting", "round")
-        | runs.pick(job["run"], *runs.COUNTS)
-    )
+    return {"command": "sweep"} | runs.pick(job, "setting", "round") | runs.counted(job["run"])
 
 
 def _config(job: dict) -> dict:

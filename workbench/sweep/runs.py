@@ -22,7 +22,7 @@ HOW = ("runtime", "precision", "compute_units", "hints")
 VALUES = (*OPTIONS, *HOW)
 """What decides the values that a bundle of one checkpoint computes: machines do not."""
 
-COUNTS = ("threads", "T", "depth", "n_gen")
+COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 
 TIMES = (*VALUES, "fast", *COUNTS)
 """What, with checkpoint, machine and software, decides how long it takes."""
@@ -37,6 +37,11 @@ say."""
 def pick(mapping: Mapping, *names: str) -> dict:
     """The items of a mapping that have these names."""
     return {name: mapping[name] for name in names}
+
+
+def counted(run: Mapping) -> dict:
+    """Columns of `runs` that say how much a cell's run measures, null for what it leaves open."""
+    return {name: run.get(name) for name in COUNTS}
 
 
 def exported(options: Options) -> dict:
