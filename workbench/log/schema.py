@@ -45,7 +45,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: thermal_pressure thermal_pressure_before
         int:  swap_bytes swap_bytes_before footprint_bytes
         text: runtime precision compute_units hints placement placement_source
-        float: ane_ops_share ane_cost_share
+        float: ane_ops_share ane_cost_share ane_joules ane_active_ms
         text: setting
         int:  round
         bool: fast

@@ -20,9 +20,10 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 MIN_ROUNDS = 3
 _DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
 _DRIFT_BLOCKS = 500  # medians of as many parts of a long run: Theil and Sen compare all pairs
-_INCIDENTAL_CONFIG = ("cell", "measured", "before", "flags", "load_average", "gates")
-_INCIDENTAL_BYTES = ("swap_bytes", "swap_bytes_before", "footprint_bytes")
-_INCIDENTAL = {"run_id", "time", "round", *_INCIDENTAL_BYTES} | {
+_INCIDENTAL_CONFIG = ("cell", "measured", "before", "flags", "load_average", "gates", "energy")
+_INCIDENTAL_FIGURES = ("swap_bytes", "swap_bytes_before", "footprint_bytes", "ane_joules")
+_INCIDENTAL_FIGURES += ("ane_active_ms",)
+_INCIDENTAL = {"run_id", "time", "round", *_INCIDENTAL_FIGURES} | {
     f"config.{name}" for name in _INCIDENTAL_CONFIG
 }
 _FIGURES = ["median", "p90", "mad", "n", "drift", "drifting", "unstable"]

@@ -27,7 +27,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import plans, process, runs, timing
+from workbench.sweep import ioreport, plans, process, runs, timing
 
 MEASURE_FUNCTION = "workbench.sweep.cell:measure_cell"
 
@@ -72,13 +72,17 @@ def measure_cell(job: dict) -> None:
     )
     counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
     counts.pop("threads")
-    samples = timing.measure_speed(decoder, **counts)
+    with ioreport.metered() as energy:
+        samples = timing.measure_speed(decoder, **counts)
     row, fidelity = runs.describe(bundle, decoder) | _identity(job) | before, None
+    row |= runs.pick(energy, "ane_joules", "ane_active_ms")
     config = _config(job) | {
         "not_timed": timing.NOT_TIMED,
         "flags": log.flags(samples),
         "load_average": os.getloadavg()[0],
     }
+    if energy["reason"]:
+        config["energy"] = f"not measured: {energy['reason']}"
     if decoder.fault:
         config["fault"] = decoder.fault
     if messages := process.core_ml_messages():
