@@ -31,6 +31,15 @@ def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
     rows = samples([900.0], warmup=True) + samples([1.0, 2.0, 4.0, 8.0, 100.0], warmup=False)
     row = summary_of(tmp_path, rows).iloc[0]
     assert (row["median"], row["mad"], row["n"]) == (4.0, 3.0, 5)
+    assert row["p90"] == pytest.approx(np.quantile([1.0, 2.0, 4.0, 8.0, 100.0], 0.9))
+
+
+def test_the_drift_of_a_long_run_is_that_of_its_course(tmp_path):
+    """A run of ten minutes has a hundred thousand calls; all pairs of them would be 40 GB."""
+    values = np.linspace(10.0, 12.0, 120_000) + np.random.default_rng(0).normal(0, 1, 120_000)
+    rows = pd.DataFrame(samples([0.0]) * len(values)).assign(value=values)
+    row = log.summary(rows.assign(run_id="r", order=range(len(rows)), repetition=0)).iloc[0]
+    assert row["drifting"] and row["drift"] == pytest.approx(2 / 11, rel=0.05)
 
 
 def test_measurements_are_kept_apart_and_null_is_a_key_of_its_own(tmp_path):

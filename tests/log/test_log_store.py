@@ -578,6 +578,22 @@ def test_a_run_of_the_first_version_without_settings_reads_as_not_measured(tmp_p
     )
 
 
+def test_a_run_of_the_second_version_has_the_state_before_it_as_columns(tmp_path):
+    before = {"thermal": "CPU_Speed_Limit = 60", "power_source": "AC Power"}
+    for run_id, config in (("a", {"before": before}), ("b", {"before": None}), ("c", None)):
+        log.append("runs", {"status": "ok", "config": config}, tmp_path, run_id)
+        path = tmp_path / "runs" / f"{run_id}.parquet"
+        written = pq.read_table(path)
+        younger = [name for name in written.column_names if name.endswith("_before")]
+        older = written.drop_columns(younger)
+        older = older.replace_schema_metadata({b"workbench.log.version": b"2"})
+        pq.write_table(older, path)
+    rows = log.load("runs", tmp_path).astype(object).set_index("run_id")
+    assert rows.loc["a", ["thermal_before", "power_source_before"]].tolist() == [*before.values()]
+    assert rows.loc[["b", "c"], ["thermal_before", "power_source_before"]].isna().all(axis=None)
+    assert rows["thermal_pressure_before"].isna().all()
+
+
 # --- shipped runs ------------------------------------------------------------------------------------------------------
 
 

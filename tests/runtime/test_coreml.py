@@ -274,7 +274,7 @@ def compilations(monkeypatch):
 def forget(bundle, shard):
     import shutil
 
-    shutil.rmtree(coreml.compiled_path(bundle, shard), ignore_errors=True)
+    shutil.rmtree(coreml.compiled_path(bundle, shard).parent, ignore_errors=True)
 
 
 def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilations):
@@ -284,12 +284,26 @@ def test_a_shard_is_compiled_once_and_its_times_are_told(bundle, shard, compilat
         bundle, shard
     )
     assert first.loading_ms["compile"] > 0 and second.loading_ms["compile"] is None
-    assert first.loading_ms["load"] > 0 and first.loading_ms["first_predict"] is None
+    assert first.loading_ms["cold_load"] > 0 and first.loading_ms["load"] is None
+    assert second.loading_ms["cold_load"] is None and second.loading_ms["load"] > 0
+    assert first.loading_ms["first_predict"] is None
     decoder = Decoder(bundle, "coreml")
     decoder.prefill([1, 2, 3])
     told = [model.loading_ms["first_predict"] for model in decoder.layers]
     decoder.prefill([4])
     assert all(told) and told == [model.loading_ms["first_predict"] for model in decoder.layers]
+
+
+def test_a_load_is_cold_for_units_and_hints_that_a_compiled_shard_was_not_loaded_for(bundle, shard):
+    forget(bundle, shard)
+    for how in (
+        {"compute_units": "CPU_ONLY"},
+        {"compute_units": "CPU_AND_NE"},
+        {"compute_units": "CPU_AND_NE", "hints": {"reshapeFrequency": "Infrequent"}},
+    ):
+        for cold in (True, False):
+            ms = load_shard(bundle, shard, "coreml", **how).loading_ms
+            assert (ms["cold_load"] is not None, ms["load"] is None) == (cold, cold), how
 
 
 @pytest.mark.parametrize("changed", ["weights", "macOS", "coremltools"])

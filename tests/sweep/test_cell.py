@@ -1,13 +1,16 @@
 """Bundles that are kept for later: a damaged one is made again, one that is named stays."""
 
+import json
 import os
 import warnings
+from contextlib import contextmanager
 
 import pytest
 
-from workbench import Bundle, InputError
+from workbench import Bundle, InputError, log, sweep
 from workbench.bundle import Options
 from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import cell, execute, ioreport
 from workbench.sweep.cell import bundle_for
 
 
@@ -94,3 +97,28 @@ def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path):
         )
     assert counts["failed"] == 0 and counts["done"] == 1
     Bundle.open(root)
+
+
+@pytest.mark.parametrize("reason", [None, "no energy channel"])
+def test_what_the_counters_say_of_a_measurement_is_in_its_row(
+    exports, tmp_path, monkeypatch, reason
+):
+    @contextmanager
+    def metered():
+        figures = {"ane_joules": None, "ane_active_ms": None, "reason": "not ended"}
+        yield figures
+        figures |= {"ane_joules": 0.25, "ane_active_ms": 12.0, "reason": reason}
+
+    monkeypatch.setattr(ioreport, "metered", metered)
+    source = exports.checkpoint("llama", num_hidden_layers=1)
+    run = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]}
+    grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": run})
+    (only,) = sweep.cells(grid)
+    job = execute._job(only, grid, Checkpoint(source), tmp_path / "bundles", here=True)
+    job |= {"root": str(tmp_path / "log"), "worker": 0, "started": 0.0}
+    cell.prepare(job)
+    cell.measure_cell(job)
+    (row,) = log.load("runs", tmp_path / "log").to_dict("records")
+    assert (row["ane_joules"], row["ane_active_ms"]) == (0.25, 12.0)
+    assert json.loads(row["config"]).get("energy") == (reason and f"not measured: {reason}")
+    assert row["swap_bytes_before"] >= 0

@@ -8,6 +8,7 @@ from test_machines import CHECKPOINT, HASH
 
 from workbench import log, sweep
 from workbench.bundle import Options
+from workbench.errors import InputError
 from workbench.export import options
 from workbench.sweep import runs
 from workbench.sweep.grid import Run
@@ -73,7 +74,9 @@ def test_every_option_has_a_column_and_another_value_here():
         "cool_down_s",
         "timeout_s",
     }  # how often, not how
-    assert run == set(AXES) | {"n_gen", "threads"} and set(sweep.RUN_AXES) == set(AXES)
+    assert run == set(AXES) | {"n_gen", "threads", "min_tokens", "min_seconds"} and set(
+        sweep.RUN_AXES
+    ) == set(AXES)
     assert {*runs.OPTIONS, *run} == set(runs.TIMES) <= set(log.SCHEMAS["runs"].names)
 
 
@@ -181,3 +184,28 @@ def test_a_sweep_logs_the_columns_by_which_it_is_found(swept, grid):
         "worker" in json.loads(c)["measured"] and json.loads(c)["measured"]["worker"] != 0
         for c in rows["config"]
     )
+
+
+def test_a_long_run_is_a_setting_of_its_own_and_a_short_one_is_what_it_was():
+    (short,) = sweep.cells(make({"n_gen": 4}))
+    (long,) = sweep.cells(make({"n_gen": 4, "min_seconds": 60, "min_tokens": 1024}))
+    assert "min_seconds" not in short.run and short.columns("portable")["min_seconds"] is None
+    assert long.columns("portable")["min_seconds"] == 60
+    assert long.setting("c") != short.setting("c")
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"min_seconds": 60, "timeout_s": 60}, "below timeout_s"),
+        ({"min_seconds": 0}, "min_seconds"),
+        ({"min_tokens": 0}, "min_tokens"),
+    ],
+)
+def test_a_length_that_no_run_can_have_is_refused(run, words):
+    with pytest.raises(InputError, match=words):
+        make(run)
+
+
+def make(run: dict) -> sweep.grid.Grid:
+    return sweep.make_grid({"checkpoint": str(CHECKPOINT), "run": run})

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -134,3 +135,48 @@ def test_a_child_ends_when_its_caller_is_killed(module, tmp_path):
     while psutil.pid_exists(orphan) and psutil.Process(orphan).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_mac_is_kept_awake_and_no_longer_than_needed(tmp_path, monkeypatch):
+    said, fake = tmp_path / "said", tmp_path / "caffeinate"
+    fake.write_text(f'#!/bin/sh\necho "$@" $$ > {said}.new\nmv {said}.new {said}\nexec sleep 60\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with process.awake():
+        while not said.exists():
+            time.sleep(0.01)
+        *options, pid = said.read_text().split()
+        assert options == ["-i", "-w", str(os.getpid())]
+        os.kill(int(pid), 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_a_system_without_caffeinate_runs_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with process.awake():
+        pass
+
+
+def test_cells_are_measured_awake(monkeypatch):
+    from workbench.sweep import cell
+
+    order = []
+
+    @contextmanager
+    def awake():
+        order.append("awake")
+        yield
+        order.append("asleep")
+
+    def call(function, *_, **__):
+        order.append(function)
+        return process.Outcome()
+
+    monkeypatch.setattr(process, "awake", awake)
+    monkeypatch.setattr(process, "call", call)
+    monkeypatch.setattr(cell, "_is_cached", lambda path: True)
+    monkeypatch.setattr(cell, "_path", lambda job: None)
+    monkeypatch.setattr(cell.log, "files", lambda root: {})
+    cell.run_cell({"worker": 0, "run": {"cool_down_s": 0, "threads": 1}, "timeout_s": 9}, "m:f")
+    assert order == ["awake", "m:f", "asleep"]

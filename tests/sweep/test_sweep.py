@@ -54,6 +54,7 @@ def test_a_run_says_how_it_came_about(swept):
     )
     spans = sorted((c["measured"]["started"], c["measured"]["ended"]) for c in configs)
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(c["energy"].startswith("not measured: ") for c in configs)
     assert all("loading" in c["not_timed"] and isinstance(c["flags"], list) for c in configs)
     samples = log.load("samples", root=swept[0] / "log")
     assert (

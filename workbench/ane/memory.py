@@ -14,6 +14,7 @@ from workbench.bundle import PRESETS, Bundle, Dims, Options
 from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
+MAC_SHARE = 0.7  # of a Mac's memory, shared with the system and the GPU; beyond it macOS swaps
 STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
 
 
@@ -38,8 +39,20 @@ class Budget:
         return self.weights + self.kv + self.side_states + self.embedding + self.buffers
 
     def json(self) -> dict:
-        fits = self.machine and self.total <= self.machine
-        return asdict(self) | {"total": self.total, "fits": fits}
+        """The parts, `total`, and whether it `fits` this machine, or a Mac of as much memory."""
+        each = {"fits": None, "fits_mac": True}
+        fits = {
+            name: self.machine and self.total <= usable_bytes(self.machine, mac)
+            for name, mac in each.items()
+        }
+        return asdict(self) | {"total": self.total} | fits
+
+
+def usable_bytes(machine: int, mac: bool | None = None) -> int:
+    """What one process may use of a machine's memory: all of it, on a Mac `MAC_SHARE` (`mac`: whether
+    it is one; default: what this machine is)."""
+    mac = sys.platform == "darwin" if mac is None else mac
+    return int(MAC_SHARE * machine) if mac else machine
 
 
 def machine_bytes() -> int:

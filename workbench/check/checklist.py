@@ -359,10 +359,11 @@ def overflow_raises(decoder: Decoder) -> Gate:
 
 
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:
-    """max_seq_len fits: weights, caches, embedding and buffers against the machine's memory."""
+    """max_seq_len fits: weights, caches, embedding and buffers against the machine's memory, of a
+    Mac 70% of it."""
     budget = memory.budget_of_bundle(bundle, machine or memory.machine_bytes())
     reason = f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB"
-    return gates.at_most("memory", budget.total, budget.machine, reason)
+    return gates.at_most("memory", budget.total, memory.usable_bytes(budget.machine), reason)
 
 
 def _call(decoder: Decoder, model, state, pos: int, T: int = 1, seed: int = 0) -> np.ndarray:

@@ -62,10 +62,13 @@ def memory_command(
     sizes, speeds = budget.json(), roofline.by_chip(works)
     misfit = float(roofline.misfits()["misfit"].abs().median())
     lines = [
-        f"{name:14}{value / 2**20:12.2f} MiB" for name, value in sizes.items() if name != "fits"
+        f"{name:14}{value / 2**20:12.2f} MiB"
+        for name, value in sizes.items()
+        if not name.startswith("fits")
     ]
     lines += [
         "fits" if sizes["fits"] else "does not fit",
+        f"{'fits' if sizes['fits_mac'] else 'does not fit'} a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}",
         "",
         f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
         speeds.to_string(index=False, float_format="%.3g"),

@@ -41,11 +41,22 @@ GREEDY = Sampling()
 
 @dataclass
 class Times:
-    """Milliseconds of one call: every layer shard, every head slice, and the whole call on the host's clock."""
+    """Milliseconds of one call: every layer shard, every head slice, and the whole call on the host's clock.
+
+    `cpu_ms` and `native_ms` have one value for each layer shard and then one for the head: CPU time
+    of the calling thread, and Core ML's own share of the time (None where nothing says it).
+    """
 
     layers: list[float] = field(default_factory=list)
     head: float = 0.0
     total: float = 0.0
+    cpu_ms: list[float] = field(default_factory=list)
+    native_ms: list[float | None] = field(default_factory=list)
+
+    def add_step(self, cpu_start: float, native_ms: list[float | None]) -> None:
+        """Adds a step that began at a `time.thread_time` and made predictions of these native times."""
+        self.cpu_ms.append((time.thread_time() - cpu_start) * 1e3)
+        self.native_ms.append(None if None in native_ms else sum(native_ms))
 
 
 @dataclass
@@ -395,9 +406,10 @@ class Decoder:
         io = self.host.inputs(self.offsets, counts, T)
         io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         for index in range(len(self.layers)):
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.thread_time()
             io = self.run_layers(index, io, counts)
             self.times.layers.append((time.perf_counter() - start) * 1e3)
+            self.times.add_step(cpu_start, self.native_ms)
         self.offsets = self.offsets + counts
         for history, tokens in zip(self.ids, chunk, strict=True):
             history.extend(map(int, tokens))
@@ -417,8 +429,10 @@ class Decoder:
         """
         model, shard = self.layers[index], self.layers[index].shard
         outputs = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
+        self.native_ms = [model.last_native_ms]
         if shard.kind == "router":
             outputs[HIDDEN] = self.experts.run(shard.layers[0], outputs, counts)
+            self.native_ms += self.experts.native_ms
         following = {X: outputs[HIDDEN]}
         if ROUTER_STATE_OUT in outputs:
             following[ROUTER_STATE] = outputs[ROUTER_STATE_OUT]
@@ -426,14 +440,17 @@ class Decoder:
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """Hidden states [B, C, T] → logits [B, T, V], t_max columns a call."""
-        start, parts, t_max, T = time.perf_counter(), [], self.options.t_max, hidden.shape[2]
+        start, cpu_start, native_ms = time.perf_counter(), time.thread_time(), []
+        parts, t_max, T = [], self.options.t_max, hidden.shape[2]
         for first in range(0, T, t_max):
             columns = hidden[:, :, first : first + t_max]
             dummies = self.options.width(columns.shape[2]) - columns.shape[2]
             x = self.plane(np.pad(columns, ((0, 0), (0, 0), (0, dummies))))
             slices = [model.predict({X: x})[LOGITS] for model in self.heads]
+            native_ms += [model.last_native_ms for model in self.heads]
             parts.append(np.concatenate([s.reshape(*s.shape[:2], -1) for s in slices], axis=1))
         self.times.head = (time.perf_counter() - start) * 1e3
+        self.times.add_step(cpu_start, native_ms)
         return np.concatenate(parts, axis=2)[:, :, :T].transpose(0, 2, 1)
 
     def _prompts(self, ids) -> list[list[int]]:

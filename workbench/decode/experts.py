@@ -35,6 +35,7 @@ class RoutedExperts:
         self.fixed, self.load, self.plane = bundle.manifest.options.t == "fixed", load, plane
         self.shards = {(s.layers[0], s.rows[0]): s for s in bundle.shards("expert")}
         self.models: dict[tuple[int, int], Model] = {}
+        self.native_ms: list[float | None] = []  # of the last run's predictions
 
     def run(self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
         """Finishes a layer from its router shard's outputs; `counts` [B] valid columns. Returns hidden as a plane.
@@ -44,6 +45,7 @@ class RoutedExperts:
         """
         flat = {name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()}
         hidden, T = flat[BASE].copy(), flat[BASE].shape[2]
+        self.native_ms = []
         choice = flat[ROUTER_SCORES].argmax(1)  # [B, T]
         weights = np.take_along_axis(flat[ROUTER_PROBS], choice[:, None], 1)  # [B, 1, T]
         choice[np.arange(T) >= counts[:, None]] = -1
@@ -54,7 +56,9 @@ class RoutedExperts:
             columns = np.arange(T) if self.fixed else np.flatnonzero(own.any(0))
             io = {EXPERT_IN: flat[EXPERT_IN], EXPERT_WEIGHT: weights * own[:, None], ACC: hidden}
             io = {name: self.plane(value[:, :, columns]) for name, value in io.items()}
-            output = self.model(layer, expert).predict(io)[HIDDEN]
+            model = self.model(layer, expert)
+            output = model.predict(io)[HIDDEN]
+            self.native_ms.append(model.last_native_ms)
             hidden[:, :, columns] = output.reshape(*hidden.shape[:2], -1)
         return self.plane(hidden)
 

@@ -6,10 +6,8 @@ model ran on its Neural Engine.
 """
 
 import json
-import os
 import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +17,7 @@ import pandas as pd
 import psutil
 
 from workbench.errors import InputError
+from workbench.log.host_state import command_output, host_state
 from workbench.log.store import project_root
 
 MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
@@ -35,36 +34,22 @@ _PACKAGES = (
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine, now: `time` to `versions` below.
+    """The columns of ``runs`` that describe this machine, now: `time` to `versions` below, and those
+    of `host_state`.
 
-    ``thermal`` is what macOS reports of throttling, in its own words; ``commit`` ends in ``-dirty`` when the checkout
-    has changes; ``versions`` maps ``python`` and the packages that decide a result to their versions.
+    ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps ``python`` and the
+    packages that decide a result to their versions.
     """
     return {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
-        "chip": _command_output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
-        "model": _command_output("sysctl", "-n", "hw.model") or _dmi_model(),
+        "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
         "cores": psutil.cpu_count(),
-        "os_build": _command_output("sw_vers", "-buildVersion")
-        or f"{platform.release()} {platform.version()}".strip()
-        or None,
         "memory_bytes": psutil.virtual_memory().total,
-        "power_source": _power_source(),
-        "thermal": _command_output("pmset", "-g", "therm"),
         "commit": _commit(),
         "versions": {"python": platform.python_version()}
         | {name: _package(name) for name in _PACKAGES},
-    }
-
-
-def _command_output(*command: str) -> str | None:
-    """A command's output on one line; None where it does not exist, fails, takes over 10 s or says nothing."""
-    try:
-        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10)
-    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None
-    return " ".join(output.split()) or None
+    } | host_state()
 
 
 def _proc_cpu() -> str | None:
@@ -73,26 +58,12 @@ def _proc_cpu() -> str | None:
     return line[1] if line else None
 
 
-def _dmi_model() -> str | None:
-    """What the firmware of a PC or a virtual machine calls it."""
-    path = Path("/sys/class/dmi/id/product_name")
-    return (path.read_text(errors="replace").strip() or None) if os.access(path, os.R_OK) else None
-
-
-def _power_source() -> str | None:
-    """``AC Power`` or ``Battery Power``, as macOS calls them."""
-    if source := re.search(r"drawing from '(.+?)'", _command_output("pmset", "-g", "batt") or ""):
-        return source[1]
-    battery = psutil.sensors_battery()
-    return battery and {True: "AC Power", False: "Battery Power"}.get(battery.power_plugged)
-
-
 def _commit() -> str | None:
     """The checkout that this code runs from; None for an installed copy, whatever repository surrounds it."""
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
-    return _command_output(
+    return command_output(
         "git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
     )
 

@@ -31,30 +31,38 @@ def _schema(lines: str) -> pa.Schema:
 
 SCHEMAS: dict[str, pa.Schema] = {
     # One row: what ran, on what, with which settings, and how it ended. Runs of one `setting` are its repetitions, each in
-    # a process of its own; `round` numbers them.
+    # a process of its own; `round` numbers them. `…_before` is what the machine said before the first measurement, the column
+    # without it what it said when the row was written (see `log.host_state`).
     "runs": _schema("""
         text: run_id!
         time: time
         text: experiment command status! reason verdict
         text: config checkpoint checkpoint_hash bundle bundle_hash family
-        text: commit versions platform chip model os_build power_source thermal
-        int:  memory_bytes cores
+        text: commit versions platform chip model os_build
+        int:  memory_bytes cores performance_cores efficiency_cores
+        bool: virtual_machine rosetta low_power
+        text: power_source power_source_before thermal thermal_before
+        text: thermal_pressure thermal_pressure_before
+        int:  swap_bytes swap_bytes_before footprint_bytes
         text: runtime precision compute_units hints placement placement_source
-        float: ane_ops_share ane_cost_share
+        float: ane_ops_share ane_cost_share ane_joules ane_active_ms
         text: setting
         int:  round
         bool: fast
-        int:  threads T depth n_gen
+        int:  threads T depth n_gen min_tokens
+        float: min_seconds
         int:  max_seq_len t_max batch layers_per_shard
         text: compress kv_write layout states moe t sliding functions
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
+    # Of calls and their parts, `cpu_ms` is the calling thread's CPU time, `native_ms` Core ML's own (null elsewhere);
+    # `elapsed_s` is counted from the first call that was timed.
     "samples": _schema("""
         text:  run_id!
         int:   repetition order
         text:  phase! shard
         int:   depth n_prompt n_gen T
-        float: value
+        float: elapsed_s value cpu_ms native_ms
         text:  unit!
         bool:  warmup
     """),
@@ -64,7 +72,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:   layer!
         text:  shard
         int:   T depth
-        float: layer_ms mad_ms
+        float: layer_ms mad_ms cpu_ms native_ms
         int:   n
     """),
     # One tensor of one layer at one token position against its golden.
@@ -106,10 +114,21 @@ def _settings_of_config(runs: pa.Table) -> pa.Table:
     return runs.append_column("hints", pa.array(hints, pa.string()))
 
 
+def _state_before_of_config(runs: pa.Table) -> pa.Table:
+    """`runs` from version 2 to 3: what a sweep's `config` held of the machine before the run becomes
+    columns."""
+    configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
+    before = [config.get("before") or {} for config in configs]
+    for name in ("thermal", "power_source"):
+        values = pa.array([state.get(name) for state in before], pa.string())
+        runs = runs.append_column(f"{name}_before", values)
+    return runs
+
+
 # Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new nullable column needs none: files
 # that lack it read as null there.
 MIGRATIONS: dict[str, tuple[Callable[[pa.Table], pa.Table], ...]] = {table: () for table in SCHEMAS}
-MIGRATIONS["runs"] = (_settings_of_config,)
+MIGRATIONS["runs"] = (_settings_of_config, _state_before_of_config)
 
 
 def version(table: str) -> int:

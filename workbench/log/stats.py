@@ -19,17 +19,24 @@ MEASUREMENT = ["phase", "shard", "depth", "n_prompt", "n_gen", "T", "unit"]
 
 MIN_ROUNDS = 3
 _DRIFT_P, _DRIFT_SIZE, _OUTLIER, _FALSE_ALARMS = 0.05, 0.05, 1.5, 0.01
-_INCIDENTAL_CONFIG = ("cell", "measured", "before", "flags", "load_average", "gates")
-_INCIDENTAL = {"run_id", "time", "round", *(f"config.{name}" for name in _INCIDENTAL_CONFIG)}
-_FIGURES = ["median", "mad", "n", "drift", "drifting", "unstable"]
+_DRIFT_BLOCKS = 500  # medians of as many parts of a long run: Theil and Sen compare all pairs
+_INCIDENTAL_CONFIG = ("cell", "measured", "before", "flags", "load_average", "gates", "energy")
+_INCIDENTAL_FIGURES = ("swap_bytes", "swap_bytes_before", "footprint_bytes", "ane_joules")
+_INCIDENTAL_FIGURES += ("ane_active_ms",)
+_INCIDENTAL = {"run_id", "time", "round", *_INCIDENTAL_FIGURES} | {
+    f"config.{name}" for name in _INCIDENTAL_CONFIG
+}
+_FIGURES = ["median", "p90", "mad", "n", "drift", "drifting", "unstable"]
 _RATIO = ["n_a", "n_b", "median_a", "median_b", "ratio", "low", "high", "note"]
 _SAME = ["setting", "commit", "versions", "platform", "machine", "os_build", "power_source"]
+_SAME += ["low_power", "rosetta"]
 
 
 def summary(samples: pd.DataFrame) -> pd.DataFrame:
     """One row per run and measurement of a ``samples`` frame, warm-ups left out.
 
-    Adds to ``run_id`` and the columns of `MEASUREMENT`: ``median`` and ``mad`` in the measurement's unit, ``n``; ``drift``,
+    Adds to ``run_id`` and the columns of `MEASUREMENT`: ``median``, ``p90`` (what nine of ten samples do not exceed) and
+    ``mad`` in the measurement's unit, ``n``; ``drift``,
     the change from the first to the last sample as a fraction of the median (Theil–Sen slope); ``drifting``, true
     when that exceeds 5% and Kendall's tau is significant at 5% (five samples at least); ``unstable``, true when the
     largest value is more than 1.5 times the mean, pyperf's rule.
@@ -58,13 +65,16 @@ def _describe(values: np.ndarray) -> tuple:
     """`_FIGURES` of the samples of one measurement."""
     from scipy import stats  # half a second to import, which every command would wait
 
-    median, order, drift, drifting = np.median(values), np.arange(len(values)), 0.0, False
-    if median and np.ptp(values):
-        drift = stats.theilslopes(values, order).slope * order[-1] / median
-        significant = stats.kendalltau(order, values).pvalue < _DRIFT_P
+    blocks = np.array_split(values, min(len(values), _DRIFT_BLOCKS))
+    course = np.array([np.median(block) for block in blocks])
+    median, order, drift, drifting = np.median(values), np.arange(len(course)), 0.0, False
+    if median and np.ptp(course):
+        drift = stats.theilslopes(course, order).slope * order[-1] / median
+        significant = stats.kendalltau(order, course).pvalue < _DRIFT_P
         drifting = bool(abs(drift) > _DRIFT_SIZE and significant)
     unstable = bool(values.max() > _OUTLIER * values.mean())
-    return median, stats.median_abs_deviation(values), len(values), drift, drifting, unstable
+    p90, mad = np.quantile(values, 0.9), stats.median_abs_deviation(values)
+    return median, p90, mad, len(values), drift, drifting, unstable
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,36 @@
 import platform
 
 from workbench import log, runtime
+from workbench.sweep import process
+
+TRIED_ON = ("CPU_ONLY", "CPU_AND_NE")
+TIMEOUT_S = 120
 
 
-def examine() -> dict:
-    """The JSON of `workbench doctor`; what cannot be seen is None."""
+def examine(name: str | None = "auto") -> dict:
+    """The JSON of `workbench doctor`; what cannot be seen is None.
+
+    Where there is Core ML, it is tried, each time in a process of its own: ``compute_devices`` lists
+    the devices that it has, ``stateful_predict`` says for each of `TRIED_ON` whether a model with a
+    state ran (``ok``) or why it did not; `coreml_available` says whether it ran on the CPU.
+
+    Args:
+        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices; None: what takes seconds is
+            left out, and the version of macOS alone decides.
+    """
     from importlib.metadata import version
 
     import psutil
 
     machine = log.environment()
-    available = runtime.coreml_available()
+    available, devices, tried = runtime.coreml_available(), None, None
+    if available and name:
+        listed = process.call("workbench.runtime.selftest:compute_devices", {}, timeout_s=TIMEOUT_S)
+        devices = listed.value
+    if (available and name) or name not in ("auto", None):
+        tried = {units: _try_units("coreml" if available else name, units) for units in TRIED_ON}
+        available = tried["CPU_ONLY"] == "ok"
+    arm = platform.machine() == "arm64"
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -22,17 +42,36 @@ def examine() -> dict:
         "coremltools": version("coremltools"),
         "torch": version("torch"),
         "coreml_available": available,
-        "ane_available": available and platform.machine() == "arm64",
+        "ane_available": available
+        and (arm if devices is None else "ane" in {device["kind"] for device in devices}),
+        "compute_devices": devices,
+        "stateful_predict": tried,
         "default_runtime": runtime.resolve(),
-        "notes": _notes(available),
+        "notes": _notes(available, tried),
     }
 
 
-def _notes(available: bool) -> list[str]:
+def _try_units(name: str, units: str) -> str:
+    """``ok``, or why a model with a state did not run on these units."""
+    argument = {"runtime": name, "compute_units": units}
+    outcome = process.call(
+        "workbench.runtime.selftest:stateful_predict", argument, timeout_s=TIMEOUT_S
+    )
+    return outcome.failure or "ok"
+
+
+def _notes(available: bool, tried: dict[str, str] | None) -> list[str]:
+    if tried and set(tried.values()) != {"ok"}:
+        refused = [f"{units}: {words}" for units, words in tried.items() if words != "ok"]
+        return [
+            *(f"A model with a state did not run on {words}" for words in refused),
+            "Name compute units on which it ran with --compute-units, or take --runtime portable.",
+        ]
     if available:
         return [
             "Core ML runs here: decode, sweep and validate use it unless told --runtime portable.",
             "Times are this Mac's; a plan says what is preferred, timing each T says what happens.",
+            "Write cool_down_s: 15 into a sweep's run: a warm chip is slower, and the Neural Engine is reported to need as long after a failed compilation.",
             "Exports, goldens and logs of other machines can be used here as they are.",
         ]
     mac = platform.mac_ver()[0]

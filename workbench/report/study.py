@@ -96,7 +96,7 @@ class Study:
     @staticmethod
     def machine() -> Styler:
         """What this machine is, which runtime it uses, and what it cannot show."""
-        facts = doctor.examine()
+        facts = doctor.examine(None)
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
         return tables.styled(
             tables.listing({name: fact for name, fact in facts.items() if fact is not None})

@@ -33,7 +33,7 @@ class Model(Protocol):
     shard: Shard
     loading_ms: dict[
         str, float | None
-    ]  # compile, load, first_predict; None where it did not happen or is not known
+    ]  # compile, cold_load, load, first_predict; None where it did not happen or is not known
     last_native_ms: float | None  # Core ML's own share of the last call; None where nothing says
 
     def make_state(self) -> "State":

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +125,7 @@ class CoreMLModel:
         self.t_max = shard.functions.get(function, bundle.manifest.options.t_max)
         self.function, self.units = function, ct.ComputeUnit[compute_units]
         self.loading_ms: dict[str, float | None] = dict.fromkeys(
-            ("compile", "load", "first_predict")
+            ("compile", "cold_load", "load", "first_predict")
         )
         self.last_native_ms: float | None = None
         # reads the program, no weights
@@ -133,11 +133,15 @@ class CoreMLModel:
         hints = _hints(ct, hints or {})
         with self._one_message():
             self.compiled, self.loading_ms["compile"] = compile_shard(bundle, shard)
+            mark = self._loaded_mark(hints)
+            cold = self.loading_ms["compile"] is not None or not mark.exists()
             start = time.perf_counter()
             self.model = ct.models.CompiledMLModel(
                 str(self.compiled), self.units, function, hints or None
             )
-        self.loading_ms["load"] = (time.perf_counter() - start) * 1e3
+        self.loading_ms["cold_load" if cold else "load"] = (time.perf_counter() - start) * 1e3
+        with suppress(OSError):  # a folder that cannot be written
+            mark.touch()
 
     def _one_message(self):
         return _one_message(
@@ -145,6 +149,13 @@ class CoreMLModel:
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units",
         )
+
+    def _loaded_mark(self, hints: dict) -> Path:
+        """An empty file beside the compiled shard that says that it was loaded like this before: the
+        first time, Core ML makes a program for the device, and stores it itself."""
+        how = [self.units.name, self.function, sorted((name, str(v)) for name, v in hints.items())]
+        key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]
+        return self.compiled.with_suffix(f".{key}.loaded")
 
     def make_state(self) -> State:
         with self._one_message():

@@ -27,7 +27,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import plans, process, runs, timing
+from workbench.sweep import ioreport, plans, process, runs, timing
 
 MEASURE_FUNCTION = "workbench.sweep.cell:measure_cell"
 
@@ -41,7 +41,7 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
         measure: the function that a fresh process calls; it logs one run into job["root"].
     """
     started = time.time()
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, process.awake():
         inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = process.Outcome()
         if not _is_cached(_path(job)):
@@ -65,21 +65,24 @@ def prepare(job: dict) -> None:
 
 def measure_cell(job: dict) -> None:
     """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
-    began, before = time.time(), runs.pick(log.environment(), "thermal", "power_source")
+    began, before = time.time(), runs.state_before()
     bundle = Bundle.open(_path(job))
     decoder = Decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
     )
-    samples = timing.measure_speed(
-        decoder, **runs.pick(job["run"], "T", "depth", "n_gen", "repetitions")
-    )
-    row, fidelity = runs.describe(bundle, decoder) | _identity(job), None
+    counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
+    counts.pop("threads")
+    with ioreport.metered() as energy:
+        samples = timing.measure_speed(decoder, **counts)
+    row, fidelity = runs.describe(bundle, decoder) | _identity(job) | before, None
+    row |= runs.pick(energy, "ane_joules", "ane_active_ms")
     config = _config(job) | {
         "not_timed": timing.NOT_TIMED,
         "flags": log.flags(samples),
         "load_average": os.getloadavg()[0],
-        "before": before,
     }
+    if energy["reason"]:
+        config["energy"] = f"not measured: {energy['reason']}"
     if decoder.fault:
         config["fault"] = decoder.fault
     if messages := process.core_ml_messages():
@@ -154,11 +157,7 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
 
 
 def _identity(job: dict) -> dict:
-    return (
-        {"command": "sweep"}
-        | runs.pick(job, "setting", "round")
-        | runs.pick(job["run"], *runs.COUNTS)
-    )
+    return {"command": "sweep"} | runs.pick(job, "setting", "round") | runs.counted(job["run"])
 
 
 def _config(job: dict) -> dict:

@@ -17,6 +17,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     ValidationError,
+    model_validator,
 )
 
 from workbench import export as exporting
@@ -32,6 +33,8 @@ Count = Annotated[int, Field(ge=1)]
 
 RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
 """The lists of `Run`."""
+
+_COMMON = ("n_gen", "repetitions", "cool_down_s", "threads", "min_tokens", "min_seconds")
 
 
 def _runtime(name: str) -> str:
@@ -49,13 +52,16 @@ class Hints(BaseModel, extra="forbid"):
 
 
 class Run(BaseModel, extra="forbid"):
-    """How each bundle is run; every list is an axis. `repetitions` are sequences within one process, `rounds` are
-    processes: each round measures every cell once, in an order of its own, `cool_down_s` seconds apart."""
+    """How each bundle is run; every list is an axis. `repetitions` are sequences within one process, more of them where
+    `min_tokens` or `min_seconds` ask for it; `rounds` are processes: each round measures every cell once, in an order of its
+    own, `cool_down_s` seconds apart."""
 
     T: Axis[Count] = [1]
     depth: Axis[NonNegativeInt] = [0]
     n_gen: Count = 16
     repetitions: Count = 3
+    min_tokens: Count | None = None
+    min_seconds: PositiveFloat | None = None
     rounds: Count = 1
     cool_down_s: NonNegativeFloat = 0
     threads: Count = 1
@@ -65,6 +71,12 @@ class Run(BaseModel, extra="forbid"):
     fast: Axis[bool] = [True]
     compute_units: Axis[Literal["CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL"]] = ["CPU_AND_NE"]
     hints: Axis[Hints] = [Hints()]
+
+    @model_validator(mode="after")
+    def _in_time(self) -> "Run":
+        if self.min_seconds and self.min_seconds >= self.timeout_s:
+            raise ValueError(f"needs min_seconds below timeout_s, {self.timeout_s:g}")
+        return self
 
 
 class Grid(BaseModel, extra="forbid"):
@@ -104,7 +116,7 @@ class Cell:
         return (
             runs.exported(self.options)
             | runs.executed(**self.run | {"runtime": runtime})
-            | runs.pick(self.run, *runs.COUNTS)
+            | runs.counted(self.run)
         )
 
 
@@ -151,7 +163,7 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
 def cells(grid: Grid) -> Iterator[Cell]:
     """The cross product, round by round. The first way to run each bundle and runtime also validates it, once."""
     run = grid.run.model_dump(exclude_none=True)
-    common = runs.pick(run, "n_gen", "repetitions", "cool_down_s", "threads")
+    common = runs.pick(run, *(name for name in _COMMON if name in run))
     axes = runs.pick(run, *RUN_AXES).values()
     for round_, *export in itertools.product(range(run["rounds"]), *grid.export.values()):
         options = exporting.options(**dict(zip(grid.export, export)))

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from workbench.errors import InputError, last_message
@@ -89,6 +91,21 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
     except BrokenPipeError:  # it died before it could read
         pass
     return child.stdout.read()
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """Within, and no longer than this process lives, a Mac does not fall asleep by itself."""
+    caffeinate = None
+    with suppress(OSError):  # another system, or no such command
+        command = ["caffeinate", "-i", "-w", str(os.getpid())]
+        caffeinate = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        if caffeinate:
+            caffeinate.terminate()
+            caffeinate.wait()
 
 
 def core_ml_messages() -> list[str]:

@@ -98,7 +98,7 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     first, those that only invalid runs measured last.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
-    ``call_ms`` (medians over runs of their medians), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
+    ``call_ms`` (medians over runs of their medians), ``call_p90_ms`` (the same of their 90th percentiles), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
     T), ``kl_mean`` (nats) and ``verdict``: RED where another gate than the user's limit is, or the mean KL is above the
     grid's `max_kl`; ``invalid`` is the reason where no run is valid; ``ane_ops_share`` and ``ane_cost_share`` are the
     Neural Engine's shares (null: no plan). For `machine` see `stored_tables`.
@@ -115,10 +115,15 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     timed = timed[
         valid | ~valid.groupby([timed[key] for key in keys], dropna=False).transform("any")
     ]
-    medians = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"].median()
-    by_run = medians.unstack("phase").reindex(columns=["tokens_per_s", "call"])
-    rows = by_run.groupby(keys, dropna=False).agg(
-        tokens_per_s=("tokens_per_s", "median"), call_ms=("call", "median"), n=("call", "size")
+    of_run = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
+    by_run = of_run.median().unstack("phase").reindex(columns=["tokens_per_s", "call"])
+    p90 = of_run.quantile(0.9).unstack("phase").reindex(columns=["call"])
+    rows = by_run.assign(p90=p90["call"]).groupby(keys, dropna=False)
+    rows = rows.agg(
+        tokens_per_s=("tokens_per_s", "median"),
+        call_ms=("call", "median"),
+        call_p90_ms=("p90", "median"),
+        n=("call", "size"),
     )
     shares = timed.groupby(keys, dropna=False)[["invalid", "ane_ops_share", "ane_cost_share"]]
     rows = rows.join(shares.first())
@@ -142,6 +147,7 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
         "bundle",
         "tokens_per_s",
         "call_ms",
+        "call_p90_ms",
         "n",
         "worst_cosine",
         "kl_mean",

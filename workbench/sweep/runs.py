@@ -9,6 +9,7 @@ import pandas as pd
 from workbench import log
 from workbench.bundle import Bundle, Options
 from workbench.decode import Decoder
+from workbench.log.host_state import host_state
 from workbench.log.machine import machine_name, with_machines
 from workbench.log.scrub import scrubbed
 from workbench.log.store import Root
@@ -21,7 +22,7 @@ HOW = ("runtime", "precision", "compute_units", "hints")
 VALUES = (*OPTIONS, *HOW)
 """What decides the values that a bundle of one checkpoint computes: machines do not."""
 
-COUNTS = ("threads", "T", "depth", "n_gen")
+COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 
 TIMES = (*VALUES, "fast", *COUNTS)
 """What, with checkpoint, machine and software, decides how long it takes."""
@@ -36,6 +37,11 @@ say."""
 def pick(mapping: Mapping, *names: str) -> dict:
     """The items of a mapping that have these names."""
     return {name: mapping[name] for name in names}
+
+
+def counted(run: Mapping) -> dict:
+    """Columns of `runs` that say how much a cell's run measures, null for what it leaves open."""
+    return {name: run.get(name) for name in COUNTS}
 
 
 def exported(options: Options) -> dict:
@@ -77,6 +83,13 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
         "family": m.family,
     }
     return row | exported(m.options) | (executed(**vars(decoder)) if decoder else {})
+
+
+def state_before() -> dict:
+    """Columns of `runs` that say in which state the machine is before a measurement."""
+    state = host_state()
+    names = ("power_source", "thermal", "thermal_pressure", "swap_bytes")
+    return {f"{name}_before": state[name] for name in names}
 
 
 def record_run(

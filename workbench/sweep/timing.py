@@ -7,6 +7,7 @@ prefill to a depth as a whole; and apart from all that, how long each shard took
 
 import time
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pandas as pd
@@ -14,22 +15,40 @@ import pandas as pd
 from workbench.decode import Decoder
 from workbench.decode.decoder import Times
 from workbench.errors import InputError
+from workbench.log.host_state import thermal_level
 
 WARMUP_CALLS = 2
+RAMP_CALLS = 3
+_PHASE = ("phase", "shard", "value", "cpu_ms", "native_ms")
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
 
 def measure_speed(
-    decoder: Decoder, *, depth: int = 0, n_gen: int = 16, T: int = 1, repetitions: int = 3
+    decoder: Decoder,
+    *,
+    depth: int = 0,
+    n_gen: int = 16,
+    T: int = 1,
+    repetitions: int = 3,
+    min_tokens: int | None = None,
+    min_seconds: float | None = None,
 ) -> pd.DataFrame:
     """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
 
+    On Core ML, untimed calls go before: its Neural Engine ramps up over about three calls.
+
     Args:
         repetitions: fresh sequences, each prefilled to `depth` and then timed.
+        min_tokens, min_seconds: more sequences follow until as many tokens are timed (of one sequence of the batch), and as
+            much time has passed since the first call; of these only whole calls and rates are samples.
 
     Returns:
         The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, `prefill` in
-        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `load`, `first_predict` per shard.
+        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and `first_predict`
+        per shard. A call and its parts have `cpu_ms`, CPU time of this thread, and but for the host `native_ms`, Core ML's own
+        time (null on other runtimes). ``elapsed_s`` is the time from the start to the end of what a row
+        measures. With `min_seconds`, `thermal_pressure` follows each sequence on a Mac: its index in
+        `log.host_state.THERMAL_PRESSURES`.
     """
     S, t_max = decoder.options.max_seq_len, decoder.options.t_max
     calls = -(-n_gen // T)
@@ -44,7 +63,16 @@ def measure_speed(
         )
     rng, rows, order = np.random.default_rng(0), [], 0
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
-    for repetition in range(repetitions):
+    if decoder.runtime != "portable":
+        decoder.begin()
+        for _ in range(RAMP_CALLS):
+            decoder.advance(_ids(decoder, np.random.default_rng(0), T), T)
+    began = time.perf_counter()
+    for repetition in count():
+        enough = repetition * calls * T >= (min_tokens or 0)
+        enough = enough and time.perf_counter() - began >= (min_seconds or 0)
+        if repetition >= repetitions and enough:
+            break
         common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
         decoder.begin()
         if depth:
@@ -52,17 +80,25 @@ def measure_speed(
             decoder.prefill(_ids(decoder, rng, depth))
             prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
             first = {"order": order, "warmup": repetition == 0 < repetitions - 1}
-            rows.append(common | prefill | first)
+            rows.append(common | prefill | first | _elapsed(began))
         spent = 0.0
         for call in range(WARMUP_CALLS + calls):
             phases = _timed_call(decoder, _ids(decoder, rng, T), T)
             about = common | setting | {"order": order, "warmup": call < WARMUP_CALLS}
-            rows += [about | row for row in phases]
+            about |= _elapsed(began)
+            rows += [about | row for row in (phases if repetition < repetitions else phases[:1])]
             spent += 0 if call < WARMUP_CALLS else phases[0]["value"]
             order += 1
         rate = calls * T * decoder.options.batch / spent * 1e3
         rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
+        if min_seconds and (level := thermal_level()) is not None:
+            pressure = {"phase": "thermal_pressure", "value": level, "unit": "level"}
+            rows.append(about | pressure | _elapsed(began))
     return pd.DataFrame(rows + _loading(decoder))
+
+
+def _elapsed(began: float) -> dict:
+    return {"elapsed_s": time.perf_counter() - began}
 
 
 def _loading(decoder: Decoder) -> list[dict]:
@@ -83,26 +119,36 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
 def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     """The phases of one call, ms: the whole call, each layer shard, the head, and the host."""
     decoder.times = times = Times()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
-    total = (time.perf_counter() - start) * 1e3
-    names = [model.shard.name for model in decoder.layers]
-    layers = [("layer", *pair) for pair in zip(names, times.layers, strict=True)]
-    host = total - sum(times.layers) - times.head
-    phases = [("call", None, total), *layers, ("head", None, times.head), ("host", None, host)]
-    return [dict(zip(("phase", "shard", "value"), phase)) for phase in phases]
+    ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
+    total, cpu = ((now - since) * 1e3 for now, since in ends)
+    native = None if None in times.native_ms else sum(times.native_ms)
+    steps = [("layer", model.shard.name) for model in decoder.layers] + [("head", None)]
+    ms = [*times.layers, times.head]
+    phases = [
+        ("call", None, total, cpu, native),
+        *(
+            (*step, *values)
+            for step, *values in zip(steps, ms, times.cpu_ms, times.native_ms, strict=True)
+        ),
+        ("host", None, total - sum(ms), cpu - sum(times.cpu_ms), None),
+    ]
+    return [dict(zip(_PHASE, phase)) for phase in phases]
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
-    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n."""
+    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n, and the medians of
+    its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
-    for (shard, T, depth), ms in timed.groupby(["shard", "T", "depth"], sort=False)["value"]:
-        each = ms / len(spans[shard])
-        mad = (each - each.median()).abs().median()
-        rows += [(i, shard, T, depth, each.median(), mad, len(each)) for i in spans[shard]]
-    columns = ["layer", "shard", "T", "depth", "layer_ms", "mad_ms", "n"]
+    for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
+        each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(spans[shard])
+        mad = (each["value"] - each["value"].median()).abs().median()
+        medians = each.median()
+        rows += [(i, shard, T, depth, mad, len(each), *medians) for i in spans[shard]]
+    columns = ["layer", "shard", "T", "depth", "mad_ms", "n", "layer_ms", "cpu_ms", "native_ms"]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -74,7 +74,7 @@ class Planner(Panel):
             rate = 1e3 * T / roofline.predict_ms(work, chip)["ms"].sum()
             rates.append(f"{rate:.0f} tok/s at T = {T}")
         self.message.value = (
-            f"{budget.total / 2**20:.1f} MiB {'fits' if budget.total <= size else 'does not fit'} in {machine}. "
+            f"{budget.total / 2**20:.1f} MiB {'fits' if budget.json()['fits_mac'] else 'does not fit'} in {machine} of a Mac, of which it may take {memory.MAC_SHARE:.0%}. "
             f"Predicted on {chip}: {', '.join(rates)} (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
         )
         self.rules.value = "Rules: not checked, they need the exported graph."

@@ -1,0 +1,158 @@
+"""The state of the machine that decides what a timing is worth: heat, power, memory, and what stands
+between this process and the hardware.
+
+The operating system is asked and nothing is guessed: a command that is missing or fails, and an
+answer that says nothing, are None. Each answer is read by one function of its text alone.
+"""
+
+import ctypes
+import os
+import platform
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+# macOS' OSThermalNotification.h
+THERMAL_PRESSURES = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+_RUSAGE_BYTES = 96  # struct rusage_info_v0: 16 bytes of a UUID, ten numbers of 64 bits
+_FOOTPRINT = 16 + 7 * 8
+
+
+def host_state() -> dict:
+    """Columns of ``runs`` that say in which state this machine is now; None for what it does not say.
+
+    Returns:
+        model: the maker's name of the machine (``Mac16,5``).
+        os_build: the build of the system (``24F74``).
+        power_source: ``AC Power`` or ``Battery Power``.
+        low_power: whether the system saves power.
+        thermal: what macOS reports of throttling, in its own words.
+        thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level unknown here.
+        performance_cores, efficiency_cores: physical cores of a Mac by kind.
+        virtual_machine: whether a hypervisor runs this system.
+        rosetta: whether this process is translated from x86-64.
+        swap_bytes: bytes of all processes that are swapped out.
+        footprint_bytes: memory of this process that cannot be dropped, swapped parts included.
+    """
+    return {
+        "model": command_output("sysctl", "-n", "hw.model")
+        or _text("/sys/class/dmi/id/product_name"),
+        "os_build": command_output("sw_vers", "-buildVersion")
+        or f"{platform.release()} {platform.version()}".strip()
+        or None,
+        "power_source": power_source(command_output("pmset", "-g", "batt")) or _battery(),
+        "low_power": low_power(
+            command_output("pmset", "-g"), _text("/sys/firmware/acpi/platform_profile")
+        ),
+        "thermal": command_output("pmset", "-g", "therm"),
+        "thermal_pressure": pressure_name(thermal_level()),
+        "performance_cores": number(command_output("sysctl", "-n", "hw.perflevel0.physicalcpu")),
+        "efficiency_cores": number(command_output("sysctl", "-n", "hw.perflevel1.physicalcpu")),
+        "virtual_machine": virtual_machine(
+            command_output("sysctl", "-n", "kern.hv_vmm_present"), _text("/proc/cpuinfo")
+        ),
+        "rosetta": flag(command_output("sysctl", "-n", "sysctl.proc_translated")),
+        "swap_bytes": psutil.swap_memory().used,
+        "footprint_bytes": mac_footprint(_rusage())
+        if sys.platform == "darwin"
+        else linux_footprint(_text("/proc/self/status")),
+    }
+
+
+def command_output(*command: str) -> str | None:
+    """A command's output on one line; None where it cannot be run, fails, takes over 10 s or says
+    nothing."""
+    try:
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return " ".join(output.decode(errors="replace").split()) or None
+
+
+def thermal_level() -> int | None:
+    """The thermal pressure now, an index of `THERMAL_PRESSURES`."""
+    return pressure_level(
+        command_output("notifyutil", "-g", "com.apple.system.thermalpressurelevel")
+    )
+
+
+def pressure_level(text: str | None) -> int | None:
+    """The level in ``com.apple.system.thermalpressurelevel 1``, notifyutil's answer."""
+    level = re.search(r"thermalpressurelevel (\d+)$", text or "")
+    return level and int(level[1])
+
+
+def pressure_name(level: int | None) -> str | None:
+    """A thermal pressure as a word; the number where that is unknown."""
+    known = level is not None and level < len(THERMAL_PRESSURES)
+    return THERMAL_PRESSURES[level] if known else level and str(level)
+
+
+def power_source(text: str | None) -> str | None:
+    """``AC Power`` of ``Now drawing from 'AC Power'``, the answer of ``pmset -g batt``."""
+    source = re.search(r"drawing from '(.+?)'", text or "")
+    return source and source[1]
+
+
+def low_power(pmset: str | None, profile: str | None = None) -> bool | None:
+    """Whether power is saved, from the answer of ``pmset -g`` (``lowpowermode 1``; ``powermode 1``
+    on machines with three modes) or from Linux' platform profile."""
+    if mode := re.search(r"\b(?:low)?powermode (\d)", pmset or ""):
+        return mode[1] == "1"
+    return profile and profile == "low-power"
+
+
+def virtual_machine(hypervisor: str | None, cpuinfo: str | None = None) -> bool | None:
+    """Whether a hypervisor is present: ``1`` of a Mac's ``kern.hv_vmm_present``, or the flag of
+    Linux' /proc/cpuinfo, which exists on x86-64 alone."""
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo or "", re.MULTILINE)
+    return flag(hypervisor) if hypervisor else flags and "hypervisor" in flags[1].split()
+
+
+def flag(text: str | None) -> bool | None:
+    """``0`` or ``1`` as a bool."""
+    return {"0": False, "1": True}.get(text)
+
+
+def number(text: str | None) -> int | None:
+    """A whole number of digits alone."""
+    return int(text) if text and re.fullmatch(r"\d+", text, re.ASCII) else None
+
+
+def mac_footprint(rusage: bytes | None) -> int | None:
+    """`ri_phys_footprint` of a ``struct rusage_info_v0``."""
+    return struct.unpack_from("=Q", rusage, _FOOTPRINT)[0] if rusage else None
+
+
+def linux_footprint(status: str | None) -> int | None:
+    """Resident anonymous memory and swap of a /proc/PID/status, in bytes."""
+    sizes = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", status or "", re.MULTILINE)
+    return sum(map(int, sizes)) * 1024 if sizes else None
+
+
+def _rusage() -> bytes | None:
+    """`rusage_info_v0` of this process, of macOS alone."""
+    buffer = ctypes.create_string_buffer(_RUSAGE_BYTES)
+    try:
+        refused = ctypes.CDLL(None).proc_pid_rusage(os.getpid(), 0, buffer)
+    except (OSError, AttributeError):
+        return None
+    return None if refused else buffer.raw
+
+
+def _battery() -> str | None:
+    """The power source of a laptop without pmset, in its words."""
+    battery = psutil.sensors_battery()
+    return battery and {True: "AC Power", False: "Battery Power"}.get(battery.power_plugged)
+
+
+def _text(path: str) -> str | None:
+    """A file's text without the white space around it; None where it cannot be read or is empty."""
+    try:
+        return Path(path).read_text(errors="replace").strip() or None
+    except OSError:
+        return None
