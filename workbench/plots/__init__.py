@@ -17,6 +17,7 @@ from workbench.plots.cost import (
     speed,
     speed_against_fidelity,
 )
+from workbench.plots.difference import fidelity_difference
 from workbench.plots.fidelity import (
     error_by_position,
     error_parts,
@@ -34,6 +35,7 @@ __all__ = [
     "error_by_position",
     "error_parts",
     "failure_patterns",
+    "fidelity_difference",
     "fidelity_grid",
     "fidelity_heatmap",
     "first_token",
