@@ -63,6 +63,12 @@ def test_diff_draws_and_names_the_gates_that_changed(root, tmp_path):
     assert "no gate changed its verdict" in text
 
 
+def test_a_log_without_a_fitting_row_says_so(root, tmp_path):
+    where = ("--where", "compress == 'lut6'")
+    assert run("log", *where, "--log-dir", root) == f"no row of runs in the log at {root} fits\n"
+    assert run("log", *where, "--log-dir", root, "--json") == "[]\n"
+
+
 def test_bad_names_are_one_message(root):
     for arguments, message in (
         (("log", "--summary", "--format", "xlsx"), "--format"),

@@ -10,6 +10,7 @@ import pytest
 
 from workbench import log
 from workbench.errors import InputError
+from workbench.log import text
 from workbench.report import summary
 from workbench.report.difference import run_difference
 
@@ -93,10 +94,10 @@ def test_a_filter_takes_rows_away_and_no_verdict(root):
     """The validation of a bundle is another run than the one that timed it."""
     rows = summary.summary_rows(root, "run_id in ['1', '2']")
     assert set(rows["verdict"]) == {"GREEN"} and set(rows["compress"]) == {"fp16"}
-    ranked = summary.sorted_rows(summary.summary_rows(root), "-tokens_per_s")["tokens_per_s"]
+    ranked = text.sorted_rows(summary.summary_rows(root), "-tokens_per_s")["tokens_per_s"]
     assert ranked.dropna().is_monotonic_decreasing and ranked.isna().iloc[-1]
     with pytest.raises(InputError, match="--sort"):
-        summary.sorted_rows(rows, "speed")
+        text.sorted_rows(rows, "speed")
 
 
 def test_an_update_that_is_not_finite_is_the_worst(root):
@@ -135,7 +136,7 @@ def test_a_comparison_keeps_to_a_hundred_columns_and_says_what_is_common_once(ro
         ]
         samples = rates(ms, ms, ms) + shards + prompts(ms, ms)
         put(root, run_id, samples, compress=compress, setting=run_id, bundle_hash=run_id * 64)
-    lines = "\n".join(summary.comparison_lines(log.compare("8", "9", root))).splitlines()
+    lines = "\n".join(text.comparison_lines(log.compare("8", "9", root))).splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) <= 16
     assert [line.split() for line in lines[:2]] == [
         ["setting", "a", "b"],
@@ -143,13 +144,13 @@ def test_a_comparison_keeps_to_a_hundred_columns_and_says_what_is_common_once(ro
     ]
     (speed,) = [line.split() for line in lines if "tokens_per_s" in line]
     assert speed[-4:] == ["tok/s", "10", "20", "2"]
-    text = " ".join(lines)
-    assert text.count("not enough runs") == text.count("on one side only") == 1
-    assert "lut4_11" in text and "bundle_hash" not in text
+    words = " ".join(lines)
+    assert words.count("not enough runs") == words.count("on one side only") == 1
+    assert "lut4_11" in words and "bundle_hash" not in words
 
 
 def test_a_comparison_of_a_run_with_itself_differs_in_nothing(root):
-    lines = summary.comparison_lines(log.compare("4", "4", root))
+    lines = text.comparison_lines(log.compare("4", "4", root))
     assert lines[0] == "no setting differs"
 
 

@@ -55,18 +55,23 @@ def log_command(
         sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest first.
         format: Of the summary: md, csv, tex or json.
     """
-    from workbench.report.summary import sorted_rows, summary_rows, text_table
+    from workbench.log.text import sorted_rows
 
     if summary:
+        from workbench.report.summary import summary_rows, text_table
+
         rows = sorted_rows(summary_rows(log_dir, where), sort)
         echo(text_table(rows, "json" if json else format))
         return
     rows = sorted_rows(workbench.log.load(table, root=log_dir, where=where), sort)
-    echo(
-        rows.to_json(orient="records", date_format="iso")
-        if json
-        else rows.dropna(axis="columns", how="all").to_string(index=False, max_colwidth=32)
-    )
+    if json:
+        echo(rows.to_json(orient="records", date_format="iso"))
+    elif rows.empty:
+        folder = log_dir or workbench.log.default_root()
+        echo(f"no row of {table} in the log at {folder}" + (" fits" if where else ""))
+    else:
+        rows = rows.dropna(axis="columns", how="all")
+        echo(rows.to_string(index=False, max_colwidth=32))
 
 
 def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False) -> None:
@@ -74,14 +79,14 @@ def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Jso
 
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
+    from workbench.log.text import comparison_lines
+
     comparison = workbench.log.compare(run_a, run_b, log_dir)
     result = {
         "settings": comparison.settings.to_dict("records"),
         "measures": loads(comparison.measures.to_json(orient="records")),
         "hidden": comparison.indistinguishable,
     }
-    from workbench.report.summary import comparison_lines
-
     show(result, json, comparison_lines(comparison))
 
 
@@ -101,8 +106,8 @@ def diff_command(
         tensor: update, k, v, hidden or logits.
         out: Path of the figure without its ending; default: experiments/diffs/A-B/update.
     """
+    from workbench.log.text import setting_lines
     from workbench.report.difference import run_difference
-    from workbench.report.summary import setting_lines
 
     found = run_difference(run_a, run_b, log_dir, tensor)
     paths = found.save(log_dir, out)

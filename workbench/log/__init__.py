@@ -7,7 +7,7 @@ came about.
 
 from workbench.log.machine import environment
 from workbench.log.schema import SCHEMAS
-from workbench.log.stats import MEASUREMENT, Comparison, compare, flags, summary
+from workbench.log.stats import Comparison, compare, flags, summary
 from workbench.log.store import (
     SHIPPED,
     adopt,
@@ -21,7 +21,6 @@ from workbench.log.store import (
 )
 
 __all__ = [
-    "MEASUREMENT",
     "SCHEMAS",
     "SHIPPED",
     "Comparison",

@@ -10,7 +10,7 @@ from workbench import log, plots
 from workbench.errors import InputError
 from workbench.log.schema import ALLOWED
 from workbench.log.store import Root
-from workbench.report.summary import IDENTITIES, shortened
+from workbench.log.text import IDENTITIES, shortened
 from workbench.report.writeup import folder
 
 
