@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from workbench.ane import memory, roofline
+from workbench.bundle import PRESETS
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
@@ -106,3 +107,68 @@ def test_rates_that_nobody_published_are_marked():
     assert isinstance(table, pd.DataFrame) and (table["tokens_per_s"] > 0).all()
     with pytest.raises(InputError, match="M9"):
         roofline.chip("M9")
+
+
+@pytest.mark.parametrize(
+    ("compress", "chip", "streamed"),
+    [
+        ("int8-tensor", "M1", "fp16"),
+        ("int8-channel", "M1 Max", "fp16"),
+        ("int8-channel", "M2", "int8-channel"),
+        ("lut4", "M1", "lut4"),
+        ("int4-block32", "M4 Max", "fp16"),
+        ("int4-block32", "M5", "int4-block32"),
+        ("fp16", "M6", "fp16"),
+    ],
+)
+def test_a_chip_streams_a_format_as_stored_or_as_fp16(compress, chip, streamed):
+    """Compression that the chip unpacks when it loads saves no time: its ms are those of fp16."""
+    elements, on = 10**9, roofline.chip(chip)
+    work, plain, packed = (
+        roofline.Work("", int(elements * PRESETS[stored].stored_bits / 8), 0, 0, 1, stored)
+        for stored in (compress, "fp16", streamed)
+    )
+    assert roofline.streams_as(compress, on) == streamed
+    assert roofline.streamed_bytes(work, on) == packed.weight_bytes
+    ms = [roofline.predict_ms([w], chip)["ms"].sum() for w in (work, plain)]
+    assert (ms[0] == ms[1]) == (streamed == "fp16")
+
+
+def test_every_preset_has_a_published_stream():
+    assert set(roofline._first_generations()) == set(PRESETS)
+
+
+def test_the_bytes_streamed_stand_beside_the_prediction(exports):
+    bundle = exports.bundle(exports.checkpoint("llama"), compress="int8-tensor")
+    table = roofline.by_chip(roofline.bundle_work(bundle)).set_index("chip")
+    assert table.loc["M1", "weights"] == "int8-tensor streamed as fp16"
+    assert table.loc["M2", "weights"] == "int8-tensor streamed as int8-tensor"
+    assert table.loc["M1", "streamed_mib"] == pytest.approx(2 * table.loc["M2", "streamed_mib"])
+    assert set(roofline.misfits()["weights"]) == {
+        "int8-tensor streamed as int8-tensor",
+        "lut4 streamed as lut4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "spills"),
+    [
+        (1.9, {"M1": False, "M3 Max": False, "M5": False}),
+        (3, {"M1": True, "M3 Max": None, "M5": False}),
+        (4.8, {"M1": True, "M3 Max": True, "M5 Max": True}),
+    ],
+)
+def test_a_value_beyond_the_working_set_spills(megabytes, spills):
+    """Only M1's and M5's working sets are published; between them nothing is known of other chips."""
+    work = roofline.Work("", 10**9, 0, 0, largest_bytes=int(megabytes * 1e6))
+    table = roofline.by_chip([work]).set_index("chip")["spills"]
+    assert {chip: table[chip] for chip in spills} == spills
+
+
+def test_the_largest_value_is_the_cache_that_a_mask_rewrites(exports):
+    bundle = exports.bundle(exports.checkpoint("llama"), max_seq_len=512)
+    d, one = bundle.manifest.dims, roofline.bundle_work(bundle)[0]
+    (planned, _) = memory.decode_work(
+        Checkpoint(exports.checkpoint("llama")), bundle.manifest.options
+    )
+    assert one.largest_bytes == planned.largest_bytes == 2 * d.H_kv * 512 * d.D

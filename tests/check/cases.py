@@ -47,6 +47,7 @@ TRAINED = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya")
 BASES = {
     "llama": ("data/tiny-llama", {"max_seq_len": 64}),
     "fixed": ("data/tiny-llama", {"max_seq_len": 32, "t": "fixed"}),
+    "functions": ("data/tiny-llama", {"max_seq_len": 32, "functions": (1, 4)}),
     "batch": ("data/tiny-llama", {"max_seq_len": 32, "batch": 3}),
     "qwen2": ({"family": "qwen2"}, {"max_seq_len": 32}),
     "qwen3": ({"family": "qwen3"}, {"max_seq_len": 32}),

@@ -166,12 +166,15 @@ class StoredWeight:
 
 
 class Copy:
-    """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be edited."""
+    """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be edited. `function`: whose
+    program is edited where packages have several; the smallest T's unless it is set."""
 
     def __init__(self, source: Path, root: Path):
         coremltools()
         self.root = Path(shutil.copytree(source, root))
         self.manifest = json.loads((self.root / "bundle.json").read_text())
+        functions = self.manifest["options"].get("functions") or ()
+        self.function = f"t{functions[0]}" if functions else "main"
         self._specs = {}
 
     @property
@@ -196,7 +199,7 @@ class Copy:
         return self._specs[path]
 
     def block(self, shard: dict):
-        function = self.spec(shard).mlProgram.functions["main"]
+        function = self.spec(shard).mlProgram.functions[self.function]
         return function.block_specializations[function.opset]
 
     def weight(self, tensor: str) -> StoredWeight:

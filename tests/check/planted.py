@@ -551,6 +551,52 @@ def gate_and_up_read_in_exchange(copy):
     copy.feed(up, "weight", a)
 
 
+# One function of a package of two: the other one, and the weights that both read, are sound
+
+
+@planted("program", "functions")
+def silu_become_sigmoid_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    silu_become_sigmoid(copy)
+
+
+@planted("program", "functions")
+def rope_turns_the_other_way_in_the_function_of_t_1(copy):
+    copy.function = "t1"
+    rope_turns_the_other_way_for_queries(copy)
+
+
+@planted("program", "functions")
+def rms_epsilon_times_100_in_the_function_of_t_1(copy):
+    copy.function = "t1"
+    rms_epsilon_times_100(copy)
+
+
+@planted("program", "functions")
+def mask_not_added_to_scores_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    mask_not_added_to_scores(copy)
+
+
+@planted("program", "functions")
+def states_exchanged_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    states_exchanged(copy)
+
+
+@planted("program", "functions")
+def gate_and_up_read_in_exchange_in_the_function_of_t_4(copy):
+    copy.function = "t4"
+    gate_and_up_read_in_exchange(copy)
+
+
+@planted("interface", "functions")
+def the_function_of_t_4_described_for_t_3(copy):
+    descriptions = copy.spec(copy.shard(1)).description.functions
+    inputs = next(f for f in descriptions if f.name == "t4").input
+    next(v for v in inputs if v.name == "x").type.multiArrayType.shape[2] = 3
+
+
 @planted("program")
 def a_head_of_the_cache_halved_past_row_48(copy):
     damage_rows(copy, 1, slice(48, None), 0.5)

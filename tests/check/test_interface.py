@@ -122,24 +122,94 @@ def no_tap(copy: Copy) -> None:
 
 
 FLOAT32, INT32 = 65568, 131104  # Core ML's ArrayFeatureType.ArrayDataType
+RANGE = "layers_01_01: input attn_mask takes sizes [(1, 1), (1, 1), {}, (32, 32)], not "
+# What changed → the first words of the reason: where, what it is, what it should be.
 FAULTS = {
-    "upper bound 2": lambda c: range_of_t(c, 2),
-    "upper bound none": lambda c: range_of_t(c, -1),
-    "lower bound 2": lambda c: range_of_t(c, 4, 2),
-    **{
-        f.__name__: f
-        for f in (no_range, enumerated, default_shape, fewer_states, dtype_of_state, shape_of_state)
-    },
-    **{f.__name__: f for f in (program_state, program_input, another_function, another_default)},
-    **{f.__name__: f for f in (input_dtype, input_renamed, output_renamed, output_dtype)},
-    **{f.__name__: f for f in (old_version, states_in_one_place, tap_of_another_value, no_tap)},
-    "t_max 20": option("t_max", 20),
-    "t_max 2": option("t_max", 2),
-    "t fixed": option("t", "fixed"),
-    "states packed": option("states", "packed"),
-    "moe routed": option("moe", "routed"),
-    "kv_write slice": option("kv_write", "slice"),
-    "layers_per_shard 2": option("layers_per_shard", 2),
+    "upper bound 2": (lambda c: range_of_t(c, 2), RANGE.format((1, 2))),
+    "upper bound none": (lambda c: range_of_t(c, -1), RANGE.format((1, -1))),
+    "lower bound 2": (lambda c: range_of_t(c, 4, 2), RANGE.format((2, 4))),
+    "no range": (no_range, "layers_01_01: input x has no shape range for T from 1 to 4"),
+    "enumerated": (enumerated, "layers_01_01: input x has enumeratedShapes for T from 1 to 4"),
+    "default shape": (default_shape, "layers_01_01: input x is described as [1, 64, 9, 1], not "),
+    "fewer states": (
+        fewer_states,
+        "layers_01_01: states ['k_state', 'v_state'] in the manifest, ['k_state'] in the descript",
+    ),
+    "dtype of a state": (
+        dtype_of_state,
+        "layers_01_01: state k_state is ('FLOAT16', [1, 2, 32, 32]) in the program, described as "
+        "('FLOAT32'",
+    ),
+    "shape of a state": (
+        shape_of_state,
+        "layers_01_01: state k_state is ('FLOAT16', [1, 2, 32, 32]) in the program, described as "
+        "('FLOAT16', [1, 2, 16, 32])",
+    ),
+    "program state": (
+        program_state,
+        "layers_01_01: state v_state is ('FLOAT16', [1, 2, 16, 32]) in the program, described as "
+        "('FLOAT16', [1, 2, 32, 32])",
+    ),
+    "program input": (
+        program_input,
+        "layers_01_01: input x is ('FLOAT16', [1, 64, 4, 1]) in the program, not ",
+    ),
+    "another function": (
+        another_function,
+        "layers_01_01: functions ['main', 'prefill'], described ['main'], not main alone",
+    ),
+    "another default": (
+        another_default,
+        "layers_01_01: functions ['main'], described ['prefill'], not main alone",
+    ),
+    "input dtype": (
+        input_dtype,
+        "layers_01_01: input kv_write_mask is described as INT32, not FLOAT16",
+    ),
+    "input renamed": (
+        input_renamed,
+        "layers_01_01: inputs ['attn_mask', 'kv_write_mask', 'rope_cos', 'rope_sin', 'x'] in the "
+        "manifest, ['attn_mask', 'kv_write_mask', 'rope_cos', 'rope_sine', 'x'] in the description",
+    ),
+    "output renamed": (
+        output_renamed,
+        "layers_01_01: outputs ['hidden'] in the manifest, ['out_hidden'] in the description",
+    ),
+    "output dtype": (
+        output_dtype,
+        "layers_01_01: output hidden is described as FLOAT32, not FLOAT16",
+    ),
+    "old version": (old_version, "layers_01_01: specification version 7 for a program of 9"),
+    "states in one place": (
+        states_in_one_place,
+        "layers_01_01: states ['v_state'] in the manifest, ['k_state', 'v_state'] in the descript",
+    ),
+    "tap of another value": (tap_of_another_value, "layers_01_01: the tap of layer 1 is "),
+    "no tap": (no_tap, "layers_01_01: taps of layers [], not of [1]"),
+    "t_max 20": (
+        option("t_max", 20),
+        "layers_00_00: input x takes sizes [(1, 1), (64, 64), (1, 4), (1, 1)], not "
+        "[(1, 1), (64, 64), (1, 20), (1, 1)]",
+    ),
+    "t_max 2": (
+        option("t_max", 2),
+        "layers_00_00: input x takes sizes [(1, 1), (64, 64), (1, 4), (1, 1)], not "
+        "[(1, 1), (64, 64), (1, 2), (1, 1)]",
+    ),
+    "t fixed": (
+        option("t", "fixed"),
+        "layers_00_00: input x is ('FLOAT16', [1, 64, None, 1]) in the program, not ",
+    ),
+    "states packed": (option("states", "packed"), "states = packed over k_state, v_state of "),
+    "moe routed": (option("moe", "routed"), "moe = routed over shards of kind layers"),
+    "kv_write slice": (
+        option("kv_write", "slice"),
+        "kv_write = slice over inputs x, rope_cos, rope_sin, attn_mask, kv_write_mask of ",
+    ),
+    "layers_per_shard 2": (
+        option("layers_per_shard", 2),
+        "layers_per_shard = 2 over layers_00_00 of (0, 1)",
+    ),
 }
 
 
@@ -166,11 +236,10 @@ def test_what_the_export_writes_is_green(exports, family, compress):
 @pytest.mark.parametrize("compress", ["fp16", "int8-channel", "lut4"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_interface_changed_on_disk_is_red(llama, fault, compress):
-    copy = llama(compress)
-    FAULTS[fault](copy)
+    copy, (plant, cause) = llama(compress), FAULTS[fault]
+    plant(copy)
     found = interface_gate(Bundle.open(copy.seal()))
-    print(f"{fault} {compress}: {found.reason}")
-    assert found.verdict == "RED" and found.value >= 1
+    assert found.verdict == "RED" and found.value >= 1 and found.reason.startswith(cause)
 
 
 @pytest.mark.parametrize("tap", ["no_such_value", "rope_cos", None])
@@ -205,23 +274,34 @@ def test_one_scale_of_another_granularity_is_red_by_name(llama):
 
 
 TOKENS = {
-    "bos": lambda c: c.manifest["tokens"].update(bos=2),
-    "no bos": lambda c: c.manifest["tokens"].update(bos=None),
-    "eos": lambda c: c.manifest["tokens"].update(eos=[7]),
-    "no eos": lambda c: c.manifest["tokens"].update(eos=[]),
-    "tokenizer": lambda c: c.file("tokenizer/tokenizer.json", lambda data: data + b" "),
-    "chat template": lambda c: c.file("tokenizer/tokenizer_config.json", lambda data: b"{}"),
-    "family": lambda c: c.manifest.update(family="qwen2"),
-    "heads": lambda c: c.manifest["dims"].update(H=c.manifest["dims"]["H"] * 2),
+    "bos 2 in the manifest, 1 in the checkpoint": lambda c: c.manifest["tokens"].update(bos=2),
+    "bos None in the manifest, 1 in the checkpoint": lambda c: c.manifest["tokens"].update(
+        bos=None
+    ),
+    "eos [7] in the manifest, [2] in the checkpoint": lambda c: c.manifest["tokens"].update(
+        eos=[7]
+    ),
+    "eos [] in the manifest, [2] in the checkpoint": lambda c: c.manifest["tokens"].update(eos=[]),
+    "tokenizer file tokenizer.json differs from the checkpoint's": lambda c: c.file(
+        "tokenizer/tokenizer.json", lambda data: data + b" "
+    ),
+    "tokenizer file tokenizer_config.json differs from the checkpoint's": lambda c: c.file(
+        "tokenizer/tokenizer_config.json", lambda data: b"{}"
+    ),
+    "family qwen2 in the manifest, llama in the checkpoint": lambda c: c.manifest.update(
+        family="qwen2"
+    ),
+    "H 8 in the manifest, 4 in the checkpoint": lambda c: c.manifest["dims"].update(H=8),
 }
 
 
-@pytest.mark.parametrize("fault", TOKENS)
-def test_tokens_of_another_checkpoint_are_red(llama_bundle, tiny_llama, tmp_path, fault):
+@pytest.mark.parametrize("cause", TOKENS)
+def test_tokens_of_another_checkpoint_are_red(llama_bundle, tiny_llama, tmp_path, cause):
     copy = Copy(llama_bundle.root, tmp_path / "copy")
-    TOKENS[fault](copy)
+    TOKENS[cause](copy)
     bundle = Bundle.open(copy.seal())
-    assert interface_gate(bundle, tiny_llama).verdict == "RED"
+    found = interface_gate(bundle, tiny_llama)
+    assert (found.verdict, found.value, found.reason) == ("RED", 1, cause)
     alone = interface_gate(bundle)
     assert alone.verdict == "GREEN" and "not compared" in alone.reason
 
@@ -241,7 +321,8 @@ def test_the_gate_needs_no_decoder(llama):
     bundle = Bundle.open(copy.seal())
     with pytest.raises(InputError):
         Decoder(bundle, runtime="portable")
-    assert interface_gate(bundle).verdict == "RED"
+    found = interface_gate(bundle)
+    assert found.verdict == "RED" and found.reason.startswith(FAULTS["t_max 20"][1])
 
 
 def test_a_package_that_cannot_be_read_is_red(llama):

@@ -28,6 +28,12 @@ def test_a_planted_fault_is_red(prover, case):
     assert found["red"]
 
 
+@pytest.mark.parametrize("fault", [n for n, f in cases.PLANTED.items() if f.bundle == "functions"])
+def test_a_fault_in_one_of_two_functions_is_red_by_the_gate_that_is_made_for_it(prover, fault):
+    found = prover.record(f"disk/{fault}/int8-tensor")
+    assert found["error"] is None and cases.PLANTED[fault].gate in found["red"]
+
+
 @pytest.mark.parametrize("case", [*sample("clean", DRAWS, 2), "massive/-/int8-tensor"])
 def test_no_bug_gate_is_red_on_a_clean_bundle(prover, case):
     found = prover.record(case)

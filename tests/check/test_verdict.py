@@ -29,11 +29,31 @@ def test_what_is_written_is_read_again(bundle):
     assert again[1].value != again[1].value
 
 
-@pytest.mark.parametrize("change", [{"bundle": "0" * 64}, {"format": 0}, {"gates": [{}]}])
+@pytest.mark.parametrize("change", [{"bundle": "0" * 64}, {"version": "0" * 64}, {"gates": [{}]}])
 def test_a_verdict_of_something_else_is_none(bundle, change):
     path = verdict.save(bundle, GATES)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert verdict.load(bundle) is None
+
+
+def test_a_verdict_ends_with_the_gates_that_gave_it(bundle, tmp_path, monkeypatch):
+    """Planted: one limit of one gate's source is another one."""
+    verdict.save(bundle, GATES)
+    source = shutil.copytree(verdict.GATES, tmp_path / "check")
+    monkeypatch.setattr(verdict, "GATES", source)
+    verdict.gates_version.cache_clear()
+    assert verdict.load(bundle) is not None
+    program = source / "program.py"
+    program.write_text(program.read_text().replace("LIMIT = 1e-5", "LIMIT = 1e-4"))
+    verdict.gates_version.cache_clear()
+    assert verdict.load(bundle) is None
+    reasons = {g.reason for g in validate.stored_gates(bundle) if g.verdict == "not_run"}
+    assert reasons == {
+        "needs --checkpoint: the bundle's verdict.json is of another bundle or by other gates"
+    }
+    monkeypatch.undo()
+    verdict.gates_version.cache_clear()
+    assert verdict.load(bundle) is not None
 
 
 def test_a_verdict_ends_with_the_bundle_it_was_of(bundle):

@@ -72,7 +72,10 @@ def test_memory_tells_what_each_chip_should_reach(llama, exports):
         assert {"weights", "kv", "fits", "predicted", "predicted_misfit"} <= found.keys() and found[
             "predicted_misfit"
         ] <= 0.3
-        assert {"M1", "M4 Max"} <= {row["chip"] for row in found["predicted"]}
+        chips = {row["chip"]: row for row in found["predicted"]}
+        assert {"M1", "M4 Max"} <= chips.keys()
+        assert chips["M1"]["weights"].endswith("streamed as fp16") and not chips["M1"]["spills"]
+        assert chips["M1"]["streamed_mib"] > 0
 
 
 def test_compare_names_what_differs_and_by_how_much(tmp_path):

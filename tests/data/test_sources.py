@@ -62,6 +62,13 @@ def test_chip_figures_are_ranges_with_a_source():
     assert (rows.groupby("quantity")["unit"].nunique() == 1).all()
 
 
+def test_streams_name_a_format_a_generation_and_a_source():
+    rows = pd.read_csv(FOLDER / "weight_streams.csv", keep_default_na=False)
+    assert list(rows) == ["compress", "from_generation", "condition", "source"]
+    assert rows["compress"].is_unique and rows["from_generation"].between(1, 6).all()
+    assert (rows[["condition", "source"]] != "").all(axis=None)
+
+
 def test_published_decode_speeds_name_model_machine_and_source():
     rows = pd.read_csv(FOLDER / "decode_speeds.csv", keep_default_na=False)
     assert list(rows) == ["model", "machine", "value", "unit", "condition", "source"]

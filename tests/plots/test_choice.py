@@ -69,3 +69,5 @@ def test_the_roofline_shows_every_figure_by_model_and_its_median_misfit():
     ax = plots.roofline(judged)
     assert {n: len(points) for n, points in lines(ax).items()} == {"equal": 2, "A": 2, "B": 1}
     assert ax.get_title("left") == "roofline, median misfit 10%"
+    named = judged.assign(chip="M1", weights="int8-tensor streamed as fp16")
+    assert "A, M1, int8-tensor streamed as fp16" in lines(plots.roofline(named))

@@ -97,8 +97,10 @@ def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     head_bytes, idle_bytes = (int(n * STORED_BITS[options.compress] / 8) for n in (head, idle))
     weights, states = budget.weights - head_bytes - idle_bytes, budget.kv + budget.side_states
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
-    layers = Work("layers", weights, states, flops * active, calls)
-    return [layers, Work("head", head_bytes, 0, float(flops * head))]
+    d, S = plan.dims, options.max_seq_len
+    largest = 2 * options.batch * S * max(d.H_kv * d.D, d.H * T)  # a cache rewritten, or scores
+    layers = Work("layers", weights, states, flops * active, calls, options.compress, largest)
+    return [layers, Work("head", head_bytes, 0, float(flops * head), 1, options.compress)]
 
 
 def _elements_of(checkpoint):

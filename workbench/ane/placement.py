@@ -39,14 +39,15 @@ class Placement:
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     """What the rules expect of every shard, or each of its functions, with compute units
     CPU_AND_NE, on a chip of an M generation."""
-    placements = []
-    for shard in bundle.manifest.shards:
+    placements, shards = [], bundle.manifest.shards
+    programs = sum(len(shard.functions) or 1 for shard in shards)
+    for shard in shards:
         package = bundle.package(shard)
         weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
         functions = len(read_spec(package).mlProgram.functions)
         for function in shard.functions or [None]:
             program = miltorch.read(package, function)
-            graph = LintGraph(program, weights, functions, generation)
+            graph = LintGraph(program, weights, functions, generation, programs)
             name = f"{shard.name} {function}" if function else shard.name
             placements.append(place_operations(name, graph))
     return placements

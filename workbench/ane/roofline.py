@@ -2,7 +2,8 @@
 
 t = dispatches · t_dispatch + max(FLOP / peak, weights / weight stream + 2 · states / activation stream) / share
 
-Weights are read once, states read and written once a call. Stream rates and peaks are published per chip; t_dispatch and
+Weights are read once, states read and written once a call. How many bytes of weights are read depends on chip and format:
+what `weight_streams.csv` does not say a chip streams as stored is unpacked to fp16 when the model is loaded. Stream rates and peaks are published per chip; t_dispatch and
 the share of them that decoding reaches are fitted to the published times of one chip (`CALIBRATED_ON`, in
 `data/sources/ane_decode.csv`); `misfits` compares the fit with figures left out of it, those of other chips included.
 The result is a prediction, never a measurement, and does not depend on this machine.
@@ -18,8 +19,9 @@ import numpy as np
 import pandas as pd
 
 import miltorch
+from miltorch.graph import Graph
 from miltorch.program import Ref
-from workbench.bundle import Bundle, Shard
+from workbench.bundle import PRESETS, Bundle, Shard
 from workbench.errors import InputError
 
 FIGURE_SOURCES = Path(__file__).parents[2] / "data" / "sources"
@@ -29,14 +31,16 @@ DISPATCH_MS, SHARES = np.arange(0.0, 3.0, 0.02), np.arange(0.4, 1.3, 0.02)
 
 @dataclass(frozen=True)
 class Work:
-    """What one call makes the Neural Engine do: bytes of weights and states, multiply-adds counted twice, predictions
-    that wait for each other."""
+    """What one call makes the Neural Engine do: bytes of weights as stored and of states, multiply-adds counted twice,
+    predictions that wait for each other; the weights' format (of `PRESETS`), bytes of the largest value it computes."""
 
     name: str
     weight_bytes: int
     state_bytes: int
     flops: float
     dispatches: int = 1
+    compress: str = "fp16"
+    largest_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,11 @@ class Chip:
     tflops: float
     assumed: tuple[str, ...] = ()
 
+    @property
+    def generation(self) -> int:
+        """Of the M series."""
+        return int(self.name[1])
+
 
 Figure = tuple[str, Work, Chip, float]  # model, work, chip, published ms
 
@@ -62,9 +71,39 @@ class LinearFit:
     share: float
 
     def ms(self, work: Work, chip: Chip) -> float:
-        stream = work.weight_bytes / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s
+        stream = (
+            streamed_bytes(work, chip) / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s
+        )
         busy = max(work.flops / chip.tflops / 1e9, stream / 1e6)
         return self.dispatch_ms * work.dispatches + busy / self.share
+
+
+@cache
+def _first_generations() -> dict[str, int]:
+    """Format → the generation from which it is streamed as stored."""
+    return _table("weight_streams.csv").set_index("compress")["from_generation"].to_dict()
+
+
+def streams_as(compress: str, chip: Chip) -> str:
+    """The format in which a chip reads weights that are stored as `compress`: the same, or fp16."""
+    return compress if chip.generation >= _first_generations()[compress] else "fp16"
+
+
+def streamed_bytes(work: Work, chip: Chip) -> float:
+    """Bytes of weights that a chip reads in one call."""
+    stored, streamed = (PRESETS[n] for n in (work.compress, streams_as(work.compress, chip)))
+    return work.weight_bytes * streamed.stored_bits / stored.stored_bits
+
+
+def spills(work: Work, chip: Chip) -> bool | None:
+    """Whether the largest value exceeds the chip's working set; None between what is published for the oldest and the
+    newest chip, where the chip's own is not."""
+    rows = _table("chips.csv")
+    sizes = rows[rows["quantity"] == "working set before it spills"].set_index("chip")["low"] * 1e6
+    least, most = [sizes.get(f"M{chip.generation}")] * 2
+    if least is None:
+        least, most = sizes.min(), sizes.max()
+    return None if least < work.largest_bytes <= most else bool(work.largest_bytes > most)
 
 
 @cache
@@ -115,7 +154,7 @@ def figures() -> list[Figure]:
     every = []
     for r in _table("ane_decode.csv").itertuples():
         name = f"{r.model}, {r.part}"
-        work = Work(name, r.weight_bytes, r.state_bytes, r.flops, r.dispatches)
+        work = Work(name, r.weight_bytes, r.state_bytes, r.flops, r.dispatches, r.compress)
         every.append((r.model, work, chip(r.chip), r.ms))
     return every
 
@@ -145,15 +184,21 @@ def misfits(by_model: bool = False) -> pd.DataFrame:
     """Every figure predicted by a fit from which it was left out (`by_model`: with all others of its model).
 
     Returns:
-        figure, chip, published_ms, predicted_ms, misfit (predicted over published, less 1).
+        figure, chip, weights (the format stored, and that streamed), published_ms, predicted_ms, misfit (predicted over
+        published, less 1).
     """
     rows, every = [], figures()
     for figure in every:
         model, work, on, ms = figure
         others = (f for f in every if (f[0] != model if by_model else f is not figure))
-        rows.append((work.name, on.name, ms, fit(others).ms(work, on)))
-    table = pd.DataFrame(rows, columns=["figure", "chip", "published_ms", "predicted_ms"])
+        rows.append((work.name, on.name, _weights(work, on), ms, fit(others).ms(work, on)))
+    columns = ["figure", "chip", "weights", "published_ms", "predicted_ms"]
+    table = pd.DataFrame(rows, columns=columns)
     return table.assign(misfit=table["predicted_ms"] / table["published_ms"] - 1)
+
+
+def _weights(work: Work, chip: Chip) -> str:
+    return f"{work.compress} streamed as {streams_as(work.compress, chip)}"
 
 
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
@@ -163,10 +208,9 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     largest = {shard.layers[0]: shard for shard in by_size}  # of each layer's experts
     works = [work_of(bundle, shard, T) for shard in [*layers, *largest.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
-    return [
-        *works,
-        Work("head", sum(h.weight_bytes for h in heads), 0, sum(h.flops for h in heads)),
-    ]
+    weights, flops = sum(h.weight_bytes for h in heads), sum(h.flops for h in heads)
+    largest = max(h.largest_bytes for h in heads)
+    return [*works, Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest)]
 
 
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
@@ -174,7 +218,10 @@ def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
     program = miltorch.read(bundle.package(shard))
     weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
     states = sum(2 * prod(t.shape) for t in program.states.values())
-    return Work(shard.name, weights, states, flops(program, T))
+    results = (t for op in Graph(program).ops for _, t in op.outputs if t.dtype == "FLOAT16")
+    largest = max((2 * prod(n or T for n in t.shape) for t in results), default=0)
+    compress = bundle.manifest.options.compress
+    return Work(shard.name, weights, states, flops(program, T), 1, compress, largest)
 
 
 def flops(program: miltorch.Program, T: int) -> float:
@@ -213,8 +260,13 @@ def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
 
 
 def by_chip(works: Sequence[Work], T: int = 1) -> pd.DataFrame:
-    """chip, ms of one call and tok/s of T tokens a call, predicted, host time left out; which rates were assumed."""
-    table = pd.DataFrame({"chip": sorted(chips())})
+    """chip, ms of one call and tok/s of T tokens a call, predicted, host time left out; weights: the format stored and that
+    streamed, and MiB of them a call; whether a value spills (null: not known of this chip); which rates were assumed."""
+    table, every = pd.DataFrame({"chip": sorted(chips())}), [chip(n) for n in sorted(chips())]
     table["ms"] = [predict_ms(works, name)["ms"].sum() for name in table["chip"]]
     table["tokens_per_s"] = T * 1e3 / table["ms"]
-    return table.assign(assumed=[", ".join(chip(name).assumed) for name in table["chip"]])
+    table["weights"] = [_weights(works[0], on) for on in every]
+    table["streamed_mib"] = [sum(streamed_bytes(w, on) for w in works) / 2**20 for on in every]
+    largest = max(works, key=lambda work: work.largest_bytes)
+    table["spills"] = pd.Series([spills(largest, on) for on in every], dtype=object)
+    return table.assign(assumed=[", ".join(on.assumed) for on in every])

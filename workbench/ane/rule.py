@@ -31,6 +31,9 @@ RULE_SOURCES = {
     "SMP": "smpanaro's notes",
     "ET": "ExecuTorch",
     "STB": "stablehlo-coreml",
+    "DR": "arXiv 2606.22283, by the direct route past Core ML",
+    "MOB": "FluidInference/mobius",
+    "SC": "huggingface/swift-chat",
 }
 MIB, FP16_TINY = 1 << 20, 6.1e-5
 
@@ -57,13 +60,20 @@ class LintGraph(Graph):
         weight_bytes: bytes of its weight file.
         functions: how many functions the package has.
         generation: of the chip's M series.
+        programs: how many programs a process loads to run the whole bundle, this one among them.
     """
 
     def __init__(
-        self, program: Program, weight_bytes: int, functions: int = 1, generation: int = 4
+        self,
+        program: Program,
+        weight_bytes: int,
+        functions: int = 1,
+        generation: int = 4,
+        programs: int = 1,
     ):
         super().__init__(program)
-        self.weight_bytes, self.functions, self.generation = weight_bytes, functions, generation
+        self.weight_bytes, self.functions = weight_bytes, functions
+        self.generation, self.programs = generation, programs
 
     def of(self, *kinds: str) -> list[Op]:
         return [op for op in self.ops if op.kind in kinds]

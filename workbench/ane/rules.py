@@ -4,6 +4,7 @@ from math import ceil, prod
 
 import numpy as np
 
+from miltorch.program import Op
 from workbench.ane.rule import FP16_TINY, MIB, ON_ANE, RULES, Finding, LintGraph, results, rule
 
 
@@ -115,6 +116,12 @@ def S11_late_slice(g, op):
     return g.generation <= 2 and not g.fixed(op, "begin") and (g.shape(op, "x")[-1] or 0) > 4094
 
 
+@rule
+def S12_spilled(g, t):
+    size = 2 * prod(n or 1 for n in t.shape)
+    return t.dtype == "FLOAT16" and size > (2e6 if g.generation < 5 else 4.7e6)
+
+
 # --- dynamic shapes
 
 
@@ -139,6 +146,17 @@ def D6_dynamic_state(g, t):
     return None in t.shape
 
 
+@rule
+def D7_ranged_with_state(g, t):
+    return g.program.states and None in t.shape
+
+
+@rule
+def D8_fixed_beside_range(g, t):
+    a_range = any(None in other.shape for other in g.program.inputs.values())
+    return g.program.states and a_range and None not in t.shape
+
+
 # --- state
 
 
@@ -159,11 +177,7 @@ def K3_states(g, t):
 
 @rule
 def K4_functions(g, t):
-    return (
-        g.functions > 1
-        and "x" in g.program.inputs
-        and any(n != 1 for n in g.program.inputs["x"].shape[2:])  # T is the last axis or before it
-    )
+    return g.functions > 1 and any(_columns(g, op) != 1 for op in g.of("conv", "linear"))
 
 
 @rule
@@ -173,22 +187,29 @@ def K5_loose_update(g, op):
 
 @rule
 def K6_shifted(g, op):
-    maker = g.source(op, "data")
-    while maker is not None and maker.kind in ("slice_by_index", "slice_update"):
-        maker = g.source(maker, "x" if maker.kind == "slice_by_index" else "update")
-    return maker is not None and maker.kind == "concat"
+    """A shift joins rows of the cache itself; whatever else a concat joins is no shift."""
+    slices = ("slice_by_index", "slice_by_size", "concat")
+    concats = [o for o in _views(g, op, (*slices, "slice_update")) if o.kind == "concat"]
+    reads = [o for concat in concats for o in _views(g, concat, slices) if o.kind == "read_state"]
+    return any(read.inputs["input"] == op.inputs["input"] for read in reads)
 
 
 @rule
 def K10_four_bit_state(g, op):
-    return (
-        g.program.states and (g.shape(op, "lut") or (0, 0))[-2] == 16
-    )  # a lut is [groups…, entries, vector]
+    return g.program.states and _entries(g, op) == 16
 
 
 @rule
 def K12_long_cache(g, t):
     return len(t.shape) == 4 and (t.shape[2] or 0) > 1024
+
+
+@rule
+def K14_blended(g, op):
+    sums = [o for o in _views(g, op, ("slice_update", "concat")) if o.kind == "add"]
+    products = [p for s in sums for p in (g.source(s, "x"), g.source(s, "y")) if p is not None]
+    rows = [o for p in products if p.kind == "mul" for o in _views(g, p, ("slice_by_index",))]
+    return any(o.kind == "read_state" for o in rows)
 
 
 # --- operations
@@ -240,6 +261,16 @@ def G2_large(g, op):
     return g.weight_bytes > 2_000_000_000
 
 
+@rule
+def G3_programs(g, op):
+    return g.programs > 128
+
+
+@rule
+def G4_large_package(g, op):
+    return g.weight_bytes > 1_000_000_000
+
+
 # --- compression
 
 
@@ -273,6 +304,16 @@ def Q3_blocked_int4(g):
 def Q4_int8(g):
     weights = g.weights("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
     return [reader.name for op, reader in weights if not _nibbles(g, op)]
+
+
+@rule
+def Q5_four_bit(g, op):
+    return _entries(g, op) == 16
+
+
+@rule
+def Q6_folded_int8(g, op):
+    return g.generation == 1 and not _nibbles(g, op)
 
 
 # --- numerics
@@ -316,6 +357,32 @@ def _makers(g, op, *parameters) -> set[str]:
 def _scalar(g, op, parameter, default):
     value = g.constant(op, parameter)
     return np.ravel(value)[0] if value is not None and np.size(value) == 1 else default
+
+
+def _views(g, op, kinds) -> list[Op]:
+    """The operations whose results `op` takes, those behind operations of `kinds` included."""
+    makers, waiting = {}, [op]
+    while waiting:
+        for value in waiting.pop().reads():
+            maker = g.producers.get(value)
+            if maker is not None and value not in makers:
+                makers[value] = maker
+                waiting += [maker] if maker.kind in kinds else []
+    return list(makers.values())
+
+
+def _columns(g, op) -> int:
+    """How many columns, such as tokens, a product by a weight takes at once (a size that varies
+    counts as 2); 1 for a convolution over several of them."""
+    if op.kind == "linear":
+        return prod(n or 2 for n in g.shape(op, "x")[-2:-1])
+    pointwise = prod(g.shape(op, "weight")[2:]) == 1
+    return prod(n or 2 for n in g.shape(op, "x")[2:]) if pointwise else 1
+
+
+def _entries(g, op) -> int:
+    """Entries of a palette [groups…, entries, vector]."""
+    return (g.shape(op, "lut") or (0, 0))[-2]
 
 
 def _blocks(g, op) -> bool:

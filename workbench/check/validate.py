@@ -140,7 +140,9 @@ def stored_gates(bundle: Bundle) -> list[Gate]:
     """The bug gates without the checkpoint: those of verdict.json, else the interface alone."""
     if stored := verdict.load(bundle):
         return stored
-    reason = f"needs --checkpoint: the bundle has no {verdict.NAME} of its own"
+    old = (bundle.root / verdict.NAME).is_file()
+    of = "is of another bundle or by other gates" if old else "is missing"
+    reason = f"needs --checkpoint: the bundle's {verdict.NAME} {of}"
     names = ("weights", *NEED_DECODER)
     return [interface.interface_gate(bundle), *(gates.not_run(name, reason) for name in names)]
 

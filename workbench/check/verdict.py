@@ -1,9 +1,11 @@
 """BUNDLE/verdict.json: what the gates that need the checkpoint said of a bundle, for machines that
 lack the checkpoint."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from workbench.bundle import Bundle
@@ -12,18 +14,27 @@ from workbench.errors import InputError
 from workbench.files import write_whole
 
 NAME = "verdict.json"
-VERDICT_FORMAT = 1  # raised when a gate's meaning changes: older verdicts are not read then
+GATES = Path(__file__).parent  # the source of every gate
+
+
+@cache
+def gates_version() -> str:
+    """SHA-256 of the source of all gates; a verdict that other gates gave is not read."""
+    digest = hashlib.sha256()
+    for path in sorted(GATES.glob("*.py")):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def save(bundle: Bundle, gates: Iterable[Gate]) -> Path:
-    """Writes the verdicts of `gates` into the bundle's folder, bound to the bundle's identity.
+    """Writes the verdicts of `gates` into the bundle's folder, bound to the bundle's identity and to the gates' source.
 
     Raises:
         InputError: a folder that cannot be written.
     """
     path = bundle.root / NAME
     contents = {
-        "format": VERDICT_FORMAT,
+        "version": gates_version(),
         "bundle": bundle.identity,
         "gates": [gate.json() for gate in gates],
     }
@@ -41,10 +52,10 @@ def save(bundle: Bundle, gates: Iterable[Gate]) -> Path:
 
 def load(bundle: Bundle) -> list[Gate] | None:
     """The gates of the bundle's verdict.json; None where there is none, or one of another bundle or
-    format."""
+    by gates of other source."""
     try:
         contents = json.loads((bundle.root / NAME).read_text())
-        if (contents["format"], contents["bundle"]) != (VERDICT_FORMAT, bundle.identity):
+        if (contents["version"], contents["bundle"]) != (gates_version(), bundle.identity):
             return None
         names = [field.name for field in fields(Gate)]
         return [Gate(*(_number(gate[name]) for name in names)) for gate in contents["gates"]]

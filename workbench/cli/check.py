@@ -32,7 +32,7 @@ PrefillBundle = Annotated[
 ]
 
 
-def handover_of(prefill_bundle: Path | None, decoder, golden) -> list[gates.Gate]:
+def handover_of(prefill_bundle: Path | None, decoder) -> list[gates.Gate]:
     """Gates of the hand-over from a bundle to `decoder`, none where no bundle is given."""
     if prefill_bundle is None:
         return []
@@ -43,7 +43,7 @@ def handover_of(prefill_bundle: Path | None, decoder, golden) -> list[gates.Gate
     source = workbench.Decoder(
         opened, runtime, decoder.precision, compute_units=decoder.compute_units
     )
-    return handover_gates(source, decoder, golden)
+    return handover_gates(source, decoder)
 
 
 def check_command(
@@ -75,7 +75,7 @@ def check_command(
         machine=None if memory is None else parse_bytes(memory),
         progress=not json,
     )
-    checks += handover_of(prefill_bundle, decoder, reference)
+    checks += handover_of(prefill_bundle, decoder)
     result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
@@ -143,7 +143,7 @@ def validate_command(
         return show(_unopened_result(checks), json, ["RED", *gate_lines(checks)])
     if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
         verdict.save(opened, validation.bug_gates)
-    validation.gates += handover_of(prefill_bundle, decoder, reference)
+    validation.gates += handover_of(prefill_bundle, decoder)
     if tasks:
         from workbench.check.tasks import answer_gates, load_tasks
 

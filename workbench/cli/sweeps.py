@@ -1,4 +1,4 @@
-"""`workbench sweep`, `log` and `compare`: many logged runs, their rows, and how two of them differ."""
+"""`workbench sweep`, `log`, `compare` and `diff`: many logged runs, their rows, and how two of them differ."""
 
 from enum import StrEnum
 from json import loads
@@ -47,25 +47,44 @@ def log_command(
     file: Annotated[Path | None, Argument(metavar="ZIP", help="What to import.")] = None,
     where: str | None = None,
     table: str = "runs",
+    summary: bool = False,
+    sort: str | None = None,
+    format: str = "md",
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Rows of the experiment log; `log import ZIP` takes another machine's first light into it.
+    """Rows of the experiment log; `--summary`: speed beside fidelity, a row per configuration and test.
+
+    `log import ZIP` takes another machine's first light into it.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
 
     Args:
         where: A pandas query over runs: "compress == 'fp16'".
+        summary: The table as llama-bench prints it: tok/s ± sd, worst update, KL, verdict.
+        sort: Column to sort by, such as tokens_per_s; -tokens_per_s for the largest first.
+        format: Of the summary: md, csv, tex or json.
     """
+    from workbench.log.text import sorted_rows
+
     if action:
         _import(file, log_dir, json)
         return
-    rows = workbench.log.load(table, root=log_dir, where=where)
-    echo(
-        rows.to_json(orient="records", date_format="iso")
-        if json
-        else rows.dropna(axis="columns", how="all").to_string(index=False, max_colwidth=32)
-    )
+    if summary:
+        from workbench.report.summary import summary_rows, text_table
+
+        rows = sorted_rows(summary_rows(log_dir, where), sort)
+        echo(text_table(rows, "json" if json else format))
+        return
+    rows = sorted_rows(workbench.log.load(table, root=log_dir, where=where), sort)
+    if json:
+        echo(rows.to_json(orient="records", date_format="iso"))
+    elif rows.empty:
+        folder = log_dir or workbench.log.default_root()
+        echo(f"no row of {table} in the log at {folder}" + (" fits" if where else ""))
+    else:
+        rows = rows.dropna(axis="columns", how="all")
+        echo(rows.to_string(index=False, max_colwidth=32))
 
 
 def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
@@ -85,22 +104,57 @@ def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Jso
 
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
+    from workbench.log.text import comparison_lines
+
     comparison = workbench.log.compare(run_a, run_b, log_dir)
-    settings, measures = comparison.settings, comparison.measures
-    omitted = comparison.indistinguishable
     result = {
-        "settings": settings.to_dict("records"),
-        "measures": loads(measures.to_json(orient="records")),
-        "hidden": omitted,
+        "settings": comparison.settings.to_dict("records"),
+        "measures": loads(comparison.measures.to_json(orient="records")),
+        "hidden": comparison.indistinguishable,
     }
-    text = measures.dropna(axis="columns", how="all").to_string(index=False, float_format="%.4g")
-    show(
-        result,
-        json,
-        [
-            settings.to_string(index=False),
-            "",
-            text,
-            f"{omitted} measurements without a difference left out",
-        ],
-    )
+    show(result, json, comparison_lines(comparison))
+
+
+def diff_command(
+    run_a: str,
+    run_b: str,
+    tensor: str = "update",
+    out: Path | None = None,
+    log_dir: LogFolder = None,
+    json: Json = False,
+) -> None:
+    """Two validated runs of one checkpoint: a heatmap of A's error less B's, saved, and the gates that changed.
+
+    Example: workbench diff 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
+
+    Args:
+        tensor: update, k, v, hidden or logits.
+        out: Path of the figure without its ending; default: experiments/diffs/A-B/update.
+    """
+    from workbench.log.text import setting_lines
+    from workbench.report.difference import run_difference
+
+    found = run_difference(run_a, run_b, log_dir, tensor)
+    paths = found.save(log_dir, out)
+    worst = found.cells.loc[found.cells["difference"].abs().idxmax()]
+    result = {
+        "tensor": tensor,
+        "metric": found.metric,
+        "T": list(found.Ts),
+        "cells": len(found.cells),
+        "largest": {name: worst[name].item() for name in ("layer", "position", "a", "b")},
+        "gates": found.gates.to_dict("records"),
+        "settings": found.settings.to_dict("records"),
+        "figures": [str(path) for path in paths],
+    }
+    place = f"layer {worst['layer']:.0f}, position {worst['position']:.0f}"
+    lines = [
+        *setting_lines(found.settings),
+        "",
+        f"{tensor}, {found.metric}: {len(found.cells)} cells; largest difference at {place}: "
+        f"A {worst['a']:.3g}, B {worst['b']:.3g}",
+        *(f"{g['gate']:29}A {g['a']}, B {g['b']}" for g in result["gates"]),
+        *([] if len(found.gates) else ["no gate changed its verdict"]),
+        *result["figures"],
+    ]
+    show(result, json, lines)

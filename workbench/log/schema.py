@@ -51,7 +51,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         bool: fast
         int:  threads T depth n_gen min_tokens
         float: min_seconds
-        int:  max_seq_len t_max batch layers_per_shard
+        int:  max_seq_len t_max batch layers_per_shard bundle_bytes
         text: compress kv_write layout states moe t sliding functions
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.

@@ -17,6 +17,7 @@ from workbench.plots.cost import (
     speed,
     speed_against_fidelity,
 )
+from workbench.plots.difference import fidelity_difference
 from workbench.plots.fidelity import (
     error_by_position,
     error_parts,
@@ -38,6 +39,7 @@ __all__ = [
     "error_parts",
     "failure_patterns",
     "fidelity_beside",
+    "fidelity_difference",
     "fidelity_grid",
     "fidelity_heatmap",
     "first_token",

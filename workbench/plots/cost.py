@@ -275,7 +275,7 @@ def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
 def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
 
-    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; a column ``chip`` goes into the legend.
+    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; columns ``chip`` and ``weights`` go into the legend.
     """
     ax = axes(ax, COLUMN, 3.2)
     ms = predictions[["published_ms", "predicted_ms"]]
@@ -285,8 +285,8 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         [low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%"
     )
     names = predictions["figure"].str.split(",").str[0]
-    if "chip" in predictions:
-        names += ", " + predictions["chip"]
+    for column in (name for name in ("chip", "weights") if name in predictions):
+        names += ", " + predictions[column]
     for name, rows in predictions.groupby(names, sort=False):
         ax.plot(rows["published_ms"], rows["predicted_ms"], ls="none", label=name)
     ax.set(xscale="log", xlabel="published ms", xlim=(low, high))

@@ -163,14 +163,22 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
 
 def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
     """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` that they have under the limit `max_kl`."""
-    configs = [json.loads(text or "{}") for text in rows["config"]]
-    kl = [float(((c.get("price") or {}).get("kl") or {}).get("mean", "nan")) for c in configs]
-    verdicts = []
+    configs, kl, verdicts = _configs(rows), kl_means(rows), []
     for config, mean, logged in zip(configs, kl, rows["verdict"], strict=True):
         others = [g["verdict"] for g in config.get("gates", []) if g["name"] != "max_kl"]
         red = "RED" in others or mean > max_kl
         verdicts.append(logged if math.isnan(mean) else "RED" if red else "GREEN")
     return rows.assign(kl_mean=kl, verdict=verdicts)
+
+
+def kl_means(rows: pd.DataFrame) -> list[float]:
+    """Mean KL in nats of the price that rows of `runs` measured; nan where they measured none."""
+    prices = [config.get("price") or {} for config in _configs(rows)]
+    return [float((price.get("kl") or {}).get("mean", "nan")) for price in prices]
+
+
+def _configs(rows: pd.DataFrame) -> list[dict]:
+    return [json.loads(text) if isinstance(text, str) else {} for text in rows["config"]]
 
 
 def varied_axes(grid: Grid) -> list[str]:

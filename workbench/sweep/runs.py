@@ -80,6 +80,7 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
         "checkpoint_hash": m.checkpoint["sha256"],
         "bundle": bundle.root.name,
         "bundle_hash": bundle.identity,
+        "bundle_bytes": sum(shard.bytes for shard in m.shards) + m.embedding.file.bytes,
         "family": m.family,
     }
     return row | exported(m.options) | (executed(**vars(decoder)) if decoder else {})

@@ -68,14 +68,15 @@ class Planner(Panel):
         machines = {machine: size} if budget.total > size / 50 else {}
         ax = plots.memory_bar(tables.budget(budget, name), machines)
         self.show(ax.figure, f"memory of {name}")
-        rates = []
+        rates, on = [], roofline.chip(chip)
         for T in sorted({1, self.value("T")}):
             work = memory.decode_work(self.checkpoint, options, T)
             rate = 1e3 * T / roofline.predict_ms(work, chip)["ms"].sum()
             rates.append(f"{rate:.0f} tok/s at T = {T}")
+        stream = roofline.streams_as(options.compress, on)
         self.message.value = (
             f"{budget.total / 2**20:.1f} MiB {'fits' if budget.json()['fits_mac'] else 'does not fit'} in {machine} of a Mac, of which it may take {memory.MAC_SHARE:.0%}. "
-            f"Predicted on {chip}: {', '.join(rates)} (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median). Not measured."
+            f"Predicted on {chip}: {', '.join(rates)} (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median; weights streamed as {stream}). Not measured."
         )
         self.rules.value = "Rules: not checked, they need the exported graph."
         if options in self.placements:

@@ -1,0 +1,140 @@
+"""The log as one table, as llama-bench prints it: a row per configuration and test, its speed beside what it costs."""
+
+import numpy as np
+import pandas as pd
+
+from workbench import log
+from workbench.errors import InputError
+from workbench.log.machine import with_machines
+from workbench.log.store import Root
+from workbench.sweep import runs
+from workbench.sweep.results import kl_means
+
+FORMATS = ("md", "csv", "tex", "json")
+_VALUES = ["bundle_hash", *runs.HOW]  # what fidelity and price belong to, on any machine
+_SETTING = ["checkpoint", "checkpoint_hash", "machine", "software", "status"]
+_SETTING += [*_VALUES, *runs.OPTIONS, "fast", "threads"]
+_OWN_COLUMNS = ("checkpoint", "checkpoint_hash", "compress", "machine", "runtime", "status")
+_FIGURES = ["test", "tokens_per_s", "sd", "n", "runs", "worst_update", "kl_mean", "verdict"]
+
+
+def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
+    """One row per configuration, machine and test of the log's runs that fit the query `where`.
+
+    Returns:
+        checkpoint, bundle_bytes, compress, the other settings in which rows differ, machine, runtime; `test`: pp64 (a
+        prompt of 64 tokens) or tg24 @ d64 (24 tokens behind 64; with T = 4: tg24 T4 @ d64), null for runs that timed
+        nothing; `tokens_per_s` and `sd`, mean and standard deviation of `n` repetitions in `runs` runs, warm-ups left
+        out; `worst_update` (largest 1 − cosine of an isolated update), `kl_mean` (nats) and `verdict`, those of the
+        newest validation of the same bundle run in the same way on any machine; for a run that did not end well,
+        `verdict` is how it ended. `run_id`: the newest.
+    """
+    rows = with_machines(log.load("runs", root=root, where=where))
+    rates = _rates(rows, root)
+    about = [*_SETTING, "test"]
+    timed = rates.groupby(about, dropna=False, sort=False).agg(
+        tokens_per_s=("rate", "mean"),
+        sd=("rate", "std"),
+        n=("rate", "size"),
+        runs=("run_id", "nunique"),
+        bundle_bytes=("bundle_bytes", "last"),
+        run_id=("run_id", "max"),
+    )
+    untimed = rows[~rows["run_id"].isin(rates["run_id"]) & rows["checkpoint"].notna()]
+    known = pd.Series(runs.values(untimed, _VALUES), untimed.index).isin(
+        runs.values(rates, _VALUES)
+    )
+    untimed = untimed[(untimed["verdict"].notna() & ~known) | untimed["status"].ne("ok")]
+    untimed = runs.newest(untimed, _SETTING)[[*_SETTING, "bundle_bytes", "run_id"]]
+    table = pd.concat([timed.reset_index(), untimed], ignore_index=True)
+    table = table.merge(_costs(root), "left", _VALUES)
+    table["verdict"] = table["verdict"].astype(object).where(table["status"] == "ok")
+    table["verdict"] = table["verdict"].fillna(table["status"].replace("ok", "not_run"))
+    shown = [c for c in _SETTING if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1]
+    shown = [c for c in shown if c != "bundle_hash"]  # its options say it
+    names = ["checkpoint", "bundle_bytes", "compress", *shown, "machine", "runtime", *_FIGURES]
+    return table[[*names, "run_id"]]
+
+
+def _rates(rows: pd.DataFrame, root: Root) -> pd.DataFrame:
+    """Tokens per second of every timed repetition, named by `test`, with the columns of its run."""
+    where = {"run_id": rows["run_id"].tolist(), "phase": ["tokens_per_s", "prefill"]}
+    samples = log.load("samples", root=root, where=where)
+    samples = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
+    columns = [c for c in (*_SETTING, "bundle_bytes") if c not in samples]
+    samples = samples.merge(rows[["run_id", *columns]], on="run_id")
+    prompt = samples["phase"].eq("prefill")
+    per_ms = samples["n_prompt"] * samples["batch"].fillna(1) * 1e3 / samples["value"]
+    samples["rate"] = samples["value"].where(~prompt, per_ms).astype(float)
+    samples["test"] = [_test(row) for row in samples.to_dict("records")]
+    return samples
+
+
+def _test(sample: dict) -> str:
+    """pp64, or tg24 T4 @ d64: T where it is above 1, the depth where the cache is not empty."""
+    if sample["phase"] == "prefill":
+        return f"pp{sample['n_prompt']}"
+    calls = f" T{sample['T']}" if sample["T"] > 1 else ""
+    return f"tg{sample['n_gen']}{calls}" + (f" @ d{sample['depth']}" if sample["depth"] else "")
+
+
+def _costs(root: Root) -> pd.DataFrame:
+    """`worst_update`, `kl_mean` and `verdict` of each bundle and way to run it: its newest validation."""
+    every = log.load("runs", root=root, where={"status": "ok"})
+    every = every[every["verdict"].notna() & every["bundle_hash"].notna()]
+    validated = runs.newest(every, _VALUES)
+    fidelity = log.load("fidelity", root=root, where={"tensor": "update", "mode": "isolated"})
+    finite = fidelity["finite"].fillna(True).astype(bool)
+    worst = 1 - fidelity["cosine"].where(finite, -np.inf).groupby(fidelity["run_id"]).min()
+    validated = validated.assign(
+        worst_update=validated["run_id"].map(worst), kl_mean=kl_means(validated)
+    )
+    return validated[[*_VALUES, "worst_update", "kl_mean", "verdict"]]
+
+
+def text_table(rows: pd.DataFrame, format: str = "md") -> str:
+    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; CSV and JSON keep every number, the others round.
+
+    Raises:
+        InputError: an unknown format.
+    """
+    if format not in FORMATS:
+        needed = f"one of {', '.join(FORMATS)}"
+        raise InputError("--format", repr(format), needed, "name one of these")
+    if format == "json":
+        return rows.to_json(orient="records")
+    if format == "csv":
+        return rows.to_csv(index=False)
+    table = _rounded(rows)
+    if format == "tex":
+        return table.to_latex(index=False, escape=True)
+    right = ("size", "tok/s", "n", "worst update", "KL")
+    align = ["right" if name in right else "left" for name in table] if len(table) else None
+    return table.to_markdown(index=False, colalign=align, disable_numparse=True)
+
+
+def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table as it is read: sizes in MiB, speeds as mean ± standard deviation, – where nothing was measured."""
+
+    def words(column: str, form: str) -> list[str]:
+        return ["–" if pd.isna(v) else form.format(v) for v in rows[column]]
+
+    spread = words("sd", " ± {:.1f}")
+    speeds = [
+        mean + ("" if sd == "–" else sd)
+        for mean, sd in zip(words("tokens_per_s", "{:.1f}"), spread, strict=True)
+    ]
+    columns = {
+        "model": words("checkpoint", "{}"),
+        "size": words("bundle_bytes", "{}"),
+        "test": words("test", "{}"),
+        "tok/s": speeds,
+        "n": words("n", "{:.0f}"),
+        "worst update": words("worst_update", "{:.2g}"),
+        "KL": words("kl_mean", "{:.2g}"),
+        "verdict": words("verdict", "{}"),
+    }
+    columns["size"] = ["–" if v == "–" else f"{int(v) / 2**20:.1f} MiB" for v in columns["size"]]
+    settings = rows.columns[2 : list(rows.columns).index("test")]
+    order = ["model", "size", *settings, "test", "tok/s", "n", "worst update", "KL", "verdict"]
+    return pd.DataFrame({n: columns[n] if n in columns else words(n, "{}") for n in order})
