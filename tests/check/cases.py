@@ -121,7 +121,7 @@ def bundle_of(case: str) -> str:
 def all_cases() -> list[str]:
     """Every case of the full matrices."""
     return [
-        *(f"clean/{seed}/{preset}" for seed in range(60) for preset in clean.PRESETS),
+        *(f"clean/{seed}/{preset}" for seed in range(clean.COUNT) for preset in clean.PRESETS),
         *(f"{kind}/-/{preset}" for kind in ("massive", "deep") for preset in clean.PRESETS),
         *(f"trained/{name}/{preset}" for name in TRAINED for preset in clean.PRESETS),
         *(f"disk/{fault}/{preset}" for fault in PLANTED for preset in PRESETS),

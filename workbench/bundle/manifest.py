@@ -174,10 +174,11 @@ class Options(ManifestModel):
 class Rope(ManifestModel):
     """One rotary table, made by the host: angle = position · inv_freq, cos and sin times `scale`.
 
-    `name` is "" or the suffix of its inputs (`rope_cos_local`); `inv_freq` has D_rotary / 2 entries (radians per token).
+    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that turn nothing; `inv_freq` has
+    D_rotary / 2 entries (radians per token).
     """
 
-    name: Literal["", "local", "global"] = ""
+    name: Literal["", "local", "global", "nope"] = ""
     inv_freq: Annotated[list[Finite], Field(min_length=1)]
     scale: Finite = 1.0
 
@@ -189,7 +190,7 @@ class Layer(ManifestModel):
     """
 
     window: Count | None = None
-    rope: Literal["", "local", "global"] = ""
+    rope: Literal["", "local", "global", "nope"] = ""
 
     @property
     def suffix(self) -> str:

@@ -65,8 +65,7 @@ class LayerKind:
     def __init__(self, base, layer: int, S: int):
         from transformers import masking_utils
 
-        attention = base.layers[layer].self_attn
-        self.window = getattr(attention, "sliding_window", None)
+        self.window = _window(base, layer)
         mask = (
             masking_utils.sliding_window_causal_mask_function(self.window)
             if self.window
@@ -76,6 +75,8 @@ class LayerKind:
         positions = torch.arange(S)[None]
         cos, sin = base.rotary_emb(torch.zeros(1), positions, **_rope_key(base, layer))
         self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
+        if not _is_turned(base, layer):
+            self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
 
     def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         q, k = torch.from_numpy(queries)[:, None], torch.from_numpy(keys)[None]
@@ -89,12 +90,23 @@ def _rope_key(base, layer: int) -> dict[str, str]:
     return {}
 
 
+def _window(base, layer: int) -> int | None:
+    """Tokens that a layer attends to; some families have one configuration for all layers."""
+    attention, everywhere = base.layers[layer].self_attn, getattr(base.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", everywhere)
+
+
+def _is_turned(base, layer: int) -> bool:
+    """Whether a layer has rotary embeddings at all."""
+    return bool(getattr(base.layers[layer].self_attn, "use_rope", True))
+
+
 def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
     """(suffix of a layer's inputs, what Hugging Face applies to that layer), each pair once."""
     layers = {}
     for index, layer in enumerate(decoder.manifest.layers):
-        window = getattr(base.layers[index].self_attn, "sliding_window", None)
-        layers.setdefault((layer.suffix, *_rope_key(base, index).values(), window), index)
+        kind = *_rope_key(base, index).values(), _window(base, index), _is_turned(base, index)
+        layers.setdefault((layer.suffix, *kind), index)
     S = decoder.options.max_seq_len
     return [(suffix, LayerKind(base, index, S)) for (suffix, *_), index in layers.items()]
 
@@ -105,8 +117,10 @@ def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
     for index, layer in enumerate(decoder.manifest.layers):
         prefix = "".join(f"{key}_" for key in _rope_key(base, index).values())
         reference = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy()
-        frequencies = np.float32(ropes[layer.rope].inv_freq)
-        yield (_largest(frequencies, reference, np.abs(reference)), f"inv_freq of layer {index}")
+        reference = reference * _is_turned(base, index)
+        frequencies, scale = np.float32(ropes[layer.rope].inv_freq), np.abs(reference)
+        error = _largest(frequencies, reference, np.where(scale, scale, 1.0))
+        yield (error, f"inv_freq of layer {index}")
 
 
 def _call_errors(decoder: Decoder, kinds: list[tuple[str, LayerKind]]) -> Iterator[Error]:
