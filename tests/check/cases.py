@@ -52,6 +52,10 @@ BASES = {
     "qwen3": ({"family": "qwen3"}, {"max_seq_len": 32}),
     "gemma": ({"family": "gemma3_text"}, {"max_seq_len": 32}),
     "zaya": ({"family": "zaya"}, {"max_seq_len": 32}),
+    "ministral3": ({"family": "ministral3"}, {"max_seq_len": 32}),
+    "smollm3": ({"family": "smollm3"}, {"max_seq_len": 32}),
+    "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
+    "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "wide": (
         {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
         {"max_seq_len": 16},

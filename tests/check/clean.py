@@ -50,7 +50,10 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         )
     if family == "phi3":  # whose factors of longrope fit heads of 32 channels
         heads = changes["hidden_size"] // 32
-        changes |= {"num_attention_heads": heads, "num_key_value_heads": int(rng.choice([1, heads]))}
+        changes |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(rng.choice([1, heads])),
+        }
     options = {
         "compress": compress,
         "t_max": int(rng.choice([2, 4])),

@@ -92,7 +92,10 @@ def _rope_key(base, layer: int) -> dict[str, str]:
 
 def _window(base, layer: int) -> int | None:
     """Tokens that a layer attends to; some families have one configuration for all layers."""
-    attention, everywhere = base.layers[layer].self_attn, getattr(base.config, "sliding_window", None)
+    attention, everywhere = (
+        base.layers[layer].self_attn,
+        getattr(base.config, "sliding_window", None),
+    )
     return getattr(attention, "sliding_window", everywhere)
 
 

@@ -83,6 +83,8 @@ def alternating(
     the tables are named `global` and `local`."""
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
+    if sliding in config.layer_types and not config.sliding_window:
+        refuse(config, f"{sliding} and sliding_window = {config.sliding_window}", "a window")
     present = set(config.layer_types)
     names = {t: n for t, n in ((full, "global"), (sliding, "local")) if t in present}
     if len(names) == 1:

@@ -14,6 +14,8 @@ head = llama.head
 
 
 def plan(config) -> Plan:
+    if config.head_dim is None:
+        refuse(config, "head_dim = null", "the number of channels of a head")
     ropes = [_stretched(config)] if config.rope_parameters["rope_type"] == "dynamic" else None
     names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
     return replace(llama.plan(config, ropes), names=names)

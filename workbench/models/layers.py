@@ -190,10 +190,9 @@ class Attention(nn.Module):
             self.q_proj, self.k_proj = Conv(C, queries, qkv_bias), Conv(C, keys, qkv_bias)
             self.v_proj = Conv(C, keys, qkv_bias)
         self.o_proj = Conv(queries, C, o_bias)
-        self.norm_at = norm_at if qk_norm else None
-        if qk_norm:
-            widths = (queries, keys) if norm_at == "channels" else (shape.D, shape.D)
-            self.q_norm, self.k_norm = map(qk_norm, widths)
+        self.norm_at = norm_at
+        widths = (queries, keys) if norm_at == "channels" else (shape.D, shape.D)
+        self.q_norm, self.k_norm = map(qk_norm, widths) if qk_norm else (None, None)
 
     def heads(self, x):
         """q [B, H, T, D], k and v [B, H_kv, T, D], before rope and the norms of heads."""
@@ -202,7 +201,7 @@ class Attention(nn.Module):
             qkv, a, b = self.qkv_proj(x), s.H * s.D, (s.H + s.H_kv) * s.D
             parts = s.heads(qkv[:, :a], s.H), s.heads(qkv[:, a:b], s.H_kv)
             return *parts, s.heads(qkv[:, b:], s.H_kv)
-        if self.norm_at == "channels":
+        if self.q_norm is not None and self.norm_at == "channels":
             q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
             return s.heads(q, s.H), s.heads(k, s.H_kv), s.heads(self.v_proj(x), s.H_kv)
         q, k = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
@@ -211,10 +210,10 @@ class Attention(nn.Module):
     def forward(self, x, cache: Cache, io: dict):
         s = self.shape
         q, k, v = self.heads(x)
-        if self.norm_at == "heads":
+        if self.q_norm is not None and self.norm_at == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
-        if self.norm_at == "rotated":
+        if self.q_norm is not None and self.norm_at == "rotated":
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(s.merge(s.attend(scaled(q, self.scale), k, v, cache, io)))
 
