@@ -33,10 +33,11 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "num_hidden_layers": int(rng.choice([2, 3])),
     }
     family = FAMILIES[seed % len(FAMILIES)]
-    if "layer_types" in DIMS[family]:
-        changes["layer_types"] = rng.choice(
-            ["sliding_attention", "full_attention"], changes["num_hidden_layers"]
-        ).tolist()
+    if kinds := sorted(set(DIMS[family].get("layer_types", []))):
+        changes["layer_types"] = rng.choice(kinds[::-1], changes["num_hidden_layers"]).tolist()
+    if family == "lfm2":
+        changes["conv_L_cache"] = int(rng.choice([2, 3, 4]))
+        changes["layer_types"][-1] = "full_attention"  # one at least is needed
     if heads := HEADS.get(family):
         changes |= dict(
             zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True)

@@ -187,10 +187,12 @@ class Layer(ManifestModel):
     """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
 
     Layers of one rope table share one window, so `suffix` names the inputs of each (`rope_cos_local`, `attn_mask_local`).
+    A layer that does not attend has no cache and takes none of these inputs.
     """
 
     window: Count | None = None
     rope: Literal["", "local", "global", "nope"] = ""
+    attends: bool = Field(True, exclude_if=bool)
 
     @property
     def suffix(self) -> str:

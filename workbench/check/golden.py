@@ -29,7 +29,8 @@ WeightReader = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Golden:
-    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D]; `logits`
+    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D] (zeros where a
+    layer has no cache); `logits`
     [n, V]; all float32. `ids` [n]. Where experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands
     on, `expert` [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
 
@@ -208,7 +209,9 @@ class ReferenceModel:
         ]
         for layer in self.base.layers:
             layer.register_forward_pre_hook(self._nudged)
-        self.base.norm.register_forward_pre_hook(lambda _, args: (*self.replaced[-1], *args)[:1])
+        final_norm(self.base).register_forward_pre_hook(
+            lambda _, args: (*self.replaced[-1], *args)[:1]
+        )
 
     def replace_inputs(
         self, fed: Sequence[np.ndarray] | None, fed_router: np.ndarray | None = None
@@ -251,8 +254,10 @@ class ReferenceModel:
             logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
             if head:
                 logits = _logits(checkpoint, last, weights)
+        kept = {name: value for record in self.records for name, value in record.items()}
         layers = {
-            name: np.stack([record[name] for record in self.records]) for name in self.records[0]
+            name: np.stack([record.get(name, np.zeros_like(value)) for record in self.records])
+            for name, value in kept.items()
         }
         return Golden(
             ids=ids,
@@ -264,6 +269,11 @@ class ReferenceModel:
                 "transformers": transformers.__version__,
             },
         )
+
+
+def final_norm(base: nn.Module) -> nn.Module:
+    """The norm in front of the head of Hugging Face's model."""
+    return base.norm if hasattr(base, "norm") else base.embedding_norm
 
 
 def empty_model(config) -> nn.Module:

@@ -18,12 +18,13 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
+    TAIL_KEEP,
     TAIL_SELECT,
     X,
 )
 from workbench.check import gates
 from workbench.check.fidelity import default_ts
-from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model
+from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model, final_norm
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -90,6 +91,12 @@ def _rope_key(base, layer: int) -> dict[str, str]:
     return {}
 
 
+def _attending(decoder: Decoder, base) -> list:
+    """(index, the manifest's entry) of layers in which Hugging Face's model has attention."""
+    layers = enumerate(decoder.manifest.layers)
+    return [(i, layer) for i, layer in layers if hasattr(base.layers[i], "self_attn")]
+
+
 def _window(base, layer: int) -> int | None:
     """Tokens that a layer attends to; some families have one configuration for all layers."""
     attention, everywhere = (
@@ -107,7 +114,7 @@ def _is_turned(base, layer: int) -> bool:
 def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
     """(suffix of a layer's inputs, what Hugging Face applies to that layer), each pair once."""
     layers = {}
-    for index, layer in enumerate(decoder.manifest.layers):
+    for index, layer in _attending(decoder, base):
         kind = *_rope_key(base, index).values(), _window(base, index), _is_turned(base, index)
         layers.setdefault((layer.suffix, *kind), index)
     S = decoder.options.max_seq_len
@@ -117,7 +124,7 @@ def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
 def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
     """Inverse frequencies of the manifest, relative: the slowest turn too little to show in cos."""
     ropes = {rope.name: rope for rope in decoder.manifest.rope}
-    for index, layer in enumerate(decoder.manifest.layers):
+    for index, layer in _attending(decoder, base):
         prefix = "".join(f"{key}_" for key in _rope_key(base, index).values())
         reference = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy()
         reference = reference * _is_turned(base, index)
@@ -178,9 +185,11 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
         return float(np.abs(array - offsets[0]).max())
     if name == ROUTER_STATE:
         return float(np.abs(array).max())
-    if name == TAIL_SELECT:
-        behind = np.arange(array.shape[1], 0, -1)
-        return _largest(array, np.arange(T) == (counts[:, None] - behind)[:, :, None])
+    if name in (TAIL_SELECT, TAIL_KEEP):
+        n = array.shape[1]
+        tail = counts[:, None] + np.arange(n)  # in the n old ones and the valid columns, joined
+        first = n if name == TAIL_SELECT else 0
+        return _largest(array, np.arange(first, first + array.shape[2]) == tail[:, :, None])
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
@@ -231,7 +240,7 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
     """What enters the first layer for every token of the vocabulary, from fp16-rounded weights."""
     layers, entering = base.layers, []
     base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
-    taken = base.norm.register_forward_pre_hook(lambda _, args: entering.append(args[0]))
+    taken = final_norm(base).register_forward_pre_hook(lambda _, args: entering.append(args[0]))
     base.embed_tokens.padding_idx = None
     scale, V = np.float32(2.0**decoder.manifest.residual_exponent), decoder.manifest.dims.V
     for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
@@ -257,7 +266,7 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     V, C = decoder.manifest.dims.V, decoder.manifest.dims.C
     tied = checkpoint.config.tie_word_embeddings
     probes = np.random.default_rng(0).standard_normal((PROBES, C)).astype(np.float32)
-    normed = base.norm(torch.from_numpy(probes))
+    normed = final_norm(base)(torch.from_numpy(probes))
     hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
     for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):

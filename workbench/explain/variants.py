@@ -31,7 +31,7 @@ THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 ACTIVATION_OF = "act_fn", "activation_fn"  # what transformers' modules call it
 # what transformers' modules call the norms of q and k
-QK_NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm")
+QK_NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -124,11 +124,11 @@ class _Trial:
         reference, outputs = self._run(variant, count), self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
         for layer in range(count):
-            update, rows = reference.update[layer], outputs.cached[layer]
+            update, rows = reference.update[layer], outputs.cached.get(layer)
             difference = outputs.hidden[layer] - outputs.x[layer] - update
             rounding = STREAM_ULPS * _rms(reference.x[layer])
             worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
-            for name in "kv":
+            for name in "kv" if layer in outputs.cached else "":
                 arrays = (getattr(of, name)[layer][:, rows] for of in (reference, outputs))
                 worst.append(metrics.relative_rms(*arrays))
             other = self.order.get(layer, layer) != variant.order.get(layer, layer)
@@ -156,7 +156,10 @@ class _Trial:
 
     def _order(self) -> dict[int, int]:
         """Layers whose stored weights are a neighbour's in the checkpoint, and whose they are."""
-        name = self.checkpoint.prefix + "layers.{}.self_attn.o_proj.weight"
+        layers = self.checkpoint.prefix + "layers.{}."
+        name = layers + "self_attn.o_proj.weight"
+        if name.format(0) not in self.checkpoint:
+            name = layers + "feed_forward.w2.weight"
         L, order = self.bundle.manifest.dims.L, {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
@@ -319,9 +322,10 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
     """Other eps; norms of q and k left out or on the other side of rope; the norms around a block
     exchanged, left out behind it, or moved to its other side."""
     attention = layer.self_attn
-    eps = config.rms_norm_eps
+    key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
+    eps = getattr(config, key)
     for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
-        yield Variant(f"eps {value:g}", {"rms_norm_eps": value})
+        yield Variant(f"eps {value:g}", {key: value})
     names = next((names for names in QK_NORMS if hasattr(attention, names[0])), None)
     if names:
         left_out = _without(*(f"self_attn.{name}" for name in names))
@@ -331,7 +335,7 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
 
         def moved(base):
             left_out(base)
-            for layer in base.layers:
+            for layer in (layer for layer in base.layers if hasattr(layer, "self_attn")):
                 layer.self_attn.register_forward_pre_hook(
                     lambda module, args, kwargs: current.append(module), with_kwargs=True
                 )
@@ -340,7 +344,7 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
             pairs = zip((getattr(current[-1], name) for name in names), (q, k), strict=True)
             return tuple(type(norm).forward(norm, x) for norm, x in pairs)
 
-        late = names != QK_NORMS[0]  # of this family itself
+        late = names == QK_NORMS[1]  # in this family itself
         rotation = _rotation(before=norms) if late else _rotation(after=norms)
         yield Variant(
             f"q/k norm {'before' if late else 'after'} rope",
@@ -356,7 +360,7 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
             yield Variant(f"{post} left out", model=_without(post))
             yield Variant(f"{pre} and {post} exchanged", read=_exchanged(pre, post))
         yield Variant("norms behind blocks left out", model=_without(*(post for _, post in pairs)))
-    if not hasattr(layer, "input_layernorm"):
+    if hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm"):
         yield Variant("norms before blocks instead of behind", model=_norms_before_blocks)
 
 
@@ -377,10 +381,10 @@ def _norms_before_blocks(base) -> None:
 
 
 def _without(*modules: str) -> Callable[[nn.Module], None]:
-    """Makes modules of every layer hand on what they are given."""
+    """Makes modules of every layer that has them hand on what they are given."""
 
     def change(base):
-        for layer in base.layers:
+        for layer in (layer for layer in base.layers if hasattr(layer, modules[0].split(".")[0])):
             for module in modules:
                 layer.get_submodule(module).forward = lambda *x: x if len(x) > 1 else x[0]
 

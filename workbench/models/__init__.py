@@ -13,6 +13,7 @@ from workbench.errors import InputError
 FAMILIES = {
     "gemma3_text": "gemma3",
     "hunyuan_v1_dense": "hunyuan_v1_dense",
+    "lfm2": "lfm2",
     "llama": "llama",
     "ministral3": "ministral3",
     "mistral": "mistral",

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
+from workbench.bundle.names import K_STATE, V_STATE
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry
 
@@ -17,7 +18,8 @@ class Plan:
     """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
 
     `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and `scale` applied as
-    (e + bias) · scale. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
+    (e + bias) · scale. `side_states` maps, for each layer, a further state's name to its shape after the batch axis
+    (none: no layer has any); those of convolutions hold their last `tail` inputs. `router_width` R
     and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
     `names` maps a part of a parameter's path (`q_norm`) to the checkpoint's name for it, where that is another one. The
     plan holds for caches of up to `max_positions` tokens (None: any).
@@ -30,7 +32,8 @@ class Plan:
     tied: bool
     embedding_scale: float = 1.0
     embedding: dict[str, str] = field(default_factory=dict)
-    side_states: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    side_states: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    tail: int = 2
     router_width: int = 0
     experts: int = 0
     residual_exponent: int = 0
@@ -41,6 +44,14 @@ class Plan:
         """How many of the D dims of a head decoder layer `index` turns."""
         (table,) = (table for table in self.rope if table.name == self.layers[index].rope)
         return 2 * len(table.inv_freq)
+
+    def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
+        """The states of decoder layer `index`: name → shape after the batch axis."""
+        d, layer, states = self.dims, self.layers[index], {}
+        if layer.attends:
+            cache = d.H_kv, options.slots(layer.window), d.D
+            states = {K_STATE: cache, V_STATE: cache}
+        return states | (self.side_states[index] if self.side_states else {})
 
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""

@@ -119,7 +119,7 @@ def plan(config) -> Plan:
         layers,
         config.tie_word_embeddings,
         embedding={"bias": "input_hidden_states_bias", "scale": "input_hidden_states_scale"},
-        side_states=side,
+        side_states=[side] * d.L,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
     )
