@@ -64,6 +64,112 @@ DIMS = {
         router_hidden_size=32,
         vocab_size=109,
     ),
+    "mistral": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=2,
+        sliding_window=7,
+        vocab_size=113,
+    ),
+    "ministral3": dict(
+        hidden_size=96,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_hidden_layers=2,
+        vocab_size=127,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "smollm3": dict(
+        hidden_size=96,
+        intermediate_size=64,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        no_rope_layers=[1, 0, 1],
+        vocab_size=131,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "olmo2": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=137,
+        eos_token_id=None,
+    ),
+    "olmo3": dict(
+        hidden_size=128,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 512,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        },
+        vocab_size=139,
+        eos_token_id=None,
+    ),
+    "hunyuan_v1_dense": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+        vocab_size=149,
+    ),
+    "phi3": dict(
+        hidden_size=96,
+        intermediate_size=64,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        num_hidden_layers=2,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1 + i / 8 for i in range(12)],
+            "long_factor": [2.0 + i for i in range(12)],
+        },
+        original_max_position_embeddings=512,
+        max_position_embeddings=2048,
+        vocab_size=151,
+        pad_token_id=None,
+        eos_token_id=None,
+    ),
+    "lfm2": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        block_multiple_of=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"],
+        vocab_size=157,
+    ),
 }
 
 
@@ -142,13 +248,13 @@ def golden(model, ids: list[int]) -> Golden:
         logits = model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0].numpy()
     for hook in hooks:
         hook.remove()
-    sides = [side_states(cache, i) if routers else {} for i in range(len(inputs))]
+    sides = [side_states(cache, i) for i in range(len(inputs))]
     return Golden(
         ids,
         np.stack(inputs),
         np.stack(outputs),
-        [rows[i][0] for i in range(len(inputs))],
-        [rows[i][1] for i in range(len(inputs))],
+        [rows[i][0] if i in rows else None for i in range(len(inputs))],
+        [rows[i][1] if i in rows else None for i in range(len(inputs))],
         logits,
         np.stack(routers) if routers else None,
         sides,
@@ -156,11 +262,14 @@ def golden(model, ids: list[int]) -> Golden:
 
 
 def side_states(cache, layer: int) -> dict[str, np.ndarray]:
-    conv, delayed = (
-        cache.get_conv_state(layer, state_idx=0),
-        cache.get_recurrent_state(layer, state_idx=0),
-    )
-    return {CONV_STATE: conv[0].T.numpy(), V_DELAYED_STATE: delayed.numpy()}
+    """Of one layer of transformers' cache: of the inputs of its convolution those that the next token needs."""
+    kept = cache.layers[layer]
+    if not getattr(kept, "conv_states", None):
+        return {}
+    conv = cache.get_conv_state(layer, state_idx=0)[0].T.numpy()
+    if not kept.is_recurrent_states_initialized[0]:
+        return {CONV_STATE: conv[1:]}
+    return {CONV_STATE: conv, V_DELAYED_STATE: cache.get_recurrent_state(layer, state_idx=0).numpy()}
 
 
 def prompt(V: int, length: int, seed: int = 0) -> list[int]:
@@ -219,6 +328,8 @@ def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
 def check_states(state, layer: int, g: Golden, tolerance: float) -> None:
     n = len(g.ids)
     for name, rows in ((K_STATE, g.keys[layer]), (V_STATE, g.values[layer])):
+        if rows is None:
+            continue
         held = state.read(f"layers.{layer}.{name}")[0]
         expected = np.zeros_like(held)
         kept = np.arange(max(0, n - held.shape[1]), n)

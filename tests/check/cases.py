@@ -53,6 +53,10 @@ BASES = {
     "qwen3": ({"family": "qwen3"}, {"max_seq_len": 32}),
     "gemma": ({"family": "gemma3_text"}, {"max_seq_len": 32}),
     "zaya": ({"family": "zaya"}, {"max_seq_len": 32}),
+    "ministral3": ({"family": "ministral3"}, {"max_seq_len": 32}),
+    "smollm3": ({"family": "smollm3"}, {"max_seq_len": 32}),
+    "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
+    "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "wide": (
         {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
         {"max_seq_len": 16},
@@ -122,7 +126,7 @@ def bundle_of(case: str) -> str:
 def all_cases() -> list[str]:
     """Every case of the full matrices."""
     return [
-        *(f"clean/{seed}/{preset}" for seed in range(60) for preset in clean.PRESETS),
+        *(f"clean/{seed}/{preset}" for seed in range(clean.COUNT) for preset in clean.PRESETS),
         *(f"{kind}/-/{preset}" for kind in ("massive", "deep") for preset in clean.PRESETS),
         *(f"trained/{name}/{preset}" for name in TRAINED for preset in clean.PRESETS),
         *(f"disk/{fault}/{preset}" for fault in PLANTED for preset in PRESETS),

@@ -15,6 +15,13 @@ from workbench.bundle.manifest import Options  # noqa: E402
 from workbench.bundle.presets import PRESETS as ALL_PRESETS  # noqa: E402
 
 FAMILIES, PRESETS = sorted(DIMS), sorted(ALL_PRESETS)
+COUNT = 6 * len(FAMILIES)  # draws of a whole proof
+# Numbers of query and key/value heads to choose from; those of the first divide every width.
+EVEN, ANY = [(4, 2), (4, 1), (2, 2)], [(4, 2), (3, 1), (3, 3)]
+HEADS = dict.fromkeys(("llama", "olmo2", "olmo3"), EVEN) | dict.fromkeys(
+    ("qwen2", "qwen3", "mistral", "ministral3", "smollm3", "hunyuan_v1_dense"), ANY
+)
+WINDOWED = "gemma3_text", "mistral", "olmo3"
 
 
 def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
@@ -26,14 +33,12 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "num_hidden_layers": int(rng.choice([2, 3])),
     }
     family = FAMILIES[seed % len(FAMILIES)]
-    if family == "gemma3_text":
-        changes["layer_types"] = rng.choice(
-            ["sliding_attention", "full_attention"], changes["num_hidden_layers"]
-        ).tolist()
-    if family in ("llama", "qwen2", "qwen3"):
-        heads = (
-            [(4, 2), (4, 1), (2, 2)] if family == "llama" else [(4, 2), (3, 1), (3, 3)]
-        )  # Llama's must divide the width
+    if kinds := sorted(set(DIMS[family].get("layer_types", []))):
+        changes["layer_types"] = rng.choice(kinds[::-1], changes["num_hidden_layers"]).tolist()
+    if family == "lfm2":
+        changes["conv_L_cache"] = int(rng.choice([2, 3, 4]))
+        changes["layer_types"][-1] = "full_attention"  # one at least is needed
+    if heads := HEADS.get(family):
         changes |= dict(
             zip(("num_attention_heads", "num_key_value_heads"), heads[rng.integers(3)], strict=True)
         )
@@ -44,6 +49,12 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         changes["hidden_size"] = (
             96  # three heads of another width have an odd one, or give no whole blocks
         )
+    if family == "phi3":  # whose factors of longrope fit heads of 32 channels
+        heads = changes["hidden_size"] // 32
+        changes |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": int(rng.choice([1, heads])),
+        }
     options = {
         "compress": compress,
         "t_max": int(rng.choice([2, 4])),
@@ -53,7 +64,7 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "states": str(rng.choice(["separate", "packed"])),
         "batch": int(rng.choice([1, 1, 3])),
     }
-    if family == "gemma3_text" and options["kv_write"] == "mask":
+    if family in WINDOWED and options["kv_write"] == "mask":
         options["sliding"] = str(rng.choice(["mask", "ring"]))
     if family == "zaya" and rng.integers(2):
         options |= {"moe": "routed", "layers_per_shard": 1}

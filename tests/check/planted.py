@@ -718,6 +718,54 @@ def norm_of_the_keys_left_out(copy):
                     bound.name = source
 
 
+@planted("program", "smollm3")
+def a_layer_without_rope_turned(copy):
+    rename(copy, copy.shard(1), {f"rope_{n}_nope": f"rope_{n}" for n in ("cos", "sin")})
+
+
+@planted("program", "olmo2")
+def norm_before_attention_instead_of_behind(copy):
+    shard = copy.shard(1)
+    operations, norm = copy.block(shard).operations, "layers.1.post_attention_layernorm"
+    of_norm = [
+        op
+        for op in operations
+        if op.outputs and shard["modules"].get(op.outputs[0].name, "").startswith(norm)
+    ]
+    normed, added = of_norm[-1].outputs[0].name, copy.operations(shard, "conv", "o_proj")[0]
+    other = {added.outputs[0].name: "x", "x": normed, normed: added.outputs[0].name}
+    (addition,) = [
+        op for op in copy.operations(shard, "add") if normed in [n.name for n in arguments(op)]
+    ]
+    projections = [
+        op for n in "qkv" for op in copy.operations(shard, "conv", f"self_attn.{n}_proj")
+    ]
+    for op in [*of_norm, *projections]:
+        for bound in arguments(op):
+            if bound.name in (added.outputs[0].name, "x"):
+                bound.name = other[bound.name]
+    copy.feed(addition, "y", added.outputs[0].name)
+    first = [op for op in operations if op.type == "const" or "constexpr" in op.type] + of_norm
+    rest = [op for op in operations if op not in first]
+    del operations[:]
+    operations.extend([*first, *rest])
+
+
+def arguments(op) -> list:
+    """The values, by name, that an operation reads."""
+    bound = [bound for argument in op.inputs.values() for bound in argument.arguments]
+    return [each for each in bound if each.WhichOneof("binding") == "name"]
+
+
+@planted("weights", "phi3")
+def keys_and_values_of_a_fused_projection_exchanged(copy):
+    weight = copy.weight("layers.0.self_attn.qkv_proj.weight")
+    for array in weight.arrays.values():
+        values = array.read()
+        if len(values) == 3 * 96:
+            array.write(np.concatenate([values[:96], values[192:], values[96:192]]))
+
+
 @planted("program", "zaya")
 def another_activation_in_the_router(copy):
     op = copy.operations(copy.shard(1), "gelu")[0]
@@ -780,6 +828,28 @@ def rope_of_another_base(copy):
 @planted("host")
 def rope_scale_of_1_01(copy):
     copy.manifest["rope"][0]["scale"] = 1.01
+
+
+@planted("host", "ministral3")
+def factor_of_yarn_halved(copy):
+    import tiny
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.AutoConfig.for_model("ministral3", **tiny.DIMS["ministral3"])
+    config.rope_parameters["factor"] /= 2
+    inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](config, None)
+    frequencies(copy, lambda _: inv_freq.numpy())
+
+
+@planted("host", "ministral3")
+def factor_of_yarn_on_cos_and_sin_left_out(copy):
+    copy.manifest["rope"][0]["scale"] = 1.0
+
+
+@planted("host", "phi3")
+def long_table_of_longrope_below_the_original_length(copy):
+    frequencies(copy, lambda inv: inv * (1 + np.arange(12) / 8) / (2.0 + np.arange(12)))
 
 
 @planted("host")

@@ -1,6 +1,7 @@
 """A seeded sample of what `make prove` asks of every case: faults are RED, clean bundles are not."""
 
 import cases
+import clean
 import numpy as np
 import prove
 import pytest
@@ -76,7 +77,7 @@ LINES = [
 
 def test_tables_show_every_limit_of_a_gate_and_how_many_cases_ran():
     tables = prove.tables({record["case"]: record for record in LINES})
-    sound, faulty = (60 + len(cases.TRAINED) + 2) * 6, len(cases.PLANTED) * 5
+    sound, faulty = (clean.COUNT + len(cases.TRAINED) + 2) * 6, len(cases.PLANTED) * 5
     assert f"2 of {sound} cases on sound bundles, 3 of {faulty} cases" in tables["clean"]
     assert "1 of them are not as they should be" in tables["clean"]
     assert tables["margins"].splitlines()[2:] == [

@@ -73,6 +73,9 @@ CONFIGURATIONS = {
         "gemma3_text",
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
+    "window 14, twice as much": ("mistral", {"sliding_window": 14}),
+    "rope in every layer": ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+    "rope scaling yarn 2": ("ministral3", {"rope_parameters": {"factor": 2.0}}),
 }
 
 
@@ -121,6 +124,16 @@ def norm_after_rope(module, x, cache, io):
     return module.o_proj(s.merge(s.attend(layers.scaled(q, module.scale), k, v, cache, io)))
 
 
+def norm_before_rope(module, x, cache, io):
+    module.norm_at = "heads"
+    return FORWARD(module, x, cache, io)
+
+
+def norms_before_blocks(layer, x, cache, io):
+    x = x + layer.self_attn(layer.post_attention_layernorm(x), cache, io)
+    return x + layer.mlp(layer.post_feedforward_layernorm(x))
+
+
 def norm_left_out(module, x, cache, io):
     module.q_norm = module.k_norm = None
     return FORWARD(module, x, cache, io)
@@ -161,6 +174,13 @@ MODULES = {
     ),
     "q/k norm after rope": ("qwen3", layers.Attention, "forward", norm_after_rope),
     "q/k norm left out": ("qwen3", layers.Attention, "forward", norm_left_out),
+    "q/k norm before rope": ("hunyuan_v1_dense", layers.Attention, "forward", norm_before_rope),
+    "norms before blocks instead of behind": (
+        "olmo2",
+        llama.DecoderLayer,
+        "forward",
+        norms_before_blocks,
+    ),
     "biases left out": ("qwen2", qwen2, "layer", without_bias),
     "activation exact GELU": (
         "gemma3_text",
@@ -245,7 +265,7 @@ def test_two_faults_at_once_have_no_variant(exports, tmp_path):
     assert named(relabelled(source, changed, tmp_path / "bundle"), source)[0] is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "zaya", "phi3"])
 def test_a_clean_bundle_is_as_configured(exports, family):
     source = checkpoint_of(exports, family)
     bundle = exports.bundle(source, compress="int8-tensor")

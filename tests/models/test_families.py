@@ -21,6 +21,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+LONG = tiny.DIMS["phi3"]["rope_parameters"]
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 
@@ -92,6 +94,19 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("zaya", {"lm_head_bias": True}, "lm_head_bias"),
         ("zaya", {"cca_time0": 3}, "cca_time0, cca_time1 = 3, 2"),
         ("zaya", {"hidden_act": "gelu"}, "'gelu'"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("mistral", {"rope_parameters": YARN}, "yarn"),
+        ("ministral3", {"rope_parameters": YARN}, "llama_4_scaling_beta = None"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1} | LONG}, "longrope"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_attention"),
+        ("olmo2", {"rope_parameters": YARN}, "yarn"),
+        ("olmo2", {"hidden_act": "gelu"}, "gelu"),
+        ("olmo3", {"layer_types": ["full_attention", *["chunked_attention"] * 2]}, "chunked"),
+        ("olmo3", {"sliding_window": None}, "sliding_window"),
+        ("hunyuan_v1_dense", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "without alpha"),
+        ("hunyuan_v1_dense", {"head_dim": None}, "head_dim"),
+        ("phi3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("phi3", {"hidden_act": "gelu"}, "gelu"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
@@ -99,6 +114,35 @@ def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
     with pytest.raises(InputError, match=found) as refusal:
         family_of(made).plan(made)
     assert model_type in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", ["ministral3", "phi3"])
+def test_a_cache_longer_than_the_positions_are_made_for_is_refused(exports, tmp_path, family):
+    """Ministral's queries grow from there on; transformers begins Phi's cache anew, with another rope table."""
+    path = exports.checkpoint(family)
+    with pytest.raises(InputError, match=f"max_seq_len = 513.*{family}.*at most 512"):
+        export(path, tmp_path / "b", progress=False, max_seq_len=513)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("family", ["ministral3", "olmo3", "hunyuan_v1_dense", "phi3", "smollm3"])
+def test_tables_of_rope_are_those_of_hugging_face(exports, family):
+    """cos and sin of positions up to the longest that a plan allows."""
+    made = config(family)
+    plan, model = family_of(made).plan(made), exports.hf(exports.checkpoint(family)).model
+    positions = torch.arange(512)[None]
+    for index, layer in enumerate(plan.layers):
+        (table,) = (table for table in plan.rope if table.name == layer.rope)
+        several = {"layer_type": made.layer_types[index]} if family == "olmo3" else {}
+        expected = model.rotary_emb(torch.zeros(1), positions, **several)
+        if layer.rope == "nope":
+            assert made.no_rope_layers[index] == 0
+            expected = torch.ones(1, 512, 32), torch.zeros(1, 512, 32)
+        angles = positions[0, :, None].float() * torch.tensor(table.inv_freq)
+        for actual, whole in zip((angles.cos(), angles.sin()), expected, strict=True):
+            torch.testing.assert_close(
+                actual * table.scale, whole[0, :, : angles.shape[1]], atol=1e-6, rtol=0
+            )
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
@@ -173,9 +217,15 @@ ODD = [
         "zaya",
         {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128, "num_experts": 1},
     ),
+    ("mistral", {"num_attention_heads": 5, "head_dim": 22, "num_key_value_heads": 1}),
+    ("smollm3", {"hidden_size": 66, "attention_bias": True, "mlp_bias": True}),
+    ("olmo2", {"hidden_size": 84, "num_attention_heads": 6, "attention_bias": True}),
+    ("hunyuan_v1_dense", {"head_dim": 26, "attention_bias": True, "tie_word_embeddings": True}),
+    ("phi3", {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:states of width")
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
     checkpoint = exports.checkpoint(

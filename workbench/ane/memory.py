@@ -80,9 +80,10 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
     matrices = sum(elements.values()) - vectors
     matrices -= 0 if plan.tied else embedding  # a tied head stores its own copy, compressed
-    side = sum(map(prod, plan.side_states.values())) * d.L * B * 2
+    side = sum(prod(shape) for own in plan.side_states for shape in own.values()) * B * 2
     weights = int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2
-    caches = kv_bytes(d.L, d.H_kv, options.max_seq_len, d.D, B)
+    attending = sum(layer.attends for layer in plan.layers)
+    caches = kv_bytes(attending, d.H_kv, options.max_seq_len, d.D, B)
     return Budget(weights, caches, side, embedding * 2, _buffers(d, options), machine)
 
 

@@ -174,10 +174,11 @@ class Options(ManifestModel):
 class Rope(ManifestModel):
     """One rotary table, made by the host: angle = position · inv_freq, cos and sin times `scale`.
 
-    `name` is "" or the suffix of its inputs (`rope_cos_local`); `inv_freq` has D_rotary / 2 entries (radians per token).
+    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that turn nothing; `inv_freq` has
+    D_rotary / 2 entries (radians per token).
     """
 
-    name: Literal["", "local", "global"] = ""
+    name: Literal["", "local", "global", "nope"] = ""
     inv_freq: Annotated[list[Finite], Field(min_length=1)]
     scale: Finite = 1.0
 
@@ -186,10 +187,12 @@ class Layer(ManifestModel):
     """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
 
     Layers of one rope table share one window, so `suffix` names the inputs of each (`rope_cos_local`, `attn_mask_local`).
+    A layer that does not attend has no cache and takes none of these inputs.
     """
 
     window: Count | None = None
-    rope: Literal["", "local", "global"] = ""
+    rope: Literal["", "local", "global", "nope"] = ""
+    attends: bool = Field(True, exclude_if=bool)
 
     @property
     def suffix(self) -> str:

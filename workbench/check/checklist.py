@@ -76,7 +76,8 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
                 and entry.shape != [o.batch, d.H_kv, o.max_seq_len, d.D]
             ):
                 shapes.append(f"{shard.name}: {name} is {entry.shape}, not [B, H_kv, S, D]")
-        caches = {f"layers.{i}.{n}" for i in range(*shard.layers) for n in ("k_state", "v_state")}
+        attending = [i for i in range(*shard.layers) if bundle.manifest.layers[i].attends]
+        caches = {f"layers.{i}.{n}" for i in attending for n in ("k_state", "v_state")}
         if missing := caches - shard.states.keys():
             leaks.append(f"{shard.name}: {', '.join(sorted(missing))} no state")
         leaks += [
@@ -137,7 +138,8 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
 
 
 def _mute(decoder: Decoder, shard) -> bool:
-    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do."""
+    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do,
+    or another name's."""
     program = miltorch.Executable(miltorch.read(decoder.bundle.package(shard)), "exact")
     silent = {
         tensor.split("layers.")[1].split(".")[0]
@@ -324,8 +326,9 @@ def _on_portable(
     """A gate that the program must pass in portable arithmetic. A device is known to treat NaN and
     subnormal numbers in ways of its own: what it does is part of the reason, never of the
     verdict."""
-    shards = [model.shard for model in decoder.layers]
-    failing = [model.shard.name for model in decoder.layers if fails(model)]
+    models = [model for model in decoder.layers if any(map(is_cache, model.shard.states))]
+    shards = [model.shard for model in models]
+    failing = [model.shard.name for model in models if fails(model)]
     if decoder.runtime == "portable":
         return gates.none(name, failing, fine, lead)
     models = (load_shard(decoder.bundle, shard, "portable") for shard in shards)

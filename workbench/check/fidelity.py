@@ -249,6 +249,8 @@ def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> N
     n = len(trace.T)
     for model, state in zip(decoder.layers, decoder.states, strict=True):
         for layer in range(*model.shard.layers):
+            if not decoder.manifest.layers[layer].attends:
+                continue
             for name, rows in ((K_STATE, trace.k), (V_STATE, trace.v)):
                 cache = np.asarray(state.read(f"layers.{layer}.{name}"), np.float32)[seq]
                 H_kv, S, D = cache.shape

@@ -30,7 +30,8 @@ WeightReader = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Golden:
-    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D]; `logits`
+    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D] (zeros where a
+    layer has no cache); `logits`
     [n, V]; all float32. `ids` [n]. Where experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands
     on, `expert` [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
 
@@ -207,7 +208,7 @@ class ReferenceModel:
             _record_layer(layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i))
             for i, layer in enumerate(self.base.layers)
         ]
-        self.base.norm.register_forward_pre_hook(
+        final_norm(self.base).register_forward_pre_hook(
             lambda _, args: tuple(a.expand_as(args[0]) for a in self.replaced[-1]) or args
         )
 
@@ -278,9 +279,10 @@ class ReferenceModel:
             logits = np.broadcast_to(np.float32(np.nan), (*ids.shape, self.config.vocab_size))
             if head:
                 logits = _logits(checkpoint, last, weights)
+        examples = {name: value for record in self.records for name, value in record.items()}
         layers = {
-            name: np.stack([record[name] for record in self.records], axis=1)
-            for name in self.records[0]
+            name: np.stack([r.get(name, np.zeros_like(value)) for r in self.records], axis=1)
+            for name, value in examples.items()
         }
         meta = {
             "checkpoint": checkpoint.sha256,
@@ -291,6 +293,11 @@ class ReferenceModel:
             Golden(ids=ids[i], logits=logits[i], **{n: a[i] for n, a in layers.items()}, meta=meta)
             for i in range(len(ids))
         ]
+
+
+def final_norm(base: nn.Module) -> nn.Module:
+    """The norm in front of the head of Hugging Face's model."""
+    return base.norm if hasattr(base, "norm") else base.embedding_norm
 
 
 def empty_model(config) -> nn.Module:

@@ -18,12 +18,13 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
+    TAIL_KEEP,
     TAIL_SELECT,
     X,
 )
 from workbench.check import gates
 from workbench.check.fidelity import default_ts
-from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model
+from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model, final_norm
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -65,8 +66,7 @@ class LayerKind:
     def __init__(self, base, layer: int, S: int):
         from transformers import masking_utils
 
-        attention = base.layers[layer].self_attn
-        self.window = getattr(attention, "sliding_window", None)
+        self.window = _window(base, layer)
         mask = (
             masking_utils.sliding_window_causal_mask_function(self.window)
             if self.window
@@ -76,6 +76,8 @@ class LayerKind:
         positions = torch.arange(S)[None]
         cos, sin = base.rotary_emb(torch.zeros(1), positions, **_rope_key(base, layer))
         self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
+        if not _is_turned(base, layer):
+            self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
 
     def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         q, k = torch.from_numpy(queries)[:, None], torch.from_numpy(keys)[None]
@@ -89,12 +91,32 @@ def _rope_key(base, layer: int) -> dict[str, str]:
     return {}
 
 
+def _attending(decoder: Decoder, base) -> list:
+    """(index, the manifest's entry) of layers in which Hugging Face's model has attention."""
+    layers = enumerate(decoder.manifest.layers)
+    return [(i, layer) for i, layer in layers if hasattr(base.layers[i], "self_attn")]
+
+
+def _window(base, layer: int) -> int | None:
+    """Tokens that a layer attends to; some families have one configuration for all layers."""
+    attention, everywhere = (
+        base.layers[layer].self_attn,
+        getattr(base.config, "sliding_window", None),
+    )
+    return getattr(attention, "sliding_window", everywhere)
+
+
+def _is_turned(base, layer: int) -> bool:
+    """Whether a layer has rotary embeddings at all."""
+    return bool(getattr(base.layers[layer].self_attn, "use_rope", True))
+
+
 def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
     """(suffix of a layer's inputs, what Hugging Face applies to that layer), each pair once."""
     layers = {}
-    for index, layer in enumerate(decoder.manifest.layers):
-        window = getattr(base.layers[index].self_attn, "sliding_window", None)
-        layers.setdefault((layer.suffix, *_rope_key(base, index).values(), window), index)
+    for index, layer in _attending(decoder, base):
+        kind = *_rope_key(base, index).values(), _window(base, index), _is_turned(base, index)
+        layers.setdefault((layer.suffix, *kind), index)
     S = decoder.options.max_seq_len
     return [(suffix, LayerKind(base, index, S)) for (suffix, *_), index in layers.items()]
 
@@ -102,11 +124,13 @@ def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
 def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
     """Inverse frequencies of the manifest, relative: the slowest turn too little to show in cos."""
     ropes = {rope.name: rope for rope in decoder.manifest.rope}
-    for index, layer in enumerate(decoder.manifest.layers):
+    for index, layer in _attending(decoder, base):
         prefix = "".join(f"{key}_" for key in _rope_key(base, index).values())
         reference = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy()
-        frequencies = np.float32(ropes[layer.rope].inv_freq)
-        yield (_largest(frequencies, reference, np.abs(reference)), f"inv_freq of layer {index}")
+        reference = reference * _is_turned(base, index)
+        frequencies, scale = np.float32(ropes[layer.rope].inv_freq), np.abs(reference)
+        error = _largest(frequencies, reference, np.where(scale, scale, 1.0))
+        yield (error, f"inv_freq of layer {index}")
 
 
 def _call_errors(decoder: Decoder, kinds: list[tuple[str, LayerKind]]) -> Iterator[Error]:
@@ -161,9 +185,11 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
         return float(np.abs(array - offsets[0]).max())
     if name == ROUTER_STATE:
         return float(np.abs(array).max())
-    if name == TAIL_SELECT:
-        behind = np.arange(array.shape[1], 0, -1)
-        return _largest(array, np.arange(T) == (counts[:, None] - behind)[:, :, None])
+    if name in (TAIL_SELECT, TAIL_KEEP):
+        n = array.shape[1]
+        tail = counts[:, None] + np.arange(n)  # in the n old ones and the valid columns, joined
+        first = n if name == TAIL_SELECT else 0
+        return _largest(array, np.arange(first, first + array.shape[2]) == tail[:, :, None])
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
@@ -214,7 +240,7 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
     """What enters the first layer for every token of the vocabulary, from fp16-rounded weights."""
     layers, entering = base.layers, []
     base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
-    taken = base.norm.register_forward_pre_hook(lambda _, args: entering.append(args[0]))
+    taken = final_norm(base).register_forward_pre_hook(lambda _, args: entering.append(args[0]))
     base.embed_tokens.padding_idx = None
     scale, V = np.float32(2.0**decoder.manifest.residual_exponent), decoder.manifest.dims.V
     for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
@@ -240,7 +266,7 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     V, C = decoder.manifest.dims.V, decoder.manifest.dims.C
     tied = checkpoint.config.tie_word_embeddings
     probes = np.random.default_rng(0).standard_normal((PROBES, C)).astype(np.float32)
-    normed = base.norm(torch.from_numpy(probes))
+    normed = final_norm(base)(torch.from_numpy(probes))
     hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
     for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):

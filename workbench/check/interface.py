@@ -77,7 +77,8 @@ def _options(m: Manifest) -> Iterator[str]:
     if any(rows != numbers for rows in experts) or bool(numbers) != (o.moe == "routed"):
         yield f"moe = {o.moe} over experts {experts[:2]}"
     for shard in blocks:
-        if (POS in shard.inputs) != (o.kv_write == "slice") or (
+        attending = [i for i in range(*shard.layers) if m.layers[i].attends]
+        if (POS in shard.inputs) != (o.kv_write == "slice" and bool(attending)) or (
             o.kv_write == "slice" and any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
         ):
             yield f"kv_write = {o.kv_write} over inputs {', '.join(shard.inputs)} of {shard.name}"
@@ -85,7 +86,7 @@ def _options(m: Manifest) -> Iterator[str]:
         packed = all(tensor.startswith((KV_STATE, SIDE_STATE)) for tensor in tensors)
         if packed != (o.states == "packed"):
             yield f"states = {o.states} over {', '.join(sorted(tensors))} of {shard.name}"
-        for i in range(*shard.layers):
+        for i in attending:
             for name in {f"layers.{i}.{K_STATE}", f"layers.{i}.{V_STATE}"} - shard.states.keys():
                 yield f"{shard.name}: no state {name}"
 

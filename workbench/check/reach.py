@@ -18,7 +18,14 @@ import numpy as np
 import torch
 
 from workbench.bundle import Bundle, Manifest
-from workbench.bundle.names import CONV_STATE, K_STATE, V_DELAYED_STATE, V_STATE, split_layer
+from workbench.bundle.names import (
+    CONV_STATE,
+    K_STATE,
+    V_DELAYED_STATE,
+    V_STATE,
+    is_cache,
+    split_layer,
+)
 from workbench.check.golden import NUDGED, Golden, ReferenceModel, head_weight, stored_weights
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
@@ -133,10 +140,11 @@ def _stretch(
     before = before or [{} for _ in goldens[0].x]
     stretches = []
     for seq, golden in enumerate(goldens):
-        after = [
-            _joined(states, {K_STATE: golden.k[i], V_STATE: golden.v[i]}) | _sides(cache, i, seq)
-            for i, states in enumerate(before)
-        ]
+        after = []
+        for i, states in enumerate(before):
+            rows = {K_STATE: golden.k[i], V_STATE: golden.v[i]}
+            has_rows = reference.records[i].keys() & {"k", "v"}
+            after.append((_joined(states, rows) if has_rows else {}) | _sides(cache, i, seq))
         logit_rms = head_rms * np.linalg.norm(reference.normed[seq], axis=-1)
         normed_from = golden.hidden[-1] if last is None else last
         stretches.append(Stretch(golden, start, before, after, normed_from, logit_rms))
@@ -161,6 +169,9 @@ def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> 
     """The states `after` a head, extended to `start` tokens by rows of the head in random order; `cache` likewise."""
     before = []
     for layer, states in enumerate(after):
+        if K_STATE not in states:
+            before.append(states)
+            continue
         head = states[K_STATE].shape[1]
         # row 0 is left out: many copies of an attention sink would hide every other row
         chosen = rng.integers(min(1, head - 1), head, start - head)
@@ -183,9 +194,11 @@ def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
     """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's states are."""
     if not getattr(cache.layers[layer], "conv_states", None):
         return {}
-    conv = cache.get_conv_state(layer, state_idx=0)[seq].T
-    delayed = cache.get_recurrent_state(layer, state_idx=0)[seq : seq + 1]
-    return {CONV_STATE: conv.numpy().copy(), V_DELAYED_STATE: delayed.numpy().copy()}
+    sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[seq].T.numpy().copy()}
+    if cache.layers[layer].is_recurrent_states_initialized[0]:
+        delayed = cache.get_recurrent_state(layer, state_idx=0)[seq : seq + 1]
+        sides[V_DELAYED_STATE] = delayed.numpy().copy()
+    return sides
 
 
 def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
@@ -201,8 +214,10 @@ def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
 
 
 def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: int) -> np.ndarray:
-    """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds the last ones."""
+    """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds the last ones, and
+    so does the tail of a convolution, of which transformers keeps one more."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
-    put(value, name, states[layer][leaf], count)
+    stored = states[layer][leaf]
+    put(value, name, stored if is_cache(name) else stored[-len(value) :], count)
     return value

@@ -13,6 +13,7 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
+    TAIL_KEEP,
     TAIL_SELECT,
 )
 from workbench.errors import InputError
@@ -27,10 +28,9 @@ class Host:
 
     def __init__(self, manifest: Manifest):
         self.options = manifest.options
-        self.router_state = next(
-            (s.inputs[ROUTER_STATE] for s in manifest.shards if ROUTER_STATE in s.inputs), None
-        )
-        layers = {layer.suffix: layer for layer in manifest.layers}
+        inputs = {name: shape for s in manifest.shards for name, shape in s.inputs.items()}
+        self.router_state, self.tail = inputs.get(ROUTER_STATE), inputs.get(TAIL_SELECT, [0, 2])[1]
+        layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
         self.tables = [
             (suffix, ropes[layer.rope], layer.window) for suffix, layer in layers.items()
@@ -63,15 +63,16 @@ class Host:
             T: columns of the call.
 
         Returns:
-            tail_select [B, 2, T]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, rows, T];
-            and for each rope table, under its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
+            tail_select [B, n, T] and tail_keep [B, n, n]; router_state of zeros, which the first layer takes; pos [1] or
+            kv_write_mask [B, 1, rows, T]; and for each rope table, under its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
             kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
-        tail = np.arange(T) == (counts[:, None] - [2, 1])[:, :, None]
+        kept = counts[:, None, None] + np.arange(self.tail)[:, None]  # [B, n, 1]: rows or columns + n
         mask_write = self.options.kv_write == "mask"
-        inputs = {TAIL_SELECT: tail.astype(np.float32)}
+        inputs = {TAIL_SELECT: np.arange(T) == kept - self.tail, TAIL_KEEP: np.arange(self.tail) == kept}
+        inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
         if self.router_state:

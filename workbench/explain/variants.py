@@ -29,6 +29,9 @@ UNLIKE = 0.5  # relative RMS of weights beyond which they are another layer's, n
 STREAM_ULPS = 2.0**-22  # of the residual stream: rounding of `hidden`, which an update inherits
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
+ACTIVATION_OF = "act_fn", "activation_fn"  # what transformers' modules call it
+# what transformers' modules call the norms of q and k
+QK_NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -121,11 +124,11 @@ class _Trial:
         reference, outputs = self._run(variant, count), self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
         for layer in range(count):
-            update, rows = reference.update[layer], outputs.cached[layer]
+            update, rows = reference.update[layer], outputs.cached.get(layer)
             difference = outputs.hidden[layer] - outputs.x[layer] - update
             rounding = STREAM_ULPS * _rms(reference.x[layer])
             worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
-            for name in "kv":
+            for name in "kv" if layer in outputs.cached else "":
                 arrays = (getattr(of, name)[layer][:, rows] for of in (reference, outputs))
                 worst.append(metrics.relative_rms(*arrays))
             other = self.order.get(layer, layer) != variant.order.get(layer, layer)
@@ -153,7 +156,10 @@ class _Trial:
 
     def _order(self) -> dict[int, int]:
         """Layers whose stored weights are a neighbour's in the checkpoint, and whose they are."""
-        name = self.checkpoint.prefix + "layers.{}.self_attn.o_proj.weight"
+        layers = self.checkpoint.prefix + "layers.{}."
+        name = layers + "self_attn.o_proj.weight"
+        if name.format(0) not in self.checkpoint:
+            name = layers + "feed_forward.w2.weight"
         L, order = self.bundle.manifest.dims.L, {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
@@ -204,11 +210,12 @@ def _rms(values: np.ndarray) -> float:
 def variants(checkpoint: Checkpoint, trial: _Trial, wrong: np.ndarray) -> Iterator[Variant]:
     """All variants of a checkpoint's model, `wrong` being the layers that are not as configured."""
     config = checkpoint.config
-    attention = golden.empty_model(config).model.layers[0].self_attn
+    layers = golden.empty_model(config).model.layers
+    layer = next(layer for layer in layers if hasattr(layer, "self_attn"))
     yield from _rope_variants(checkpoint, trial.bundle.manifest)
-    yield from _norm_variants(config, attention)
+    yield from _norm_variants(config, layer)
     yield from _window_variants(config)
-    yield from _attention_variants(config, attention)
+    yield from _attention_variants(config, layer.self_attn)
     yield from _weight_variants(checkpoint)
     if trial.order:
         pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in trial.order.items())
@@ -247,6 +254,11 @@ def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
     for factor in factors:
         changes[f"rope scaling linear {factor:.7g}"] = {"rope_type": "linear", "factor": factor}
         changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
+    scaled = [t for t in (parameters.values() if nested else [parameters]) if "yarn" in t.values()]
+    for table in scaled:
+        changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
+        for factor in factors:
+            changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
     seen = [parameters]
     for name, change in changes.items():
         for chosen in [*kinds, None] if len(kinds) > 1 else kinds:
@@ -265,6 +277,12 @@ def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
         "rope turned the other way", functions={"apply_rotary_pos_emb": _rotation(turn=-1.0)}
     )
     yield Variant("rope left out", functions={"apply_rotary_pos_emb": _rotation(turn=0.0)})
+    flags = getattr(checkpoint.config, "no_rope_layers", None)
+    if flags and not all(flags):
+        yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
+        yield Variant(
+            "layers with and without rope exchanged", {"no_rope_layers": [1 - f for f in flags]}
+        )
 
 
 def _fitted(inv_freq: list[float]) -> tuple[float, float]:
@@ -275,9 +293,9 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
     return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
 
 
-def _rotation(interleaved: bool = False, turn: float = 1.0, after=None) -> Callable:
+def _rotation(interleaved: bool = False, turn: float = 1.0, before=None, after=None) -> Callable:
     """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves, or turns
-    another way (0: not at all); `after(q, k)` is applied to the result."""
+    another way (0: not at all); `before(q, k)` makes what it turns, `after(q, k)` gets the result."""
 
     def rotate(x, cos, sin):
         width = cos.shape[-1]
@@ -293,37 +311,45 @@ def _rotation(interleaved: bool = False, turn: float = 1.0, after=None) -> Calla
 
     def apply(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        q, k = before(q, k) if before else (q, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return after(q, k) if after else (q, k)
 
     return apply
 
 
-def _norm_variants(config, attention: nn.Module) -> Iterator[Variant]:
-    """Other eps; norms of q and k left out or after rope; the norms around a block exchanged or
-    left out behind it."""
-    eps = config.rms_norm_eps
+def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
+    """Other eps; norms of q and k left out or on the other side of rope; the norms around a block
+    exchanged, left out behind it, or moved to its other side."""
+    attention = layer.self_attn
+    key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
+    eps = getattr(config, key)
     for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
-        yield Variant(f"eps {value:g}", {"rms_norm_eps": value})
-    if hasattr(attention, "q_norm"):
-        yield Variant("q/k norm left out", model=_without("self_attn.q_norm", "self_attn.k_norm"))
+        yield Variant(f"eps {value:g}", {key: value})
+    names = next((names for names in QK_NORMS if hasattr(attention, names[0])), None)
+    if names:
+        left_out = _without(*(f"self_attn.{name}" for name in names))
+        yield Variant("q/k norm left out", model=left_out)
+    if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
         current: list[nn.Module] = []
 
-        def after_rope(base):
-            _without("self_attn.q_norm", "self_attn.k_norm")(base)
-            for layer in base.layers:
+        def moved(base):
+            left_out(base)
+            for layer in (layer for layer in base.layers if hasattr(layer, "self_attn")):
                 layer.self_attn.register_forward_pre_hook(
                     lambda module, args, kwargs: current.append(module), with_kwargs=True
                 )
 
         def norms(q, k):
-            pairs = (current[-1].q_norm, q), (current[-1].k_norm, k)
+            pairs = zip((getattr(current[-1], name) for name in names), (q, k), strict=True)
             return tuple(type(norm).forward(norm, x) for norm, x in pairs)
 
+        late = names == QK_NORMS[1]  # in this family itself
+        rotation = _rotation(before=norms) if late else _rotation(after=norms)
         yield Variant(
-            "q/k norm after rope",
-            model=after_rope,
-            functions={"apply_rotary_pos_emb": _rotation(after=norms)},
+            f"q/k norm {'before' if late else 'after'} rope",
+            model=moved,
+            functions={"apply_rotary_pos_emb": rotation},
         )
     if _is_gemma(config):
         pairs = (
@@ -334,13 +360,31 @@ def _norm_variants(config, attention: nn.Module) -> Iterator[Variant]:
             yield Variant(f"{post} left out", model=_without(post))
             yield Variant(f"{pre} and {post} exchanged", read=_exchanged(pre, post))
         yield Variant("norms behind blocks left out", model=_without(*(post for _, post in pairs)))
+    if hasattr(layer, "post_feedforward_layernorm") and not hasattr(layer, "input_layernorm"):
+        yield Variant("norms before blocks instead of behind", model=_norms_before_blocks)
+
+
+def _norms_before_blocks(base) -> None:
+    """Attention and MLP of every layer read what the norm behind them would make of their input."""
+    for layer in base.layers:
+        for norm, block in (
+            (layer.post_attention_layernorm, layer.self_attn),
+            (layer.post_feedforward_layernorm, layer.mlp),
+        ):
+
+            def enter(module, args, kwargs, norm=norm):
+                x = args[0] if args else kwargs.pop("hidden_states")
+                return (type(norm).forward(norm, x), *args[1:]), kwargs
+
+            block.register_forward_pre_hook(enter, with_kwargs=True)
+            norm.forward = lambda x: x
 
 
 def _without(*modules: str) -> Callable[[nn.Module], None]:
-    """Makes modules of every layer hand on what they are given."""
+    """Makes modules of every layer that has them hand on what they are given."""
 
     def change(base):
-        for layer in base.layers:
+        for layer in (layer for layer in base.layers if hasattr(layer, modules[0].split(".")[0])):
             for module in modules:
                 layer.get_submodule(module).forward = lambda *x: x if len(x) > 1 else x[0]
 
@@ -372,7 +416,7 @@ def _window_variants(config) -> Iterator[Variant]:
     """Other windows of the layers that have one, and the other kind of attention in each layer."""
     kinds = sorted(set(getattr(config, "layer_types", None) or []))
     window = getattr(config, "sliding_window", None)
-    if not window or not any("sliding" in kind for kind in kinds):
+    if not window or (kinds and not any("sliding" in kind for kind in kinds)):
         return
     for name, value in (
         (f"window {window // 2}, a half", window // 2),
@@ -403,26 +447,28 @@ def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
     for name, scale in scales.items():
         if scale not in seen:
             seen.add(scale)
-            yield Variant(f"attention scale {name}", model=_attribute("scaling", scale))
+            yield Variant(f"attention scale {name}", model=_attribute(("scaling",), scale))
     if config.num_key_value_heads not in (1, H):
         tiled = {"repeat_kv": lambda x, count: x.repeat(1, count, 1, 1)}
         yield Variant("key/value heads tiled over the query heads", functions=tiled)
-    own = getattr(config, "hidden_act", None) or config.hidden_activation
+    own = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
     from transformers.activations import ACT2FN
 
     for key, name in ACTIVATIONS.items():
         if key != own:
-            yield Variant(f"activation {name}", model=_attribute("act_fn", ACT2FN[key]))
+            change = _attribute(ACTIVATION_OF, ACT2FN[key])
+            yield Variant(f"activation {name}", model=change)
 
 
-def _attribute(name: str, value) -> Callable[[nn.Module], None]:
-    """Sets an attribute of every module of a layer that has it."""
+def _attribute(names: tuple[str, ...], value) -> Callable[[nn.Module], None]:
+    """Sets an attribute, whichever of `names` it has, of every module of a layer that has it."""
 
     def change(base):
         for layer in base.layers:
             for module in layer.modules():
-                if hasattr(module, name):
-                    setattr(module, name, value)
+                for name in names:
+                    if hasattr(module, name):
+                        setattr(module, name, value)
 
     return change
 
@@ -452,6 +498,8 @@ def _own_tables(manifest, checkpoint: Checkpoint) -> Variant:
         ropes = {rope.name: rope for rope in manifest.rope}
         kinds = getattr(checkpoint.config, "layer_types", None) or [""] * len(manifest.layers)
         for layer, kind in zip(manifest.layers, kinds, strict=True):
+            if layer.rope == "nope":
+                continue
             name = f"{kind}_inv_freq"
             name = name if hasattr(base.rotary_emb, name) else "inv_freq"
             setattr(base.rotary_emb, name, torch.tensor(ropes[layer.rope].inv_freq))

@@ -183,6 +183,13 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         raise InputError(
             "sliding = ring", subject, "a family with sliding attention", "leave out --sliding"
         )
+    if options.max_seq_len > (plan.max_positions or options.max_seq_len):
+        raise InputError(
+            f"max_seq_len = {options.max_seq_len}",
+            subject,
+            f"at most {plan.max_positions}, the length beyond which its positions are scaled",
+            "export with a smaller --max-seq-len",
+        )
     return family.settle(plan, source) if hasattr(family, "settle") else plan
 
 

@@ -14,7 +14,6 @@ from workbench.bundle.names import (
     EXPERT_IN,
     EXPERT_WEIGHT,
     HIDDEN,
-    K_STATE,
     KV_STATE,
     KV_WRITE_MASK,
     LOGITS,
@@ -24,8 +23,8 @@ from workbench.bundle.names import (
     ROUTER_STATE,
     ROUTER_STATE_OUT,
     SIDE_STATE,
+    TAIL_KEEP,
     TAIL_SELECT,
-    V_STATE,
     X,
     is_cache,
     split_layer,
@@ -86,16 +85,19 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
 
 def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, list]:
     """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
-    layers = {layer.rope: layer for layer in plan.layers[first:last]}
+    attending = [layer for layer in plan.layers[first:last] if layer.attends]
+    layers = {layer.rope: layer for layer in attending}
     inputs = {X: options.plane(plan.dims.C)}
     for rope in plan.rope:
         if rope.name in layers:
             inputs |= options.layer_inputs(layers[rope.name], len(rope.inv_freq))
-    if options.kv_write == "slice":
+    if options.kv_write == "slice" and attending:
         del inputs[KV_WRITE_MASK]
         inputs |= {POS: [1]}
-    if plan.side_states:
-        inputs |= {TAIL_SELECT: [options.batch, 2, "T"]}
+    if any(plan.side_states[first:last]):
+        inputs |= {TAIL_SELECT: [options.batch, plan.tail, "T"]}
+        if plan.tail > 2:
+            inputs |= {TAIL_KEEP: [options.batch, plan.tail, plan.tail]}
     if plan.router_width:
         inputs |= {ROUTER_STATE: options.plane(plan.router_width)}
     return inputs
@@ -105,14 +107,16 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
     """Where the states of layers [first, last) live; (states, buffers).
 
     Each is a tensor of its own, named by its layer where the shard has several. Packed, they share
-    one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B, l, width].
+    one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B, l, width], l being
+    the number of layers that have such states, whose widths are equal.
     """
-    states, buffers, d, B = {}, {}, plan.dims, options.batch
-    width = sum(map(prod, plan.side_states.values()))
+    states, buffers, B, row = {}, {}, options.batch, -1
     for i in range(first, last):
         layer, column = plan.layers[i], 0
-        cache, ring = (d.H_kv, options.slots(layer.window), d.D), options.ring(layer.window)
-        for name, sizes in ({K_STATE: cache, V_STATE: cache} | plan.side_states).items():
+        ring, own = options.ring(layer.window), plan.states(i, options)
+        width = sum(prod(sizes) for name, sizes in own.items() if not is_cache(name))
+        row += bool(width)
+        for name, sizes in own.items():
             shape, part = [B, *sizes], None
             if options.states == "separate":
                 tensor = name if last - first == 1 else f"layers_{i}_{name}"
@@ -120,12 +124,13 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
             elif is_cache(name):
                 tensor = KV_STATE + (layer.suffix if ring else "")
                 start = buffers.get(tensor, [0, 0])[1]
-                buffers[tensor] = [B, start + d.H_kv, *cache[1:]]
-                part = [(0, B), (start, start + d.H_kv), (0, cache[1]), (0, d.D)]
+                heads, *rest = sizes
+                buffers[tensor] = [B, start + heads, *rest]
+                part = [(0, B), (start, start + heads), *((0, n) for n in rest)]
             else:
                 tensor, start, column = SIDE_STATE, column, column + prod(sizes)
-                buffers[tensor] = [B, last - first, width]
-                part = [(0, B), (i - first, i - first + 1), (start, column)]
+                buffers[tensor] = [B, row + 1, width]
+                part = [(0, B), (row, row + 1), (start, column)]
             states[f"layers.{i}.{name}"] = StateEntry(
                 tensor=tensor, shape=shape, part=part, ring=ring if is_cache(name) else None
             )

@@ -100,7 +100,7 @@ def weight_sources(
     for path, parameter in shard.named_parameters():
         shape, tensor, rows = tuple(parameter.shape), None, None
         if parameter.requires_grad:
-            tensor = _tensor_name(path, spec, source.prefix, plan.tied)
+            tensor = _tensor_name(path, spec, source.prefix, plan)
         if spec.rows[1] and (path == "lm_head.weight" or ".experts." in path):
             rows = slice(*spec.rows)
         # what storage adds to the checkpoint's value
@@ -111,10 +111,11 @@ def weight_sources(
     return weights
 
 
-def _tensor_name(path: str, spec: Spec, prefix: str, tied: bool) -> str:
+def _tensor_name(path: str, spec: Spec, prefix: str, plan: Plan) -> str:
     """Name of the checkpoint tensor behind a parameter."""
     if path == "lm_head.weight":
-        return f"{prefix}embed_tokens.weight" if tied else path
+        return f"{prefix}embed_tokens.weight" if plan.tied else path
+    path = ".".join(plan.names.get(part, part) for part in path.split("."))
     if spec.kind == "head":
         return prefix + path
     if spec.kind == "expert":

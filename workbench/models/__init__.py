@@ -12,9 +12,17 @@ from workbench.errors import InputError
 
 FAMILIES = {
     "gemma3_text": "gemma3",
+    "hunyuan_v1_dense": "hunyuan_v1_dense",
+    "lfm2": "lfm2",
     "llama": "llama",
+    "ministral3": "ministral3",
+    "mistral": "mistral",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "smollm3": "smollm3",
     "zaya": "zaya",
 }
 # model_type of the (text) configuration → module

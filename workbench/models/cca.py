@@ -11,6 +11,7 @@ from torch import nn
 from workbench.bundle.names import CONV_STATE, TAIL_SELECT, V_DELAYED_STATE
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, Conv, by_peak
+from workbench.models.tail import extended
 
 TAPS = 2  # kernel size of each convolution, hence TAPS · 2 - 2 earlier inputs
 
@@ -53,22 +54,7 @@ class Projection(nn.Module):
         return mean_q.reshape(s.B, s.H, -1, s.D), mean_k.reshape(s.B, s.H_kv, -1, s.D)
 
     def extended(self, name: str, x, cache: Cache, select):
-        """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state takes the last n.
-
-        `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where there are fewer:
-        columns that are not valid never enter the state.
-        """
-        B, width, old = self.shape.B, x.shape[1], cache.read(name)
-        joined = torch.cat(
-            [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
-        )
-        counts = select.sum(-1, keepdim=True)  # [B, n, 1]
-        last = counts[:, -1:]
-        rows = x.reshape(B, width, -1).transpose(1, 2)
-        cache.write(
-            name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:]
-        )  # ends what `old` held
-        return joined
+        return extended(self.shape.B, name, x, cache, select)
 
 
 class QKNorm(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
+from workbench.bundle.names import K_STATE, V_STATE
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry
 
@@ -17,8 +18,11 @@ class Plan:
     """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
 
     `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and `scale` applied as
-    (e + bias) · scale. `side_states` maps a further state's name to its shape after the batch axis. `router_width` R
+    (e + bias) · scale. `side_states` maps, for each layer, a further state's name to its shape after the batch axis
+    (none: no layer has any); those of convolutions hold their last `tail` inputs. `router_width` R
     and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
+    `names` maps a part of a parameter's path (`q_norm`) to the checkpoint's name for it, where that is another one. The
+    plan holds for caches of up to `max_positions` tokens (None: any).
     """
 
     config: Any
@@ -28,10 +32,26 @@ class Plan:
     tied: bool
     embedding_scale: float = 1.0
     embedding: dict[str, str] = field(default_factory=dict)
-    side_states: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    side_states: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    tail: int = 2
     router_width: int = 0
     experts: int = 0
     residual_exponent: int = 0
+    names: dict[str, str] = field(default_factory=dict)
+    max_positions: int | None = None
+
+    def rotary(self, index: int) -> int:
+        """How many of the D dims of a head decoder layer `index` turns."""
+        (table,) = (table for table in self.rope if table.name == self.layers[index].rope)
+        return 2 * len(table.inv_freq)
+
+    def states(self, index: int, options: Options) -> dict[str, tuple[int, ...]]:
+        """The states of decoder layer `index`: name → shape after the batch axis."""
+        d, layer, states = self.dims, self.layers[index], {}
+        if layer.attends:
+            cache = d.H_kv, options.slots(layer.window), d.D
+            states = {K_STATE: cache, V_STATE: cache}
+        return states | (self.side_states[index] if self.side_states else {})
 
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""
@@ -46,14 +66,15 @@ def refuse(config, actual: str, needed: str) -> NoReturn:
     )
 
 
-def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
-    """The rotary table of a configuration (of one layer type, where it has several), by transformers' own functions."""
+def rope(config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES) -> Rope:
+    """The rotary table of a configuration (of one layer type, where it has several), by transformers' own functions;
+    rope types beside `kinds` are refused."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
     kind = parameters["rope_type"]
-    if kind not in ROPE_TYPES:
-        refuse(config, f"rope type {kind!r}", f"one of {', '.join(ROPE_TYPES)}")
+    if kind not in kinds:
+        refuse(config, f"rope type {kind!r}", f"one of {', '.join(kinds)}")
     width = int(head_dim(config) * parameters.get("partial_rotary_factor", 1.0))
     if width % 2:
         refuse(config, f"a rotary width of {width}", "an even one, two halves to rotate")
@@ -66,11 +87,15 @@ def rope(config, layer_type: str | None = None, name: str = "") -> Rope:
     return Rope(name=name, inv_freq=inv_freq.tolist(), scale=float(scale))
 
 
-def alternating(config, full: str, sliding: str) -> tuple[list[Rope], list[Layer]]:
+def alternating(
+    config, full: str, sliding: str, kinds=ROPE_TYPES
+) -> tuple[list[Rope], list[Layer]]:
     """Rotary tables and layers of a configuration whose `layer_types` are full or sliding attention; where both occur,
     the tables are named `global` and `local`."""
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
+    if sliding in config.layer_types and not config.sliding_window:
+        refuse(config, f"{sliding} and sliding_window = {config.sliding_window}", "a window")
     present = set(config.layer_types)
     names = {t: n for t, n in ((full, "global"), (sliding, "local")) if t in present}
     if len(names) == 1:
@@ -79,7 +104,7 @@ def alternating(config, full: str, sliding: str) -> tuple[list[Rope], list[Layer
         Layer(rope=names[t], window=config.sliding_window if t == sliding else None)
         for t in config.layer_types
     ]
-    return [rope(config, t, n) for t, n in names.items()], layers
+    return [rope(config, t, n, kinds) for t, n in names.items()], layers
 
 
 def head_dim(config) -> int:

@@ -40,7 +40,7 @@ class GemmaDecoderLayer(nn.Module):
             rotary=d.D,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
-            qk_norm=partial(norm, d.D, dim=3),
+            qk_norm=partial(norm, dim=3),
         )
         gelu = partial(nn.functional.gelu, approximate="tanh")
         self.mlp = GatedMLP(d.C, config.intermediate_size, gelu)

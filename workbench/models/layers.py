@@ -7,6 +7,7 @@ arithmetic differs from the original's only by what the stored weights differ.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import torch
@@ -158,7 +159,13 @@ class AttentionGeometry:
 class Attention(nn.Module):
     """Causal self-attention over a cache of states `k_state`, `v_state` [B, H_kv, S, D].
 
-    Scaling q before q kᵀ keeps scores small in fp16; `qk_norm` is a per-head RMSNorm factory or None.
+    Scaling q before q kᵀ keeps scores small in fp16.
+
+    Args:
+        fused: one projection makes q, k and v, in this order.
+        qk_norm: makes the RMSNorms of q and k from a width, or None.
+        norm_at: what these norm: each head (`heads`), each head after rope (`rotated`), or all heads together
+            (`channels`).
     """
 
     def __init__(
@@ -170,35 +177,63 @@ class Attention(nn.Module):
         rotary: int,
         qkv_bias=False,
         o_bias=False,
+        fused=False,
         qk_norm=None,
+        norm_at: Literal["heads", "rotated", "channels"] = "heads",
     ):
         super().__init__()
         self.shape, self.scale, self.rotary = shape, scale, rotary
-        H, H_kv, D = shape.H, shape.H_kv, shape.D
-        self.q_proj, self.k_proj = Conv(C, H * D, qkv_bias), Conv(C, H_kv * D, qkv_bias)
-        self.v_proj, self.o_proj = Conv(C, H_kv * D, qkv_bias), Conv(H * D, C, o_bias)
-        self.q_norm, self.k_norm = (qk_norm(), qk_norm()) if qk_norm else (None, None)
+        queries, keys = shape.H * shape.D, shape.H_kv * shape.D
+        if fused:
+            self.qkv_proj = Conv(C, queries + 2 * keys, qkv_bias)
+        else:
+            self.q_proj, self.k_proj = Conv(C, queries, qkv_bias), Conv(C, keys, qkv_bias)
+            self.v_proj = Conv(C, keys, qkv_bias)
+        self.o_proj = Conv(queries, C, o_bias)
+        self.norm_at = norm_at
+        widths = (queries, keys) if norm_at == "channels" else (shape.D, shape.D)
+        self.q_norm, self.k_norm = map(qk_norm, widths) if qk_norm else (None, None)
+
+    def heads(self, x):
+        """q [B, H, T, D], k and v [B, H_kv, T, D], before rope and the norms of heads."""
+        s = self.shape
+        if hasattr(self, "qkv_proj"):
+            qkv, a, b = self.qkv_proj(x), s.H * s.D, (s.H + s.H_kv) * s.D
+            parts = s.heads(qkv[:, :a], s.H), s.heads(qkv[:, a:b], s.H_kv)
+            return *parts, s.heads(qkv[:, b:], s.H_kv)
+        if self.q_norm is not None and self.norm_at == "channels":
+            q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
+            return s.heads(q, s.H), s.heads(k, s.H_kv), s.heads(self.v_proj(x), s.H_kv)
+        q, k = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
+        return q, k, s.heads(self.v_proj(x), s.H_kv)
 
     def forward(self, x, cache: Cache, io: dict):
         s = self.shape
-        q, k = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
-        v = s.heads(self.v_proj(x), s.H_kv)
-        if self.q_norm is not None:
+        q, k, v = self.heads(x)
+        if self.q_norm is not None and self.norm_at == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
+        if self.q_norm is not None and self.norm_at == "rotated":
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(s.merge(s.attend(scaled(q, self.scale), k, v, cache, io)))
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x))."""
+    """down(act(gate(x)) · up(x)); `fused`: one projection makes the gate and what it multiplies, in this order."""
 
-    def __init__(self, C: int, inner: int, act, bias: bool = False):
+    def __init__(self, C: int, inner: int, act, bias: bool = False, fused: bool = False):
         super().__init__()
-        self.act = act
-        self.gate_proj, self.up_proj = Conv(C, inner, bias), Conv(C, inner, bias)
+        self.act, self.inner = act, inner
+        if fused:
+            self.gate_up_proj = Conv(C, 2 * inner, bias)
+        else:
+            self.gate_proj, self.up_proj = Conv(C, inner, bias), Conv(C, inner, bias)
         self.down_proj = Conv(inner, C, bias)
 
     def forward(self, x):
+        if hasattr(self, "gate_up_proj"):
+            both = self.gate_up_proj(x)
+            return self.down_proj(self.act(both[:, : self.inner]) * both[:, self.inner :])
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -7,38 +7,56 @@ from workbench.models.cache import Cache
 from workbench.models.family import Plan, dims, refuse, rope
 from workbench.models.layers import Attention, GatedMLP, Head, RMSNorm
 
+# norms in front of attention and MLP, and behind them
+READING = "input_layernorm", "post_attention_layernorm"
+ADDING = "post_attention_layernorm", "post_feedforward_layernorm"
+
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T]; `attention`: keywords of `Attention`."""
+    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T].
 
-    def __init__(self, plan: Plan, index: int, options: Options, **attention):
+    Args:
+        behind: norms follow attention and MLP instead of preceding them.
+        fused: projections of the same input are one.
+        attention: further keywords of `Attention`.
+    """
+
+    def __init__(
+        self, plan: Plan, index: int, options: Options, *, behind=False, fused=False, **attention
+    ):
         super().__init__()
-        config, C, D = plan.config, plan.dims.C, plan.dims.D
-        self.input_layernorm = RMSNorm(C, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(C, config.rms_norm_eps)
-        shape = plan.shape(index, options)
-        self.self_attn = Attention(C, shape, scale=D**-0.5, rotary=D, **attention)
-        self.mlp = GatedMLP(
-            C, config.intermediate_size, nn.functional.silu, getattr(config, "mlp_bias", False)
-        )
+        config, C = plan.config, plan.dims.C
+        self.behind = behind
+        for name in ADDING if behind else READING:
+            self.add_module(name, RMSNorm(C, config.rms_norm_eps))
+        shape, rotary = plan.shape(index, options), plan.rotary(index)
+        scale = plan.dims.D**-0.5
+        self.self_attn = Attention(C, shape, scale=scale, rotary=rotary, fused=fused, **attention)
+        bias = getattr(config, "mlp_bias", False)
+        self.mlp = GatedMLP(C, config.intermediate_size, nn.functional.silu, bias, fused)
 
     def forward(self, x, cache: Cache, io: dict):
+        if self.behind:
+            x = x + self.post_attention_layernorm(self.self_attn(x, cache, io))
+            return x + self.post_feedforward_layernorm(self.mlp(x))
         x = x + self.self_attn(self.input_layernorm(x), cache, io)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def plan(config) -> Plan:
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+def plan(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
+    """`ropes` and `layers` are those of the family: by default one rope table and no window."""
+    d, ropes = dims(config), ropes or [rope(config)]
+    if not partial_rotary and any(2 * len(table.inv_freq) != d.D for table in ropes):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
     if config.hidden_act != "silu":
         refuse(config, f"activation {config.hidden_act!r}", "silu")
-    d = dims(config)
-    return Plan(config, d, [rope(config)], [Layer()] * d.L, tied=config.tie_word_embeddings)
+    return Plan(config, d, ropes, layers or [Layer()] * d.L, config.tie_word_embeddings)
 
 
-def layer(plan: Plan, index: int, options: Options) -> nn.Module:
+def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
+    """`chosen`: further keywords of `DecoderLayer`."""
     bias = getattr(plan.config, "attention_bias", False)
-    return DecoderLayer(plan, index, options, qkv_bias=bias, o_bias=bias)
+    return DecoderLayer(plan, index, options, qkv_bias=bias, o_bias=bias, **chosen)
 
 
 def head(plan: Plan, rows: int) -> nn.Module:

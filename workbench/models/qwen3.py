@@ -13,6 +13,5 @@ plan, head = qwen2.plan, llama.head
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    bias = plan.config.attention_bias
-    norm = partial(RMSNorm, plan.dims.D, plan.config.rms_norm_eps, dim=3)
-    return llama.DecoderLayer(plan, index, options, qkv_bias=bias, o_bias=bias, qk_norm=norm)
+    norm = partial(RMSNorm, eps=plan.config.rms_norm_eps, dim=3)
+    return llama.layer(plan, index, options, qk_norm=norm)

@@ -54,11 +54,10 @@ class ZayaDecoderLayer(nn.Module):
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
         config, C, eps = plan.config, plan.dims.C, plan.config.rms_norm_eps
-        shape, layer = plan.shape(index, options), plan.layers[index]
-        (rope,) = (r for r in plan.rope if r.name == layer.rope)
+        shape = plan.shape(index, options)
         self.routed = options.moe == "routed"
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(C, eps), RMSNorm(C, eps)
-        self.self_attn = CompressedConvAttention(C, shape, rotary=2 * len(rope.inv_freq))
+        self.self_attn = CompressedConvAttention(C, shape, rotary=plan.rotary(index))
         gate = Router(C, plan.router_width, plan.experts, eps, first=index == 0)
         sizes = plan.experts, C, config.moe_intermediate_size, shape
         self.mlp = Mixture(gate, None if self.routed else Experts(*sizes))
@@ -120,7 +119,7 @@ def plan(config) -> Plan:
         layers,
         config.tie_word_embeddings,
         embedding={"bias": "input_hidden_states_bias", "scale": "input_hidden_states_scale"},
-        side_states=side,
+        side_states=[side] * d.L,
         router_width=config.router_hidden_size,
         experts=config.num_experts,
     )

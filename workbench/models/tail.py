@@ -1,0 +1,52 @@
+"""Short convolutions over time, whose last inputs are a state of their layer."""
+
+import torch
+from torch import nn
+
+from workbench.bundle.names import CONV_STATE, TAIL_KEEP, TAIL_SELECT
+from workbench.models.cache import Cache
+from workbench.models.layers import AttentionGeometry, Conv
+
+
+def extended(B: int, name: str, x, cache: Cache, select, keep=None):
+    """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state takes the last n.
+
+    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where there are fewer:
+    columns that are not valid never enter the state. `keep` [B, n, n] likewise says which old ones stay; up to n = 2
+    that follows from `select`.
+    """
+    width, old = x.shape[1], cache.read(name)
+    joined = torch.cat(
+        [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
+    )
+    if keep is not None:
+        rows = x.reshape(B, width, -1).transpose(1, 2)
+        cache.write(name, select @ rows + keep @ old)
+        return joined
+    counts = select.sum(-1, keepdim=True)  # [B, n, 1]
+    last = counts[:, -1:]
+    rows = x.reshape(B, width, -1).transpose(1, 2)
+    cache.write(
+        name, select @ rows + (1 - last) * old + (last - counts) * old[:, -1:]
+    )  # ends what `old` held
+    return joined
+
+
+class ShortConv(nn.Module):
+    """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has `taps` taps for each channel.
+
+    It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first, zeros at the start.
+    """
+
+    def __init__(self, C: int, shape: AttentionGeometry, taps: int, bias: bool):
+        super().__init__()
+        self.C, self.shape = C, shape
+        self.in_proj, self.out_proj = Conv(C, 3 * C, bias), Conv(C, C, bias)
+        self.conv = Conv(C, C, bias, kernel=(1, taps), groups=C)
+
+    def forward(self, x, cache: Cache, io: dict):
+        s, parts = self.shape, self.in_proj(x)
+        b, c, x = parts[:, : self.C], parts[:, self.C : 2 * self.C], parts[:, 2 * self.C :]
+        tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
+        mixed = self.conv(extended(s.B, CONV_STATE, b * x, cache, *tail))
+        return self.out_proj(c * s.plane(mixed, self.C))
