@@ -177,7 +177,8 @@ def make_golden(
 
 
 class ReferenceModel:
-    """Hugging Face's model over one sequence, call by call; see `make_golden`."""
+    """Hugging Face's model over one sequence, call by call; see `make_golden`. Without `record`
+    nothing is kept of the layers: then `last_hidden` and `logits` are what it is for."""
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class ReferenceModel:
         weights: WeightReader | None = None,
         label: str = "source",
         model: nn.Module | None = None,
+        record: bool = True,
     ):
         self.checkpoint = (
             checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
@@ -203,7 +205,7 @@ class ReferenceModel:
         self.replaced: list[list[torch.Tensor]] = [[] for _ in range(len(self.base.layers) + 1)]
         self.nudge: torch.Generator | None = None
         self.records = [
-            _record_layer(layer, f"{prefix}layers.{i}.", read, self.replaced[i])
+            _record_layer(layer, f"{prefix}layers.{i}.", read, self.replaced[i], record)
             for i, layer in enumerate(self.base.layers)
         ]
         for layer in self.base.layers:
@@ -236,21 +238,12 @@ class ReferenceModel:
         """One call over `ids` [n] that continues `cache`: the golden of these n positions."""
         import transformers
 
-        checkpoint, weights, prefix = self.checkpoint, self.weights, self.checkpoint.prefix
         ids = check_ids(ids, self.config.vocab_size)
-        rows, remapped = np.unique(ids, return_inverse=True)
-        embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
-        self.base.embed_tokens.weight = nn.Parameter(
-            embedded if weights is None else embedded.half().float(), False
-        )
-        with torch.inference_mode():
-            last = self.base(
-                input_ids=torch.from_numpy(remapped)[None], past_key_values=cache, use_cache=True
-            )[0][0]
-            self.normed = last.numpy()
-            logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
-            if head:
-                logits = _logits(checkpoint, last, weights)
+        last = self.last_hidden(ids[None], past_key_values=cache, use_cache=True)[0]
+        self.normed = last.numpy()
+        logits = np.broadcast_to(np.float32(np.nan), (len(ids), self.config.vocab_size))
+        if head:
+            logits = self.logits(last)
         layers = {
             name: np.stack([record[name] for record in self.records]) for name in self.records[0]
         }
@@ -259,11 +252,34 @@ class ReferenceModel:
             logits=logits,
             **layers,
             meta={
-                "checkpoint": checkpoint.sha256,
+                "checkpoint": self.checkpoint.sha256,
                 "weights": self.label,
                 "transformers": transformers.__version__,
             },
         )
+
+    @torch.inference_mode()
+    def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
+        """What the head reads [B, n, C] of sequences `ids` [B, n]; each layer is loaded once for
+        all of them. `arguments` go to the model's forward pass."""
+        rows, remapped = np.unique(ids, return_inverse=True)
+        name = f"{self.checkpoint.prefix}embed_tokens.weight"
+        embedded = self.checkpoint.tensor(name, rows.tolist())
+        self.base.embed_tokens.weight = nn.Parameter(
+            embedded if self.weights is None else embedded.half().float(), False
+        )
+        return self.base(input_ids=torch.from_numpy(remapped.reshape(ids.shape)), **arguments)[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> np.ndarray:
+        """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a
+        time."""
+        name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
+        if self.weights:
+            return (hidden @ self.weights(name).T).numpy()
+        slices = (slice(i, min(i + LOGIT_ROWS, V)) for i in range(0, V, LOGIT_ROWS))
+        parts = [hidden @ self.checkpoint.tensor(name, rows).T for rows in slices]
+        return torch.cat(parts, dim=-1).numpy()
 
 
 def empty_model(config) -> nn.Module:
@@ -326,9 +342,10 @@ def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -
 
 
 def _record_layer(
-    layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor]
+    layer: nn.Module, prefix: str, read: WeightReader, replaced: list[torch.Tensor], keep: bool
 ) -> dict[str, np.ndarray]:
-    """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left.
+    """Loads the layer's tensors when it is entered, records its input and output unless `keep` is
+    false, drops the tensors when it is left.
 
     `replaced` takes the place of the layer's first arguments.
     """
@@ -337,7 +354,8 @@ def _record_layer(
     def enter(module, args, kwargs):
         args = args or (kwargs.pop("hidden_states"),)
         args = (*replaced, *args[len(replaced) :])
-        record["x"] = args[0][0].float().numpy().copy()
+        if keep:
+            record["x"] = args[0][0].float().numpy().copy()
         for name in module.state_dict():
             assign_parameter(module, name, read(prefix + name))
         return args, kwargs
@@ -345,7 +363,7 @@ def _record_layer(
     def leave(module, args, output):
         outputs = output if isinstance(output, tuple) else (output,)
         for name, value in zip(("hidden", "router"), outputs, strict=False):
-            if value is not None:
+            if keep and value is not None:
                 record[name] = value[0].float().numpy().copy()
         for name in module.state_dict():
             assign_parameter(module, name, None)
@@ -381,15 +399,3 @@ def head_weight(checkpoint: Checkpoint) -> str:
     """Name of the tensor that turns the last hidden state into logits."""
     tied = checkpoint.config.tie_word_embeddings
     return f"{checkpoint.prefix}embed_tokens.weight" if tied else "lm_head.weight"
-
-
-def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None) -> np.ndarray:
-    """lm_head over [n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
-    name = head_weight(checkpoint)
-    if weights:
-        return (last @ weights(name).T).numpy()
-    V = checkpoint.config.vocab_size
-    slices = (
-        checkpoint.tensor(name, slice(i, min(i + LOGIT_ROWS, V))) for i in range(0, V, LOGIT_ROWS)
-    )
-    return torch.cat([last @ w.T for w in slices], dim=-1).numpy()

@@ -21,7 +21,11 @@ Units = Annotated[
 Precision = Annotated[str, Option(help="Portable arithmetic: declared, exact or narrow.")]
 GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this checkpoint.")]
-Log = Annotated[bool, Option(help="Write the run into the experiment log.")]
+Prompt = Annotated[str | None, Option(help="Text of the prompt, read by the tokenizer.")]
+TextFile = Annotated[Path | None, Option("--text", help="File of text, UTF-8.")]
+Tokens = Annotated[int | None, Option(help="Only the first so many tokens of the prompt.", min=1)]
+Record = Annotated[bool, Option("--record", help="Write the run into the experiment log.")]
+Log = Record
 LogFolder = Annotated[Path | None, Option("--log-dir", help="Folder of the experiment log.")]
 Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
 Memory = Annotated[str | None, Option(help="Memory of the target machine, such as 16G.")]
@@ -102,6 +106,21 @@ def ids_for(prompt_ids: str | None, V: int, bos: int | None = None) -> list[int]
     if bos is not None:
         random[0] = bos
     return check_ids(random if prompt_ids is None else parse_ids(prompt_ids), V).tolist()
+
+
+def read_text(path: Path) -> str:
+    """The contents of a UTF-8 file."""
+    step = "give a file of text in UTF-8"
+    try:
+        return paths.file("text", path, "a file of text", step).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        actual = getattr(problem, "strerror", None) or "no UTF-8"
+        raise InputError(f"text {path}", actual, "a file of text in UTF-8", step) from None
+
+
+def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
+    """Where the tokenizer of a bundle is: beside its checkpoint, or its own copy."""
+    return paths.checkpoint(checkpoint) if checkpoint else bundle.root / "tokenizer"
 
 
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:

@@ -22,9 +22,17 @@ def load_tokenizer(folder: str | Path):
             f"tokenizer {folder}",
             "no tokenizer.json",
             "the checkpoint's tokenizer",
-            "give --prompt-ids instead of text, or add the tokenizer and export again",
+            "give --prompt-ids (evaluate: --ids) instead of text, or add the tokenizer and export again",
         )
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def encode_text(folder: str | Path, text: str) -> list[int]:
+    """Token ids of a text by the tokenizer in `folder`: its beginning-of-sequence token first where
+    it has one, no other special token."""
+    tokenizer = load_tokenizer(folder)
+    bos = tokenizer.bos_token_id
+    return [bos] * (bos is not None) + tokenizer.encode(text, add_special_tokens=False)
 
 
 def transcript(
