@@ -102,6 +102,16 @@ def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
     return path
 
 
+def text(path: str | Path) -> str:
+    """The contents of a file of text in UTF-8."""
+    needed, step = "a file of text in UTF-8", "give a file of text"
+    try:
+        return file("text", path, needed, step).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        actual = getattr(problem, "strerror", None) or "not UTF-8"
+        raise InputError(f"text {path}", actual, needed, step) from None
+
+
 def fetch(path: str | Path = "FOLDER") -> str:
     """How a checkpoint comes to lie at `path`."""
     return f"download the checkpoint whole: hf download ORG/NAME --local-dir {path}"

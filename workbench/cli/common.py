@@ -95,27 +95,38 @@ def parse_ids(text: str, option: str = "--prompt-ids", example: str = "2,42,100"
         ) from None
 
 
-def ids_for(prompt_ids: str | None, V: int, bos: int | None = None) -> list[int]:
-    """The ids of a prompt, all of them in the vocabulary; 24 seeded random ones when no prompt is
-    given, the first of them `bos` where there is one."""
+def ids_for(
+    prompt_ids: str | None,
+    V: int,
+    bos: int | None = None,
+    *,
+    prompt: str | None = None,
+    text: Path | None = None,
+    tokens: int | None = None,
+    tokenizer: Path | None = None,
+) -> list[int]:
+    """The ids of a prompt, all of them in the vocabulary, at most `tokens` of them.
+
+    Args:
+        prompt_ids: ids as `--prompt-ids` writes them.
+        bos: where no prompt is given, 24 seeded random ids, the first of them `bos` if there is one.
+        prompt: text, or `text`, a file of it, which the tokenizer in the folder `tokenizer` encodes.
+    """
     import numpy as np
 
     from workbench.check.golden import check_ids
 
-    random = np.random.default_rng(0).integers(0, V, 24)
-    if bos is not None:
-        random[0] = bos
-    return check_ids(random if prompt_ids is None else parse_ids(prompt_ids), V).tolist()
+    if prompt is not None or text:
+        from workbench.decode.transcript import encode_text
 
-
-def read_text(path: Path) -> str:
-    """The contents of a UTF-8 file."""
-    step = "give a file of text in UTF-8"
-    try:
-        return paths.file("text", path, "a file of text", step).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        actual = getattr(problem, "strerror", None) or "no UTF-8"
-        raise InputError(f"text {path}", actual, "a file of text in UTF-8", step) from None
+        ids = encode_text(tokenizer, paths.text(text) if text else prompt)
+    elif prompt_ids is not None:
+        ids = parse_ids(prompt_ids)
+    else:
+        ids = np.random.default_rng(0).integers(0, V, 24)
+        if bos is not None:
+            ids[0] = bos
+    return check_ids(ids, V)[:tokens].tolist()
 
 
 def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
@@ -131,20 +142,31 @@ def look_at(golden: Path | None, checkpoint: Path | None) -> None:
         paths.checkpoint(checkpoint)
 
 
+def look_at_prompt(prompt_ids: str | None, prompt: str | None, text: Path | None) -> None:
+    """Refuses several prompts, and a file of text that is none, before anything heavy is imported."""
+    if sum(value is not None for value in (prompt_ids, prompt, text)) > 1:
+        options = "--prompt-ids, --prompt, --text"
+        raise InputError("prompt", f"several of {options}", "at most one", "give one of them")
+    if text:
+        paths.text(text)
+
+
 def load_golden(
     golden: Path | None,
     checkpoint: Path | None,
     prompt_ids: str | None,
     V: int,
     bos: int | None = None,
+    **prompt,
 ):
-    """The golden a command compares with: a stored one, or one made now from a checkpoint."""
+    """The golden a command compares with: a stored one, or one made now from a checkpoint and a
+    prompt (see `ids_for`)."""
     from workbench.check.golden import Golden, make_golden
 
     if golden:
         return Golden.load(golden)
     if checkpoint:
-        return make_golden(checkpoint, ids_for(prompt_ids, V, bos))
+        return make_golden(checkpoint, ids_for(prompt_ids, V, bos, tokenizer=checkpoint, **prompt))
     raise InputError(
         "golden",
         "neither --golden nor --checkpoint",

@@ -6,6 +6,7 @@ from typing import Annotated
 from typer import Option
 
 import workbench
+from workbench import paths
 from workbench.cli.common import (
     GoldenOf,
     GoldenPath,
@@ -17,7 +18,6 @@ from workbench.cli.common import (
     Units,
     look_at,
     parse_ids,
-    read_text,
     record,
     show,
     tokenizer_folder,
@@ -56,7 +56,7 @@ def evaluate_command(
         raise InputError(
             "text", "both or neither of --text and --ids", "one of them", "give one of them"
         )
-    words = read_text(text or ids)
+    words = paths.text(text or ids)
     from workbench.check.evaluate import evaluate
     from workbench.check.golden import Golden
     from workbench.decode.transcript import encode_text

@@ -50,13 +50,15 @@ def run_command(
 
 
 def _parameter(text: str) -> tuple[str, object]:
-    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]."""
+    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]; a text with a colon in it
+    stays a text."""
     import yaml
 
     name, _, value = text.partition("=")
     with contextlib.suppress(yaml.YAMLError, ValueError):
         if name and value:
-            return name, yaml.safe_load(value)
+            parsed = yaml.safe_load(value)
+            return name, value if isinstance(parsed, dict) and value[0] != "{" else parsed
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 

@@ -180,7 +180,8 @@ def write_report(
     configs = notebook["config"].dropna()
     config = json.loads(configs.item()) if len(configs) else {}
     parameters = config.get("parameters", {})
-    settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in parameters.items())
+    quoted = {name: json.dumps(value).replace("'", "'\"'\"'") for name, value in parameters.items()}
+    settings = "".join(f" --set '{name}={value}'" for name, value in quoted.items())
     parts = [
         f"# Experiment {number}: {question}",
         config.get("conclusion", ""),
