@@ -99,7 +99,8 @@ def test_what_is_no_checkpoint_is_named_with_the_next_step(llama, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some").mkdir()
     gguf(tmp_path / "some")
-    hub = "run: hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B, and give Llama-3.2-1B"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub = "run: hf download meta-llama/Llama-3.2-1B."
     for path, found, step in [
         ("meta-llama/Llama-3.2-1B", "Hub", hub),
         ("https://huggingface.co/meta-llama/Llama-3.2-1B", "Hub", hub),

@@ -102,7 +102,7 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
 
     if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
         raise InputError(
-            f"checkpoint {checkpoint.path.name}",
+            f"checkpoint {checkpoint.name}",
             checkpoint.sha256[:12],
             f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
             "give that checkpoint, or export this one",
@@ -143,10 +143,7 @@ def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> G
     """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
     token ids and the version of transformers. A file that cannot be read is written again."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
-    path = (
-        folder
-        / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
-    )
+    path = folder / f"{checkpoint.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
     with suppress(InputError):
         return Golden.load(path)
     golden = make_golden(checkpoint, ids)

@@ -166,7 +166,8 @@ def load_golden(
     if golden:
         return Golden.load(golden)
     if checkpoint:
-        return make_golden(checkpoint, ids_for(prompt_ids, V, bos, tokenizer=checkpoint, **prompt))
+        folder = paths.checkpoint(checkpoint)
+        return make_golden(folder, ids_for(prompt_ids, V, bos, tokenizer=folder, **prompt))
     raise InputError(
         "golden",
         "neither --golden nor --checkpoint",

@@ -29,6 +29,7 @@ from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.report import doctor, tables
 from workbench.sweep import runs
+from workbench.sweep.cell import find
 
 
 @dataclass
@@ -122,12 +123,13 @@ class Study:
         """Exports a checkpoint, unless `data/bundles` has its bundle already, and opens it.
 
         Args:
-            checkpoint: a Hugging Face folder; a relative path starts at the project's folder.
+            checkpoint: a Hugging Face folder, or the name of a model in the Hub's local cache; a
+                relative path starts here or at the project's folder.
             prompt: token ids, or how many of the prompt to take (see `prompt`, also for `text`).
             precision: the decoder's arithmetic; `fast`: whether it may fuse operations, for timing.
             options: export options (see `workbench.export.options`).
         """
-        source = Checkpoint(self.project / checkpoint)
+        source = Checkpoint(find(str(checkpoint), self.root))
         bundle = sweep.bundle_for(source, export_options(**options), self.bundles, progress=True)
         decoder = Decoder(bundle, precision=precision, fast=fast)
         ids, tokens = (
