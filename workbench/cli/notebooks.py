@@ -63,9 +63,16 @@ def _parameter(text: str) -> tuple[str, object]:
 
 
 def report_command(
-    experiment: Annotated[str, Argument(help="Number of the experiment, such as 05.")],
+    experiment: Annotated[
+        str | None, Argument(help="Number of the experiment, such as 05.")
+    ] = None,
     run: str | None = None,
     publish: Publish = False,
+    html: bool = False,
+    all_: Annotated[
+        bool,
+        Option("--all", help="HTML of all experiments and all machines of the log: build/report."),
+    ] = False,
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
@@ -77,8 +84,21 @@ def report_command(
 
     Args:
         run: The notebook's run; default: the newest.
+        html: Also one HTML page that needs no other file.
     """
-    from workbench.report import writeup
+    if (experiment is None) != all_ or (all_ and (run or publish)):
+        actual = "the number of an experiment and --all" if experiment else "no experiment"
+        actual = "--run or --publish, which are of one experiment" if run or publish else actual
+        needed, step = "either an experiment or --all", "give one of them"
+        raise InputError("workbench report", actual, needed, step)
+    from workbench import log
+    from workbench.report import page, writeup
 
-    path = str((writeup.publish if publish else writeup.write_report)(experiment, log_dir, run))
-    show({"report": path}, json, [path])
+    if all_:
+        path = str(page.write_site(log.project(log_dir) / "build" / "report", log_dir))
+        return show({"html": path}, json, [path])
+    report = (writeup.publish if publish else writeup.write_report)(experiment, log_dir, run)
+    result = {"report": str(report)}
+    if html:
+        result["html"] = str(page.write_page(report, experiment, log_dir, run))
+    show(result, json, list(result.values()))

@@ -54,7 +54,7 @@ def experiment(number: str) -> Experiment:
     return EXPERIMENTS[number]
 
 
-RESERVED = {"", "figures", "tables", "report.md"}
+RESERVED = {"", "figures", "tables", "report.md", "report.html"}
 """Names in the folder of a shipped write-up, which no checkpoint's folder may take."""
 
 
