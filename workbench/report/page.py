@@ -23,7 +23,7 @@ PAGE = jinja2.Template(
 <meta name="viewport" content="width=device-width">
 <title>{{ title }}</title>
 <style>
-body { font: 15px/1.5 sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
@@ -43,6 +43,7 @@ svg { max-width: 100%; height: auto; }
     autoescape=True,
 )
 SITE_LINKS = (("index.html", "All experiments"), ("machines.html", "All machines"))
+ALWAYS = {"verdict", "kl_mean", "tokens_per_s", "cold_s", "warm_s", "placement"}
 ABOUT = ("run_id", "time", "command", "status", "commit", "machine", "software", "checkpoint_hash")
 
 
@@ -110,7 +111,13 @@ def _machines(root: Path | str | None) -> str:
     for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
         heading = machine if origin == "measured" else f"{machine}: {origin}"
         body += f"<h2>{html.escape(str(heading))}</h2>"
-        body += _table(own.drop(columns=["origin", "machine"]))
+        shown = [name for name in own if name in ALWAYS or own[name].notna().any()]
+        own = own[shown].drop(columns=["origin", "machine"])
+        if origin != "measured":
+            own = own.astype({"kl_mean": object}).fillna(
+                {"verdict": "unknown", "kl_mean": "unknown"}
+            )
+        body += _table(own)
     return body
 
 
