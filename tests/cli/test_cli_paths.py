@@ -182,6 +182,14 @@ def test_help_shows_every_bracket_of_its_texts():
     assert shown
 
 
+def test_help_is_in_groups():
+    page = (
+        CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120", "TERMINAL_WIDTH": "120"}).stdout
+    )
+    headings = [line.split("─ ")[1].split(" ─")[0] for line in page.splitlines() if "╭─ " in line]
+    assert len(headings) > 5 and len(set(headings)) == len(headings) and "Commands" not in headings
+
+
 def test_a_golden_of_another_checkpoint_is_one_line(llama, exports, tmp_path):
     golden = tmp_path / "g"
     other = exports.checkpoint("llama", num_hidden_layers=2, rms_norm_eps=1e-2)

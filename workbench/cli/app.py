@@ -24,7 +24,13 @@ from workbench.cli.common import register
 from workbench.errors import InputError
 
 # command and old spelling of an option → its spelling now
-RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
+RENAMED = {
+    **{(command, "--log-dir"): "--log" for command in ("sweep", "log", "compare", "report")},
+    **{
+        (command, "--log"): "--record"
+        for command in ("validate", "error", "explain", "trace", "matrix", "residency")
+    },
+}
 
 
 class Commands(TyperGroup):
@@ -53,7 +59,7 @@ app = Typer(
     help="Export transformer layers as stateful Core ML shards, prove them, decode "
     "them, measure them.",
 )
-app.add_typer(bench.bench, name="bench")
+app.add_typer(bench.bench, name="bench", rich_help_panel=measure.PANEL)
 for module in (measure, export, check, evaluate, explain, decode, sweeps, notebooks, clean):
     register(app, vars(module), "_command")
 

@@ -31,6 +31,8 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PANEL = "Check"
+
 PrefillBundle = Annotated[
     Path | None, Option(help="Also: its prompts continued here, states copied.")
 ]

@@ -24,15 +24,15 @@ GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this che
 Prompt = Annotated[str | None, Option(help="Text of the prompt, read by the tokenizer.")]
 TextFile = Annotated[Path | None, Option("--text", help="File of text, UTF-8.")]
 Tokens = Annotated[int | None, Option(help="Only the first so many tokens of the prompt.", min=1)]
-Record = Annotated[bool, Option("--record", help="Write the run into the experiment log.")]
-Log = Record
-LogFolder = Annotated[Path | None, Option("--log-dir", help="Folder of the experiment log.")]
+Log = Annotated[bool, Option("--record", help="Write the run into the experiment log.")]
+LogFolder = Annotated[Path | None, Option("--log", help="Folder of the experiment log.")]
 Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
 Memory = Annotated[str | None, Option(help="Memory of the target machine, such as 16G.")]
 
 
 def register(app: Typer, functions: dict, suffix: str) -> None:
-    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's.
+    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's. `PANEL`
+    among them is the heading that they have in the help.
 
     The docstring is the help of the command, its section `Args:` that of its options. An option that is False unless it
     is given has no `--no` form.
@@ -45,7 +45,8 @@ def register(app: Typer, functions: dict, suffix: str) -> None:
                 switch = [f"--{option}"] if defaults[option].default is False else []
                 kind = function.__annotations__[option]
                 function.__annotations__[option] = Annotated[kind, Option(*switch, help=line)]
-            app.command(name.removesuffix(suffix), help=text)(function)
+            panel = functions.get("PANEL")
+            app.command(name.removesuffix(suffix), help=text, rich_help_panel=panel)(function)
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:

@@ -19,6 +19,8 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PANEL = "Decode"
+
 
 def decode_command(
     bundle: Path,

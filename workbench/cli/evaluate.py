@@ -11,8 +11,8 @@ from workbench.cli.common import (
     GoldenOf,
     GoldenPath,
     Json,
+    Log,
     Precision,
-    Record,
     RuntimeName,
     TextFile,
     Units,
@@ -23,6 +23,8 @@ from workbench.cli.common import (
     tokenizer_folder,
 )
 from workbench.errors import InputError
+
+PANEL = "Check"
 
 
 def evaluate_command(
@@ -40,7 +42,7 @@ def evaluate_command(
     runtime: RuntimeName = "auto",
     compute_units: Units = "CPU_AND_NE",
     precision: Precision = "declared",
-    log: Record = False,
+    log: Log = False,
     json: Json = False,
 ) -> None:
     """Perplexity over a text of any length, KL and same top token against Hugging Face's model, with 95% intervals.

@@ -29,6 +29,8 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PANEL = "Where an error comes from"
+
 
 def error_command(
     bundle: Path,

@@ -23,6 +23,8 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PANEL = "Export"
+
 
 def export_command(
     checkpoint: Path,

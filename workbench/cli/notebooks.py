@@ -8,6 +8,8 @@ from typer import Argument, Exit, Option, echo
 from workbench.cli.common import Json, LogFolder, Publish, show
 from workbench.errors import InputError
 
+PANEL = "Experiments and their log"
+
 
 def run_command(
     numbers: Annotated[list[str], Argument(help="Numbers of experiments, such as 05 34.")],

@@ -140,7 +140,7 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
     then."""
     executed = {} if job["run"]["runtime"] == "auto" else runs.executed(**job["run"])
     row = executed | {
-        "checkpoint": Path(job["checkpoint"]).name,
+        "checkpoint": paths.model_name(Path(job["checkpoint"])),
         "checkpoint_hash": job["checkpoint_hash"],
         "status": "failed",
         "reason": reason,
