@@ -43,4 +43,4 @@ fuzz: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv build data/bundles data/golden
+	rm -rf .venv build data/bundles data/golden data/evaluations

@@ -107,9 +107,9 @@ def test_files_named_in_the_documents_exist():
         for name in re.findall(
             r"`((?:workbench|tests|notebooks|data|experiments|docs)/[\w./-]+)`", page.read_text()
         ):
-            assert (ROOT / name).exists() or name.startswith(("data/bundles", "data/golden")), (
-                f"{page.name}: {name}"
-            )
+            assert (ROOT / name).exists() or name.startswith(
+                ("data/bundles", "data/golden", "data/evaluations")
+            ), f"{page.name}: {name}"
 
 
 def test_readme_names_every_notebook():

@@ -41,11 +41,14 @@ def bundle(path: str | Path) -> Path:
 
 
 def checkpoint(path: str | Path) -> Path:
-    """The path of a checkpoint as it is; refuses what has no config.json, and says what it is."""
+    """The path of a checkpoint: as it is, or for the name of a model on the Hugging Face Hub its
+    folder in the local cache. Refuses what has no config.json, and says what it is."""
     path = _possible("checkpoint", path)
     if (path / CONFIG).is_file():
         return path
-    hub = HUB.fullmatch(str(path))
+    if not path.exists() and (snapshot := hub_snapshot(path)):
+        return snapshot
+    hub = hub_id(path)
     if (path / BUNDLE).is_file():
         actual, step = "a bundle", "give the checkpoint that it was exported from"
     elif is_package(path) or path.suffix == ".mlmodelc":
@@ -57,14 +60,45 @@ def checkpoint(path: str | Path) -> Path:
         actual, step = "a file", f"give the folder {path.parent}"
     elif path.is_dir():
         actual, step = f"no {CONFIG} in it", fetch(path)
-    elif hub and not Path(path.parts[0]).exists():
-        name = hub[1].partition("/")[2]
-        actual = "no folder, but what reads like the name of a model on the Hugging Face Hub"
-        step = f"run: hf download {hub[1]} --local-dir {name}, and give {name}"
+    elif hub:
+        actual = (
+            "no folder, but what reads like the name of a model on the Hugging Face Hub; "
+            "its weights are not in the local cache"
+        )
+        step = f"run: hf download {hub}"
     else:
         actual, step = "no folder", f"correct the path, or {fetch(path)}"
     needed = f"a Hugging Face folder with {CONFIG} and *.safetensors"
     raise InputError(f"checkpoint {path}", actual, needed, step)
+
+
+def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
+    """ORG/NAME where `path` reads like a model on the Hub: two names, no folder of the first one in
+    `folder`."""
+    hub = HUB.fullmatch(str(path))
+    return hub[1] if hub and not (folder / hub[1].partition("/")[0]).exists() else None
+
+
+def hub_snapshot(path: str | Path) -> Path | None:
+    """The folder with the weights of a model on the Hub in the local cache, if it is there. Nothing is
+    downloaded."""
+    if not (hub := HUB.fullmatch(str(path))):
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(hub[1], local_files_only=True))
+    except (OSError, ValueError):
+        return None
+    return folder if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")) else None
+
+
+def model_name(path: Path) -> str:
+    """What a checkpoint is called: its folder's name, in the Hub's cache the model's."""
+    owner = path.parent.parent.name
+    if path.parent.name == "snapshots" and owner.startswith("models--"):
+        return owner.rpartition("--")[2]
+    return path.name
 
 
 def golden(path: str | Path) -> Path:
@@ -100,6 +134,16 @@ def file(subject: str, path: str | Path, needed: str, step: str) -> Path:
         actual = "a folder" if path.is_dir() else "no such file"
         raise InputError(f"{subject} {path}", actual, needed, step)
     return path
+
+
+def text(path: str | Path) -> str:
+    """The contents of a file of text in UTF-8."""
+    needed, step = "a file of text in UTF-8", "give a file of text"
+    try:
+        return file("text", path, needed, step).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        actual = getattr(problem, "strerror", None) or "not UTF-8"
+        raise InputError(f"text {path}", actual, needed, step) from None
 
 
 def fetch(path: str | Path = "FOLDER") -> str:

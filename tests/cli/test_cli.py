@@ -183,9 +183,12 @@ def test_bad_input_is_refused_by_name(arguments, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "now"),
     [
-        (("log", "--log=build/log"), "--log-dir"),
-        (("compare", "a", "b", "--log", "build/log"), "--log-dir"),
-        (("report", "05", "--log", "build/log"), "--log-dir"),
+        (("log", "--log-dir=build/log"), "--log"),
+        (("compare", "a", "b", "--log-dir", "build/log"), "--log"),
+        (("report", "05", "--log-dir", "build/log"), "--log"),
+        (("sweep", "grid.yaml", "--log-dir", "build/log"), "--log"),
+        (("validate", "nowhere", "--log"), "--record"),
+        (("residency", "nowhere", "--log"), "--record"),
     ],
 )
 def test_an_option_s_old_spelling_is_answered_with_the_new_one(arguments, now):
@@ -195,9 +198,9 @@ def test_an_option_s_old_spelling_is_answered_with_the_new_one(arguments, now):
 
 
 def test_an_old_spelling_is_an_option_where_it_still_means_something():
-    for command in ("validate", "error", "trace", "matrix", "residency"):
-        checkpoint = ["--checkpoint", DATA / "tiny-llama"] if command == "error" else []
-        assert refused(command, "nowhere", "--log", *checkpoint).subject == "bundle nowhere"
+    for command in ("validate", "error", "explain", "trace", "matrix", "residency", "evaluate"):
+        required = ["--checkpoint", DATA / "tiny-llama"] if command[0] == "e" else []
+        assert refused(command, "nowhere", "--record", *required).subject == "bundle nowhere"
     assert "no folder" in str(refused("export", "nowhere", "out", "--plain"))
     assert refused("sweep", "nowhere.yaml", "--log", "build/log").subject == "grid nowhere.yaml"
 

@@ -27,6 +27,7 @@ def project(tmp_path, monkeypatch) -> Path:
         ("data/bundles/.tiny-1.compiled/a.mlmodelc/weight.bin", 50),
         ("data/bundles/.tiny-2.partial/identity.json", 20),
         ("data/golden/tiny.safetensors", 30),
+        ("data/evaluations/tiny-1.rows", 32),
         ("data/tiny/model.safetensors", 1000),
         ("build/own/bundle.json", 1000),
         ("build/.own.compiled/a.mlmodelc/weight.bin", 70),
@@ -44,8 +45,9 @@ def files(project: Path) -> set[str]:
 def test_sizes_come_first_and_nothing_is_removed_unasked(project):
     before, result = files(project), json.loads(invoke("--json").stdout)
     sizes = {entry["kind"]: entry["bytes"] for entry in result["entries"]}
-    assert sizes == {"bundles": 100, "compiled": 50, "goldens": 30, "unfinished": 20}
-    assert sizes.keys() == KINDS.keys() and result["bytes"] == 200 and not result["removed"]
+    others = {"compiled": 50, "evaluations": 32, "goldens": 30, "unfinished": 20}
+    assert sizes == {"bundles": 100} | others
+    assert sizes.keys() == KINDS.keys() and result["bytes"] == 232 and not result["removed"]
     assert files(project) == before
 
 

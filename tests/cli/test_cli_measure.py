@@ -24,7 +24,7 @@ def run(*arguments) -> dict:
 
 def test_residency_is_predicted_off_a_mac_with_rules_and_advice(llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = run("residency", llama.root, "--log")
+    found = run("residency", llama.root, "--record")
     assert found["source"] == "predicted" and len(found["shards"]) == len(llama.manifest.shards)
     shard = found["shards"][0]
     assert {
@@ -98,7 +98,7 @@ def test_compare_names_what_differs_and_by_how_much(tmp_path):
                 tmp_path,
                 run_id,
             )
-    found = run("compare", "0-a", "0-b", "--log-dir", tmp_path)
+    found = run("compare", "0-a", "0-b", "--log", tmp_path)
     assert {s["setting"]: (s["a"], s["b"]) for s in found["settings"]} == {
         "T": (1, 2),
         "setting": ("a", "b"),
@@ -118,7 +118,7 @@ def test_a_sweep_without_its_scheduler_is_refused_before_anything_runs(grid, tmp
             [
                 "sweep",
                 str(tmp_path / "grid.json"),
-                "--log-dir",
+                "--log",
                 str(tmp_path / "log"),
                 "--scheduler",
                 "tcp://127.0.0.1:1",

@@ -99,7 +99,8 @@ def test_what_is_no_checkpoint_is_named_with_the_next_step(llama, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some").mkdir()
     gguf(tmp_path / "some")
-    hub = "run: hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B, and give Llama-3.2-1B"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub = "run: hf download meta-llama/Llama-3.2-1B."
     for path, found, step in [
         ("meta-llama/Llama-3.2-1B", "Hub", hub),
         ("https://huggingface.co/meta-llama/Llama-3.2-1B", "Hub", hub),
@@ -179,6 +180,14 @@ def test_help_shows_every_bracket_of_its_texts():
         assert all(b in page for b in brackets), (names, brackets)
         shown += len(brackets)
     assert shown
+
+
+def test_help_is_in_groups():
+    page = (
+        CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120", "TERMINAL_WIDTH": "120"}).stdout
+    )
+    headings = [line.split("─ ")[1].split(" ─")[0] for line in page.splitlines() if "╭─ " in line]
+    assert len(headings) > 5 and len(set(headings)) == len(headings) and "Commands" not in headings
 
 
 def test_a_golden_of_another_checkpoint_is_one_line(llama, exports, tmp_path):

@@ -104,3 +104,13 @@ def test_the_front_door_offers_the_module_and_the_class():
     import workbench
 
     assert workbench.study.Study is workbench.Study is Study and workbench.gates is gates
+
+
+def test_a_prompt_is_text_or_the_file_of_it(study, tiny_llama, exports):
+    ids, tokens = study.prompt(tiny_llama, 5, "set river amber ; get river")
+    assert tokens == ["<bos>", "set", "river", "amber", ";"]
+    (study.project / "prompt.txt").write_text("set river amber ; get river")
+    assert study.prompt(tiny_llama, 5, "prompt.txt")[0] == ids
+    assert study.prompt(tiny_llama, 5)[0] != ids
+    with pytest.raises(InputError, match="no tokenizer.json"):
+        study.prompt(Checkpoint(exports.checkpoint("llama")), 5, "set river")

@@ -91,10 +91,10 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     (tmp_path / "crashing.py").write_text(
         "import os, signal, sys\nfrom workbench.sweep import cell\n\n"
         "def measure(job):\n    if job['run']['T'] == 1:\n        print('ANECCompile() FAILED', file=sys.stderr, flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGSEGV)\n    cell.measure_cell(job)\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n    job['run']['n_gen'] = 99\n    cell.measure_cell(job)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    small = sweep.make_grid(grid | {"run": grid["run"] | {"T": [1, 4]}})
+    small = sweep.make_grid(grid)
     counts = sweep.sweep(
         small,
         root=tmp_path / "log",
@@ -104,13 +104,16 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     )
     assert (counts["done"], counts["failed"]) == (0, 2)
     failed = log.load("runs", root=tmp_path / "log", where={"status": "failed"}).set_index("T")
-    assert failed.loc[1, "reason"] == "killed by SIGSEGV" and "t_max" in failed.loc[4, "reason"]
+    assert failed.loc[1, "reason"] == "killed by SIGSEGV"
+    assert "max_seq_len = 16" in failed.loc[2, "reason"]
+    assert set(counts["reasons"]) == set(failed["reason"])
     assert json.loads(failed.loc[1, "config"])["stderr"][0] == "ANECCompile() FAILED"
     assert failed["setting"].notna().all() and (failed["max_seq_len"] == 16).all()
     retried = sweep.sweep(
         small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False
     )
-    assert (retried["resumed"], retried["done"], retried["failed"]) == (0, 1, 1)
+    assert (retried["resumed"], retried["done"], retried["failed"]) == (0, 2, 0)
+    assert retried["reasons"] == []
 
 
 def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp_path):
@@ -200,6 +203,20 @@ def test_unknown_keys_and_values_are_refused(change, words, grid, tmp_path):
     (tmp_path / "grid.yaml").write_text(yaml.safe_dump(grid | change))
     with pytest.raises(InputError, match=words):
         sweep.load_grid(tmp_path / "grid.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"export": {"t_max": [2, 3]}, "run": {"T": [1, 3]}}, "T: found 3; needs 1 to t_max = 2"),
+        ({"export": {"max_seq_len": [64, 16]}, "run": {"depth": [9], "n_gen": 6}}, "9 . 8 tokens"),
+        ({"validate_ids": [1] * 17}, "17 tokens; needs at most max_seq_len = 16"),
+    ],
+)
+def test_a_cell_that_no_bundle_could_run_is_refused_before_any_is(change, words, grid, tmp_path):
+    with pytest.raises(InputError, match=words):
+        sweep.sweep(sweep.make_grid(grid | change), root=tmp_path / "log", progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_no_text_is_no_grid(tmp_path):

@@ -104,7 +104,7 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
 
     if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
         raise InputError(
-            f"checkpoint {checkpoint.path.name}",
+            f"checkpoint {checkpoint.name}",
             checkpoint.sha256[:12],
             f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
             "give that checkpoint, or export this one",
@@ -145,10 +145,7 @@ def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> G
     """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
     token ids and the version of transformers. A file that cannot be read is written again."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
-    path = (
-        folder
-        / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
-    )
+    path = folder / f"{checkpoint.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
     with suppress(InputError):
         return Golden.load(path)
     golden = make_golden(checkpoint, ids)
@@ -179,7 +176,8 @@ def make_golden(
 
 
 class ReferenceModel:
-    """Hugging Face's model over one sequence, call by call; see `make_golden`."""
+    """Hugging Face's model over one sequence, call by call; see `make_golden`. Without `record`
+    nothing is kept of the layers: then `last_hidden` and `logits` are what it is for."""
 
     def __init__(
         self,
@@ -187,6 +185,7 @@ class ReferenceModel:
         weights: WeightReader | None = None,
         label: str = "source",
         model: nn.Module | None = None,
+        record: bool = True,
     ):
         self.checkpoint = (
             checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
@@ -205,7 +204,7 @@ class ReferenceModel:
         self.replaced: list[list[torch.Tensor]] = [[] for _ in range(len(self.base.layers) + 1)]
         self.nudge: torch.Generator | None = None
         self.records = [
-            _record_layer(layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i))
+            _record_layer(layer, f"{prefix}layers.{i}.", read, self._layer_inputs(i), record)
             for i, layer in enumerate(self.base.layers)
         ]
         final_norm(self.base).register_forward_pre_hook(
@@ -265,27 +264,19 @@ class ReferenceModel:
         """The goldens of one call over equally long sequences of token ids."""
         import transformers
 
-        checkpoint, weights, prefix = self.checkpoint, self.weights, self.checkpoint.prefix
         ids = np.stack([check_ids(sequence, self.config.vocab_size) for sequence in ids])
-        rows, remapped = np.unique(ids, return_inverse=True)
-        embedded = checkpoint.tensor(f"{prefix}embed_tokens.weight", rows.tolist())
-        self.base.embed_tokens.weight = nn.Parameter(
-            embedded if weights is None else embedded.half().float(), False
-        )
-        with torch.inference_mode():
-            remapped = torch.from_numpy(remapped.reshape(ids.shape))
-            last = self.base(input_ids=remapped, past_key_values=cache, use_cache=True)[0]
-            self.normed = last.numpy()
-            logits = np.broadcast_to(np.float32(np.nan), (*ids.shape, self.config.vocab_size))
-            if head:
-                logits = _logits(checkpoint, last, weights)
+        last = self.last_hidden(ids, past_key_values=cache, use_cache=True)
+        self.normed = last.numpy()
+        logits = np.broadcast_to(np.float32(np.nan), (*ids.shape, self.config.vocab_size))
+        if head:
+            logits = self.logits(last)
         examples = {name: value for record in self.records for name, value in record.items()}
         layers = {
             name: np.stack([r.get(name, np.zeros_like(value)) for r in self.records], axis=1)
             for name, value in examples.items()
         }
         meta = {
-            "checkpoint": checkpoint.sha256,
+            "checkpoint": self.checkpoint.sha256,
             "weights": self.label,
             "transformers": transformers.__version__,
         }
@@ -293,6 +284,29 @@ class ReferenceModel:
             Golden(ids=ids[i], logits=logits[i], **{n: a[i] for n, a in layers.items()}, meta=meta)
             for i in range(len(ids))
         ]
+
+    @torch.inference_mode()
+    def last_hidden(self, ids: np.ndarray, **arguments) -> torch.Tensor:
+        """What the head reads [B, n, C] of sequences `ids` [B, n]; each layer is loaded once for
+        all of them. `arguments` go to the model's forward pass."""
+        rows, remapped = np.unique(ids, return_inverse=True)
+        name = f"{self.checkpoint.prefix}embed_tokens.weight"
+        embedded = self.checkpoint.tensor(name, rows.tolist())
+        self.base.embed_tokens.weight = nn.Parameter(
+            embedded if self.weights is None else embedded.half().float(), False
+        )
+        return self.base(input_ids=torch.from_numpy(remapped.reshape(ids.shape)), **arguments)[0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> np.ndarray:
+        """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a
+        time."""
+        name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
+        if self.weights:
+            return (hidden @ self.weights(name).T).numpy()
+        slices = (slice(i, min(i + LOGIT_ROWS, V)) for i in range(0, V, LOGIT_ROWS))
+        parts = [hidden @ self.checkpoint.tensor(name, rows).T for rows in slices]
+        return torch.cat(parts, dim=-1).numpy()
 
 
 def final_norm(base: nn.Module) -> nn.Module:
@@ -360,9 +374,10 @@ def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -
 
 
 def _record_layer(
-    layer: nn.Module, prefix: str, read: WeightReader, inputs: Callable[[tuple], tuple]
+    layer: nn.Module, prefix: str, read: WeightReader, inputs: Callable[[tuple], tuple], keep: bool
 ) -> dict[str, np.ndarray]:
-    """Loads the layer's tensors when it is entered, records its input and output, drops the tensors when it is left.
+    """Loads the layer's tensors when it is entered, records its input and output unless `keep` is
+    false, drops the tensors when it is left.
 
     `inputs` turns the layer's arguments into those that it is fed. Records are [B, n, ..].
     """
@@ -370,7 +385,8 @@ def _record_layer(
 
     def enter(module, args, kwargs):
         args = inputs(args or (kwargs.pop("hidden_states"),))
-        record["x"] = args[0].float().numpy().copy()
+        if keep:
+            record["x"] = args[0].float().numpy().copy()
         for name in module.state_dict():
             assign_parameter(module, name, read(prefix + name))
         return args, kwargs
@@ -378,7 +394,7 @@ def _record_layer(
     def leave(module, args, output):
         outputs = output if isinstance(output, tuple) else (output,)
         for name, value in zip(("hidden", "router"), outputs, strict=False):
-            if value is not None:
+            if keep and value is not None:
                 record[name] = value.float().numpy().copy()
         for name in module.state_dict():
             assign_parameter(module, name, None)
@@ -413,15 +429,3 @@ def head_weight(checkpoint: Checkpoint) -> str:
     """Name of the tensor that turns the last hidden state into logits."""
     tied = checkpoint.config.tie_word_embeddings
     return f"{checkpoint.prefix}embed_tokens.weight" if tied else "lm_head.weight"
-
-
-def _logits(checkpoint: Checkpoint, last: torch.Tensor, weights: WeightReader | None) -> np.ndarray:
-    """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a time."""
-    name = head_weight(checkpoint)
-    if weights:
-        return (last @ weights(name).T).numpy()
-    V = checkpoint.config.vocab_size
-    slices = (
-        checkpoint.tensor(name, slice(i, min(i + LOGIT_ROWS, V))) for i in range(0, V, LOGIT_ROWS)
-    )
-    return torch.cat([last @ w.T for w in slices], dim=-1).numpy()

@@ -65,13 +65,13 @@ class Price:
         budget = None
         if self.budget_kl is not None:
             budget = {
-                "kl": _summary(self.budget_kl),
+                "kl": summarize_kl(self.budget_kl),
                 "update": self._medians("update"),
                 "kv": self._medians("k", "v"),
                 "worst": self.worst.to_dict(),
                 "factor": BUDGET_FACTOR,
             }
-        return {"kl": _summary(self.kl), "same_top": self.same_top, "budget": budget}
+        return {"kl": summarize_kl(self.kl), "same_top": self.same_top, "budget": budget}
 
     def _medians(self, *tensors: str) -> dict[str, float]:
         rows = self.rows[self.rows["tensor"].isin(tensors)]
@@ -210,6 +210,7 @@ def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     return np.array([metrics.kl(*pair) for pair in zip(reference, actual, strict=True)])
 
 
-def _summary(kl: Sequence[float]) -> dict[str, float]:
+def summarize_kl(kl: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 99th percentile and maximum."""
     figures = {"mean": np.mean(kl), "median": np.median(kl), "p99": np.percentile(kl, 99)}
     return {name: float(value) for name, value in (figures | {"max": np.max(kl)}).items()}

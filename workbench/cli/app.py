@@ -13,6 +13,7 @@ from workbench.cli import (
     check,
     clean,
     decode,
+    evaluate,
     explain,
     export,
     first_light,
@@ -24,7 +25,13 @@ from workbench.cli.common import register
 from workbench.errors import InputError
 
 # command and old spelling of an option → its spelling now
-RENAMED = {(command, "--log"): "--log-dir" for command in ("log", "compare", "report")}
+RENAMED = {
+    **{(command, "--log-dir"): "--log" for command in ("sweep", "log", "compare", "report")},
+    **{
+        (command, "--log"): "--record"
+        for command in ("validate", "error", "explain", "trace", "matrix", "residency")
+    },
+}
 
 
 class Commands(TyperGroup):
@@ -53,8 +60,9 @@ app = Typer(
     help="Export transformer layers as stateful Core ML shards, prove them, decode "
     "them, measure them.",
 )
-app.add_typer(bench.bench, name="bench")
-for module in (measure, export, check, explain, decode, sweeps, notebooks, clean, first_light):
+app.add_typer(bench.bench, name="bench", rich_help_panel=measure.PANEL)
+modules = (measure, export, check, evaluate, explain, decode, sweeps, notebooks, clean, first_light)
+for module in modules:
     register(app, vars(module), "_command")
 
 

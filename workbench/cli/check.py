@@ -16,16 +16,22 @@ from workbench.cli.common import (
     Log,
     Memory,
     Precision,
+    Prompt,
     RuntimeName,
+    TextFile,
+    Tokens,
     Units,
     gate_lines,
     load_golden,
     look_at,
+    look_at_prompt,
     price_lines,
     record,
     show,
 )
 from workbench.errors import InputError
+
+PANEL = "Check"
 
 PrefillBundle = Annotated[
     Path | None, Option(help="Also: its prompts continued here, states copied.")
@@ -85,6 +91,9 @@ def validate_command(
     checkpoint: GoldenOf = None,
     golden: GoldenPath = None,
     prompt_ids: Ids = None,
+    prompt: Prompt = None,
+    text: TextFile = None,
+    tokens: Tokens = None,
     all_t: Annotated[bool, Option("--all-t", help="Every T from 1 to t_max.")] = False,
     tasks: Annotated[
         Path | None, Option(help="Known-answer prompts (JSON lines); needs --checkpoint.")
@@ -106,6 +115,7 @@ def validate_command(
     """
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
+    look_at_prompt(prompt_ids, prompt, text)
     if tasks:
         paths.file("--tasks", tasks, "prompts with answers (JSON lines)", "correct the path")
         if not checkpoint:
@@ -126,7 +136,9 @@ def validate_command(
     try:
         decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
-        reference = load_golden(golden, checkpoint, prompt_ids, dims.V, bos)
+        reference = load_golden(
+            golden, checkpoint, prompt_ids, dims.V, bos, prompt=prompt, text=text, tokens=tokens
+        )
         echo(_expectation(decoder, reference, source, Ts), err=True)
         stored = golden and decoder.runtime != "portable"
         validation = workbench.validate(

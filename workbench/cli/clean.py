@@ -9,6 +9,8 @@ from typer import Argument, Option
 from workbench.cli.common import Json, show
 from workbench.sweep.caches import KINDS, cache_entries, remove
 
+PANEL = "Housekeeping"
+
 Kind = StrEnum("Kind", {kind: kind for kind in KINDS})
 
 

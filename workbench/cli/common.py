@@ -21,14 +21,18 @@ Units = Annotated[
 Precision = Annotated[str, Option(help="Portable arithmetic: declared, exact or narrow.")]
 GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this checkpoint.")]
-Log = Annotated[bool, Option(help="Write the run into the experiment log.")]
-LogFolder = Annotated[Path | None, Option("--log-dir", help="Folder of the experiment log.")]
+Prompt = Annotated[str | None, Option(help="Text of the prompt, read by the tokenizer.")]
+TextFile = Annotated[Path | None, Option("--text", help="File of text, UTF-8.")]
+Tokens = Annotated[int | None, Option(help="Only the first so many tokens of the prompt.", min=1)]
+Log = Annotated[bool, Option("--record", help="Write the run into the experiment log.")]
+LogFolder = Annotated[Path | None, Option("--log", help="Folder of the experiment log.")]
 Publish = Annotated[bool, Option("--publish", help="Make this the shipped write-up.")]
 Memory = Annotated[str | None, Option(help="Memory of the target machine, such as 16G.")]
 
 
 def register(app: Typer, functions: dict, suffix: str) -> None:
-    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's.
+    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's. `PANEL`
+    among them is the heading that they have in the help.
 
     The docstring is the help of the command, its section `Args:` that of its options. An option that is False unless it
     is given has no `--no` form.
@@ -41,7 +45,9 @@ def register(app: Typer, functions: dict, suffix: str) -> None:
                 switch = [f"--{option}"] if defaults[option].default is False else []
                 kind = function.__annotations__[option]
                 function.__annotations__[option] = Annotated[kind, Option(*switch, help=line)]
-            app.command(name.removesuffix(suffix).replace("_", "-"), help=text)(function)
+            panel = functions.get("PANEL")
+            name = name.removesuffix(suffix).replace("_", "-")
+            app.command(name, help=text, rich_help_panel=panel)(function)
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:
@@ -91,17 +97,43 @@ def parse_ids(text: str, option: str = "--prompt-ids", example: str = "2,42,100"
         ) from None
 
 
-def ids_for(prompt_ids: str | None, V: int, bos: int | None = None) -> list[int]:
-    """The ids of a prompt, all of them in the vocabulary; 24 seeded random ones when no prompt is
-    given, the first of them `bos` where there is one."""
+def ids_for(
+    prompt_ids: str | None,
+    V: int,
+    bos: int | None = None,
+    *,
+    prompt: str | None = None,
+    text: Path | None = None,
+    tokens: int | None = None,
+    tokenizer: Path | None = None,
+) -> list[int]:
+    """The ids of a prompt, all of them in the vocabulary, at most `tokens` of them.
+
+    Args:
+        prompt_ids: ids as `--prompt-ids` writes them.
+        bos: where no prompt is given, 24 seeded random ids, the first of them `bos` if there is one.
+        prompt: text, or `text`, a file of it, which the tokenizer in the folder `tokenizer` encodes.
+    """
     import numpy as np
 
     from workbench.check.golden import check_ids
 
-    random = np.random.default_rng(0).integers(0, V, 24)
-    if bos is not None:
-        random[0] = bos
-    return check_ids(random if prompt_ids is None else parse_ids(prompt_ids), V).tolist()
+    if prompt is not None or text:
+        from workbench.decode.transcript import encode_text
+
+        ids = encode_text(tokenizer, paths.text(text) if text else prompt)
+    elif prompt_ids is not None:
+        ids = parse_ids(prompt_ids)
+    else:
+        ids = np.random.default_rng(0).integers(0, V, 24)
+        if bos is not None:
+            ids[0] = bos
+    return check_ids(ids, V)[:tokens].tolist()
+
+
+def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
+    """Where the tokenizer of a bundle is: beside its checkpoint, or its own copy."""
+    return paths.checkpoint(checkpoint) if checkpoint else bundle.root / "tokenizer"
 
 
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:
@@ -112,20 +144,32 @@ def look_at(golden: Path | None, checkpoint: Path | None) -> None:
         paths.checkpoint(checkpoint)
 
 
+def look_at_prompt(prompt_ids: str | None, prompt: str | None, text: Path | None) -> None:
+    """Refuses several prompts, and a file of text that is none, before anything heavy is imported."""
+    if sum(value is not None for value in (prompt_ids, prompt, text)) > 1:
+        options = "--prompt-ids, --prompt, --text"
+        raise InputError("prompt", f"several of {options}", "at most one", "give one of them")
+    if text:
+        paths.text(text)
+
+
 def load_golden(
     golden: Path | None,
     checkpoint: Path | None,
     prompt_ids: str | None,
     V: int,
     bos: int | None = None,
+    **prompt,
 ):
-    """The golden a command compares with: a stored one, or one made now from a checkpoint."""
+    """The golden a command compares with: a stored one, or one made now from a checkpoint and a
+    prompt (see `ids_for`)."""
     from workbench.check.golden import Golden, make_golden
 
     if golden:
         return Golden.load(golden)
     if checkpoint:
-        return make_golden(checkpoint, ids_for(prompt_ids, V, bos))
+        folder = paths.checkpoint(checkpoint)
+        return make_golden(folder, ids_for(prompt_ids, V, bos, tokenizer=folder, **prompt))
     raise InputError(
         "golden",
         "neither --golden nor --checkpoint",

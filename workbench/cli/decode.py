@@ -1,9 +1,10 @@
 """`workbench decode` and `reuse`: tokens, and whether a restored cache goes on with the same ones."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
+from typer import Option, echo
 
 import workbench
 from workbench.cli.common import (
@@ -18,11 +19,14 @@ from workbench.cli.common import (
 )
 from workbench.errors import InputError
 
+PANEL = "Decode"
+
 
 def decode_command(
     bundle: Path,
     prompt_ids: Ids = None,
     prompt: str | None = None,
+    chat: bool = False,
     max_new: Annotated[int, Option(help="New tokens.", min=0)] = 32,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -36,12 +40,13 @@ def decode_command(
     prefill_bundle: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Decoding, greedy unless a temperature is given: tokens, tok/s, per-layer ms, head ms.
+    """Decoding, greedy unless a temperature is given: text as it comes, tok/s, per-layer ms, head ms.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
 
     Args:
         prompt: Text; needs the tokenizer in the bundle.
+        chat: The prompt is a user's message, in the checkpoint's own chat template.
         temperature: 0: always the most likely token.
         top_k: Only the k most likely tokens; 0: all.
         top_p: Only the most likely tokens up to this probability.
@@ -57,29 +62,29 @@ def decode_command(
             "one of them",
             "give one of them",
         )
+    if chat and prompt is None:
+        raise InputError("--chat", "token ids", "a text to answer", "give --prompt TEXT")
     from workbench.decode import Sampling
-    from workbench.decode.transcript import load_tokenizer, transcript
+    from workbench.decode.transcript import encode_chat, encode_text, transcript
 
-    ids = (
-        load_tokenizer(opened.root / "tokenizer").encode(prompt)
-        if prompt_ids is None
-        else parse_ids(prompt_ids)
-    )
+    if prompt is None:
+        ids = parse_ids(prompt_ids)
+    else:
+        ids = (encode_chat if chat else encode_text)(opened.root / "tokenizer", prompt)
     sampling = Sampling(temperature, top_k, top_p, seed)
     decoder, *source = [
         workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
         for b in (opened, *other)
     ]
-    result = transcript(decoder, ids, max_new, logits, sampling, *source)
+    on_text = None if json else partial(echo, nl=False)
+    result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
+    end = ",".join(map(str, result["tokens"])) if result["text"] is None else ""  # of the text
     show(
         result,
         json,
-        [
-            result["text"] if result["text"] is not None else ",".join(map(str, result["tokens"])),
-            f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})",
-        ],
+        [end, f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})"],
     )
 
 

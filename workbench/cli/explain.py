@@ -15,21 +15,30 @@ from workbench.cli.common import (
     Ids,
     Json,
     Log,
+    Prompt,
     RuntimeName,
+    TextFile,
+    Tokens,
     gate_lines,
     ids_for,
     load_golden,
     look_at,
+    look_at_prompt,
     record,
     show,
 )
 from workbench.errors import InputError
+
+PANEL = "Where an error comes from"
 
 
 def error_command(
     bundle: Path,
     checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
     prompt_ids: Ids = None,
+    prompt: Prompt = None,
+    text: TextFile = None,
+    tokens: Tokens = None,
     weights: Annotated[
         bool, Option(help="Also find which weights' compression costs most.")
     ] = False,
@@ -42,6 +51,7 @@ def error_command(
     """
     opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
+    look_at_prompt(prompt_ids, prompt, text)
     from workbench.check.golden import make_golden
     from workbench.explain import error
     from workbench.explain import weights as weighing
@@ -49,7 +59,8 @@ def error_command(
     from workbench.runtime import coreml_available
 
     source = Checkpoint(checkpoint)
-    ids = ids_for(prompt_ids, opened.manifest.dims.V)
+    V = opened.manifest.dims.V
+    ids = ids_for(prompt_ids, V, prompt=prompt, text=text, tokens=tokens, tokenizer=source.path)
     splits = error.split_error(source, opened, ids, device=coreml_available(), progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:

@@ -10,8 +10,20 @@ from typer import Option
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Ids, Json, ids_for, parse_ids, show
+from workbench.cli.common import (
+    Ids,
+    Json,
+    Prompt,
+    TextFile,
+    Tokens,
+    ids_for,
+    look_at_prompt,
+    parse_ids,
+    show,
+)
 from workbench.errors import InputError
+
+PANEL = "Export"
 
 
 def export_command(
@@ -89,6 +101,9 @@ def golden_command(
     checkpoint: Path,
     out: Path,
     prompt_ids: Ids = None,
+    prompt: Prompt = None,
+    text: TextFile = None,
+    tokens: Tokens = None,
     bundle: Path | None = None,
     json: Json = False,
 ) -> None:
@@ -102,11 +117,19 @@ def golden_command(
     """
     paths.checkpoint(checkpoint)
     opened = workbench.Bundle.open(bundle) if bundle else None
+    look_at_prompt(prompt_ids, prompt, text)
     from workbench.check.golden import make_golden, stored_weights
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint)
-    ids = ids_for(prompt_ids, source.config.vocab_size)
+    ids = ids_for(
+        prompt_ids,
+        source.config.vocab_size,
+        prompt=prompt,
+        text=text,
+        tokens=tokens,
+        tokenizer=source.path,
+    )
     weights = (stored_weights(source, opened), opened.identity) if opened else ()
     check_writable(out)
     golden = make_golden(source, ids, *weights)

@@ -10,6 +10,8 @@ from workbench import paths
 from workbench.cli.common import Json, Log, Memory, RuntimeName, Units, record, show
 from workbench.errors import InputError
 
+PANEL = "Machine, memory, placement, cost"
+
 
 def doctor_command(json: Json = False) -> None:
     """What this machine can do, and what a Mac would add.

@@ -8,6 +8,8 @@ from typer import Argument, Exit, Option, echo
 from workbench.cli.common import Json, LogFolder, Publish, show
 from workbench.errors import InputError
 
+PANEL = "Experiments and their log"
+
 
 def run_command(
     numbers: Annotated[list[str], Argument(help="Numbers of experiments, such as 05 34.")],
@@ -50,20 +52,29 @@ def run_command(
 
 
 def _parameter(text: str) -> tuple[str, object]:
-    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]."""
+    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]; a text with a colon in it
+    stays a text."""
     import yaml
 
     name, _, value = text.partition("=")
     with contextlib.suppress(yaml.YAMLError, ValueError):
         if name and value:
-            return name, yaml.safe_load(value)
+            parsed = yaml.safe_load(value)
+            return name, value if isinstance(parsed, dict) and value[0] != "{" else parsed
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 
 def report_command(
-    experiment: Annotated[str, Argument(help="Number of the experiment, such as 05.")],
+    experiment: Annotated[
+        str | None, Argument(help="Number of the experiment, such as 05.")
+    ] = None,
     run: str | None = None,
     publish: Publish = False,
+    html: bool = False,
+    all_: Annotated[
+        bool,
+        Option("--all", help="HTML of all experiments and all machines of the log: build/report."),
+    ] = False,
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
@@ -75,8 +86,21 @@ def report_command(
 
     Args:
         run: The notebook's run; default: the newest.
+        html: Also one HTML page that needs no other file.
     """
-    from workbench.report import writeup
+    if (experiment is None) != all_ or (all_ and (run or publish)):
+        actual = "the number of an experiment and --all" if experiment else "no experiment"
+        actual = "--run or --publish, which are of one experiment" if run or publish else actual
+        needed, step = "either an experiment or --all", "give one of them"
+        raise InputError("workbench report", actual, needed, step)
+    from workbench import log
+    from workbench.report import page, writeup
 
-    path = str((writeup.publish if publish else writeup.write_report)(experiment, log_dir, run))
-    show({"report": path}, json, [path])
+    if all_:
+        path = str(page.write_site(log.project(log_dir) / "build" / "report", log_dir))
+        return show({"html": path}, json, [path])
+    report = (writeup.publish if publish else writeup.write_report)(experiment, log_dir, run)
+    result = {"report": str(report)}
+    if html:
+        result["html"] = str(page.write_page(report, experiment, log_dir, run))
+    show(result, json, list(result.values()))

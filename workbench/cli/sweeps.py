@@ -5,7 +5,7 @@ from json import loads
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, echo
 
 import workbench
 from workbench.cli.common import Json, LogFolder, show
@@ -13,12 +13,12 @@ from workbench.errors import InputError
 
 Import = StrEnum("Import", {"import": "import"})
 
+PANEL = "Experiments and their log"
+
 
 def sweep_command(
     grid: Annotated[Path, Argument(metavar="GRID.yaml")],
-    log_dir: Annotated[
-        Path | None, Option("--log-dir", "--log", help="Folder of the experiment log.")
-    ] = None,
+    log_dir: LogFolder = None,
     scheduler: str | None = None,
     json: Json = False,
 ) -> None:
@@ -35,7 +35,8 @@ def sweep_command(
     result = sweep.sweep(
         sweep.load_grid(grid), root=log_dir, scheduler=scheduler, progress=not json
     )
-    show(result, json, [", ".join(f"{k} {v}" for k, v in result.items())])
+    counts = ", ".join(f"{k} {v}" for k, v in result.items() if k != "reasons")
+    show(result, json, [counts, *(f"failed: {reason}" for reason in result["reasons"])])
     if result["failed"]:
         raise Exit(1)
 

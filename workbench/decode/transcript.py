@@ -1,6 +1,7 @@
 """One decoded prompt as a result: tokens, text, times. What `workbench decode` prints."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,44 @@ def load_tokenizer(folder: str | Path):
             f"tokenizer {folder}",
             "no tokenizer.json",
             "the checkpoint's tokenizer",
-            "give --prompt-ids instead of text, or add the tokenizer and export again",
+            "give --prompt-ids (evaluate: --ids) instead of text, or add the tokenizer and export again",
         )
     return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def encode_text(folder: str | Path, text: str) -> list[int]:
+    """Token ids of a text by the tokenizer in `folder`: its beginning-of-sequence token first where
+    it has one, no other special token."""
+    tokenizer = load_tokenizer(folder)
+    bos = tokenizer.bos_token_id
+    return [bos] * (bos is not None) + tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_chat(folder: str | Path, message: str) -> list[int]:
+    """Token ids of a user's message in the chat template of the tokenizer in `folder`, up to where
+    the model's answer begins.
+
+    Raises:
+        InputError: a tokenizer without such a template, or with one that cannot be rendered.
+    """
+    from jinja2 import TemplateError
+
+    tokenizer = load_tokenizer(folder)
+    actual = "none in it"
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": message}]
+        try:
+            return tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=False
+            )
+        except TemplateError as problem:
+            actual = str(problem)
+    raise InputError(
+        f"chat template of tokenizer {folder}",
+        actual,
+        "a checkpoint that was trained for chat, with its template",
+        "leave --chat out, or export a checkpoint that has one",
+    )
 
 
 def transcript(
@@ -34,6 +70,7 @@ def transcript(
     logits: Path | None = None,
     sampling: Sampling = GREEDY,
     source: Decoder | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> dict:
     """Decodes one prompt and sums up.
 
@@ -41,6 +78,8 @@ def transcript(
         logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per generated token.
         source: runs the prompt; its states are then copied into `decoder`, within the prefill's
             time.
+        on_text: is called with the text of each token as soon as it is decoded, where the bundle
+            has a tokenizer; the pieces add up to `text`.
 
     Returns:
         The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.
@@ -51,10 +90,15 @@ def transcript(
     prefill = partial(prefill_by, source, decoder) if source else None
     if logits:
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
+    folder = decoder.bundle.root / "tokenizer"
+    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    piece_of = _text_stream(tokenizer) if tokenizer and on_text else None
     start, records, prefill_ms = time.perf_counter(), [], None
     for record in decoder.stream(ids, max_new, sampling=sampling, prefill=prefill):
         prefill_ms = prefill_ms if records else (time.perf_counter() - start) * 1e3
         records.append(record)
+        if piece_of and (piece := piece_of(record.token)):
+            on_text(piece)
     tokens, times = [r.token for r in records], [r.times for r in records[1:]]
     if logits:
         if not tokens:
@@ -62,13 +106,10 @@ def transcript(
         last = decoder.decode_one_token(tokens[-1]) if tokens else (prefill or decoder.prefill)(ids)
         with logits.open("wb") as file:  # a file, because np.save appends .npy to a name
             np.save(file, np.stack([*(r.logits for r in records), last]).astype(np.float32))
-    folder = decoder.bundle.root / "tokenizer"
     samples = [t.total for t in times]
     return {
         "tokens": tokens,
-        "text": load_tokenizer(folder).decode(tokens)
-        if (folder / "tokenizer.json").exists()
-        else None,
+        "text": tokenizer.decode(tokens) if tokenizer else None,
         "prefill": {
             "tokens": len(ids),
             "calls": -(-len(ids) // (source or decoder).options.t_max),
@@ -85,6 +126,14 @@ def transcript(
         "runtime": decoder.runtime,
         "precision": decoder.precision if decoder.runtime == "portable" else None,
     }
+
+
+def _text_stream(tokenizer) -> Callable[[int], str | None]:
+    """A function from the next token to the text that it adds; None while a character is incomplete."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return partial(stream.step, tokenizer.backend_tokenizer)
 
 
 def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:

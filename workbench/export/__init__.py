@@ -122,7 +122,7 @@ def export(
                         files=_copy_tokenizer(source, writer),
                     ),
                     checkpoint={
-                        "name": source.path.name,
+                        "name": source.name,
                         "sha256": source.sha256,
                         "dtype": source.dtype,
                     },

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint folder: `config` (transformers' own object) and `tensor(name)`.
+    """A checkpoint folder, or the name of a model in the Hub's local cache: `config` (transformers' own object) and `tensor(name)`.
 
     Raises:
         InputError: nothing there, something else (a bundle, GGUF weights, the name of a model on
@@ -68,6 +68,11 @@ class Checkpoint:
                 str(index), "a file name with a folder in it", "plain file names", FETCH
             )
         return [self.path / n for n in names]
+
+    @property
+    def name(self) -> str:
+        """The model's name: that of the folder, in the Hub's cache that of the model."""
+        return paths.model_name(self.path)
 
     @cached_property
     def config(self):

@@ -5,6 +5,7 @@ write-up, which `report` draws from those rows. So a figure on paper is a figure
 of how a result was measured.
 """
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -16,17 +17,19 @@ import numpy as np
 import pandas as pd
 from pandas.io.formats.style import Styler
 
-from workbench import log, plots, report, sweep
+from workbench import log, paths, plots, report, sweep
 from workbench.bundle import Bundle
 from workbench.check import gates, golden, tasks
 from workbench.check.price import measure_budget
 from workbench.check.validate import Validation, keep_verdict, validate
 from workbench.decode import Decoder
+from workbench.decode.transcript import encode_text
 from workbench.errors import InputError
 from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.report import doctor, tables
 from workbench.sweep import runs
+from workbench.sweep.cell import find
 
 
 @dataclass
@@ -112,6 +115,7 @@ class Study:
         checkpoint: str | Path,
         prompt: int | list[int] = 24,
         *,
+        text: str = "",
         precision: str = "declared",
         fast: bool = False,
         **options,
@@ -119,29 +123,51 @@ class Study:
         """Exports a checkpoint, unless `data/bundles` has its bundle already, and opens it.
 
         Args:
-            checkpoint: a Hugging Face folder; a relative path starts at the project's folder.
-            prompt: token ids, or how many of the prompt to take (see `prompt`).
+            checkpoint: a Hugging Face folder, or the name of a model in the Hub's local cache; a
+                relative path starts here or at the project's folder.
+            prompt: token ids, or how many of the prompt to take (see `prompt`, also for `text`).
             precision: the decoder's arithmetic; `fast`: whether it may fuse operations, for timing.
             options: export options (see `workbench.export.options`).
         """
-        source = Checkpoint(self.project / checkpoint)
+        source = Checkpoint(find(str(checkpoint), self.root))
         bundle = sweep.bundle_for(source, export_options(**options), self.bundles, progress=True)
         decoder = Decoder(bundle, precision=precision, fast=fast)
         ids, tokens = (
-            self.prompt(source, prompt)
+            self.prompt(source, prompt, text)
             if isinstance(prompt, int)
             else (prompt, token_texts(source, prompt))
         )
         return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens)
 
-    def prompt(self, checkpoint: Checkpoint, count: int) -> tuple[list[int], list[str]]:
-        """At most `count` token ids and their text: the first held-out task, or seeded ids without a tokenizer."""
-        try:
-            tokenizer = tasks.load_tokenizer(checkpoint.path)
-            ids = tokenizer.encode(tasks.load_tasks(self.tasks)[0]["prompt"])[:count]
-        except InputError:
-            ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()
+    def prompt(
+        self, checkpoint: Checkpoint, count: int, text: str = ""
+    ) -> tuple[list[int], list[str]]:
+        """At most `count` token ids and their text.
+
+        Args:
+            text: the prompt, or the path of a file that holds it, which starts at the project's
+                folder; by default the first held-out task, or seeded ids without a tokenizer.
+
+        Raises:
+            InputError: a `text` without a tokenizer, or a file of it that is not UTF-8.
+        """
+        if text:
+            ids = encode_text(checkpoint.path, self._contents(text))[:count]
+        else:
+            try:
+                ids = encode_text(checkpoint.path, tasks.load_tasks(self.tasks)[0]["prompt"])
+                ids = ids[:count]
+            except InputError:
+                V = checkpoint.config.vocab_size
+                ids = np.random.default_rng(0).integers(0, V, count).tolist()
         return ids, token_texts(checkpoint, ids)
+
+    def _contents(self, text: str) -> str:
+        """`text`, or the contents of the file that it names."""
+        with contextlib.suppress(OSError, ValueError):  # too long or strange a text for a path
+            if (self.project / text).is_file():
+                return paths.text(self.project / text)
+        return text
 
     def answers(
         self, decoder: Decoder, checkpoint: Checkpoint, stride: int = 4

@@ -61,7 +61,7 @@ FIGURE_SUBJECT = {
     "max_seq_len": "max_seq_len {}",
     "machine": "{}",
 }
-RESERVED = {"", "figures", "tables", "report.md"}
+RESERVED = {"", "figures", "tables", "report.md", "report.html"}
 """Names in the folder of a shipped write-up, which no checkpoint's folder may take."""
 
 
@@ -205,7 +205,8 @@ def write_report(
     configs = notebook["config"].dropna()
     config = json.loads(configs.item()) if len(configs) else {}
     parameters = config.get("parameters", {})
-    settings = "".join(f" --set '{name}={json.dumps(value)}'" for name, value in parameters.items())
+    quoted = {name: json.dumps(value).replace("'", "'\"'\"'") for name, value in parameters.items()}
+    settings = "".join(f" --set '{name}={value}'" for name, value in quoted.items())
     parts = [
         f"# Experiment {number}: {question}",
         config.get("conclusion", ""),

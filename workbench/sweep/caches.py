@@ -9,10 +9,12 @@ from workbench.errors import InputError
 from workbench.files import locked
 
 BUNDLES, GOLDENS = Path("data/bundles"), Path("data/golden")
+EVALUATIONS = Path("data/evaluations")
 KINDS = {
     "compiled": "Core ML's compiled copies of shards, beside their bundle",
     "unfinished": "work folders of interrupted exports, beside their bundle",
     "goldens": f"goldens of notebooks and sweeps, in {GOLDENS}",
+    "evaluations": f"windows that workbench evaluate has scored, in {EVALUATIONS}",
     "bundles": f"bundles of notebooks and sweeps, in {BUNDLES}",
 }
 HIDDEN = {
@@ -39,6 +41,7 @@ def cache_entries(project: Path, folders: tuple[Path, ...] = ()) -> list[CacheEn
         for kind, pattern in HIDDEN.items()
     }
     paths_by_kind["goldens"] = [*(project / GOLDENS).glob("*.safetensors")]
+    paths_by_kind["evaluations"] = [*(project / EVALUATIONS).glob("*.rows")]
     manifests = (project / BUNDLES).glob(f"[!.]*/{paths.BUNDLE}")
     paths_by_kind["bundles"] = [manifest.parent for manifest in manifests]
     entries = [

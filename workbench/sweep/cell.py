@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from workbench import export as exporting
-from workbench import log
+from workbench import log, paths
 from workbench.ane import placement
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import MANIFEST_VERSION
@@ -143,7 +143,7 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
     then."""
     executed = {} if job["run"]["runtime"] == "auto" else runs.executed(**job["run"])
     row = executed | {
-        "checkpoint": Path(job["checkpoint"]).name,
+        "checkpoint": paths.model_name(Path(job["checkpoint"])),
         "checkpoint_hash": job["checkpoint_hash"],
         "status": "failed",
         "reason": reason,
@@ -179,15 +179,21 @@ def _checkpoint(job: dict) -> Checkpoint:
 
 
 def find(checkpoint: str, root: Path) -> Path:
-    """The path itself where it exists, else relative to the project that the log belongs to (notebooks run elsewhere)."""
-    return Path(checkpoint) if Path(checkpoint).exists() else log.project(root) / checkpoint
+    """The path itself where it exists, else relative to the project that the log belongs to (notebooks run elsewhere),
+    else, for the name of a model on the Hub, its folder in the local cache if it is there."""
+    project = log.project(root)
+    if Path(checkpoint).exists():
+        return Path(checkpoint)
+    if not (project / checkpoint).exists() and paths.hub_id(checkpoint, project):
+        return paths.hub_snapshot(checkpoint) or Path(checkpoint)
+    return project / checkpoint
 
 
 def _path(job: dict) -> Path:
     """Where this machine keeps the bundle of a job."""
     folder = Path(job["bundles"]) if job["bundles"] else log.project() / "data" / "bundles"
     return folder / _bundle_name(
-        Path(job["checkpoint"]).name, job["checkpoint_hash"], Options(**job["options"])
+        paths.model_name(Path(job["checkpoint"])), job["checkpoint_hash"], Options(**job["options"])
     )
 
 
@@ -206,7 +212,7 @@ def bundle_for(
     One that is there already is opened; a damaged one is exported again, with a warning that says
     why.
     """
-    path = folder / _bundle_name(checkpoint.path.name, checkpoint.sha256, options)
+    path = folder / _bundle_name(checkpoint.name, checkpoint.sha256, options)
     with locked(_lock(path)):
         return _cached(path) or exporting.export(
             checkpoint.path, path, progress=progress, **options.model_dump()

@@ -18,7 +18,7 @@ from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
 from workbench.runtime import named, resolve
 from workbench.sweep import cell, cluster, runs
-from workbench.sweep.grid import Cell, Grid, cells
+from workbench.sweep.grid import Cell, Grid, cells, check_sizes
 
 
 def sweep(
@@ -40,8 +40,8 @@ def sweep(
         measure: the function that the child process of a cell calls.
 
     Returns:
-        {cells, done, resumed, failed, invalid, log}: counts, and the log's folder; cells that ran,
-        and not on the unit that they were meant for, are done and invalid.
+        {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and why cells
+        failed; cells that ran, and not on the unit that they were meant for, are done and invalid.
     """
     from tqdm.auto import tqdm
 
@@ -50,25 +50,29 @@ def sweep(
         bundles = bundles or log.project(root) / "data" / "bundles"
     checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
     token_ids(grid.validate_ids, checkpoint.config.vocab_size, "validate_ids of the grid")
+    check_sizes(grid)
     everything = list(cells(grid))
     random.Random(0).shuffle(everything)
     with _workers(scheduler, measure) as (hosts, results):
         try:  # nothing is measured that could not be written
             root.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            needed, step = "a folder that can be written", "name another with --log-dir"
+            needed, step = "a folder that can be written", "name another with --log"
             raise InputError(f"log {root}", problem.strerror, needed, step) from None
         finished = done_cells(root, hosts, _auto() if scheduler is None else None)
         missing = [c for c in everything if c.key(checkpoint.sha256) not in finished]
         missing.sort(key=lambda c: c.round)
         jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
         counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs)}
-        counts |= {"failed": 0, "invalid": 0, "log": str(root)}
+        counts |= {"failed": 0, "invalid": 0, "log": str(root), "reasons": []}
         with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
-                status = log.load("runs", root=root, where={"run_id": run_id})["status"].iloc[0]
+                row = log.load("runs", root=root, where={"run_id": run_id}).iloc[0]
+                status = row["status"]
                 counts["done" if status in runs.MEASURED else "failed"] += last
+                if last and status not in runs.MEASURED and row["reason"] not in counts["reasons"]:
+                    counts["reasons"].append(row["reason"])
                 counts["invalid"] += last and status == "invalid"
                 bar.update(last)
     return counts

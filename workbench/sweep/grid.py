@@ -25,7 +25,7 @@ from workbench.bundle import Options
 from workbench.check.gates import MAX_KL
 from workbench.errors import InputError
 from workbench.runtime import named
-from workbench.sweep import runs
+from workbench.sweep import runs, timing
 
 Value = TypeVar("Value")
 Axis = Annotated[list[Value], Field(min_length=1)]
@@ -158,6 +158,17 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         )
     list(cells(grid))  # refuses wrong values of export options
     return grid
+
+
+def check_sizes(grid: Grid) -> None:
+    """Refuses a grid with a cell that its bundle could not run: T, depth, n_gen, validate_ids."""
+    for cell in cells(grid):
+        S, judged = cell.options.max_seq_len, len(cell.judge_ids)
+        sizes = runs.pick(cell.run, "T", "depth", "n_gen")
+        timing.check_size(cell.options, **sizes, subject="grid, ")
+        if judged > S:
+            needed, step = f"at most max_seq_len = {S}", "validate on fewer, or export more"
+            raise InputError("grid, validate_ids", f"{judged} tokens", needed, step)
 
 
 def cells(grid: Grid) -> Iterator[Cell]:

@@ -12,6 +12,7 @@ from itertools import count
 import numpy as np
 import pandas as pd
 
+from workbench.bundle import Options
 from workbench.decode import Decoder
 from workbench.decode.decoder import Times
 from workbench.errors import InputError
@@ -50,17 +51,7 @@ def measure_speed(
         measures. With `min_seconds`, `thermal_pressure` follows each sequence on a Mac: its index in
         `log.host_state.THERMAL_PRESSURES`.
     """
-    S, t_max = decoder.options.max_seq_len, decoder.options.t_max
-    calls = -(-n_gen // T)
-    if not 1 <= T <= t_max:
-        raise InputError("T", str(T), f"1 to t_max = {t_max}", "export with a larger --t-max")
-    if depth + (calls + WARMUP_CALLS) * T > S:
-        raise InputError(
-            "depth and n_gen",
-            f"{depth} + {(calls + WARMUP_CALLS) * T} tokens",
-            f"at most max_seq_len = {S}",
-            "measure fewer tokens, or export with a larger --max-seq-len",
-        )
+    calls = check_size(decoder.options, T, depth, n_gen)
     rng, rows, order = np.random.default_rng(0), [], 0
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
     if decoder.runtime != "portable":
@@ -99,6 +90,23 @@ def measure_speed(
 
 def _elapsed(began: float) -> dict:
     return {"elapsed_s": time.perf_counter() - began}
+
+
+def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = "") -> int:
+    """How many calls of T tokens a measurement times; refuses what the bundle's cache or T cannot
+    hold. `subject` goes before the message's own."""
+    S, t_max, calls = options.max_seq_len, options.t_max, -(-n_gen // T)
+    if not 1 <= T <= t_max:
+        needed, step = f"1 to t_max = {t_max}", "export with a larger --t-max"
+        raise InputError(f"{subject}T", str(T), needed, step)
+    if depth + (calls + WARMUP_CALLS) * T > S:
+        raise InputError(
+            f"{subject}depth and n_gen",
+            f"{depth} + {(calls + WARMUP_CALLS) * T} tokens in calls of T = {T}",
+            f"at most max_seq_len = {S}",
+            "measure fewer tokens, or export with a larger --max-seq-len",
+        )
+    return calls
 
 
 def _loading(decoder: Decoder) -> list[dict]:

@@ -206,7 +206,7 @@ class Explorer(Panel):
             self._list_worst()
             self._parts(figure.add_subplot(grid[1, 0]))
             self._speed(figure.add_subplot(grid[1, 1]))
-        name = f"{self.checkpoint.path.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
+        name = f"{self.checkpoint.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
         self.show(figure, f"{tensor} of {name}: fidelity by layer and position, error split, speed")
         layers, time = self._at_setting(self._stored("layers")), "not measured: press Run"
         ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
@@ -303,7 +303,7 @@ class Explorer(Panel):
             raise InputError(
                 "figure", "nothing measured at this setting", "a heatmap", "press Run first"
             )
-        shown, number, checkpoint = self._options(), self.grid.experiment, self.checkpoint.path.name
+        shown, number, checkpoint = self._options(), self.grid.experiment, self.checkpoint.name
         setting = {"max_seq_len": self.setting.max_seq_len, "T": shown["T"]}
         setting["compress"] = self.setting.compress
         name = "explorer-{tensor}-S{max_seq_len}-T{T}-{compress}-".format(**shown | setting)

@@ -60,7 +60,7 @@ class Planner(Panel):
         self.placements[options] = placement.predicted_placement(bundle, int(self.value("chip")[1]))
 
     def _draw(self) -> None:
-        options, name = self.options, self.checkpoint.path.name
+        options, name = self.options, self.checkpoint.name
         machine, chip = self.value("machine"), self.value("chip")
         size = MACHINES[machine]
         budget = memory.budget_of_checkpoint(self.checkpoint, options, size)

@@ -1,0 +1,221 @@
+"""Perplexity and KL over a text: transformers' own figures, each token once, resumed where it stopped."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from workbench import Decoder, InputError
+from workbench.check import evaluate
+from workbench.check.golden import make_golden, stored_weights
+from workbench.cli.app import app
+from workbench.decode.transcript import encode_text
+from workbench.models.checkpoint import Checkpoint
+
+DATA = Path(__file__).parents[2] / "data"
+TINY = DATA / "tiny-llama"
+WINDOW, STRIDE = 24, 10
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Several held-out prompts, one a line: 97 words."""
+    lines = (DATA / "tasks" / "heldout.jsonl").read_text().splitlines()
+    words = " ".join(json.loads(line)["prompt"] for line in lines).split()[:97]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(words))
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle(exports):
+    return exports.bundle(TINY, max_seq_len=32, compress="int8-tensor")
+
+
+def hugging_face(path: Path = TINY):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+
+
+def strided(model, ids: list[int], window: int, stride: int) -> tuple[float, list[np.ndarray]]:
+    """transformers' documented loop: perplexity, and log probabilities [V] of each scored token."""
+    rows, losses, before = [], [], 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + window, len(ids))
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids[begin:end]])).logits[0].double()
+        for position in range(max(before, begin + 1), end):
+            row = logits[position - 1 - begin].log_softmax(-1)
+            rows.append(row.numpy())
+            losses.append(-row[ids[position]].item())
+        before = end
+        if end == len(ids):
+            break
+    return float(np.exp(np.mean(losses))), rows
+
+
+def stored_model(checkpoint: Checkpoint, bundle):
+    """transformers' model with the weights that the bundle stores: the head's own, fp16 embeddings."""
+    model, read = hugging_face(), stored_weights(checkpoint, bundle)
+    head = model.model.embed_tokens.weight.detach().clone()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name != "model.embed_tokens.weight":
+                parameter.copy_(read(name))
+        model.lm_head.weight = torch.nn.Parameter(read("model.embed_tokens.weight"))
+        model.model.embed_tokens.weight = torch.nn.Parameter(head.half().float())
+    return model
+
+
+def command(*arguments, code: int = 0) -> dict:
+    result = CliRunner().invoke(app, ["evaluate", *map(str, arguments), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Finished windows are stored below the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_both_perplexities_and_kl_are_transformers(bundle, text):
+    how = ("--window", WINDOW, "--stride", STRIDE, "--precision", "exact")
+    result = command(bundle.root, "--text", text, "--checkpoint", TINY, *how)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    ids = tokenizer(text.read_text())["input_ids"]
+    golden_perplexity, p = strided(hugging_face(), ids, WINDOW, STRIDE)
+    perplexity, q = strided(stored_model(Checkpoint(TINY), bundle), ids, WINDOW, STRIDE)
+    assert result["golden_perplexity"] == pytest.approx(golden_perplexity, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(perplexity, rel=1e-6)
+    assert perplexity != pytest.approx(golden_perplexity, rel=1e-5)
+    kl = [float((np.exp(a) * (a - b)).sum()) for a, b in zip(p, q)]
+    figures = {"mean": np.mean(kl), "median": np.median(kl), "p99": np.percentile(kl, 99)}
+    assert result["kl"] == pytest.approx(figures | {"max": max(kl)}, rel=1e-2, abs=1e-7)
+    assert result["same_top"] == np.mean([a.argmax() == b.argmax() for a, b in zip(p, q)])
+    assert (result["tokens"], result["windows"]) == (len(ids) - 1, 9) == (97, 9)
+
+
+@pytest.mark.parametrize(
+    "n, window, stride", [(2, 8, 4), (8, 8, 4), (9, 8, 4), (12, 8, 7), (100, 9, 4), (7, 3, 1)]
+)
+def test_each_token_but_the_first_is_scored_once(n, window, stride):
+    spans = evaluate.windows(n, window, stride)
+    scored = [position for _, first, end in spans for position in range(first, end)]
+    assert scored == list(range(1, n))
+    assert all(end - begin <= window and begin < first for begin, first, end in spans)
+
+
+def test_bos_is_prepended_where_the_checkpoint_has_one(tmp_path):
+    words = "set river amber"
+    assert encode_text(TINY, words)[0] == 1 and len(encode_text(TINY, words)) == 4
+    without = shutil.copytree(TINY, tmp_path / "without")
+    settings = json.loads((without / "tokenizer_config.json").read_text()) | {"bos_token": None}
+    (without / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert encode_text(without, words) == encode_text(TINY, words)[1:]
+
+
+def test_an_interrupted_evaluation_goes_on(bundle, text, monkeypatch):
+    arguments = (bundle.root, "--text", text, "--checkpoint", TINY, "--window", 24, "--stride", 10)
+    whole = command(*arguments)
+    (rows,) = Path("data/evaluations").glob("*.rows")
+    contents = rows.read_bytes()
+    rows.write_bytes(contents[: len(contents) // 2 + 5])  # within a row of a window
+    calls = []
+    advance = Decoder.advance
+    monkeypatch.setattr(Decoder, "advance", lambda *a: calls.append(1) or advance(*a))
+    resumed = command(*arguments)
+    assert 0 < resumed.pop("resumed") < resumed["windows"] and calls
+    again = np.frombuffer(rows.read_bytes())
+    np.testing.assert_allclose(again, np.frombuffer(contents), rtol=1e-4, atol=1e-7)
+    assert resumed["perplexity"] == whole["perplexity"] and whole["resumed"] == 0
+    calls.clear()
+    assert command(*arguments)["resumed"] == 9 and not calls
+    assert command(*arguments, "--precision", "exact")["resumed"] == 0
+
+
+def test_windows_of_a_batch_and_of_one_sequence_give_the_same(exports, text):
+    how = ("--text", text, "--window", 20, "--precision", "exact")
+    one, three = (
+        command(exports.bundle(TINY, max_seq_len=32, batch=B, **options).root, *how)
+        for B, options in [(1, {}), (3, {"kv_write": "slice"})]
+    )
+    assert one["perplexity"] == pytest.approx(three["perplexity"], rel=1e-6)
+    assert one["golden_perplexity"] is one["kl"] is one["same_top"] is None
+
+
+def test_a_golden_stands_in_for_the_checkpoint(bundle, text):
+    ids = encode_text(TINY, text.read_text())[:30]
+    make_golden(TINY, ids).save("g")
+    short = Path("short.txt")
+    short.write_text(" ".join(text.read_text().split()[:29]))
+    by_golden = command(bundle.root, "--text", text, "--golden", "g")
+    by_checkpoint = command(bundle.root, "--text", short, "--checkpoint", TINY)
+    for name in ("tokens", "windows", "perplexity", "golden_perplexity", "same_top"):
+        assert by_golden[name] == pytest.approx(by_checkpoint[name], rel=1e-6), name
+    assert by_golden["tokens"] == 29
+
+
+def test_intervals_hold_the_figure_and_are_null_for_few_windows(bundle, text):
+    many = command(bundle.root, "--text", text, "--checkpoint", TINY, "--window", 9)
+    for name, (low, high) in many["intervals"].items():
+        figure = many["kl"]["mean"] if name == "kl_mean" else many[name]
+        assert low <= figure <= high and (low < high or name == "same_top"), name
+    ratio = many["perplexity"] / many["golden_perplexity"]
+    assert many["perplexity_ratio"] == pytest.approx(ratio, rel=1e-12)
+    few = command(bundle.root, "--text", text, "--checkpoint", TINY, "--window", 32)
+    assert few["windows"] < evaluate.MIN_WINDOWS and few["intervals"] is None
+
+
+@pytest.mark.parametrize("name", ["tiny-zaya", "tiny-gemma3"])
+def test_other_families_agree_with_transformers(exports, text, name):
+    bundle = exports.bundle(DATA / name, max_seq_len=96, t_max=8)
+    how = ("--window", 80, "--stride", 40, "--precision", "exact")
+    result = command(bundle.root, "--text", text, "--checkpoint", DATA / name, *how)
+    ids = encode_text(DATA / name, text.read_text())
+    assert result["golden_perplexity"] == pytest.approx(
+        strided(hugging_face(DATA / name), ids, 80, 40)[0], rel=1e-6
+    )
+    assert result["perplexity"] == pytest.approx(result["golden_perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--window", 33), "at most max_seq_len = 32"),
+        (("--window", 8, "--stride", 8), "1 … 7"),
+        (("--window", 1), "2"),
+        (("--golden", "other"), "another checkpoint"),
+        (("--golden", "own"), "the text's first tokens"),
+        (("--golden", "own", "--window", 8), "a golden is one window"),
+        (("--text", "none"), "no such file"),
+        (("--text", "empty"), "at least two"),
+        (("--text", "latin"), "UTF-8"),
+        (("--ids", "ids"), "one of them"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(bundle, text, exports, arguments, words):
+    Path("empty").touch()
+    Path("latin").write_bytes("ä".encode("latin-1"))
+    Path("ids").write_text("1 2 3")
+    make_golden(TINY, [1, 2, 3]).save("own")
+    make_golden(exports.checkpoint("llama"), [1, 2, 3]).save("other")
+    named = [] if "--text" in arguments else ["--text", str(text)]
+    result = CliRunner().invoke(app, ["evaluate", str(bundle.root), *named, *map(str, arguments)])
+    assert isinstance(result.exception, InputError) and words in str(result.exception), result
+    assert not Path("data").exists()
+
+
+def test_a_bundle_without_a_tokenizer_takes_token_ids(exports, text):
+    plain = exports.bundle(exports.checkpoint("llama"), max_seq_len=16)
+    ids = np.random.default_rng(0).integers(0, 97, 40)
+    Path("ids").write_text(",".join(map(str, ids)))
+    assert command(plain.root, "--ids", "ids")["tokens"] == 39
+    refused = CliRunner().invoke(app, ["evaluate", str(plain.root), "--text", str(text)])
+    assert "no tokenizer.json" in str(refused.exception) and "--ids" in str(refused.exception)

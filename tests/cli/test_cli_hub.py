@@ -1,0 +1,78 @@
+"""The name of a model on the Hub is a checkpoint where the local cache has it; nothing is downloaded."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench import InputError, paths
+from workbench.log import project
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep.cell import find
+
+TINY = Path(__file__).parents[2] / "data" / "tiny-llama"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Path:
+    """HF_HOME as `hf download org/Tiny-Llama` leaves it: blobs, links to them, the main branch."""
+    model = tmp_path / "home" / "hub" / "models--org--Tiny-Llama"
+    snapshot = model / "snapshots" / COMMIT
+    for folder in (snapshot, model / "blobs", model / "refs"):
+        folder.mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    for file in TINY.iterdir():
+        shutil.copy(file, model / "blobs")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    return tmp_path / "home"
+
+
+def test_the_cached_model_is_the_checkpoint_and_keeps_its_name(hub):
+    checkpoint = Checkpoint("org/Tiny-Llama")
+    assert (checkpoint.sha256, checkpoint.name) == (Checkpoint(TINY).sha256, "Tiny-Llama")
+    assert checkpoint.path == paths.checkpoint("https://huggingface.co/org/Tiny-Llama")
+    assert find("org/Tiny-Llama", project() / "experiments" / "log") == checkpoint.path
+    assert (
+        Checkpoint(checkpoint.path).name == "Tiny-Llama" and Checkpoint(TINY).name == "tiny-llama"
+    )
+
+
+def test_a_folder_of_that_name_goes_first(hub, tmp_path):
+    shutil.copytree(TINY, tmp_path / "org" / "Tiny-Llama")
+    assert Checkpoint("org/Tiny-Llama").path == Path("org/Tiny-Llama")
+
+
+@pytest.mark.parametrize("missing", ["*", "config.json", "model.safetensors"])
+def test_what_the_cache_lacks_is_one_message_with_the_download(hub, missing):
+    for file in hub.rglob(f"snapshots/*/{missing}"):
+        file.unlink()
+    with pytest.raises(InputError) as refused:
+        Checkpoint("org/Tiny-Llama")
+    assert str(refused.value).endswith("Next: run: hf download org/Tiny-Llama.")
+
+
+def test_commands_take_the_name_and_honour_hf_home(hub, tmp_path):
+    def run(home: Path, *arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "workbench.cli", *arguments],
+            env=os.environ | {"HF_HOME": str(home)},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+
+    short = ("org/Tiny-Llama", "bundle", "--max-seq-len", "8", "--t-max", "1")
+    exported = run(hub, "export", *short)
+    assert exported.returncode == 0, exported.stderr
+    assert '"name": "Tiny-Llama"' in (tmp_path / "bundle" / "bundle.json").read_text()
+    prompted = run(hub, "golden", "org/Tiny-Llama", "--prompt", "set river", "--out", "g")
+    assert prompted.returncode == 0 and "3 tokens" in prompted.stdout
+    other = run(tmp_path / "empty", "memory", "org/Tiny-Llama")
+    assert other.returncode == 2 and len(other.stderr.splitlines()) == 1
+    assert "hf download org/Tiny-Llama" in other.stderr

@@ -1,0 +1,269 @@
+"""Perplexity of a bundle over a text of any length, and its distance from Hugging Face's model.
+
+In: a decoder, token ids, and what to compare with. Out: one row per scored token. The text is read
+in windows as in transformers' documented loop for strided perplexity: a window begins every `stride`
+tokens and scores the tokens that no window before it has scored. Logits of one window (of a batch)
+are in memory at a time; rows are appended to a file, from which an interrupted evaluation goes on.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from workbench.check import metrics
+from workbench.check.golden import Golden, ReferenceModel, check_ids
+from workbench.check.price import summarize_kl
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.files import locked
+from workbench.models.checkpoint import Checkpoint
+
+EVALUATION_FORMAT = 1  # of the stored rows: raised when what they hold changes
+ROW = ("nll", "golden_nll", "kl", "same_top")
+REFERENCE_TOKENS = 2048  # run through Hugging Face's model for each reading of its weights
+MIN_WINDOWS = 8  # fewer say too little of how windows differ for an interval
+RESAMPLES = 1000
+
+Span = tuple[int, int, int]
+
+
+def windows(n: int, window: int, stride: int) -> list[Span]:
+    """(begin, first, end) of every window over n tokens: it reads the tokens from `begin` to before
+    `end` and scores those from `first` on. Every token but number 0 is scored once."""
+    begins = range(0, max(n - window, 0) + stride, stride)
+    return [(b, b - stride + window if b else 1, min(b + window, n)) for b in begins]
+
+
+def evaluate(
+    decoder: Decoder,
+    ids: Sequence[int],
+    reference: Checkpoint | Golden | None = None,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    folder: Path,
+    progress: bool = False,
+) -> dict:
+    """Perplexity of the bundle that `decoder` runs over `ids`, and of Hugging Face's model.
+
+    Args:
+        reference: the checkpoint, whose model is run on its own weights; a golden, whose tokens are
+            the only window; None: the bundle alone.
+        window: tokens of a window (default: max_seq_len), at least 2.
+        stride: tokens from one window's begin to the next (default: half a window).
+        folder: where rows of finished windows are stored.
+
+    Returns:
+        tokens (scored), windows, resumed (windows that were stored before), perplexity,
+        golden_perplexity, perplexity_ratio, kl (nats), same_top, and 95% intervals of these means
+        by a bootstrap over windows; null where there is no reference or are too few windows.
+
+    Raises:
+        InputError: a window longer than max_seq_len, fewer than two tokens, a golden of another
+            checkpoint or text.
+    """
+    ids = check_ids(ids, decoder.manifest.dims.V)
+    if isinstance(reference, Golden):
+        _check_golden(decoder, ids, reference, window or stride)
+        ids = ids[: len(reference.ids)]
+    spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride, reference))
+    path = folder / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
+    busy = InputError(
+        str(path),
+        "another process writes to it",
+        "one evaluation of the same text at a time",
+        "wait for the other one to end",
+    )
+    with locked(path, busy):
+        rows, resumed = _finish(decoder, ids, spans, reference, path, progress)
+    return summarize(rows, spans) | {"resumed": resumed}
+
+
+def _finish(
+    decoder: Decoder,
+    ids: np.ndarray,
+    spans: list[Span],
+    reference: Checkpoint | Golden | None,
+    path: Path,
+    progress: bool,
+) -> tuple[np.ndarray, int]:
+    """Rows [n − 1, 4] of all windows, and how many windows of them were in the file at `path`; the
+    others are run and appended to it."""
+    from tqdm.auto import tqdm
+
+    ends = [end - 1 for _, _, end in spans]  # rows in the file when a window is finished
+    size = 8 * len(ROW)
+    resumed = int(np.searchsorted(ends, path.stat().st_size // size, "right"))
+    os.truncate(path, size * ([0, *ends][resumed]))
+    model = ReferenceModel(reference, record=False) if isinstance(reference, Checkpoint) else None
+    B = decoder.options.batch
+    bar = tqdm(total=len(spans), initial=resumed, unit="window", disable=not progress)
+    with bar, path.open("ab") as file:
+        for group in _groups(spans[resumed:]):
+            golden = _reference_logits(model or reference, ids, group)
+            for i in range(0, len(group), B):
+                part = group[i : i + B]
+                for (_, first, end), actual in zip(part, _bundle_logits(decoder, ids, part)):
+                    file.write(_score(ids[first:end], actual, next(golden)).tobytes())
+                    file.flush()
+                    bar.update()
+    return np.fromfile(path).reshape(-1, len(ROW)), resumed
+
+
+def _bundle_logits(decoder: Decoder, ids: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Logits [B, count, V] that score each window; spans of one length, at most B of them."""
+    sequences = [ids[begin : end - 1].tolist() for begin, _, end in spans]
+    sequences += [sequences[-1]] * (decoder.options.batch - len(sequences))
+    n, options, start, parts = len(sequences[0]), decoder.options, 0, []
+    decoder.begin()
+    while start < n:
+        size = options.tokens(min(options.t_max, n - start))
+        chunk = [sequence[start : start + size] for sequence in sequences]
+        parts.append(decoder.advance(chunk, size)[:, :, :size])
+        start += size
+    _, first, end = spans[0]
+    return decoder.logits(np.concatenate(parts, axis=2)[:, :, first - end :])
+
+
+def _groups(spans: list[Span]) -> Iterator[list[Span]]:
+    """Windows of one shape, as many as Hugging Face's model reads at a time."""
+    for (n, _), alike in groupby(spans, key=lambda span: (span[2] - span[0], span[2] - span[1])):
+        group, count = list(alike), max(1, REFERENCE_TOKENS // n)
+        while group:
+            yield group[:count]
+            del group[:count]
+
+
+def _reference_logits(
+    reference: ReferenceModel | Golden | None, ids: np.ndarray, group: list[Span]
+) -> Iterator[np.ndarray | None]:
+    """The reference's logits [count, V] for each window of a group; None where there is none."""
+    hidden = None
+    if isinstance(reference, ReferenceModel):
+        sequences = np.stack([ids[begin : end - 1] for begin, _, end in group])
+        hidden = reference.last_hidden(sequences, use_cache=False)
+    for index, (_, first, end) in enumerate(group):
+        if hidden is None:
+            yield reference and reference.logits[first - 1 : end - 1]
+        else:
+            yield reference.logits(hidden[index, first - end :])
+
+
+def _score(targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None) -> np.ndarray:
+    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is no golden."""
+    rows = np.full((len(targets), len(ROW)), np.nan)
+    for i, target in enumerate(targets):  # one row of the vocabulary at a time fits the cache
+        q = metrics.log_softmax(actual[i])
+        rows[i, 0] = -q[target]
+        if golden is not None:
+            p = metrics.log_softmax(golden[i])
+            same = np.argmax(golden[i]) == np.argmax(actual[i])
+            rows[i, 1:] = -p[target], (np.exp(p) * (p - q)).sum(), same
+    return rows
+
+
+def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
+    """The figures of `evaluate` from the rows [n, 4] of its windows."""
+    starts = [first - 1 for _, first, _ in spans]
+    sums, counts = np.add.reduceat(rows, starts), np.diff([*starts, len(rows)])
+    compared = not np.isnan(rows[:, 3]).any()
+    intervals = None
+    if len(spans) >= MIN_WINDOWS:
+        rng = np.random.default_rng(0)
+        draws = (rng.integers(0, len(spans), len(spans)) for _ in range(RESAMPLES))
+        means = np.array([sums[draw].sum(0) / counts[draw].sum() for draw in draws])
+        figures = _figures(means.T)
+        bounds = {name: np.percentile(values, [2.5, 97.5]) for name, values in figures.items()}
+        intervals = {n: b.tolist() for n, b in bounds.items() if compared or n == "perplexity"}
+    means = {name: float(value) for name, value in _figures(rows.mean(0)).items()}
+    means.pop("kl_mean")
+    return {
+        "tokens": len(rows),
+        "windows": len(spans),
+        **{n: value if compared or n == "perplexity" else None for n, value in means.items()},
+        "kl": summarize_kl(rows[:, 2]) if compared else None,
+        "intervals": intervals,
+    }
+
+
+def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
+    """Named figures of mean rows [4, …]."""
+    nll, golden_nll, kl, same = means
+    return {
+        "perplexity": np.exp(nll),
+        "golden_perplexity": np.exp(golden_nll),
+        "perplexity_ratio": np.exp(nll - golden_nll),
+        "same_top": same,
+        "kl_mean": kl,
+    }
+
+
+def _check_sizes(
+    decoder: Decoder,
+    n: int,
+    window: int | None,
+    stride: int | None,
+    reference: Checkpoint | Golden | None,
+) -> tuple[int, int]:
+    """Window and stride with their defaults."""
+    S = decoder.options.max_seq_len
+    if n < 2:
+        raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
+    if isinstance(reference, Golden):
+        window = n
+    window = S if window is None else window
+    if window > S or window < 2:
+        raise InputError(
+            "--window",
+            f"{window} tokens",
+            f"at least 2 and at most max_seq_len = {S}",
+            "choose a shorter one, or export with a larger --max-seq-len",
+        )
+    stride = window // 2 if stride is None else stride
+    if not 1 <= stride < window:
+        raise InputError(
+            "--stride",
+            str(stride),
+            f"1 … {window - 1}, so that every token follows another one in its window",
+            "choose a stride below the window",
+        )
+    return window, stride
+
+
+def _check_golden(decoder: Decoder, ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
+    """Refuses a golden that is not of the bundle's checkpoint and of the beginning of the text."""
+    needed, step = "a golden of this text", "give --checkpoint, or make that golden: --text FILE"
+    if golden.meta["checkpoint"] != decoder.manifest.checkpoint["sha256"]:
+        actual, needed = "one of another checkpoint", "a golden of the bundle's checkpoint"
+    elif golden.meta["weights"] != "source":
+        actual, needed = f"weights {golden.meta['weights'][:12]}", "the checkpoint's own weights"
+    elif sizes:
+        actual, needed = "--window or --stride", "none of them: a golden is one window"
+    elif golden.ids.tolist() != ids[: len(golden.ids)].tolist():
+        actual = f"{len(golden.ids)} tokens that are not the text's first tokens"
+    else:
+        return
+    raise InputError("--golden", actual, needed, step)
+
+
+def _key(
+    decoder: Decoder, ids: np.ndarray, spans: list[Span], reference: Checkpoint | Golden | None
+) -> str:
+    """Identity of the rows: all that decides their values."""
+    golden = isinstance(reference, Golden)
+    key = [
+        EVALUATION_FORMAT,
+        decoder.bundle.identity,
+        reference and [golden, reference.meta if golden else reference.sha256],
+        hashlib.sha256(ids.tobytes()).hexdigest(),
+        spans[:2],
+        [decoder.runtime, decoder.fault, decoder.precision, decoder.compute_units],
+        version("transformers"),
+    ]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]

@@ -1,0 +1,154 @@
+"""Write-ups as HTML pages that need no other file: figures inline, tables, verdict, provenance.
+
+In: the log. Out: the page of one run beside its `report.md`, or a folder with an index of all
+experiments, the page of each, and one of all machines.
+"""
+
+import html
+import re
+from pathlib import Path
+
+import jinja2
+import pandas as pd
+
+from workbench.log.machine import with_machines
+from workbench.report import writeup
+from workbench.report.machines import all_machines
+
+PAGE = jinja2.Template(
+    """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+div.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+svg { max-width: 100%; height: auto; }
+.verdict { font-weight: bold; padding: .1rem .6rem; border: 2px solid; }
+.GREEN { color: #00703c; } .RED { color: #b00020; } .not_run { color: #555; }
+</style>
+</head>
+<body>
+{% if links %}<nav>{% for target, text in links %}<a href="{{ target }}">{{ text }}</a> {% endfor %}
+</nav>{% endif %}
+{% if verdict %}<p><span class="verdict {{ verdict }}">{{ verdict }}</span></p>{% endif %}
+{{ body | safe }}
+</body>
+</html>
+""",
+    autoescape=True,
+)
+SITE_LINKS = (("index.html", "All experiments"), ("machines.html", "All machines"))
+ALWAYS = {"verdict", "kl_mean", "tokens_per_s", "cold_s", "warm_s", "placement"}
+ABOUT = ("run_id", "time", "command", "status", "commit", "machine", "software", "checkpoint_hash")
+
+
+def write_page(
+    report: Path,
+    number: str,
+    root: Path | str | None = None,
+    run: str | None = None,
+    path: Path | None = None,
+    links: tuple = (),
+) -> Path:
+    """Writes the page of `report`, a `report.md` that was just written of the same run.
+
+    Args:
+        path: the page (default: `report.html` beside the report).
+        links: (target, text) of the pages that it belongs to.
+    """
+    from markdown_it import MarkdownIt
+
+    runs, _ = writeup.behind(number, root, run)
+    text = MarkdownIt("commonmark").enable("table").render(report.read_text())
+    body = _inline(text.replace("<table>", '<div class="wide"><table>'), report.parent)
+    body = body.replace("</table>", "</table></div>")
+    about = with_machines(runs).sort_values("run_id")[list(ABOUT)]
+    about["time"] = about["time"].dt.strftime("%Y-%m-%d %H:%M:%S")
+    body += "<h2>Provenance</h2>" + _table(about)
+    path = path or report.with_suffix(".html")
+    title = f"Experiment {number}: {writeup.experiment(number).question}"
+    _write(path, title, body, verdict=_newest(runs)["verdict"], links=links)
+    return path
+
+
+def write_site(place: Path, root: Path | str | None = None) -> Path:
+    """Writes an index of all experiments that the log holds, the newest run of each as a page, and a
+    page of all machines into the folder `place`; returns the index."""
+    place.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, experiment in writeup.EXPERIMENTS.items():
+        runs, _ = writeup.behind(number, root)
+        if runs.empty:
+            rows.append({"experiment": number, "question": experiment.question})
+            continue
+        report = writeup.write_report(number, root, place=place / number)
+        page = write_page(report, number, root, path=place / f"{number}.html", links=SITE_LINKS)
+        newest = _newest(runs)
+        about = {name: newest[name] for name in ("verdict", "machine", "run_id")}
+        about["time"] = f"{newest['time']:%Y-%m-%d %H:%M}"
+        link = f'<a href="{page.name}">{number}</a>'
+        about |= {"question": experiment.question, "checkpoint": writeup.subject([newest])}
+        rows.append({"experiment": link} | about)
+    index = pd.DataFrame(rows)
+    names = ["experiment", "question", "verdict", "checkpoint", "machine", "time", "run_id"]
+    index = index.reindex(columns=names)
+    index[names[1:]] = index[names[1:]].map(lambda v: html.escape(str(v)), na_action="ignore")
+    heading = "<h1>All experiments</h1><p>The newest run of each.</p>"
+    _write(place / "index.html", "All experiments", heading + _table(index, escape=False))
+    _write(place / "machines.html", "All machines", _machines(root))
+    return place / "index.html"
+
+
+def _machines(root: Path | str | None) -> str:
+    """A table per machine, since times of two are not compared, then what others published."""
+    rows = all_machines(root)
+    body = "<h1>All machines</h1><p>One row per setting, fastest first; failed runs stay in. – is not measured.</p>"
+    for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
+        heading = machine if origin == "measured" else f"{machine}: {origin}"
+        body += f"<h2>{html.escape(str(heading))}</h2>"
+        shown = [name for name in own if name in ALWAYS or own[name].notna().any()]
+        own = own[shown].drop(columns=["origin", "machine"])
+        if origin != "measured":
+            own = own.astype({"kl_mean": object}).fillna(
+                {"verdict": "unknown", "kl_mean": "unknown"}
+            )
+        body += _table(own)
+    return body
+
+
+def _newest(runs: pd.DataFrame) -> dict:
+    """The newest run with a verdict, or without one the newest."""
+    runs = with_machines(runs).sort_values("run_id")
+    judged = runs[runs["verdict"].notna()]
+    newest = (runs if judged.empty else judged).iloc[-1]
+    return newest.astype(object).where(newest.notna(), None).to_dict()
+
+
+def _write(path: Path, title: str, body: str, verdict: str = "", links: tuple = SITE_LINKS) -> None:
+    path.write_text(PAGE.render(title=title, body=body, verdict=verdict, links=links))
+
+
+def _table(frame: pd.DataFrame, escape: bool = True) -> str:
+    shown = frame.astype(object).where(frame.notna(), "–")
+    text = shown.to_html(index=False, border=0, escape=escape, float_format="{:.4g}".format)
+    return f'<div class="wide">{text}</div>'
+
+
+def _inline(text: str, folder: Path) -> str:
+    """HTML with its figures in it; links to files beside it become their text."""
+
+    def figure(match: re.Match) -> str:
+        path = folder / match[1]
+        svg = path.read_text()
+        svg = svg[svg.index("<svg") :]
+        # several figures are in one document: each has names of its own
+        svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{path.stem}-", svg)
+        return svg.replace("<svg", f'<svg role="img" aria-label="{match[2]}"', 1)
+
+    text = re.sub(r'<img src="([^"]+\.svg)" alt="([^"]*)"[^>]*>', figure, text)
+    return re.sub(r'<a href="(?!https?:)[^"]*">(.*?)</a>', r"\1", text)
