@@ -401,7 +401,7 @@ def _record_layer(
 
     def route(module, args, output):
         scores = torch.softmax(output[0].float(), -1) + module.balancing_biases
-        scores = scores.unflatten(0, record["x"].shape[:2])
+        scores = scores.unflatten(0, args[0].shape[:2])
         best, second = scores.topk(2, -1).values.unbind(-1)
         record.update(expert=scores.argmax(-1).numpy(), margin=(best - second).numpy())
 
