@@ -123,6 +123,11 @@ def test_every_format_says_the_same(root):
         summary.text_table(rows, "xlsx")
 
 
+def test_what_a_sample_does_not_say_is_left_out_of_its_test(root):
+    put(root, "7", rates(1, T=None, depth=None), compress="lut4", bundle_hash="l")
+    assert summary.summary_rows(root, "compress == 'lut4'")["test"].tolist() == ["tg24"]
+
+
 def test_an_empty_log_is_an_empty_table(tmp_path):
     rows = summary.summary_rows(tmp_path)
     assert rows.empty and summary.text_table(rows, "md").startswith("| model")

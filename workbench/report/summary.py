@@ -74,8 +74,8 @@ def _test(sample: dict) -> str:
     """pp64, or tg24 T4 @ d64: T where it is above 1, the depth where the cache is not empty."""
     if sample["phase"] == "prefill":
         return f"pp{sample['n_prompt']}"
-    calls = f" T{sample['T']}" if sample["T"] > 1 else ""
-    return f"tg{sample['n_gen']}{calls}" + (f" @ d{sample['depth']}" if sample["depth"] else "")
+    n_gen, T, depth = (0 if pd.isna(sample[n]) else sample[n] for n in ("n_gen", "T", "depth"))
+    return f"tg{n_gen}" + (f" T{T}" if T > 1 else "") + (f" @ d{depth}" if depth else "")
 
 
 def _costs(root: Root) -> pd.DataFrame:
