@@ -192,6 +192,7 @@ def test_other_families_agree_with_transformers(exports, text, name):
         (("--window", 8, "--stride", 8), "1 … 7"),
         (("--window", 1), "2"),
         (("--golden", "other"), "another checkpoint"),
+        (("--checkpoint", DATA / "tiny-qwen2"), "another checkpoint"),
         (("--golden", "own"), "the text's first tokens"),
         (("--golden", "own", "--window", 8), "a golden is one window"),
         (("--text", "none"), "no such file"),

@@ -31,6 +31,8 @@ COMMANDS = {
     "reuse": ("reuse", "wrong"),
     "residency": ("residency", "wrong"),
     "matrix": ("matrix", "wrong"),
+    "evaluate": ("evaluate", "wrong", "--text", "wrong"),
+    "golden text": ("golden", TINY, "--out", "g", "--text", "wrong"),
 }
 CHILD = """
 import atexit, sys

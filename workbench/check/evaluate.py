@@ -69,8 +69,16 @@ def evaluate(
             checkpoint or text.
     """
     ids = check_ids(ids, decoder.manifest.dims.V)
+    exported, reference_hash = decoder.manifest.checkpoint["sha256"], _checkpoint_hash(reference)
+    if reference_hash not in (None, exported):
+        raise InputError(
+            "--checkpoint" if isinstance(reference, Checkpoint) else "--golden",
+            f"one of another checkpoint, {reference_hash[:12]}",
+            f"the one that the bundle was exported from, {exported[:12]}",
+            "give that one",
+        )
     if isinstance(reference, Golden):
-        _check_golden(decoder, ids, reference, window or stride)
+        _check_golden(ids, reference, window or stride)
         ids = ids[: len(reference.ids)]
     spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride, reference))
     path = folder / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
@@ -236,12 +244,16 @@ def _check_sizes(
     return window, stride
 
 
-def _check_golden(decoder: Decoder, ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
-    """Refuses a golden that is not of the bundle's checkpoint and of the beginning of the text."""
+def _checkpoint_hash(reference: Checkpoint | Golden | None) -> str | None:
+    if isinstance(reference, Golden):
+        return reference.meta["checkpoint"]
+    return reference and reference.sha256
+
+
+def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
+    """Refuses a golden that is not of the checkpoint's own weights and of the beginning of the text."""
     needed, step = "a golden of this text", "give --checkpoint, or make that golden: --text FILE"
-    if golden.meta["checkpoint"] != decoder.manifest.checkpoint["sha256"]:
-        actual, needed = "one of another checkpoint", "a golden of the bundle's checkpoint"
-    elif golden.meta["weights"] != "source":
+    if golden.meta["weights"] != "source":
         actual, needed = f"weights {golden.meta['weights'][:12]}", "the checkpoint's own weights"
     elif sizes:
         actual, needed = "--window or --stride", "none of them: a golden is one window"

@@ -108,7 +108,7 @@ def _lines(result: dict) -> list[str]:
         lines += [
             f"Hugging Face {figure('golden_perplexity', result['golden_perplexity'])}",
             f"ratio        {figure('perplexity_ratio', result['perplexity_ratio'])}",
-            f"KL           {kl}; interval of the mean {intervals.get('kl_mean', 'not measured')}",
+            f"KL           {kl}; mean {figure('kl_mean', result['kl']['mean'])}",
             f"same top     {figure('same_top', result['same_top'])}",
         ]
     return lines + ([] if intervals else ["too few windows for intervals"])

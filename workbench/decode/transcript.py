@@ -33,7 +33,9 @@ def encode_text(folder: str | Path, text: str) -> list[int]:
     it has one, no other special token."""
     tokenizer = load_tokenizer(folder)
     bos = tokenizer.bos_token_id
-    return [bos] * (bos is not None) + tokenizer.encode(text, add_special_tokens=False)
+    # verbose: it warns of texts longer than the model's context, which are read in windows
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return [bos] * (bos is not None) + ids
 
 
 def encode_chat(folder: str | Path, message: str) -> list[int]:
