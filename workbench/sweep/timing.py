@@ -66,7 +66,8 @@ def measure_speed(
         decoder.begin()
         for _ in range(RAMP_CALLS):
             decoder.advance(_ids(decoder, np.random.default_rng(0), T), T)
-    rng, rows, began, seconds, looked = np.random.default_rng(0), [], time.perf_counter(), 0.0, 0.0
+    rng, rows, seconds, pressure_s = np.random.default_rng(0), [], 0.0, 0.0
+    began = time.perf_counter()
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
     for repetition in count():
         enough = repetition * calls * T >= (min_tokens or 0) and seconds >= (min_seconds or 0)
@@ -79,8 +80,8 @@ def measure_speed(
             sequence = [row for row in sequence if row["phase"] not in ("layer", "head", "host")]
         rows += sequence
         seconds = sequence[-1]["elapsed_s"]
-        if min_seconds and seconds - looked >= PRESSURE_EVERY_S:
-            looked, level = seconds, thermal_level()
+        if min_seconds and seconds - pressure_s >= PRESSURE_EVERY_S:
+            pressure_s, level = seconds, thermal_level()
             pressure = {"phase": "thermal_pressure", "value": level, "unit": "level"}
             rows += [] if level is None else [sequence[-1] | pressure]
 
