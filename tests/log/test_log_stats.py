@@ -35,10 +35,9 @@ def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
 
 
 def test_the_drift_of_a_long_run_is_that_of_its_course(tmp_path):
-    """A run of ten minutes has a hundred thousand calls; all pairs of them would be 40 GB."""
+    """A run of ten minutes has a hundred thousand calls; all pairs of them take 115 GB."""
     values = np.linspace(10.0, 12.0, 120_000) + np.random.default_rng(0).normal(0, 1, 120_000)
-    rows = pd.DataFrame(samples([0.0]) * len(values)).assign(value=values)
-    row = log.summary(rows.assign(run_id="r", order=range(len(rows)), repetition=0)).iloc[0]
+    row = summary_of(tmp_path, samples(values.tolist())).iloc[0]
     assert row["drifting"] and row["drift"] == pytest.approx(2 / 11, rel=0.05)
 
 

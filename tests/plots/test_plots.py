@@ -319,6 +319,23 @@ def test_speed_refuses_to_mix_units():
         plots.speed(pd.concat([samples(), samples(unit="ms")]))
 
 
+def test_a_sustained_run_is_a_line_over_time_with_its_band_and_the_heat():
+    at = np.arange(1200) / 2
+    rows = pd.DataFrame({"phase": "call", "elapsed_s": at, "value": 10 + at / 60, "T": 1})
+    hot = pd.DataFrame(
+        {"phase": "thermal_pressure", "elapsed_s": [5.0, 300.0, 500.0], "value": [0, 1, 1], "T": 1}
+    )
+    ax = plots.over_time(pd.concat([rows, hot, rows.assign(elapsed_s=np.nan, value=1e6)]))
+    line, heat = ax.lines
+    assert len(line.get_xdata()) == 60 and line.get_label() == "T = 1"
+    assert np.allclose(line.get_ydata(), 10 + line.get_xdata() / 60)
+    assert heat.get_xdata().tolist() == [300, 500] and "pressure 1" in heat.get_label()
+    (band,) = ax.collections
+    edges = band.get_paths()[0].vertices[:, 1]
+    assert edges.min() < line.get_ydata()[0] and edges.max() > line.get_ydata()[-1]
+    assert plots.over_time(rows.assign(elapsed_s=np.nan)).lines[:] == []
+
+
 def test_layer_ms_writes_the_median_over_layers_into_each_cell():
     rows = [(1, 128, 0.1), (1, 128, 0.2), (1, 128, 0.9), (4, 128, 12.34), (4, 256, 1234.0)]
     ax = plots.layer_ms(pd.DataFrame(rows, columns=["T", "max_seq_len", "layer_ms"]))

@@ -15,7 +15,7 @@ DISPATCH_MS, NATIVE_MS, LAYERS = 2.3, 0.4, 8
 def samples(compress=("fp16", "int8-tensor"), rounds=3, noise=0.0, native=True) -> pd.DataFrame:
     """Layer steps of bundles of eight layers in 8, 4 and 1 shards; int8 is twice as fast."""
     rng, rows = np.random.default_rng(0), []
-    for number, (kind, per_shard, round_) in enumerate(
+    for number, (kind, per_shard, _) in enumerate(
         itertools.product(compress, (1, 2, 8), range(rounds))
     ):
         setting = dict.fromkeys(runs.TIMES) | {"compress": kind, "layers_per_shard": per_shard}

@@ -49,6 +49,7 @@ def test_sequences_follow_until_the_tokens_and_the_seconds_are_through(decoder):
 def test_a_long_run_says_how_hot_the_machine_was_on_the_way(decoder, monkeypatch):
     levels = iter([0, 0, 1, None])
     monkeypatch.setattr(timing, "thermal_level", lambda: next(levels, 2))
+    monkeypatch.setattr(timing, "PRESSURE_EVERY_S", 0)
     samples = timing.measure_speed(decoder, n_gen=2, repetitions=5, min_seconds=1e-3)
     hot = samples[samples["phase"] == "thermal_pressure"]
     assert hot["value"].tolist() == [0, 0, 1, 2] and hot["elapsed_s"].is_monotonic_increasing

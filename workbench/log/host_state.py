@@ -88,8 +88,9 @@ def pressure_level(text: str | None) -> int | None:
 
 def pressure_name(level: int | None) -> str | None:
     """A thermal pressure as a word; the number where that is unknown."""
-    known = level is not None and level < len(THERMAL_PRESSURES)
-    return THERMAL_PRESSURES[level] if known else level and str(level)
+    if level is None:
+        return None
+    return THERMAL_PRESSURES[level] if level < len(THERMAL_PRESSURES) else str(level)
 
 
 def power_source(text: str | None) -> str | None:

@@ -47,10 +47,10 @@ SCHEMAS: dict[str, pa.Schema] = {
         text: runtime precision compute_units hints placement placement_source
         float: ane_ops_share ane_cost_share ane_joules ane_active_ms
         text: setting
-        int:  round
-        bool: fast
-        int:  threads T depth n_gen min_tokens
+        int:  round min_tokens
         float: min_seconds
+        bool: fast
+        int:  threads T depth n_gen
         int:  max_seq_len t_max batch layers_per_shard bundle_bytes
         text: compress kv_write layout states moe t sliding functions
     """),

@@ -77,6 +77,31 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
+def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
+    """Milliseconds of calls over the time since the first one, a line per value of the column `lines`: medians of at most 60
+    equal stretches of time, in a band from their 10th to their 90th percentile.
+
+    `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis), ``elapsed_s``, ``value`` and
+    `lines`, such as the log's samples of one run; a column ``machine`` goes into the title and must name one.
+    """
+    title = on_machine("speed over time", samples)
+    ax = axes(ax, 4.5, 2.8)
+    calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
+    for name, line in calls.groupby(lines, sort=True):
+        stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
+        ms, at = stretches["value"], stretches["elapsed_s"].mean()
+        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"{lines} = {name}")
+        band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
+        ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
+    hot = samples[(samples["phase"] == "thermal_pressure") & (samples["value"] > 0)]
+    for level, rows in hot.groupby("value"):
+        label = f"thermal pressure {level:.0f}"
+        ax.plot(rows["elapsed_s"], [0] * len(rows), "|", clip_on=False, label=label)
+    ax.set(xlabel="s since the first call", ylabel="ms per call", ylim=(0, None))
+    return heading(ax, title)
+
+
+@style()
 def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
 

@@ -5,7 +5,7 @@ import platform
 from workbench import log, runtime
 from workbench.sweep import process
 
-TRIED_ON = ("CPU_ONLY", "CPU_AND_NE")
+UNITS = ("CPU_ONLY", "CPU_AND_NE")
 TIMEOUT_S = 120
 
 
@@ -13,7 +13,7 @@ def examine(name: str | None = "auto") -> dict:
     """The JSON of `workbench doctor`; what cannot be seen is None.
 
     Where there is Core ML, it is tried, each time in a process of its own: ``compute_devices`` lists
-    the devices that it has, ``stateful_predict`` says for each of `TRIED_ON` whether a model with a
+    the devices that it has, ``stateful_predict`` says for each of `UNITS` whether a model with a
     state ran (``ok``) or why it did not; `coreml_available` says whether it ran on the CPU.
 
     Args:
@@ -25,13 +25,15 @@ def examine(name: str | None = "auto") -> dict:
     import psutil
 
     machine = log.environment()
-    available, devices, tried = runtime.coreml_available(), None, None
+    available, devices, results = runtime.coreml_available(), None, None
     if available and name:
-        listed = process.call("workbench.runtime.selftest:compute_devices", {}, timeout_s=TIMEOUT_S)
-        devices = listed.value
+        outcome = process.call(
+            "workbench.runtime.selftest:compute_devices", {}, timeout_s=TIMEOUT_S
+        )
+        devices = outcome.value
     if (available and name) or name not in ("auto", None):
-        tried = {units: _try_units("coreml" if available else name, units) for units in TRIED_ON}
-        available = tried["CPU_ONLY"] == "ok"
+        results = {units: _try_units("coreml" if available else name, units) for units in UNITS}
+        available = results["CPU_ONLY"] == "ok"
     arm = platform.machine() == "arm64"
     return {
         "platform": platform.platform(),
@@ -45,9 +47,9 @@ def examine(name: str | None = "auto") -> dict:
         "ane_available": available
         and (arm if devices is None else "ane" in {device["kind"] for device in devices}),
         "compute_devices": devices,
-        "stateful_predict": tried,
+        "stateful_predict": results,
         "default_runtime": runtime.resolve(),
-        "notes": _notes(available, tried),
+        "notes": _notes(available, results),
     }
 
 
@@ -60,9 +62,9 @@ def _try_units(name: str, units: str) -> str:
     return outcome.failure or "ok"
 
 
-def _notes(available: bool, tried: dict[str, str] | None) -> list[str]:
-    if tried and set(tried.values()) != {"ok"}:
-        refused = [f"{units}: {words}" for units, words in tried.items() if words != "ok"]
+def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
+    if results and set(results.values()) != {"ok"}:
+        refused = [f"{units}: {words}" for units, words in results.items() if words != "ok"]
         return [
             *(f"A model with a state did not run on {words}" for words in refused),
             "Name compute units on which it ran with --compute-units, or take --runtime portable.",

@@ -20,6 +20,7 @@ from workbench.log.host_state import thermal_level
 
 WARMUP_CALLS = 2
 RAMP_CALLS = 3
+PRESSURE_EVERY_S = 5
 _PHASE = ("phase", "shard", "value", "cpu_ms", "native_ms")
 NOT_TIMED = "loading, warm-up calls, picking a token, reading and writing files"
 
@@ -48,48 +49,56 @@ def measure_speed(
         ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and `first_predict`
         per shard. A call and its parts have `cpu_ms`, CPU time of this thread, and but for the host `native_ms`, Core ML's own
         time (null on other runtimes). ``elapsed_s`` is the time from the start to the end of what a row
-        measures. With `min_seconds`, `thermal_pressure` follows each sequence on a Mac: its index in
-        `log.host_state.THERMAL_PRESSURES`.
+        measures. With `min_seconds`, `thermal_pressure` follows a sequence every few seconds on a Mac:
+        its index in `log.host_state.THERMAL_PRESSURES`.
     """
     calls = check_size(decoder.options, T, depth, n_gen)
-    rng, rows, order = np.random.default_rng(0), [], 0
-    setting = {"T": T, "depth": depth, "n_gen": n_gen}
     if decoder.runtime != "portable":
         decoder.begin()
         for _ in range(RAMP_CALLS):
             decoder.advance(_ids(decoder, np.random.default_rng(0), T), T)
+    rng, rows, seconds, pressure_s = np.random.default_rng(0), [], 0.0, 0.0
     began = time.perf_counter()
+    setting = {"T": T, "depth": depth, "n_gen": n_gen}
     for repetition in count():
-        enough = repetition * calls * T >= (min_tokens or 0)
-        enough = enough and time.perf_counter() - began >= (min_seconds or 0)
+        enough = repetition * calls * T >= (min_tokens or 0) and seconds >= (min_seconds or 0)
         if repetition >= repetitions and enough:
-            break
-        common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
-        decoder.begin()
+            return pd.DataFrame(rows + _loading(decoder))
+        sequence = _timed_sequence(decoder, rng, began, repetition, calls, setting)
         if depth:
-            start = time.perf_counter()
-            decoder.prefill(_ids(decoder, rng, depth))
-            prefill = {"phase": "prefill", "value": (time.perf_counter() - start) * 1e3}
-            first = {"order": order, "warmup": repetition == 0 < repetitions - 1}
-            rows.append(common | prefill | first | _elapsed(began))
-        spent = 0.0
-        for call in range(WARMUP_CALLS + calls):
-            phases = _timed_call(decoder, _ids(decoder, rng, T), T)
-            about = common | setting | {"order": order, "warmup": call < WARMUP_CALLS}
-            about |= _elapsed(began)
-            rows += [about | row for row in (phases if repetition < repetitions else phases[:1])]
-            spent += 0 if call < WARMUP_CALLS else phases[0]["value"]
-            order += 1
-        rate = calls * T * decoder.options.batch / spent * 1e3
-        rows.append(about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"})
-        if min_seconds and (level := thermal_level()) is not None:
+            sequence[0]["warmup"] = repetition == 0 < repetitions - 1
+        if repetition >= repetitions:
+            sequence = [row for row in sequence if row["phase"] not in ("layer", "head", "host")]
+        rows += sequence
+        seconds = sequence[-1]["elapsed_s"]
+        if min_seconds and seconds - pressure_s >= PRESSURE_EVERY_S:
+            pressure_s, level = seconds, thermal_level()
             pressure = {"phase": "thermal_pressure", "value": level, "unit": "level"}
-            rows.append(about | pressure | _elapsed(began))
-    return pd.DataFrame(rows + _loading(decoder))
+            rows += [] if level is None else [sequence[-1] | pressure]
 
 
-def _elapsed(began: float) -> dict:
-    return {"elapsed_s": time.perf_counter() - began}
+def _timed_sequence(
+    decoder: Decoder, rng, began: float, repetition: int, calls: int, setting: dict
+) -> list[dict]:
+    """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls and its rate."""
+    T, depth = setting["T"], setting["depth"]
+    common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
+    rows, ms, first = [], [], repetition * (WARMUP_CALLS + calls)
+    decoder.begin()
+    if depth:
+        start = time.perf_counter()
+        decoder.prefill(_ids(decoder, rng, depth))
+        end = time.perf_counter()
+        value = {"phase": "prefill", "value": (end - start) * 1e3, "elapsed_s": end - began}
+        rows.append(common | value | {"order": first})
+    for call in range(WARMUP_CALLS + calls):
+        phases = _timed_call(decoder, _ids(decoder, rng, T), T)
+        about = common | setting | {"order": first + call}
+        about |= {"warmup": call < WARMUP_CALLS, "elapsed_s": time.perf_counter() - began}
+        rows += [about | row for row in phases]
+        ms.append(phases[0]["value"])
+    rate = calls * T * decoder.options.batch / sum(ms[WARMUP_CALLS:]) * 1e3
+    return [*rows, about | {"phase": "tokens_per_s", "value": rate, "unit": "tok/s"}]
 
 
 def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = "") -> int:
