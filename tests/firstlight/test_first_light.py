@@ -198,6 +198,8 @@ def test_a_line_that_was_cut_off_is_no_row(tmp_path):
     write_line(path, {"case": 1, "worst": np.float64("inf"), "n": 3})
     path.write_text(path.read_text() + '{"case": 2, "wo')
     assert measure.read_lines(path) == [{"case": 1, "worst": "inf", "n": 3}]
+    write_line(path, {"case": 2})
+    assert [row["case"] for row in measure.read_lines(path)] == [1, 2]
     assert measure.read_lines(tmp_path / "none.jsonl") == []
 
 
@@ -209,6 +211,16 @@ def test_without_core_ml_nothing_is_called_measured(tmp_path):
     assert [row["status"] for row in stage["rows"]] == ["ok", "not_measured"]
     assert {m["what"] for m in result["not_measured"]} == {"facts"}
     assert result["machine"]["cores"] and result["schema"] == 1 and not result["simulated"]
+
+
+def test_a_mac_too_old_for_states_is_not_measured_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("14.5", ("", "", ""), "arm64"))
+    result = measure.first_light(tmp_path, stages={"ladder": stages.STAGES["ladder"]})
+    (stage,) = result["stages"]
+    assert (result["runtime"], stage["status"], stage["rows"]) == ("coreml", "not_measured", [])
+    assert "macOS 15" in stage["reason"] and result["not_measured"][0]["what"] == "ladder"
+    assert log.load("runs", tmp_path / "log")["status"].tolist() == ["skipped"]
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -397,6 +409,7 @@ def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeyp
         (["log", "import", "none.zip"], "no such file"),
         (["first-light", "--runtime", "portable"], "coreml or stand-in"),
         (["first-light", "--runtime", "stand-in:unheard"], "unheard"),
+        (["first-light", "--runtime", "coreml"], "macOS 15"),
     ],
 )
 def test_bad_input_is_one_message(arguments, said, tmp_path, monkeypatch):
