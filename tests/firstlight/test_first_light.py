@@ -378,6 +378,32 @@ def test_a_damaged_zip_is_refused_by_name_and_changes_nothing(name, zipped, tmp_
     assert "light.zip" in str(refused.value) and not (tmp_path / "mine").exists()
 
 
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"), [("stand-in", "stand-in"), ("simulated-mac", "stand-in:mac")]
+)
+def test_what_is_shipped_is_whole_says_what_it_is_and_names_nobody(name, runtime, tmp_path):
+    path = ROOT / "data" / "first-light" / f"{name}.zip"
+    result, files = archive.read(path)
+    assert (result["runtime"], result["simulated"]) == (runtime, ":" in runtime)
+    statuses = {stage["stage"]: stage["status"] for stage in result["stages"]}
+    assert statuses == dict.fromkeys(stages.STAGES, "stand-in")
+    cases = {stage["stage"]: len(stage["rows"]) for stage in result["stages"]}
+    assert cases == {stage: len(about.cases()) for stage, about in stages.STAGES.items()}
+    assert sum(stage["seconds"] for stage in result["stages"]) < 15 * 60
+    with zipfile.ZipFile(path) as packed:
+        said = texts({member: packed.read(member) for member in packed.namelist()})
+    assert not re.search(r"(?<![\w.…~])/(?:home|Users|root|tmp|work|private|var)/", said)
+    assert not [name for name in scrub.identifiers() if re.search(rf"\b{re.escape(name)}\b", said)]
+    imported = archive.import_zip(path, tmp_path)
+    assert imported["imported"] == len({Path(file).stem for file in files}) == 6 + 12 + 1
+    rows = log.load("runs", tmp_path)
+    assert set(rows["runtime"]) == {"stand-in"}
+    assert set(rows["placement_source"].dropna()) == ({"simulated"} if ":" in runtime else set())
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ class Light:
     def label(self) -> str:
         """The machine, and after it what ran if that was not Core ML."""
         kind = "simulated Mac" if self.simulated else "stand-in"
-        return self.machine if self.runtime == "coreml" else f"{kind}, on {self.machine}"
+        return self.machine if self.runtime == "coreml" else f"{kind} ({self.machine})"
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
@@ -394,7 +394,7 @@ def light_gates(light: Light) -> list[Gate]:
 def light_conclusion(light: Light) -> str:
     """What ran, what was seen of the decision table, and which dispute is settled, in words."""
     ended = ", ".join(f"{row.stage} {row.status}" for row in light.stages.itertuples())
-    lines = [f"First light of {light.label}: {ended}."]
+    lines = [f"First light on {light.label}: {ended}."]
     if light.runtime != "coreml":
         lines.append("No figure here is Core ML's, and nothing is settled by it.")
     table = decisions(light)
