@@ -225,7 +225,14 @@ def test_a_mac_too_old_for_states_is_not_measured_and_says_why(tmp_path, monkeyp
 
 # --- the file -------------------------------------------------------------------------------------
 
-SECRETS = ("janedoe", "janes-macbook", "/Users/janedoe", "C02XY1234567", "0DEADBEE-0000-4000")
+SECRETS = (
+    "janedoe",
+    "janes-macbook",
+    "/Users/janedoe",
+    "C02XY1234567",
+    "0DEADBEE-0000-4000",
+    "5A5A5A5A-1111",
+)
 
 
 @pytest.fixture
@@ -249,7 +256,8 @@ def made(folder: Path, chip: str = "Apple M9", model: str = "Mac99,1") -> tuple[
     """A result and the folder it was made in, every text in them naming the machine and its user."""
     told = (
         "JaneDoe on janes-macbook (C02XY1234567, 0DEADBEE-0000-4000-8000-00000000CAFE): "
-        "/Users/janedoe/private/model.mil, owner=janedoe"
+        "/Users/janedoe/private/model.mil, owner=janedoe, "
+        "volume 5a5a5a5a-1111-2222-3333-444455556666"
     )
     row = {"command": "first-light ladder", "chip": chip, "model": model, "runtime": "stand-in"}
     row |= {"memory_bytes": 16 << 30, "cores": 10, "reason": told, "checkpoint": told}
