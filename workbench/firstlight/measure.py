@@ -19,9 +19,8 @@ from workbench.log.scrub import scrubbed
 from workbench.runtime import named, resolve
 from workbench.sweep import process, runs
 
-STATUS = ("measured", "stand-in", "not_measured", "failed")
-"""How a stage ends; only Core ML itself is measured."""
 LOGGED = {"measured": "ok", "stand-in": "ok", "not_measured": "skipped", "failed": "failed"}
+"""How a stage ends, and the word of the log for it; only Core ML itself is measured."""
 
 
 def default_runtime() -> str:

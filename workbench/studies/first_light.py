@@ -120,11 +120,13 @@ class Ladder:
         return "✓" if row["verdict"] == "GREEN" else "✗"
 
     def table(self) -> pd.DataFrame:
-        """Every run of a rung, its times and its distance from portable."""
-        columns = ["rung", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
+        """Every run of a rung, the rung that it stands over, its times and its distance from portable."""
+        columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
-        return pd.DataFrame(list(self.runs.values())).reindex(columns=columns)
+        over = {rung.name: rung.over for rung in rungs.ladder().values()}
+        rows = [row | {"over": over.get(row["rung"])} for row in self.runs.values()]
+        return pd.DataFrame(rows).reindex(columns=columns)
 
 
 def timings(light: Light) -> pd.DataFrame:
