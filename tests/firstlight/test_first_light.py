@@ -422,7 +422,7 @@ def test_what_is_shipped_is_whole_says_what_it_is_and_names_nobody(name, runtime
 def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeypatch):
     chosen = {name: stages.STAGES[name] for name in ("facts", "golden")}
     monkeypatch.setattr(measure, "STAGES", chosen)
-    out, root = tmp_path / "out" / "light.zip", str(tmp_path / "log")
+    out = tmp_path / "out" / "light.zip"
     ran = CliRunner().invoke(app, ["first-light", "--out", str(out), "--json"])
     assert ran.exit_code == 0, ran.output
     result = json.loads(ran.stdout)
@@ -433,9 +433,10 @@ def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeyp
     with zipfile.ZipFile(out) as packed:
         assert packed.namelist() == list(result["members"])
         assert all(name in ran.stderr for name in packed.namelist())
-    taken = CliRunner().invoke(app, ["log", "import", str(out), "--log-dir", root, "--json"])
+    monkeypatch.chdir(tmp_path)  # with a log of its own
+    taken = CliRunner().invoke(app, ["log", "import", str(out), "--json"])
     assert taken.exit_code == 0 and json.loads(taken.stdout)["imported"] == 2
-    rows = log.load("runs", root)
+    rows = log.load("runs", tmp_path / "experiments" / "log")
     assert set(rows["command"]) == {"first-light facts", "first-light golden"}
     assert set(rows["runtime"]) == {"stand-in"}
 
