@@ -198,6 +198,8 @@ def test_a_line_that_was_cut_off_is_no_row(tmp_path):
     write_line(path, {"case": 1, "worst": np.float64("inf"), "n": 3})
     path.write_text(path.read_text() + '{"case": 2, "wo')
     assert measure.read_lines(path) == [{"case": 1, "worst": "inf", "n": 3}]
+    write_line(path, {"case": 2})
+    assert [row["case"] for row in measure.read_lines(path)] == [1, 2]
     assert measure.read_lines(tmp_path / "none.jsonl") == []
 
 
@@ -205,15 +207,32 @@ def test_without_core_ml_nothing_is_called_measured(tmp_path):
     result = measure.first_light(tmp_path, stages={"facts": stages.STAGES["facts"]})
     (stage,) = result["stages"]
     assert stage["status"] == "stand-in" and result["runtime"] == "stand-in"
-    assert {stage["status"]} <= set(measure.STATUS)
+    assert stage["status"] in measure.LOGGED
     assert [row["status"] for row in stage["rows"]] == ["ok", "not_measured"]
     assert {m["what"] for m in result["not_measured"]} == {"facts"}
     assert result["machine"]["cores"] and result["schema"] == 1 and not result["simulated"]
 
 
+def test_a_mac_too_old_for_states_is_not_measured_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("14.5", ("", "", ""), "arm64"))
+    result = measure.first_light(tmp_path, stages={"ladder": stages.STAGES["ladder"]})
+    (stage,) = result["stages"]
+    assert (result["runtime"], stage["status"], stage["rows"]) == ("coreml", "not_measured", [])
+    assert "macOS 15" in stage["reason"] and result["not_measured"][0]["what"] == "ladder"
+    assert log.load("runs", tmp_path / "log")["status"].tolist() == ["skipped"]
+
+
 # --- the file -------------------------------------------------------------------------------------
 
-SECRETS = ("janedoe", "janes-macbook", "/Users/janedoe", "C02XY1234567", "0DEADBEE-0000-4000")
+SECRETS = (
+    "janedoe",
+    "janes-macbook",
+    "/Users/janedoe",
+    "C02XY1234567",
+    "0DEADBEE-0000-4000",
+    "5A5A5A5A-1111",
+)
 
 
 @pytest.fixture
@@ -237,7 +256,8 @@ def made(folder: Path, chip: str = "Apple M9", model: str = "Mac99,1") -> tuple[
     """A result and the folder it was made in, every text in them naming the machine and its user."""
     told = (
         "JaneDoe on janes-macbook (C02XY1234567, 0DEADBEE-0000-4000-8000-00000000CAFE): "
-        "/Users/janedoe/private/model.mil, owner=janedoe"
+        "/Users/janedoe/private/model.mil, owner=janedoe, "
+        "volume 5a5a5a5a-1111-2222-3333-444455556666"
     )
     row = {"command": "first-light ladder", "chip": chip, "model": model, "runtime": "stand-in"}
     row |= {"memory_bytes": 16 << 30, "cores": 10, "reason": told, "checkpoint": told}
@@ -345,6 +365,10 @@ DAMAGE = {
         "result.json",
     ),
     "another schema": (lambda p: damaged(p, lambda c: c | {"result.json": b'{"schema": 9}'}), "9"),
+    "half a result": (
+        lambda p: damaged(p, lambda c: c | {"result.json": b'{"schema": 1, "stages": []}'}),
+        "machine, runtime, simulated",
+    ),
     "no object": (lambda p: damaged(p, lambda c: c | {"result.json": b"[]"}), "TypeError"),
     "a foreign member": (lambda p: damaged(p, lambda c: c | {"../x": b""}), "'../x'"),
     "a torn table": (
@@ -366,13 +390,39 @@ def test_a_damaged_zip_is_refused_by_name_and_changes_nothing(name, zipped, tmp_
     assert "light.zip" in str(refused.value) and not (tmp_path / "mine").exists()
 
 
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"), [("stand-in", "stand-in"), ("simulated-mac", "stand-in:mac")]
+)
+def test_what_is_shipped_is_whole_says_what_it_is_and_names_nobody(name, runtime, tmp_path):
+    path = ROOT / "data" / "first-light" / f"{name}.zip"
+    result, files = archive.read(path)
+    assert (result["runtime"], result["simulated"]) == (runtime, ":" in runtime)
+    statuses = {stage["stage"]: stage["status"] for stage in result["stages"]}
+    assert statuses == dict.fromkeys(stages.STAGES, "stand-in")
+    cases = {stage["stage"]: len(stage["rows"]) for stage in result["stages"]}
+    assert cases == {stage: len(about.cases()) for stage, about in stages.STAGES.items()}
+    assert sum(stage["seconds"] for stage in result["stages"]) < 15 * 60
+    with zipfile.ZipFile(path) as packed:
+        said = texts({member: packed.read(member) for member in packed.namelist()})
+    assert not re.search(r"(?<![\w.…~])/(?:home|Users|root|tmp|work|private|var)/", said)
+    assert not [name for name in scrub.identifiers() if re.search(rf"\b{re.escape(name)}\b", said)]
+    imported = archive.import_zip(path, tmp_path)
+    assert imported["imported"] == len({Path(file).stem for file in files}) == 6 + 12 + 1
+    rows = log.load("runs", tmp_path)
+    assert set(rows["runtime"]) == {"stand-in"}
+    assert set(rows["placement_source"].dropna()) == ({"simulated"} if ":" in runtime else set())
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeypatch):
     chosen = {name: stages.STAGES[name] for name in ("facts", "golden")}
     monkeypatch.setattr(measure, "STAGES", chosen)
-    out, root = tmp_path / "out" / "light.zip", str(tmp_path / "log")
+    out = tmp_path / "out" / "light.zip"
     ran = CliRunner().invoke(app, ["first-light", "--out", str(out), "--json"])
     assert ran.exit_code == 0, ran.output
     result = json.loads(ran.stdout)
@@ -383,9 +433,10 @@ def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeyp
     with zipfile.ZipFile(out) as packed:
         assert packed.namelist() == list(result["members"])
         assert all(name in ran.stderr for name in packed.namelist())
-    taken = CliRunner().invoke(app, ["log", "import", str(out), "--log-dir", root, "--json"])
+    monkeypatch.chdir(tmp_path)  # with a log of its own
+    taken = CliRunner().invoke(app, ["log", "import", str(out), "--json"])
     assert taken.exit_code == 0 and json.loads(taken.stdout)["imported"] == 2
-    rows = log.load("runs", root)
+    rows = log.load("runs", tmp_path / "experiments" / "log")
     assert set(rows["command"]) == {"first-light facts", "first-light golden"}
     assert set(rows["runtime"]) == {"stand-in"}
 
@@ -397,6 +448,7 @@ def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeyp
         (["log", "import", "none.zip"], "no such file"),
         (["first-light", "--runtime", "portable"], "coreml or stand-in"),
         (["first-light", "--runtime", "stand-in:unheard"], "unheard"),
+        (["first-light", "--runtime", "coreml"], "macOS 15"),
     ],
 )
 def test_bad_input_is_one_message(arguments, said, tmp_path, monkeypatch):

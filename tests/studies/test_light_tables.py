@@ -165,5 +165,5 @@ def test_a_rejected_rung_on_the_engine_alone_is_no_fault_of_the_export():
 
 def test_the_conclusion_of_a_simulated_mac_says_so():
     words = first_light.light_conclusion(light(rows(), "stand-in:mac"))
-    assert "simulated Mac, on Apple M9" in words
+    assert "simulated Mac (Apple M9, Mac99,1)" in words
     assert "No figure here is Core ML's" in words and "settled:" not in words

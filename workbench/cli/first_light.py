@@ -40,7 +40,7 @@ def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json 
     if result["simulated"]:
         summary += ", simulated"
     result |= {"zip": str(out), "members": sizes}
-    show(result, json, [*map(stage_line, result["stages"]), summary])
+    show(result, json, [summary])
 
 
 def stage_line(stage: dict) -> str:

@@ -9,6 +9,7 @@ import json
 import re
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,6 +25,8 @@ from workbench.log.scrub import anonymous, identifiers
 
 RESULT = "result.json"
 _LOG_MEMBER = re.compile(rf"log/((?:{'|'.join(SCHEMAS)})/\w[\w-]*\.parquet)", re.ASCII)
+_BROKEN = (OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, TypeError, ValueError)
+_BROKEN += (RuntimeError,)  # an encrypted member, or a compression that is not there
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 STEP = "ask for the file again; nothing was imported"
 
@@ -88,11 +91,12 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
             contents = {name: archive.read(name) for name in archive.namelist()}
         result = json.loads(contents[RESULT])
         schema = result["schema"]
+        missing = {"machine", "runtime", "simulated", "stages"} - result.keys()
+        if missing and schema == SCHEMA:
+            raise KeyError(", ".join(sorted(missing)))
     except FileNotFoundError:
         raise InputError(subject, "no such file", needed, "correct the path") from None
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError) as problem:
-        raise InputError(subject, f"{type(problem).__name__}: {problem}", needed, STEP) from None
-    except Exception as problem:  # zlib's errors, which have no common base
+    except _BROKEN as problem:
         raise InputError(subject, f"{type(problem).__name__}: {problem}", needed, STEP) from None
     if schema != SCHEMA:
         raise InputError(subject, f"schema {schema}", f"schema {SCHEMA}", "update the workbench")

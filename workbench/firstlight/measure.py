@@ -5,6 +5,7 @@ row; the next process goes on behind it until the stage's time is up.
 """
 
 import json
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,16 @@ from workbench.firstlight import EXPERIMENT, SCHEMA
 from workbench.firstlight.job import write_line
 from workbench.firstlight.stages import STAGES
 from workbench.log.scrub import scrubbed
-from workbench.runtime import coreml_available, named
+from workbench.runtime import named, resolve
 from workbench.sweep import process, runs
 
-STATUS = ("measured", "stand-in", "not_measured", "failed")
-"""How a stage ends; only Core ML itself is measured."""
 LOGGED = {"measured": "ok", "stand-in": "ok", "not_measured": "skipped", "failed": "failed"}
+"""How a stage ends, and the word of the log for it; only Core ML itself is measured."""
 
 
 def default_runtime() -> str:
-    """Core ML where this machine has it, else the stand-in."""
-    return "coreml" if coreml_available() else "stand-in"
+    """Core ML on macOS, whatever its version, elsewhere the stand-in."""
+    return "coreml" if platform.system() == "Darwin" else "stand-in"
 
 
 def first_light(
@@ -51,9 +51,12 @@ def first_light(
     runtime = runtime or default_runtime()
     name, fault = named(runtime)
     stages = STAGES if stages is None else stages
-    facts, results, run_ids = log.environment(), [], []
+    facts, missing, results, run_ids = log.environment(), _missing(runtime), [], []
     for stage in stages:
-        result = run_stage(stage, runtime, folder, stages[stage].timeout_s)
+        if missing and stage != "facts":
+            result = {"status": "not_measured", "reason": missing, "seconds": 0.0, "rows": []}
+        else:
+            result = run_stage(stage, runtime, folder, stages[stage].timeout_s)
         about = {"stage": stage, "says": stages[stage].says} | result
         row = {"command": f"first-light {stage}", "status": LOGGED[about["status"]]}
         row |= {"reason": about["reason"], "runtime": name}
@@ -72,6 +75,15 @@ def first_light(
         "not_measured": _not_measured(results),
         "run_ids": run_ids,
     }
+
+
+def _missing(runtime: str) -> str | None:
+    """Why this machine has no such runtime; None where it has."""
+    try:
+        resolve(runtime)
+    except InputError as problem:
+        return str(problem)
+    return None
 
 
 def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float) -> dict:
@@ -108,11 +120,14 @@ def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float) -> dict:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a file of JSON lines; a last line that was cut off is left out."""
+    """The rows of a file of JSON lines; a last line that was cut off is taken away."""
     if not path.exists():
         return []
-    whole = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in whole]
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _not_measured(results: list[dict]) -> list[dict]:
@@ -129,10 +144,12 @@ def _not_measured(results: list[dict]) -> list[dict]:
 
 
 def check_runtime(runtime: str | None) -> str:
-    """The runtime of first light; refuses one that is neither Core ML nor its stand-in."""
-    runtime = runtime or default_runtime()
+    """The runtime of first light; refuses one that is neither Core ML nor its stand-in, or that this
+    machine has not."""
+    if runtime is None:
+        return default_runtime()
     if named(runtime)[0] not in ("coreml", "stand-in"):
         raise InputError(
             "--runtime", runtime, "coreml or stand-in", "leave it out: Core ML is taken where it is"
         )
-    return runtime
+    return resolve(runtime)

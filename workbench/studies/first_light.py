@@ -39,7 +39,7 @@ class Light:
     def label(self) -> str:
         """The machine, and after it what ran if that was not Core ML."""
         kind = "simulated Mac" if self.simulated else "stand-in"
-        return self.machine if self.runtime == "coreml" else f"{kind}, on {self.machine}"
+        return self.machine if self.runtime == "coreml" else f"{kind} ({self.machine})"
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
@@ -120,11 +120,13 @@ class Ladder:
         return "✓" if row["verdict"] == "GREEN" else "✗"
 
     def table(self) -> pd.DataFrame:
-        """Every run of a rung, its times and its distance from portable."""
-        columns = ["rung", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
+        """Every run of a rung, the rung that it stands over, its times and its distance from portable."""
+        columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
-        return pd.DataFrame(list(self.runs.values())).reindex(columns=columns)
+        over = {rung.name: rung.over for rung in rungs.ladder().values()}
+        rows = [row | {"over": over.get(row["rung"])} for row in self.runs.values()]
+        return pd.DataFrame(rows).reindex(columns=columns)
 
 
 def timings(light: Light) -> pd.DataFrame:
@@ -394,7 +396,7 @@ def light_gates(light: Light) -> list[Gate]:
 def light_conclusion(light: Light) -> str:
     """What ran, what was seen of the decision table, and which dispute is settled, in words."""
     ended = ", ".join(f"{row.stage} {row.status}" for row in light.stages.itertuples())
-    lines = [f"First light of {light.label}: {ended}."]
+    lines = [f"First light on {light.label}: {ended}."]
     if light.runtime != "coreml":
         lines.append("No figure here is Core ML's, and nothing is settled by it.")
     table = decisions(light)
