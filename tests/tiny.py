@@ -269,7 +269,10 @@ def side_states(cache, layer: int) -> dict[str, np.ndarray]:
     conv = cache.get_conv_state(layer, state_idx=0)[0].T.numpy()
     if not kept.is_recurrent_states_initialized[0]:
         return {CONV_STATE: conv[1:]}
-    return {CONV_STATE: conv, V_DELAYED_STATE: cache.get_recurrent_state(layer, state_idx=0).numpy()}
+    return {
+        CONV_STATE: conv,
+        V_DELAYED_STATE: cache.get_recurrent_state(layer, state_idx=0).numpy(),
+    }
 
 
 def prompt(V: int, length: int, seed: int = 0) -> list[int]:

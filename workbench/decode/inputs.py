@@ -69,9 +69,14 @@ class Host:
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
-        kept = counts[:, None, None] + np.arange(self.tail)[:, None]  # [B, n, 1]: rows or columns + n
+        kept = (
+            counts[:, None, None] + np.arange(self.tail)[:, None]
+        )  # [B, n, 1]: rows or columns + n
         mask_write = self.options.kv_write == "mask"
-        inputs = {TAIL_SELECT: np.arange(T) == kept - self.tail, TAIL_KEEP: np.arange(self.tail) == kept}
+        inputs = {
+            TAIL_SELECT: np.arange(T) == kept - self.tail,
+            TAIL_KEEP: np.arange(self.tail) == kept,
+        }
         inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)

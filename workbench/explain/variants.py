@@ -31,7 +31,11 @@ THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 ACTIVATION_OF = "act_fn", "activation_fn"  # what transformers' modules call it
 # what transformers' modules call the norms of q and k
-QK_NORMS = ("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm")
+QK_NORMS = (
+    ("q_norm", "k_norm"),
+    ("query_layernorm", "key_layernorm"),
+    ("q_layernorm", "k_layernorm"),
+)
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",

@@ -8,7 +8,6 @@ from torch import nn
 from workbench.bundle import Options, Rope
 from workbench.models import llama
 from workbench.models.family import Plan, refuse
-from workbench.models.layers import RMSNorm
 
 head = llama.head
 
@@ -18,7 +17,7 @@ def plan(config) -> Plan:
         refuse(config, "head_dim = null", "the number of channels of a head")
     ropes = [_stretched(config)] if config.rope_parameters["rope_type"] == "dynamic" else None
     names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-    return replace(llama.plan(config, ropes), names=names)
+    return replace(llama.plan_alike(config, ropes), names=names)
 
 
 def _stretched(config) -> Rope:
@@ -32,5 +31,5 @@ def _stretched(config) -> Rope:
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    norm = partial(RMSNorm, eps=plan.config.rms_norm_eps, dim=3)
+    norm = partial(plan.norm, dim=3)
     return llama.layer(plan, index, options, qk_norm=norm, norm_at="rotated")

@@ -10,7 +10,6 @@ from workbench.bundle import Layer, Options
 from workbench.bundle.names import CONV_STATE
 from workbench.models import llama
 from workbench.models.family import Plan, refuse
-from workbench.models.layers import RMSNorm
 from workbench.models.tail import ShortConv
 
 NAMES = {
@@ -42,7 +41,7 @@ def plan(config) -> Plan:
     layers = [Layer(attends=kind != "conv") for kind in config.layer_types]
     state = {CONV_STATE: (tail, config.hidden_size)}
     sides = [{} if layer.attends else state for layer in layers]
-    whole = llama.plan(as_llama, layers=layers)
+    whole = llama.plan_alike(as_llama, layers=layers)
     return replace(whole, side_states=sides, tail=tail, names=NAMES)
 
 
@@ -75,5 +74,4 @@ class ConvDecoderLayer(llama.DecoderLayer):
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     if not plan.layers[index].attends:
         return ConvDecoderLayer(plan, index, options)
-    norm = partial(RMSNorm, eps=plan.config.rms_norm_eps, dim=3)
-    return llama.layer(plan, index, options, qk_norm=norm)
+    return llama.layer(plan, index, options, qk_norm=partial(plan.norm, dim=3))
