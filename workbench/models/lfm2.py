@@ -49,10 +49,7 @@ def _mlp_width(config) -> int:
     width, unit = config.intermediate_size, config.block_multiple_of
     if not config.block_auto_adjust_ff_dim:
         return width
-    width = int(2 * width / 3)
-    if config.block_ffn_dim_multiplier is None:
-        return width
-    return -(-int(config.block_ffn_dim_multiplier * width) // unit) * unit
+    return -(-int(config.block_ffn_dim_multiplier * int(2 * width / 3)) // unit) * unit
 
 
 class ConvDecoderLayer(llama.DecoderLayer):
