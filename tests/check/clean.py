@@ -64,7 +64,8 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         "states": str(rng.choice(["separate", "packed"])),
         "batch": int(rng.choice([1, 1, 3])),
     }
-    if family in WINDOWED and options["kv_write"] == "mask":
+    windows = "sliding_attention" in changes.get("layer_types", ["sliding_attention"])
+    if family in WINDOWED and windows and options["kv_write"] == "mask":
         options["sliding"] = str(rng.choice(["mask", "ring"]))
     if family == "zaya" and rng.integers(2):
         options |= {"moe": "routed", "layers_per_shard": 1}

@@ -12,9 +12,11 @@ from workbench.bundle.names import ROUTER_STATE
 fault = partial(fault, bundle="zaya")
 
 
-def forget(decoder: Decoder, name: str) -> None:
-    """Zeros a side state of every layer after each call."""
+def forget(decoder: Decoder, name: str, layers=None) -> None:
+    """Zeros a side state of every layer, or of some, after each call."""
     for layer, model in enumerate(decoder.layers):
+        if layer not in (layers or [layer]):
+            continue
 
         def predict(inputs, state=None, original=model.predict, full=f"layers.{layer}.{name}"):
             made = original(inputs, state)

@@ -23,6 +23,7 @@ OPTIONS = {
     "smollm3": dict(max_seq_len=S, kv_write="slice", layers_per_shard=3),
     "olmo3": dict(max_seq_len=24, compress="int8-tensor", layout="bc1t"),
     "phi3": dict(max_seq_len=24, states="packed"),
+    "lfm2": dict(max_seq_len=16, batch=3, layers_per_shard=3),
 }
 
 

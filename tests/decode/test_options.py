@@ -98,6 +98,8 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
         ("olmo3", {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 3}),
         ("smollm3", {"layers_per_shard": 2, "layout": "bc1t", "batch": 2}),
         ("phi3", {"kv_write": "slice", "states": "packed"}),
+        ("lfm2", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t", "batch": 2}),
+        ("lfm2", {"states": "packed", "layers_per_shard": 3, "batch": 3}),
     ],
 )
 def test_options_of_the_other_families_agree_with_hugging_face(exports, family, chosen):

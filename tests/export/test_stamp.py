@@ -53,12 +53,6 @@ def files(bundle) -> dict[str, list]:
             4,
         ),
         ("phi3", {}, {"compress": "int8-tensor"}, 1),
-        (
-            "smollm3",
-            {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
-            {"compress": "lut4"},
-            2,
-        ),
     ],
 )
 def test_every_stamped_shard_is_the_bytes_of_its_conversion(

@@ -106,6 +106,9 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("hunyuan_v1_dense", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "without alpha"),
         ("hunyuan_v1_dense", {"head_dim": None}, "head_dim"),
         ("phi3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "sliding_attention"]}, "'sliding"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "convolutions alone"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
         ("phi3", {"hidden_act": "gelu"}, "gelu"),
     ],
 )
@@ -222,19 +225,21 @@ ODD = [
     ("olmo2", {"hidden_size": 84, "num_attention_heads": 6, "attention_bias": True}),
     ("hunyuan_v1_dense", {"head_dim": 26, "attention_bias": True, "tie_word_embeddings": True}),
     ("phi3", {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    ("lfm2", {"conv_L_cache": 2, "hidden_size": 60}),
+    ("lfm2", {"conv_L_cache": 6, "conv_bias": True, "block_ffn_dim_multiplier": 1.3}),
+    ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:states of width")
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
-    checkpoint = exports.checkpoint(
-        family, **(ONE_LAYER if family == "gemma3_text" else {"num_hidden_layers": 1}), **changed
-    )
+    few = {"gemma3_text": ONE_LAYER, "lfm2": {}}.get(family, {"num_hidden_layers": 1})
+    checkpoint = exports.checkpoint(family, **few, **changed)
     decoder = exports.decoder(checkpoint)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(decoder.manifest.dims.V, 14))
     for sizes in ([1], [2, 3], [4]):
-        assert tiny.cosine(tiny.isolated(decoder, 0, g, sizes), g.updates[0]) > 0.999999
+        assert tiny.cosine(tiny.isolated(decoder, 0, g, sizes, 4), g.updates[0]) > 0.999999
         assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
 
 

@@ -30,11 +30,10 @@ def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> D
         if (base := traces.get(1)) and T > 1:
             for layer, hidden in trace.hidden.items():
                 x, clear = base.x[layer], slice(None) if trace.experts else ~near_ties[layer]
-                pairs = {
-                    "update": ((base.hidden[layer] - x)[clear], (hidden - x)[clear]),
-                    "k": (base.k[layer], trace.k[layer]),
-                    "v": (base.v[layer], trace.v[layer]),
-                }
+                pairs = {"update": ((base.hidden[layer] - x)[clear], (hidden - x)[clear])}
+                if layer in base.k:
+                    pairs["k"] = base.k[layer], trace.k[layer]
+                    pairs["v"] = base.v[layer], trace.v[layer]
                 drifts += [
                     Drift(metrics.relative_rms(*pair), T, f"layer {layer}, {name}, T = {T}")
                     for name, pair in pairs.items()

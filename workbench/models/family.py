@@ -8,7 +8,7 @@ import torch
 from workbench.bundle import Dims, Layer, Options, Rope
 from workbench.bundle.names import K_STATE, V_STATE
 from workbench.errors import InputError
-from workbench.models.layers import AttentionGeometry
+from workbench.models.layers import AttentionGeometry, RMSNorm
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -22,7 +22,7 @@ class Plan:
     (none: no layer has any); those of convolutions hold their last `tail` inputs. `router_width` R
     and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
     `names` maps a part of a parameter's path (`q_norm`) to the checkpoint's name for it, where that is another one. The
-    plan holds for caches of up to `max_positions` tokens (None: any).
+    plan holds for caches of up to `max_positions` tokens (None: any). `close_eps` is that of `RMSNorm`.
     """
 
     config: Any
@@ -39,6 +39,11 @@ class Plan:
     residual_exponent: int = 0
     names: dict[str, str] = field(default_factory=dict)
     max_positions: int | None = None
+    close_eps: bool = False
+
+    def norm(self, width: int, dim: int = 1) -> RMSNorm:
+        """An RMSNorm over `width` entries of axis `dim`, with the configuration's epsilon."""
+        return RMSNorm(width, self.config.rms_norm_eps, dim, close_eps=self.close_eps)
 
     def rotary(self, index: int) -> int:
         """How many of the D dims of a head decoder layer `index` turns."""

@@ -10,7 +10,6 @@ from workbench.bundle import Layer, Options
 from workbench.bundle.names import CONV_STATE
 from workbench.models import llama
 from workbench.models.family import Plan, refuse
-from workbench.models.layers import RMSNorm
 from workbench.models.tail import ShortConv
 
 NAMES = {
@@ -42,7 +41,7 @@ def plan(config) -> Plan:
     layers = [Layer(attends=kind != "conv") for kind in config.layer_types]
     state = {CONV_STATE: (tail, config.hidden_size)}
     sides = [{} if layer.attends else state for layer in layers]
-    whole = llama.plan(as_llama, layers=layers)
+    whole = llama.plan_alike(as_llama, layers=layers)
     return replace(whole, side_states=sides, tail=tail, names=NAMES)
 
 
@@ -50,10 +49,7 @@ def _mlp_width(config) -> int:
     width, unit = config.intermediate_size, config.block_multiple_of
     if not config.block_auto_adjust_ff_dim:
         return width
-    width = int(2 * width / 3)
-    if config.block_ffn_dim_multiplier is None:
-        return width
-    return -(-int(config.block_ffn_dim_multiplier * width) // unit) * unit
+    return -(-int(config.block_ffn_dim_multiplier * int(2 * width / 3)) // unit) * unit
 
 
 class ConvDecoderLayer(llama.DecoderLayer):
@@ -75,5 +71,4 @@ class ConvDecoderLayer(llama.DecoderLayer):
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     if not plan.layers[index].attends:
         return ConvDecoderLayer(plan, index, options)
-    norm = partial(RMSNorm, eps=plan.config.rms_norm_eps, dim=3)
-    return llama.layer(plan, index, options, qk_norm=norm)
+    return llama.layer(plan, index, options, qk_norm=partial(plan.norm, dim=3))

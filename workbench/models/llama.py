@@ -1,11 +1,13 @@
 """Llama (2, 3, 3.1, 3.2): pre-norm, grouped queries, default, linear or llama3 rope, SwiGLU."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from workbench.bundle import Layer, Options
 from workbench.models.cache import Cache
 from workbench.models.family import Plan, dims, refuse, rope
-from workbench.models.layers import Attention, GatedMLP, Head, RMSNorm
+from workbench.models.layers import Attention, GatedMLP, Head
 
 # norms in front of attention and MLP, and behind them
 READING = "input_layernorm", "post_attention_layernorm"
@@ -28,7 +30,7 @@ class DecoderLayer(nn.Module):
         config, C = plan.config, plan.dims.C
         self.behind = behind
         for name in ADDING if behind else READING:
-            self.add_module(name, RMSNorm(C, config.rms_norm_eps))
+            self.add_module(name, plan.norm(C))
         shape, rotary = plan.shape(index, options), plan.rotary(index)
         scale = plan.dims.D**-0.5
         self.self_attn = Attention(C, shape, scale=scale, rotary=rotary, fused=fused, **attention)
@@ -43,14 +45,19 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def plan(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
-    """`ropes` and `layers` are those of the family: by default one rope table and no window."""
+def plan(config) -> Plan:
+    return replace(plan_alike(config), close_eps=False)  # bundles of it are older than that option
+
+
+def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
+    """Of a family like Llama; `ropes` and `layers` are its own: by default one rope table and no window."""
     d, ropes = dims(config), ropes or [rope(config)]
     if not partial_rotary and any(2 * len(table.inv_freq) != d.D for table in ropes):
         refuse(config, "a partial rotary factor", "full rotary dimensions")
     if config.hidden_act != "silu":
         refuse(config, f"activation {config.hidden_act!r}", "silu")
-    return Plan(config, d, ropes, layers or [Layer()] * d.L, config.tie_word_embeddings)
+    layers, tied = layers or [Layer()] * d.L, config.tie_word_embeddings
+    return Plan(config, d, ropes, layers, tied, close_eps=True)
 
 
 def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
@@ -60,4 +67,4 @@ def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
 
 
 def head(plan: Plan, rows: int) -> nn.Module:
-    return Head(RMSNorm(plan.dims.C, plan.config.rms_norm_eps), plan.dims.C, rows)
+    return Head(plan.norm(plan.dims.C), plan.dims.C, rows)

@@ -17,5 +17,5 @@ def plan(config) -> Plan:
     if growth is None or length is None:
         refuse(config, f"{GROWTH} = {growth}, {LENGTH} = {length}", "numbers in rope_parameters")
     table = rope(config, kinds=(*ROPE_TYPES, "yarn"))
-    whole = llama.plan(config, [table], mistral.layers(config))
+    whole = llama.plan_alike(config, [table], mistral.layers(config))
     return replace(whole, max_positions=length if growth else None)

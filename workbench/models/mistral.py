@@ -14,4 +14,4 @@ def layers(config) -> list[Layer]:
 
 
 def plan(config) -> Plan:
-    return llama.plan(config, layers=layers(config))
+    return llama.plan_alike(config, layers=layers(config))

@@ -3,18 +3,14 @@
 Nothing bounds what attention and MLP read: `workbench trace` shows how much of fp16 a checkpoint's stream leaves.
 """
 
-from functools import partial
-
 from torch import nn
 
 from workbench.bundle import Options
 from workbench.models import llama
 from workbench.models.family import Plan
-from workbench.models.layers import RMSNorm
 
-head, plan = llama.head, llama.plan
+head, plan = llama.head, llama.plan_alike
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    norm = partial(RMSNorm, eps=plan.config.rms_norm_eps)
-    return llama.layer(plan, index, options, behind=True, qk_norm=norm, norm_at="channels")
+    return llama.layer(plan, index, options, behind=True, qk_norm=plan.norm, norm_at="channels")

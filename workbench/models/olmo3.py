@@ -8,4 +8,6 @@ head, layer = llama.head, olmo2.layer
 
 def plan(config) -> Plan:
     kinds = *ROPE_TYPES, "yarn"
-    return llama.plan(config, *alternating(config, "full_attention", "sliding_attention", kinds))
+    return llama.plan_alike(
+        config, *alternating(config, "full_attention", "sliding_attention", kinds)
+    )

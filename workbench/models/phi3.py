@@ -15,7 +15,7 @@ head, layer = llama.head, partial(llama.layer, fused=True)
 
 def plan(config) -> Plan:
     table = rope(config, kinds=("default", "longrope"))
-    whole = llama.plan(config, [table], mistral.layers(config), partial_rotary=True)
+    whole = llama.plan_alike(config, [table], mistral.layers(config), partial_rotary=True)
     limit = config.rope_parameters.get("original_max_position_embeddings")
     long = config.rope_parameters["rope_type"] == "longrope"
     return replace(whole, max_positions=limit if long else None)

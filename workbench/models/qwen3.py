@@ -7,11 +7,9 @@ from torch import nn
 from workbench.bundle import Options
 from workbench.models import llama, qwen2
 from workbench.models.family import Plan
-from workbench.models.layers import RMSNorm
 
 plan, head = qwen2.plan, llama.head
 
 
 def layer(plan: Plan, index: int, options: Options) -> nn.Module:
-    norm = partial(RMSNorm, eps=plan.config.rms_norm_eps, dim=3)
-    return llama.layer(plan, index, options, qk_norm=norm)
+    return llama.layer(plan, index, options, qk_norm=partial(plan.norm, dim=3))

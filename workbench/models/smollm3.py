@@ -17,4 +17,4 @@ def plan(config) -> Plan:
     table = rope(config)
     ropes = {True: table, False: Rope(name="nope", inv_freq=[0.0] * len(table.inv_freq))}
     layers = [Layer(rope=ropes[flag].name) for flag in turned]
-    return llama.plan(config, [ropes[flag] for flag in sorted(set(turned))], layers)
+    return llama.plan_alike(config, [ropes[flag] for flag in sorted(set(turned))], layers)

@@ -1,0 +1,131 @@
+"""One change of Hugging Face's model at a time, and how far a bundle is from what it then computes."""
+
+import copy
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.bundle import Bundle
+from workbench.check import fidelity, golden, metrics
+from workbench.decode import Decoder
+from workbench.models.checkpoint import Checkpoint
+
+UNLIKE = 0.5  # relative RMS of weights beyond which they are another layer's, not compressed ones
+STREAM_ULPS = 2.0**-22  # of the residual stream: rounding of `hidden`, which an update inherits
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way in which a model may differ from its checkpoint's configuration.
+
+    config: attributes of the configuration. model: changes the built model in place. functions: of
+    transformers' modelling file, by name. read: (name, its reader) → a weight. embedding: factor of
+    what enters the first layer. order: layer → the checkpoint's layer whose weights it has.
+    """
+
+    name: str
+    config: dict = field(default_factory=dict)
+    model: Callable[[nn.Module], None] = lambda model: None
+    functions: dict[str, Callable] = field(default_factory=dict)
+    read: Callable[[str, golden.WeightReader], torch.Tensor] = lambda name, read: read(name)
+    embedding: float = 1.0
+    order: dict[int, int] = field(default_factory=dict)
+
+
+class Trial:
+    """What a bundle computes, with Hugging Face's inputs, and how far a variant is from it."""
+
+    def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
+        self.bundle, self.checkpoint = bundle, checkpoint
+        self.read = golden.stored_weights(checkpoint, bundle)
+        self.ids = _prompt(bundle, checkpoint)
+        self.source = golden.make_golden(checkpoint, self.ids, self.read, "stored", head=False)
+        decoder = Decoder(bundle, "portable", "exact")
+        self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
+        scale = 2.0**bundle.manifest.residual_exponent
+        self.embedded = bundle.embed(self.source.ids[None])[0] * scale
+        self.order = self._order()
+
+    def errors(self, variant: Variant, count: int) -> np.ndarray:
+        """Relative RMS [1 + count] of the embeddings and of the first `count` layers, each one's
+        worst of update, K and V; 1 where a layer has weights of another layer than the variant's."""
+        reference, outputs = self._run(variant, count), self.outputs
+        errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
+        for layer in range(count):
+            update, rows = reference.update[layer], outputs.cached.get(layer)
+            difference = outputs.hidden[layer] - outputs.x[layer] - update
+            rounding = STREAM_ULPS * _rms(reference.x[layer])
+            worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
+            for name in "kv" if layer in outputs.cached else "":
+                arrays = (getattr(of, name)[layer][:, rows] for of in (reference, outputs))
+                worst.append(metrics.relative_rms(*arrays))
+            other = self.order.get(layer, layer) != variant.order.get(layer, layer)
+            errors.append(max(*worst, float(other)))
+        return np.nan_to_num(errors, nan=np.inf)
+
+    def _run(self, variant: Variant, count: int) -> golden.Golden:
+        config = copy.deepcopy(self.checkpoint.config)
+        for name, value in variant.config.items():
+            setattr(config, name, value)
+        model, source = golden.empty_model(config), self.source
+        model.model.layers = model.model.layers[:count]
+        variant.model(model.model)
+        with _replaced(sys.modules[type(model).__module__], variant.functions):
+            return golden.make_golden(
+                self.checkpoint,
+                self.ids,
+                lambda name: variant.read(name, self.read),
+                "variant",
+                source.x[:count],
+                source.router,
+                model=model,
+                head=False,
+            )
+
+    def _order(self) -> dict[int, int]:
+        """Layers whose stored weights are a neighbour's in the checkpoint, and whose they are."""
+        layers = self.checkpoint.prefix + "layers.{}."
+        name = layers + "self_attn.o_proj.weight"
+        if name.format(0) not in self.checkpoint:
+            name = layers + "feed_forward.w2.weight"
+        L, order = self.bundle.manifest.dims.L, {}
+        for layer in range(L):
+            stored = self.read(name.format(layer)).numpy()
+            errors = {
+                other: metrics.relative_rms(
+                    self.checkpoint.tensor(name.format(other)).numpy(), stored
+                )
+                for other in range(max(0, layer - 1), min(L, layer + 2))
+            }
+            best = min(errors, key=errors.get)
+            if best != layer and errors[layer] > UNLIKE > errors[best]:
+                order[layer] = best
+        return order
+
+
+@contextmanager
+def _replaced(module, functions: dict[str, Callable]):
+    """Within, some functions of a module are others."""
+    before = {name: getattr(module, name) for name in functions}
+    try:
+        vars(module).update(functions)
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
+    """Seeded random ids, enough of them to pass the largest window twice where the cache allows."""
+    window = max((layer.window or 0 for layer in bundle.manifest.layers), default=0)
+    window = max(window, getattr(checkpoint.config, "sliding_window", None) or 0)
+    count = min(bundle.manifest.options.max_seq_len, max(24, 2 * window + 8))
+    return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt((np.float64(values) ** 2).mean()))
