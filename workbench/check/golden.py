@@ -93,13 +93,8 @@ class Golden:
             ) from None
 
 
-def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
-    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the fp16-rounded ones.
-
-    A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
-    """
-    import miltorch
-
+def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
+    """Refuses a checkpoint that is not the one of `bundle`."""
     if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
         raise InputError(
             f"checkpoint {checkpoint.path.name}",
@@ -107,6 +102,16 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
             f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
             "give that checkpoint, or export this one",
         )
+
+
+def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
+    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the fp16-rounded ones.
+
+    A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
+    """
+    import miltorch
+
+    check_exported_from(checkpoint, bundle)
     slices: dict[str, list[torch.Tensor]] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:

@@ -10,9 +10,11 @@ from workbench.cli.common import (
     Ids,
     Json,
     Precision,
+    PromptOf,
     RuntimeName,
     Units,
-    parse_ids,
+    look_at,
+    prompt_of,
     red_first,
     show,
 )
@@ -23,6 +25,7 @@ def decode_command(
     bundle: Path,
     prompt_ids: Ids = None,
     prompt: str | None = None,
+    golden: PromptOf = None,
     max_new: Annotated[int, Option(help="New tokens.", min=0)] = 32,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -50,20 +53,21 @@ def decode_command(
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
     opened, *other = [workbench.Bundle.open(path) for path in (bundle, prefill_bundle) if path]
-    if (prompt_ids is None) == (prompt is None):
+    if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
         raise InputError(
             "prompt",
-            "both or neither of --prompt-ids and --prompt",
+            "several or none of --prompt-ids, --prompt and --golden",
             "one of them",
             "give one of them",
         )
+    look_at(golden, None)
     from workbench.decode import Sampling
     from workbench.decode.transcript import load_tokenizer, transcript
 
     ids = (
         load_tokenizer(opened.root / "tokenizer").encode(prompt)
-        if prompt_ids is None
-        else parse_ids(prompt_ids)
+        if prompt is not None
+        else prompt_of(golden, prompt_ids, opened.manifest.dims.V)
     )
     sampling = Sampling(temperature, top_k, top_p, seed)
     decoder, *source = [
