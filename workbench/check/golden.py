@@ -144,14 +144,18 @@ def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     return read
 
 
-def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
-    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
-    token ids and the version of transformers. A file that cannot be read is written again."""
+def golden_path(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Path:
+    """Where `stored_golden` has its file: named after the checkpoint's hash, the token ids and the version of
+    transformers."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
-    path = (
-        folder
-        / f"{checkpoint.path.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
-    )
+    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
+    return folder / f"{checkpoint.path.name}-{digest}.safetensors"
+
+
+def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
+    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder` (see `golden_path`). A file that
+    cannot be read is written again."""
+    path = golden_path(checkpoint, ids, folder)
     with suppress(InputError):
         return Golden.load(path)
     golden = make_golden(checkpoint, ids)
