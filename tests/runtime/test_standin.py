@@ -464,3 +464,13 @@ def test_messages_of_core_ml_are_logged_and_some_invalidate(line, logged, invali
     found = process._messages(["x", line, line])
     assert found == [line] * logged
     assert process.invalidating(found) == [line] * invalid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
+def test_a_loaded_shard_holds_its_weights_once(source):
+    """The file is mapped while it is read; what is left is what the calls take."""
+    bundle = export(source, "int8", compress="int8-tensor")
+    decoder = Decoder(bundle, "stand-in")
+    decoder.prefill([5])
+    with open("/proc/self/maps") as maps:
+        assert not [line for line in maps if line.rstrip().endswith(".bin")]

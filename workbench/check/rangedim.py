@@ -32,12 +32,10 @@ def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> D
     for T, trace in traces.items():
         if (base := traces.get(1)) and T > 1:
             for layer, hidden in trace.hidden.items():
-                x, clear = base.x[layer], slice(None) if trace.experts else ~near_ties[layer]
-                pairs = {
-                    "update": ((base.hidden[layer] - x)[clear], (hidden - x)[clear]),
-                    "k": (base.k[layer], trace.k[layer]),
-                    "v": (base.v[layer], trace.v[layer]),
-                }
+                x, clear = base.x[layer], ~near_ties[layer] | bool(trace.experts)
+                pairs = {"k": (base.k[layer], trace.k[layer]), "v": (base.v[layer], trace.v[layer])}
+                if clear.any():
+                    pairs["update"] = ((base.hidden[layer] - x)[clear], (hidden - x)[clear])
                 drifts += [
                     Drift(metrics.relative_rms(*pair), T, f"layer {layer}, {name}, T = {T}")
                     for name, pair in pairs.items()
