@@ -467,9 +467,10 @@ def test_messages_of_core_ml_are_logged_and_some_invalidate(line, logged, invali
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
-def test_a_loaded_shard_holds_its_weights_once(source):
+@pytest.mark.parametrize("family", ["llama", "zaya"])
+def test_a_loaded_shard_holds_its_weights_once(family, exports):
     """The file is mapped while it is read; what is left is what the calls take."""
-    bundle = export(source, "int8", compress="int8-tensor")
+    bundle = exports.bundle(exports.checkpoint(family), compress="int8-tensor")
     decoder = Decoder(bundle, "stand-in")
     decoder.prefill([5])
     with open("/proc/self/maps") as maps:
