@@ -23,6 +23,7 @@ from workbench.check import fidelity, gates, golden
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import resolve
 
 PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
 MODES = ("isolated", "chained")
@@ -111,7 +112,7 @@ def split_error(
     """
     from tqdm.auto import tqdm
 
-    source = reference or golden.make_golden(checkpoint, ids)
+    source, runtime = reference or golden.make_golden(checkpoint, ids), resolve(runtime)
     stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
     names, stages = zip(
         *tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True
