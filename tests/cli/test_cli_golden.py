@@ -50,6 +50,7 @@ def no_portable(monkeypatch):
     monkeypatch.setattr(PortableModel, "__init__", refuse)
 
 
+@pytest.mark.shim
 def test_only_without_a_reference_says_what_is_lacking(llama, golden, no_portable):
     code, result = call("validate", llama[1].root, "--golden", golden, "--only", "stand-in")
     gates = {gate["name"]: gate for gate in result["gates"]}
@@ -58,6 +59,7 @@ def test_only_without_a_reference_says_what_is_lacking(llama, golden, no_portabl
     assert gates["program"]["verdict"] == "not_run"
 
 
+@pytest.mark.shim
 def test_what_golden_writes_for_a_bundle_is_all_that_a_validation_needs(
     llama, tmp_path, monkeypatch, request
 ):
@@ -98,6 +100,7 @@ def test_a_reference_says_whose_fault_a_drift_is(llama, golden, no_portable):
     assert "was not run at this T" in words[2]
 
 
+@pytest.mark.shim
 def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(llama, golden):
     arguments = ["--golden", golden, "--only", "stand-in", "--compute-units", "CPU_ONLY"]
     code, result = call("matrix", llama[1].root, *arguments)
@@ -106,6 +109,7 @@ def test_matrix_of_one_unit_alone_leaves_the_portable_arithmetics_out(llama, gol
     assert unit["kl_portable"] is None and unit["blame"] is None
 
 
+@pytest.mark.shim
 def test_error_measures_the_runtime_s_part_on_a_stored_golden(llama, golden):
     arguments = ["--checkpoint", llama[0], "--golden", golden, "--runtime", "stand-in"]
     code, result = call("error", llama[1].root, *arguments, "--compute-units", "CPU_ONLY")

@@ -21,6 +21,8 @@ from workbench.runtime.portable import PortableModel
 from workbench.runtime.standin import FAULTS, installed
 from workbench.sweep import process
 
+pytestmark = pytest.mark.shim
+
 IDS = [5, 17, 42, 3, 88, 9]
 
 
