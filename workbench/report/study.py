@@ -123,11 +123,13 @@ class Study:
 
     def how(self, checkpoint: str | Path) -> dict[str, str]:
         """`runtime` and `compute_units` of a checkpoint's decoders: the notebook's parameters. Without COMPUTE_UNITS
-        another runtime than the portable one takes the units that suit the size of the layers."""
+        another runtime than the portable one, which goes by its own name, takes the units that suit the size of the
+        layers."""
         runtime = self.parameters.get("RUNTIME") or "auto"
         units = self.parameters.get("COMPUTE_UNITS")
+        portable = resolve(runtime) == "portable"
+        runtime = runtime if portable else resolve(runtime)
         if units is None:
-            portable = resolve(runtime) == "portable"
             source = Checkpoint(self.project / checkpoint)
             units = "CPU_AND_NE" if portable else suitable_units(source)
         check_compute_units(units)

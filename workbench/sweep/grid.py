@@ -37,6 +37,13 @@ Count = Annotated[int, Field(ge=1)]
 
 RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
 """The lists of `Run`."""
+PORTABLE_AXES = ("precision", "fast")
+"""Those that concern the portable runtime alone."""
+
+
+def may_be_portable(runtime: str) -> bool:
+    """Whether a runtime of a grid is, or on some machine may be, the portable one."""
+    return runtime in ("auto", "portable")
 
 
 def _runtime(name: str) -> str:
@@ -182,7 +189,8 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
 
 
 def cells(grid: Grid) -> Iterator[Cell]:
-    """The cross product, round by round. The first way to run each bundle and runtime also validates it, once."""
+    """The cross product, round by round; of `PORTABLE_AXES` a runtime named otherwise has the first values alone. The
+    first way to run each bundle and runtime also validates it, once."""
     run = grid.run.model_dump(exclude_none=True)
     common = runs.pick(run, "n_gen", "repetitions", "cool_down_s", "threads")
     axes = runs.pick(run, *RUN_AXES).values()
@@ -194,6 +202,9 @@ def cells(grid: Grid) -> Iterator[Cell]:
     for round_, (bundle, options) in itertools.product(range(run["rounds"]), bundles):
         for values in itertools.product(*axes):
             how = dict(zip(RUN_AXES, values)) | common
+            others = [name for name in PORTABLE_AXES if how[name] != run[name][0]]
+            if others and not may_be_portable(how["runtime"]):
+                continue  # the same again: Core ML knows nothing of these axes
             first = (round_, how["T"], how["depth"]) == (0, min(run["T"]), min(run["depth"]))
             ids = tuple(grid.validate_ids) if first else ()
             yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
