@@ -30,6 +30,7 @@ from workbench.models.checkpoint import Checkpoint
 from workbench.report import doctor, tables
 from workbench.runtime import check_compute_units, named, resolve
 from workbench.sweep import runs
+from workbench.sweep.cell import find
 
 
 @dataclass
@@ -130,7 +131,7 @@ class Study:
         portable = resolve(runtime) == "portable"
         runtime = runtime if portable else resolve(runtime)
         if units is None:
-            source = Checkpoint(self.project / checkpoint)
+            source = Checkpoint(find(str(checkpoint), self.root))
             units = "CPU_AND_NE" if portable else suitable_units(source)
         check_compute_units(units)
         return {"runtime": runtime, "compute_units": units}
