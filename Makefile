@@ -1,4 +1,4 @@
-# On a machine with Python 3.11 or later and make: `make run` or `make test`, nothing before.
+# On a machine with Python 3.11 to 3.13 and make: `make run` or `make test`, nothing before.
 PYTHON ?= python3
 BIN = .venv/bin
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
@@ -37,6 +37,7 @@ fuzz: .venv/ready
 	$(BIN)/python -m tests.mil.mutants 1000
 
 .venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "$(PYTHON) is Python %d.%d, and the packages exist for 3.11 to 3.13; type: make PYTHON=python3.12 $(MAKECMDGOALS)" % v)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e '.[test]'

@@ -57,6 +57,8 @@ def _to_tensor(literal) -> object:
         literal = literal.astype(np.float32)
     elif literal.dtype.kind == "u" and literal.dtype.itemsize > 1:
         literal = literal.astype(np.int64)
+    else:  # a view of one number would keep the whole file of weights mapped
+        literal = literal.copy()
     return torch.from_numpy(literal)
 
 

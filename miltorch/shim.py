@@ -23,6 +23,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -153,6 +154,8 @@ class Proxy:
         try:
             program = miltorch.read(self.path, function_name or None)
             self.executable = miltorch.Executable(program, self.precision)
+            # the file of the weights is mapped no longer
+            self.executable.program = replace(program, block=None)
         except InputError as problem:
             refused = (
                 _error(problem)

@@ -4,6 +4,9 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # before torch: idle threads spin, and tiny tensors gain nothing from a second
 
+os.environ.setdefault("WORKBENCH_RUNTIME", "portable")  # on a Mac, too: tests/mac names Core ML
+
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,37 @@ DATA = Path(__file__).parents[1] / "data"
 IDS = 20
 
 
+MARKS = {
+    "slow": "takes a minute; leave out with -m 'not slow'",
+    "exhaustive": "takes minutes; runs with -m exhaustive alone",
+    "mac": "needs Core ML itself",
+    "shim": "puts the shim under coremltools, or runs the stand-in for Core ML",
+}
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes a minute; leave out with -m 'not slow'")
+    for name, text in MARKS.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
+
+
+def reason_to_skip(marks: set[str], platform: str, expression: str) -> str | None:
+    """Why a test with these marks does not run on a platform under pytest's `-m`; None: it runs."""
+    if "mac" in marks and platform != "darwin":
+        return "only a Mac can show it: there is no Core ML here"
+    if "shim" in marks and platform == "darwin":
+        return "macOS has Core ML itself, which nothing stands in for there"
+    if "exhaustive" in marks and "exhaustive" not in expression:
+        return "takes minutes: run it with -m exhaustive"
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()
+        reason = reason_to_skip(marks, sys.platform, config.getoption("markexpr"))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,7 @@ def test_a_resumed_export_needs_room_for_what_is_missing(tiny_llama, tmp_path, f
     assert 0 < sizes[0] < sizes[1]
 
 
+@pytest.mark.shim
 def test_a_shard_is_not_compiled_where_its_copies_have_no_room(llama_bundle, free, tmp_path):
     from workbench import Bundle
 

@@ -90,6 +90,7 @@ def test_a_hook_is_set_in_a_with_statement_alone(looked_into):
     assert not any(m.hook for m in (*decoder.layers, *decoder.heads))
 
 
+@pytest.mark.shim
 def test_core_ml_has_no_hooks_and_says_so(looked_into):
     from miltorch import shim
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from one_op import Op, Ref, Type, given, program, run, tensor
 
-from miltorch import PRECISIONS, Executable
+from miltorch import PRECISIONS, Executable, interpret
 from miltorch.program import Block
 from workbench.errors import InputError
 
@@ -334,3 +334,10 @@ def test_a_failing_op_is_named_with_what_torch_says():
 def test_absurd_sizes_are_refused_before_memory_is_taken(kind, arguments):
     with pytest.raises(InputError, match="over 268435456 elements"):
         run(kind, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.bool_, np.int32, np.float16, np.float32])
+def test_a_constant_is_no_view_of_the_file_of_weights(dtype, tmp_path):
+    (tmp_path / "weight.bin").write_bytes(bytes(64))
+    stored = np.memmap(tmp_path / "weight.bin", np.uint8, mode="c").view(dtype)
+    assert not np.shares_memory(interpret._to_tensor(stored[:1]).numpy(), stored)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from workbench import log, plots
-from workbench.check import gates
+from workbench.check import gates, golden
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 from workbench.report.study import Study
@@ -114,3 +114,32 @@ def test_a_prompt_is_text_or_the_file_of_it(study, tiny_llama, exports):
     assert study.prompt(tiny_llama, 5)[0] != ids
     with pytest.raises(InputError, match="no tokenizer.json"):
         study.prompt(Checkpoint(exports.checkpoint("llama")), 5, "set river")
+
+
+@pytest.mark.shim
+def test_runtime_units_and_golden_are_parameters_of_whatever_is_opened(study, tmp_path, capsys):
+    goldens, ids = tmp_path / "golden", [1, 4, 69, 42]
+    checkpoint = Checkpoint(ROOT / "data" / "tiny-llama")
+    golden.make_golden(checkpoint, ids).save(goldens / "g")
+    chosen = {"RUNTIME": "stand-in", "COMPUTE_UNITS": "ALL", "GOLDEN": str(goldens / "g")}
+    for names, units in ((chosen, "ALL"), (chosen | {"COMPUTE_UNITS": None}, "CPU_ONLY")):
+        study = Study("29", names)
+        study.bundles, study.goldens = tmp_path / "bundles", goldens
+        model = study.open("data/tiny-llama", 3, max_seq_len=16)
+        assert (model.decoder.runtime, model.decoder.compute_units) == ("stand-in", units)
+        assert study.axes("data/tiny-llama") == {"runtime": ["stand-in"], "compute_units": [units]}
+        assert model.ids == ids == model.golden.ids.tolist()
+    study.add_gates(model.validate([1]).gates)
+    assert {g.name: g.verdict for g in study.gates}["device"] == "GREEN"
+    assert {path.name[0] for path in goldens.glob("*")} == {"g"}, "a golden of its own was made"
+    study.conclude(model.decoder)
+    said = capsys.readouterr().out
+    assert "a stand-in for Core ML, which measures nothing, on CPU_ONLY" in said
+    assert "too small for the Neural Engine" in said
+
+
+def test_without_those_parameters_a_portable_grid_is_what_it_was(study):
+    axes = {"runtime": ["auto"], "compute_units": ["CPU_AND_NE"]}  # the keys of cells stand on them
+    assert study.axes("data/tiny-llama") == axes
+    with pytest.raises(InputError, match="compute units"):
+        Study("29", {"COMPUTE_UNITS": "ANE"}).how("data/tiny-llama")

@@ -21,6 +21,8 @@ from workbench.prompt_cache import Store
 from workbench.runtime import coreml, load_shard, resolve
 from workbench.studies import cache_reuse
 
+pytestmark = pytest.mark.shim
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):

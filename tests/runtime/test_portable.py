@@ -86,6 +86,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.shim
 @pytest.mark.parametrize("runtime", ["portable", "coreml"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_manifest_that_disagrees_with_its_package_is_refused_on_loading(

@@ -10,6 +10,8 @@ from miltorch import shim
 from miltorch.quiet import coremltools, quiet
 from workbench.errors import InputError
 
+pytestmark = pytest.mark.shim
+
 
 @pytest.fixture(scope="module")
 def ct():

@@ -21,6 +21,8 @@ from workbench.runtime.portable import PortableModel
 from workbench.runtime.standin import FAULTS, installed
 from workbench.sweep import process
 
+pytestmark = pytest.mark.shim
+
 IDS = [5, 17, 42, 3, 88, 9]
 
 
@@ -469,3 +471,14 @@ def test_messages_of_core_ml_are_logged_and_some_invalidate(line, logged, invali
     found = process._messages(["x", line, line])
     assert found == [line] * logged
     assert process.invalidating(found) == [line] * invalid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has")
+@pytest.mark.parametrize("family", ["llama", "zaya"])
+def test_a_loaded_shard_holds_its_weights_once(family, exports):
+    """The file is mapped while it is read; what is left is what the calls take."""
+    bundle = exports.bundle(exports.checkpoint(family), compress="int8-tensor")
+    decoder = Decoder(bundle, "stand-in")
+    decoder.prefill([5])
+    with open("/proc/self/maps") as maps:
+        assert not [line for line in maps if line.rstrip().endswith(".bin")]

@@ -87,6 +87,7 @@ def test_invalid_cells_are_done(root, grid):
     assert cell_keys(root, grid) == sweep.done_cells(root)
 
 
+@pytest.mark.shim
 def test_cells_are_done_on_the_runtime_that_auto_means(root, grid, monkeypatch):
     monkeypatch.setenv("WORKBENCH_RUNTIME", "stand-in:kill")
     assert not sweep.done_cells(root)

@@ -14,7 +14,6 @@ import yaml
 from workbench import log, sweep
 from workbench.errors import InputError
 from workbench.log.machine import with_machines
-from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import cell, execute
 
 
@@ -175,9 +174,8 @@ def test_rounds_measure_every_cell_again_in_an_order_of_their_own(grid):
 
 def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid, tmp_path):
     made = sweep.make_grid(grid)
-    job = execute._job(
-        next(sweep.cells(made)), made, Checkpoint(grid["checkpoint"]), tmp_path, here=True
-    )
+    source = execute._source(made, None, tmp_path)
+    job = execute._job(next(sweep.cells(made)), made, source, tmp_path)
     with pytest.raises(InputError, match="copy the same checkpoint"):
         cell.prepare(job | {"checkpoint_hash": "0" * 64})
 

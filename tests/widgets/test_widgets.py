@@ -184,3 +184,27 @@ def test_a_grid_of_a_checkpoint_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InputError):
         Explorer(GRID | {"checkpoint": "nowhere"}, root=tmp_path)
     assert sweep.make_grid(GRID).checkpoint
+
+
+@pytest.mark.shim
+def test_rows_of_another_runtime_are_shown_and_measured_once(tmp_path):
+    """Core ML has no precision and no fast path: rows of it are the same whichever is chosen."""
+    run = {"T": [1], "n_gen": 2, "repetitions": 1, "precision": ["declared", "exact"]}
+    run |= {"runtime": ["portable", "stand-in"]}
+    grid = GRID | {"run": run, "export": GRID["export"] | {"max_seq_len": [16]}}
+    explorer = Explorer(grid, root=tmp_path / "experiments" / "log")
+    explorer.job.run.click()
+    explorer.job.thread.join()
+    explorer.check()
+    rows = log.load("runs", root=tmp_path / "experiments" / "log").query("command == 'sweep'")
+    assert sorted(rows["runtime"]) == ["portable", "portable", "stand-in"]
+    for runtime, precision in (
+        ("stand-in", "exact"),
+        ("stand-in", "declared"),
+        ("portable", "exact"),
+    ):
+        explorer.controls["runtime"].value = runtime
+        explorer.controls["precision"].value = precision
+        explorer.check()
+        assert "ms per layer" in explorer.message.value
+        assert set(explorer.rows["runtime"]) == {runtime}

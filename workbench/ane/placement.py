@@ -4,6 +4,7 @@ Each shard has one `Placement`. A prediction separates `eligible` (what no rule 
 (what is expected there, given the shard's size and neighbours), and lists the rules behind it, disputed ones marked.
 """
 
+import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -13,8 +14,11 @@ from miltorch.program import read_spec
 from workbench.ane.rule import RULE_SOURCES, Finding, LintGraph
 from workbench.ane.rules import lint
 from workbench.bundle import Bundle
+from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.coreml import Placed, compute_plan
 from workbench.runtime.standin import installed
+
+SMALL_LAYER = 600_000  # bytes of fp16 weights, of rule G1
 
 
 @dataclass(frozen=True)
@@ -190,3 +194,13 @@ def lines(placements: list[Placement]) -> list[str]:
             + (f" Disputed: {r['disputed']}." if r["disputed"] else "")
         )
     return text
+
+
+def suitable_units(checkpoint: Checkpoint) -> str:
+    """CPU_ONLY for a checkpoint whose decoder layers are so small that Core ML leaves them on the
+    CPU (rule G1), which would pass for a result of the Neural Engine; CPU_AND_NE for others."""
+    elements = sum(
+        math.prod(e.shape) for name, e in checkpoint.header.items() if ".layers." in name
+    )
+    layer = 2 * elements / checkpoint.config.num_hidden_layers
+    return "CPU_ONLY" if layer < SMALL_LAYER else "CPU_AND_NE"

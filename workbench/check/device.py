@@ -9,13 +9,13 @@ measured for each bundle, not chosen.
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, gates, metrics
+from workbench.check import fidelity, gates, metrics, rangedim
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
 from workbench.check.price import HALF_ULP
@@ -24,6 +24,8 @@ from workbench.errors import InputError
 from workbench.files import write_whole
 
 METADATA = "workbench-reference"
+PARTS = ("declared", "distance", "drift")
+REFERENCE_FORMAT = 2  # raised when a part is added: older files are made again
 # Times the distance declared–narrow. `declared` lies one rounding away from exact arithmetic, and a
 # device may lie another one away on the other side. Portable `exact`, seen as a device, is 1.44
 # distances away on the worst sound bundle (fp16, trained ZAYA; 1.44 too among random draws). The
@@ -35,19 +37,22 @@ DEVICE_FACTOR = 3.0
 class Reference:
     """Portable results by name (`hidden.3`, `k.3`, `v.3`, `logits`): `declared` [n, W], and
     `distance` [n], the RMS of `declared` − `narrow` at each position. `key`: the bundle and the
-    tokens that they belong to."""
+    tokens that they belong to. `drift` [1] by T ("4"): how far `declared` is from T = 1 there."""
 
     declared: dict[str, np.ndarray]
     distance: dict[str, np.ndarray]
     key: str
+    drift: dict[str, np.ndarray] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Writes one safetensors file, whole or not at all."""
         from safetensors.numpy import save_file
 
-        arrays = {f"declared/{name}": a for name, a in self.declared.items()}
-        arrays |= {f"distance/{name}": a for name, a in self.distance.items()}
-        arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+        arrays = {
+            f"{part}/{name}": np.ascontiguousarray(a)
+            for part in PARTS
+            for name, a in getattr(self, part).items()
+        }
         write_whole(path, lambda file: save_file(arrays, file.name, {METADATA: self.key}))
 
     @classmethod
@@ -58,36 +63,56 @@ class Reference:
             arrays, key = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
         parts = {
             part: {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(f"{part}/")}
-            for part in ("declared", "distance")
+            for part in PARTS
         }
         return cls(**parts, key=key[METADATA])
 
 
 def make_reference(bundle: Bundle, golden: Golden) -> Reference:
     """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens, seen
-    as a device shows it."""
-    results = []
-    for precision in ("declared", "narrow"):
+    as a device shows it. One decoder at a time is in memory."""
+    drifts = {}
+
+    def run(precision: str) -> dict[str, np.ndarray]:
         decoder = Decoder(bundle, "portable", precision)
         decoder.runtime = "coreml"  # no hook: inner layers go on with what the shard computed
-        results.append(_results(decoder, golden))
-    declared, narrow = results
+        if precision == "declared":
+            Ts = fidelity.default_ts(decoder.options)
+            traces = {T: fidelity.run_golden(decoder, golden, T) for T in Ts}
+            for T in Ts:
+                pair = {t: traces[t] for t in (1, T) if t in traces}
+                if worst := rangedim.drift(decoder, pair, golden):
+                    drifts[str(T)] = np.array([worst.value])
+        return _results(decoder, golden)
+
+    declared, narrow = run("declared"), run("narrow")
     distance = {name: metrics.rms(declared[name], narrow[name]) for name in declared}
-    return Reference(declared, distance, _key(bundle, golden))
+    return Reference(declared, distance, _key(bundle, golden), drifts)
+
+
+def reference_path(bundle: Bundle, golden: Path) -> Path:
+    """Where the reference of a bundle lies that belongs to the golden at this path: beside it."""
+    return golden.with_name(f"{golden.stem}-{bundle.identity[:10]}.reference.safetensors")
+
+
+def load_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference | None:
+    """The reference that lies beside the golden at `path`; None where there is none, or none of
+    this bundle and golden."""
+    with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
+        reference = Reference.load(reference_path(bundle, path))
+        if reference.key == _key(bundle, golden):
+            return reference
+    return None
 
 
 def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
     """`make_reference`, once: the file stays beside the golden at `path`, where that folder can be
     written."""
-    key = _key(bundle, golden)
-    path = path.with_name(f"{path.stem}-{bundle.identity[:10]}.reference.safetensors")
-    with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
-        reference = Reference.load(path)
-        if reference.key == key:
-            return reference
+    if reference := load_reference(bundle, golden, path):
+        return reference
     reference = make_reference(bundle, golden)
     with suppress(OSError, _broken()):
-        reference.save(path)
+        reference.save(reference_path(bundle, path))
     return reference
 
 
@@ -150,7 +175,8 @@ def _clear(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
 
 def _key(bundle: Bundle, golden: Golden) -> str:
     """The bundle and the golden that a reference belongs to."""
-    digest = hashlib.sha256(json.dumps([bundle.identity, golden.meta["checkpoint"]]).encode())
+    names = [REFERENCE_FORMAT, bundle.identity, golden.meta["checkpoint"]]
+    digest = hashlib.sha256(json.dumps(names).encode())
     for array in (golden.ids, golden.x):
         digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()

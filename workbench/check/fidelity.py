@@ -351,7 +351,8 @@ def measure_fidelity(
     traces = dict(zip(Ts, isolated, strict=True))
     frames = [compare_pass(trace, golden, T=T, mode="isolated") for T, trace in traces.items()]
     rows = pd.concat([*frames, compare_pass(chained, golden, mode="chained")], ignore_index=True)
-    rows = rows.assign(runtime=decoder.runtime, precision=decoder.precision)
+    precision = decoder.precision if decoder.runtime == "portable" else None  # as in `runs`
+    rows = rows.assign(runtime=decoder.runtime, precision=precision)
     if golden.margin is not None and not chained.experts:
         rows["routing_tie"] = near_ties(decoder, golden)[rows["layer"], rows["position"]] & (
             rows["layer"] >= 0

@@ -95,13 +95,8 @@ class Golden:
             ) from None
 
 
-def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
-    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the fp16-rounded ones.
-
-    A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
-    """
-    import miltorch
-
+def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
+    """Refuses a checkpoint that is not the one of `bundle`."""
     if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
         raise InputError(
             f"checkpoint {checkpoint.name}",
@@ -109,6 +104,16 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
             f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
             "give that checkpoint, or export this one",
         )
+
+
+def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
+    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the fp16-rounded ones.
+
+    A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
+    """
+    import miltorch
+
+    check_exported_from(checkpoint, bundle)
     slices: dict[str, list[torch.Tensor]] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:
@@ -141,11 +146,18 @@ def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     return read
 
 
-def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
-    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder`, named after the checkpoint's hash, the
-    token ids and the version of transformers. A file that cannot be read is written again."""
+def golden_path(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Path:
+    """Where `stored_golden` has its file: named after the checkpoint's hash, the token ids and the version of
+    transformers."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
-    path = folder / f"{checkpoint.name}-{hashlib.sha256(key.encode()).hexdigest()[:10]}.safetensors"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
+    return folder / f"{checkpoint.name}-{digest}.safetensors"
+
+
+def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
+    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder` (see `golden_path`). A file that
+    cannot be read is written again."""
+    path = golden_path(checkpoint, ids, folder)
     with suppress(InputError):
         return Golden.load(path)
     golden = make_golden(checkpoint, ids)

@@ -16,6 +16,7 @@ import pandas as pd
 from miltorch import PRECISIONS
 from workbench.bundle import Bundle
 from workbench.check import gates, metrics
+from workbench.check.device import load_reference, stored_reference
 from workbench.check.golden import Golden
 from workbench.check.validate import validate
 from workbench.decode import Decoder
@@ -40,64 +41,70 @@ def validate_units(
     golden: Golden,
     *,
     runtime: str = "auto",
+    compute_units: Sequence[str] = COMPUTE_UNITS,
+    path: Path | None = None,
+    only: bool = False,
     Ts: Sequence[int] = (),
     start: Launch = launch,
 ) -> pd.DataFrame:
-    """Validates `bundle` once per unit: portable arithmetics always, Core ML's compute units on a Mac.
+    """Validates `bundle` once per unit: portable arithmetics, and Core ML's compute units on a Mac.
 
     Args:
         runtime: where compute units are tried: `coreml` or a stand-in; `portable`: nowhere; `auto`:
             on Core ML where there is one.
+        compute_units: those that are tried.
+        path: where the golden is stored, with the reference of the device gate beside it.
+        only: the portable arithmetics are left out, and no process loads a second copy of the bundle.
         Ts: tokens a call (default: as `validate`).
         start: runs a command; tests give their own.
 
     Returns:
         One row per unit, three comparisons in each: with Hugging Face's golden (`verdict` GREEN, RED or DIED, worst update
         cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
-        and what both together say of the fault (`blame`, null where GREEN); then the first `reason`.
+        and what both together say of the fault (`blame`, null where GREEN); then the first `reason`. `kl_portable` and
+        `blame` are null with `only`.
     """
     runtime = resolve() if runtime == "auto" else runtime
-    units = {"portable": PRECISIONS}
+    units = {} if only else {"portable": PRECISIONS}
     if runtime != "portable":
-        units[runtime] = COMPUTE_UNITS
+        units[runtime] = compute_units
     with tempfile.TemporaryDirectory() as folder:
-        path = golden.save(Path(folder) / "golden.safetensors")
+        path = path or golden.save(Path(folder) / "golden.safetensors")
         rows = [
-            unit_row(bundle, path, runtime, unit, Ts, start)
+            unit_row(bundle, path, runtime, unit, Ts, start, only)
             for runtime in units
             for unit in units[runtime]
         ]
     verdicts, logits = ({row["unit"]: row[name] for row in rows} for name in ("verdict", "logits"))
-    declared = logits["portable declared"]
+    declared = logits.get("portable declared")
     for row in rows:
         comparable = declared is not None and row["logits"] is not None
         row["kl_portable"] = (
             float(metrics.kl(declared, row["logits"]).max()) if comparable else None
         )
-        row["blame"] = None if row["verdict"] == gates.GREEN else blame(row["runtime"], verdicts)
+        fault = row["verdict"] != gates.GREEN and not only
+        row["blame"] = blame(row["runtime"], verdicts) if fault else None
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def unit_row(
-    bundle: Bundle, golden: Path, runtime: str, unit: str, Ts: Sequence[int], start: Launch
+    bundle: Bundle,
+    golden: Path,
+    runtime: str,
+    unit: str,
+    Ts: Sequence[int],
+    start: Launch,
+    only: bool = False,
 ) -> dict:
     """One unit's row without the comparisons with others: the output of a child process, or how it died."""
     name, _ = named(runtime)
     row = {"unit": f"portable {unit}" if name == "portable" else unit, "runtime": name}
-    out = golden.with_name(f"{runtime}-{unit}.npy")
-    child = start(
-        [
-            sys.executable,
-            "-m",
-            "workbench.check.units",
-            str(bundle.root),
-            str(golden),
-            runtime,
-            unit,
-            str(out),
-            *map(str, Ts),
-        ]
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "logits.npy"
+        command = [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden)]
+        command += [runtime, unit, str(out), str(int(only)), *map(str, Ts)]
+        child = start(command)
+        logits = np.load(out) if out.exists() else None
     if child.returncode:
         how = (
             f"signal {-child.returncode}"
@@ -118,7 +125,7 @@ def unit_row(
         "verdict": result["verdict"],
         "min_cosine": result["min_cosine"],
         "kl_max": result["logits"]["kl_max"],
-        "logits": np.load(out) if out.exists() else None,
+        "logits": logits,
         "reason": [*red, "every gate passes"][0],
     }
 
@@ -146,12 +153,19 @@ def units_verdict(table: pd.DataFrame) -> str:
     )
 
 
-def units_main(root: str, golden: str, runtime: str, unit: str, out: str, *Ts: str) -> None:
+def units_main(
+    root: str, golden: str, runtime: str, unit: str, out: str, only: str = "0", *Ts: str
+) -> None:
     """The child: validates on one unit, keeps the logits in `out` and prints one line of JSON."""
-    decoder = Decoder(
-        root, runtime, **{"precision" if runtime == "portable" else "compute_units": unit}
-    )
-    result = validate(decoder, Golden.load(golden), [int(T) for T in Ts] or None)
+    bundle, reference, alone = Bundle.open(root), None, bool(int(only))
+    values = Golden.load(golden)
+    if runtime != "portable":  # before the decoder, so that one copy of the bundle is in memory
+        find = load_reference if alone else stored_reference
+        reference = find(bundle, values, Path(golden))
+    how = {"precision" if runtime == "portable" else "compute_units": unit}
+    decoder = Decoder(bundle, runtime, **how)
+    Ts = [int(T) for T in Ts] or None
+    result = validate(decoder, values, Ts, reference=reference, only=alone)
     np.save(out, result.chained_logits)
     print(json.dumps(result.json(), default=str))
 

@@ -156,6 +156,7 @@ def validate(
     exact: Decoder | None = None,
     budget: Budget | None = None,
     reference: device.Reference | None = None,
+    only: bool = False,
     max_kl: float = gates.MAX_KL,
     progress: bool = False,
 ) -> Validation:
@@ -166,6 +167,7 @@ def validate(
         exact: as in `bug_gates`.
         budget: as in `measure_price`; measured where there is a checkpoint.
         reference: what the device gate compares another runtime with (default: made now).
+        only: no second copy of the bundle is loaded as portable: what needs one is not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
     same = fidelity.of_this_checkpoint(decoder, golden)
@@ -201,8 +203,10 @@ def validate(
         result.free_logits = metrics.compare_logits(golden.logits, free.logits)
         result.gates.append(routing(choices, golden, budget, result.free_logits))
     result.gates += [
-        rangedim.drift_gate(decoder, traces, golden),
-        _device(decoder, golden, reference),
+        rangedim.drift_gate(
+            decoder, traces, golden, reference.drift if reference else {} if only else None
+        ),
+        _device(decoder, golden, reference, only),
         *price_gates(result.price, max_kl),
     ]
     return result
@@ -215,9 +219,14 @@ def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
     return rows.merge(errors, how="left", on=keys)
 
 
-def _device(decoder: Decoder, golden: Golden, reference: device.Reference | None) -> Gate:
+def _device(
+    decoder: Decoder, golden: Golden, reference: device.Reference | None, only: bool
+) -> Gate:
     if decoder.runtime == "portable":
         return gates.not_run("device", "the portable runtime is what devices are compared with")
+    if reference is None and only:
+        reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
+        return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
     reference = reference or device.make_reference(decoder.bundle, golden)
     return device.device_gate(decoder, golden, reference)
 

@@ -15,12 +15,14 @@ from workbench.cli.common import (
     Json,
     Log,
     Memory,
+    Only,
     Precision,
     Prompt,
     RuntimeName,
     TextFile,
     Tokens,
     Units,
+    another,
     gate_lines,
     load_golden,
     look_at,
@@ -101,6 +103,7 @@ def validate_command(
     prefill_bundle: PrefillBundle = None,
     runtime: RuntimeName = "auto",
     compute_units: Units = "CPU_AND_NE",
+    only: Only = None,
     precision: Precision = "declared",
     max_kl: Annotated[
         float, Option(help="Your limit on the mean KL from the golden, in nats.", min=0)
@@ -126,27 +129,32 @@ def validate_command(
                 "give --checkpoint",
             )
     from workbench.check import verdict
-    from workbench.check.device import stored_reference
+    from workbench.check.device import load_reference, stored_reference
     from workbench.models.checkpoint import Checkpoint
+    from workbench.runtime import resolve
 
     source = Checkpoint(checkpoint) if checkpoint else None
     options = opened.manifest.options
     every_t = [T for T in range(1, options.t_max + 1) if options.tokens(T) == T]
     Ts = every_t if all_t else None
+    runtime = another(only) if only else resolve(runtime)
+    portable = None
     try:
-        decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
         reference = load_golden(
             golden, checkpoint, prompt_ids, dims.V, bos, prompt=prompt, text=text, tokens=tokens
         )
+        if golden and runtime != "portable":  # before the decoder: one copy of the bundle at a time
+            portable = (load_reference if only else stored_reference)(opened, reference, golden)
+        decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         echo(_expectation(decoder, reference, source, Ts), err=True)
-        stored = golden and decoder.runtime != "portable"
         validation = workbench.validate(
             decoder,
             reference,
             Ts,
             checkpoint=source,
-            reference=stored_reference(opened, reference, golden) if stored else None,
+            reference=portable,
+            only=bool(only),
             max_kl=max_kl,
             progress=not json,
         )

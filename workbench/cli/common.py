@@ -18,6 +18,11 @@ RuntimeName = Annotated[str, Option(help="auto, portable, coreml, stand-in or st
 Units = Annotated[
     str, Option("--compute-units", help="Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.")
 ]
+Only = Annotated[
+    str | None,
+    Option(metavar="RUNTIME", help="This runtime alone: no second copy of the bundle in memory."),
+]
+PromptOf = Annotated[Path | None, Option(help="Golden store whose token ids are the prompt.")]
 Precision = Annotated[str, Option(help="Portable arithmetic: declared, exact or narrow.")]
 GoldenPath = Annotated[Path | None, Option(help="Golden store.")]
 GoldenOf = Annotated[Path | None, Option(help="Make the golden now from this checkpoint.")]
@@ -136,6 +141,19 @@ def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
     return paths.checkpoint(checkpoint) if checkpoint else bundle.root / "tokenizer"
 
 
+def prompt_of(golden: Path | None, prompt_ids: str | None, V: int, **prompt) -> list[int]:
+    """The token ids of a stored golden, where one is given, else those of `ids_for`."""
+    from workbench.check.golden import Golden, check_ids
+
+    if golden and (prompt_ids is not None or prompt.get("prompt") or prompt.get("text")):
+        raise InputError(
+            "prompt", "--golden beside a prompt", "one of them", "leave the prompt out"
+        )
+    if golden:
+        return check_ids(Golden.load(golden).ids, V).tolist()
+    return ids_for(prompt_ids, V, **prompt)
+
+
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:
     """Refuses a path of a golden or a checkpoint that is none, before anything heavy is imported."""
     if golden:
@@ -176,6 +194,19 @@ def load_golden(
         "one of them",
         "run: workbench golden CHECKPOINT --out G, then give --golden G",
     )
+
+
+def another(only: str) -> str:
+    """The runtime that `--only` names.
+
+    Raises:
+        InputError: the portable one, which has nothing to leave out.
+    """
+    from workbench.runtime import resolve
+
+    if (runtime := resolve(only)) == "portable":
+        raise InputError("--only", "portable", "coreml or stand-in", "use --runtime portable")
+    return runtime
 
 
 def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables) -> None:

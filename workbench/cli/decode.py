@@ -11,9 +11,11 @@ from workbench.cli.common import (
     Ids,
     Json,
     Precision,
+    PromptOf,
     RuntimeName,
     Units,
-    parse_ids,
+    look_at,
+    prompt_of,
     red_first,
     show,
 )
@@ -27,6 +29,7 @@ def decode_command(
     prompt_ids: Ids = None,
     prompt: str | None = None,
     chat: bool = False,
+    golden: PromptOf = None,
     max_new: Annotated[int, Option(help="New tokens.", min=0)] = 32,
     temperature: float = 0.0,
     top_k: int = 0,
@@ -55,20 +58,21 @@ def decode_command(
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
     opened, *other = [workbench.Bundle.open(path) for path in (bundle, prefill_bundle) if path]
-    if (prompt_ids is None) == (prompt is None):
+    if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
         raise InputError(
             "prompt",
-            "both or neither of --prompt-ids and --prompt",
+            "several or none of --prompt-ids, --prompt and --golden",
             "one of them",
             "give one of them",
         )
+    look_at(golden, None)
     if chat and prompt is None:
         raise InputError("--chat", "token ids", "a text to answer", "give --prompt TEXT")
     from workbench.decode import Sampling
     from workbench.decode.transcript import encode_chat, encode_text, transcript
 
     if prompt is None:
-        ids = parse_ids(prompt_ids)
+        ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V)
     else:
         ids = (encode_chat if chat else encode_text)(opened.root / "tokenizer", prompt)
     sampling = Sampling(temperature, top_k, top_p, seed)

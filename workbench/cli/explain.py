@@ -15,15 +15,19 @@ from workbench.cli.common import (
     Ids,
     Json,
     Log,
+    Only,
     Prompt,
+    PromptOf,
     RuntimeName,
     TextFile,
     Tokens,
+    Units,
+    another,
     gate_lines,
-    ids_for,
     load_golden,
     look_at,
     look_at_prompt,
+    prompt_of,
     record,
     show,
 )
@@ -35,10 +39,13 @@ PANEL = "Where an error comes from"
 def error_command(
     bundle: Path,
     checkpoint: Annotated[Path, Option(help="The checkpoint that the bundle was exported from.")],
+    golden: GoldenPath = None,
     prompt_ids: Ids = None,
     prompt: Prompt = None,
     text: TextFile = None,
     tokens: Tokens = None,
+    runtime: RuntimeName = "auto",
+    compute_units: Units = "CPU_AND_NE",
     weights: Annotated[
         bool, Option(help="Also find which weights' compression costs most.")
     ] = False,
@@ -50,21 +57,23 @@ def error_command(
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
     opened = workbench.Bundle.open(bundle)
-    paths.checkpoint(checkpoint)
+    look_at(golden, checkpoint)
     look_at_prompt(prompt_ids, prompt, text)
-    from workbench.check.golden import make_golden
+    from workbench.check.golden import Golden, make_golden
     from workbench.explain import error
     from workbench.explain import weights as weighing
     from workbench.models.checkpoint import Checkpoint
-    from workbench.runtime import coreml_available
+    from workbench.runtime import resolve
 
-    source = Checkpoint(checkpoint)
-    V = opened.manifest.dims.V
-    ids = ids_for(prompt_ids, V, prompt=prompt, text=text, tokens=tokens, tokenizer=source.path)
-    splits = error.split_error(source, opened, ids, device=coreml_available(), progress=not json)
+    source, runtime = Checkpoint(checkpoint), resolve(runtime)
+    text_options = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
+    ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
+    reference = Golden.load(golden) if golden else make_golden(source, ids)
+    how = {"runtime": runtime, "compute_units": compute_units}
+    splits = error.split_error(source, opened, ids, reference=reference, **how, progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
     if weights:
-        trial = weighing.WeightTrial(opened, source, make_golden(source, ids))
+        trial = weighing.WeightTrial(opened, source, reference)
         frames["weights"] = weighing.costs(trial)
         frames["remedies"] = weighing.remedies(trial, frames["weights"])
     checks = error.error_gates(splits)
@@ -76,7 +85,7 @@ def error_command(
         "residual": max(s.residual for s in splits.values()),
     }
     if log:
-        _record(opened, "error", result)
+        _record(opened, "error", result, **how)
     tables = [
         line
         for name, frame in frames.items()
@@ -85,8 +94,14 @@ def error_command(
     show(result, json, [result["verdict"], *gate_lines(checks), *tables])
 
 
-def _record(bundle, command: str, result: dict) -> None:
-    row = {"verdict": result["verdict"], "runtime": "portable", "config": gates.jsonable(result)}
+def _record(
+    bundle, command: str, result: dict, runtime: str = "portable", compute_units: str | None = None
+) -> None:
+    name, _, fault = runtime.partition(":")
+    config = gates.jsonable(result) | ({"fault": fault} if fault else {})
+    row = {"verdict": result["verdict"], "runtime": name, "config": config}
+    if name != "portable":
+        row["compute_units"] = compute_units
     record(command, result, bundle, row)
 
 
@@ -117,6 +132,7 @@ def explain_command(
 
 def trace_command(
     source: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")],
+    golden: PromptOf = None,
     prompt_ids: Ids = None,
     inputs: Annotated[
         Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")
@@ -129,11 +145,12 @@ def trace_command(
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
     paths.bundle_or_package(source)
+    look_at(golden, None)
     bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
     from workbench.explain import trace
 
     if bundle:
-        ranges = trace.trace_bundle(bundle, ids_for(prompt_ids, bundle.manifest.dims.V))
+        ranges = trace.trace_bundle(bundle, prompt_of(golden, prompt_ids, bundle.manifest.dims.V))
     else:
         ranges = trace.trace_package(source, _package_inputs(inputs, source) if inputs else None)
     result = ranges.json()
@@ -193,6 +210,10 @@ def matrix_command(
     golden: GoldenPath = None,
     prompt_ids: Ids = None,
     runtime: RuntimeName = "auto",
+    compute_units: Annotated[
+        str | None, Option("--compute-units", help="Only these compute units; default: each.")
+    ] = None,
+    only: Only = None,
     log: Log = False,
     json: Json = False,
 ) -> None:
@@ -203,10 +224,19 @@ def matrix_command(
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
     from workbench.check.units import units_verdict, validate_units
-    from workbench.runtime import resolve
+    from workbench.runtime import COMPUTE_UNITS, check_compute_units, resolve
 
+    if compute_units:
+        check_compute_units(compute_units)
     reference = load_golden(golden, checkpoint, prompt_ids, opened.manifest.dims.V)
-    table = validate_units(opened, reference, runtime=resolve(runtime))
+    table = validate_units(
+        opened,
+        reference,
+        runtime=another(only) if only else resolve(runtime),
+        compute_units=[compute_units] if compute_units else COMPUTE_UNITS,
+        path=golden,
+        only=bool(only),
+    )
     device = bool((table["runtime"] == "coreml").any())
     result = {
         "verdict": units_verdict(table),

@@ -16,6 +16,7 @@ from workbench.cli.common import (
     Prompt,
     TextFile,
     Tokens,
+    gate_lines,
     ids_for,
     look_at_prompt,
     parse_ids,
@@ -105,9 +106,16 @@ def golden_command(
     text: TextFile = None,
     tokens: Tokens = None,
     bundle: Path | None = None,
+    for_bundle: Annotated[
+        Path | None,
+        Option("--for", help="Also all that validates this bundle without the checkpoint."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
+
+    With --for, the bundle's verdict.json and the device gate's reference beside the golden: a Mac
+    then validates the bundle with one copy of it in memory.
 
     Example: workbench golden data/tiny-llama --out build/llama.golden
 
@@ -118,29 +126,34 @@ def golden_command(
     paths.checkpoint(checkpoint)
     opened = workbench.Bundle.open(bundle) if bundle else None
     look_at_prompt(prompt_ids, prompt, text)
-    from workbench.check.golden import make_golden, stored_weights
+    target = workbench.Bundle.open(for_bundle) if for_bundle else None
+    from workbench.check import gates, verdict
+    from workbench.check.device import reference_path, stored_reference
+    from workbench.check.golden import check_exported_from, make_golden, stored_weights
+    from workbench.check.validate import bug_gates
     from workbench.models.checkpoint import Checkpoint
 
     source = Checkpoint(checkpoint)
-    ids = ids_for(
-        prompt_ids,
-        source.config.vocab_size,
-        prompt=prompt,
-        text=text,
-        tokens=tokens,
-        tokenizer=source.path,
-    )
+    texts = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
+    ids = ids_for(prompt_ids, source.config.vocab_size, **texts)
+    if target:
+        check_exported_from(source, target)
     weights = (stored_weights(source, opened), opened.identity) if opened else ()
     check_writable(out)
     golden = make_golden(source, ids, *weights)
     golden.save(out)
     size = out.stat().st_size
-    show(
-        {"golden": str(out), "tokens": len(ids), "layers": len(golden.x), "bytes": size}
-        | golden.meta,
-        json,
-        [f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"],
-    )
+    result = {"golden": str(out), "tokens": len(ids), "layers": len(golden.x), "bytes": size}
+    lines = [f"{out}: {len(ids)} tokens, {len(golden.x)} layers, {size / 2**20:.1f} MiB"]
+    if target:
+        checks = bug_gates(target, source, progress=not json)
+        files = [verdict.save(target, checks), reference_path(target, out)]
+        stored_reference(target, golden, out)
+        result |= {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
+        result["reference"] = str(files[1])
+        lines += [f"copy with it {target.root} and {files[1]}", result["verdict"]]
+        lines += gate_lines(checks)
+    show(result | golden.meta, json, lines)
 
 
 def check_writable(out: Path) -> None:

@@ -23,6 +23,7 @@ from workbench.check import fidelity, gates, golden
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import resolve
 
 PARTS = ("storage", "quantization", "reauthoring", "precision", "runtime")
 MODES = ("isolated", "chained")
@@ -97,19 +98,22 @@ def split_error(
     ids: Sequence[int],
     *,
     T: int | None = None,
-    device: bool = False,
+    reference: golden.Golden | None = None,
+    runtime: str = "portable",
+    compute_units: str = "CPU_AND_NE",
     progress: bool = False,
 ) -> dict[str, Split]:
     """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and chained.
 
     Args:
         T: tokens a call (default: t_max).
-        device: also run Core ML.
+        reference: the checkpoint's golden of `ids` (default: made now).
+        runtime: whose part is measured too, on `compute_units`; `portable`: none is.
     """
     from tqdm.auto import tqdm
 
-    source = golden.make_golden(checkpoint, ids)
-    stages = _stages(checkpoint, bundle, source, T, device)
+    source, runtime = reference or golden.make_golden(checkpoint, ids), resolve(runtime)
+    stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
     names, stages = zip(
         *tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True
     )
@@ -122,7 +126,9 @@ def split_error(
     return splits
 
 
-def _stages(checkpoint, bundle, source, T, device) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _stages(
+    checkpoint, bundle, source, T, runtime, compute_units
+) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     for part, weights in (
         ("storage", golden.fp16_weights(checkpoint, bundle)),
@@ -136,9 +142,9 @@ def _stages(checkpoint, bundle, source, T, device) -> Iterator[tuple[str, list[n
     for part, *how in (
         ("reauthoring", "portable", "exact"),
         ("precision", "portable", "declared"),
-        ("runtime", "coreml", "declared"),
-    )[: 3 if device else 2]:
-        decoder = Decoder(bundle, *how)
+        ("runtime", runtime, "declared"),
+    )[: 2 if runtime == "portable" else 3]:
+        decoder = Decoder(bundle, *how, compute_units=compute_units)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
 

@@ -18,8 +18,10 @@ import pandas as pd
 from pandas.io.formats.style import Styler
 
 from workbench import log, paths, plots, report, sweep
+from workbench.ane.placement import suitable_units
 from workbench.bundle import Bundle
 from workbench.check import gates, golden, tasks
+from workbench.check.device import stored_reference
 from workbench.check.price import measure_budget
 from workbench.check.validate import Validation, keep_verdict, validate
 from workbench.decode import Decoder
@@ -28,13 +30,15 @@ from workbench.errors import InputError
 from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.report import doctor, tables
+from workbench.runtime import check_compute_units, named, resolve
 from workbench.sweep import runs
 from workbench.sweep.cell import find
 
 
 @dataclass
 class ExportedModel:
-    """A checkpoint with its bundle, a decoder that runs it, and token ids with their text."""
+    """A checkpoint with its bundle, a decoder that runs it, and token ids with their text. `how`: runtime and compute units
+    of its decoders; `stored`: the file of a golden of `ids`, None where `goldens` has it."""
 
     checkpoint: Checkpoint
     bundle: Bundle
@@ -42,6 +46,8 @@ class ExportedModel:
     ids: list[int]
     tokens: list[str]
     goldens: Path
+    how: dict[str, str]
+    stored: Path | None = None
 
     def validate(
         self,
@@ -52,14 +58,21 @@ class ExportedModel:
     ) -> Validation:
         """Bug gates, kept in the bundle's verdict.json, and the price against `reference` (default: `golden`); `max_kl` is
         the user's limit on its mean KL in nats."""
+        file, portable = None if reference else self.stored, None
         reference = reference or self.golden
         keep_verdict(self.bundle, self.checkpoint)
         budget = measure_budget(self.bundle, self.checkpoint, reference)
-        return validate(self.decoder, reference, Ts, budget=budget, max_kl=max_kl)
+        if self.decoder.runtime != "portable":
+            file = file or golden.golden_path(self.checkpoint, reference.ids, self.goldens)
+            portable = stored_reference(self.bundle, reference, file)
+        how = {"budget": budget, "reference": portable, "max_kl": max_kl}
+        return validate(self.decoder, reference, Ts, **how)
 
     @cached_property
     def golden(self) -> golden.Golden:
         """Hugging Face's values for `ids`, computed when they are first used."""
+        if self.stored:
+            return golden.Golden.load(self.stored)
         return golden.stored_golden(self.checkpoint, self.ids, self.goldens)
 
 
@@ -76,7 +89,8 @@ class Study:
 
     Args:
         number: of the experiment, such as "05".
-        names: the notebook's variables; the ones in capitals are its parameters and go into the log.
+        names: the notebook's variables; the ones in capitals are its parameters and go into the log. RUNTIME,
+            COMPUTE_UNITS (None: as `how` says) and GOLDEN, the path of a stored golden, concern whatever it opens.
     """
 
     def __init__(self, number: str, names: Mapping):
@@ -110,6 +124,46 @@ class Study:
         """A new folder outside the project, for exports that need not stay."""
         return Path(tempfile.mkdtemp())
 
+    def how(self, checkpoint: str | Path) -> dict[str, str]:
+        """`runtime` and `compute_units` of a checkpoint's decoders: the notebook's parameters. Without COMPUTE_UNITS
+        another runtime than the portable one, which goes by its own name, takes the units that suit the size of the
+        layers."""
+        runtime = self.parameters.get("RUNTIME") or "auto"
+        units = self.parameters.get("COMPUTE_UNITS")
+        portable = resolve(runtime) == "portable"
+        runtime = runtime if portable else resolve(runtime)
+        if units is None:
+            source = Checkpoint(find(str(checkpoint), self.root))
+            units = "CPU_AND_NE" if portable else suitable_units(source)
+        check_compute_units(units)
+        return {"runtime": runtime, "compute_units": units}
+
+    def axes(self, checkpoint: str | Path) -> dict[str, list[str]]:
+        """`how`, as axes of a sweep's grid."""
+        return {name: [value] for name, value in self.how(checkpoint).items()}
+
+    def where(self, checkpoint: str | Path) -> str:
+        """What runs a checkpoint's bundles, in words that stand beside every time: a stand-in's is no measurement."""
+        how = self.how(checkpoint)
+        return self._ran_on(named(resolve(how["runtime"]))[0], how["compute_units"])
+
+    def _ran_on(self, runtime: str, units: str) -> str:
+        if runtime == "portable":
+            return "the portable runtime"
+        small = units == "CPU_ONLY" and self.parameters.get("COMPUTE_UNITS") is None
+        name = (
+            "Core ML" if runtime == "coreml" else "a stand-in for Core ML, which measures nothing,"
+        )
+        return f"{name} on {units}" + (
+            ", its layers too small for the Neural Engine" if small else ""
+        )
+
+    @property
+    def golden_file(self) -> str | None:
+        """The path of the golden that GOLDEN names; a relative one starts at the project's folder."""
+        name = self.parameters.get("GOLDEN")
+        return str(self.project / name) if name else None
+
     def open(
         self,
         checkpoint: str | Path,
@@ -125,19 +179,24 @@ class Study:
         Args:
             checkpoint: a Hugging Face folder, or the name of a model in the Hub's local cache; a
                 relative path starts here or at the project's folder.
-            prompt: token ids, or how many of the prompt to take (see `prompt`, also for `text`).
+            prompt: token ids, or how many of the prompt to take (see `prompt`, also for `text`);
+                with GOLDEN, its ids.
             precision: the decoder's arithmetic; `fast`: whether it may fuse operations, for timing.
             options: export options (see `workbench.export.options`).
         """
         source = Checkpoint(find(str(checkpoint), self.root))
         bundle = sweep.bundle_for(source, export_options(**options), self.bundles, progress=True)
-        decoder = Decoder(bundle, precision=precision, fast=fast)
+        how = self.how(source.path)
+        decoder = Decoder(bundle, precision=precision, fast=fast, **how)
+        if self.golden_file:
+            prompt = golden.Golden.load(self.golden_file).ids.tolist()
         ids, tokens = (
             self.prompt(source, prompt, text)
             if isinstance(prompt, int)
             else (prompt, token_texts(source, prompt))
         )
-        return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens)
+        stored = self.golden_file and Path(self.golden_file)
+        return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens, how, stored)
 
     def prompt(
         self, checkpoint: Checkpoint, count: int, text: str = ""
@@ -240,6 +299,9 @@ class Study:
         bundle = decoder.bundle if decoder else subject
         verdict = [tables.verdict_conclusion(bundle, self.gates)] if self.gates else []
         words = "\n\n".join(filter(None, [words, *verdict]))
+        if decoder and decoder.runtime != "portable":
+            place = self._ran_on(decoder.runtime, decoder.compute_units)
+            words = "\n\n".join(filter(None, [words, f"The bundle ran on {place}."]))
         config = {
             "parameters": self.parameters,
             "gates": [g.json() for g in self.gates],

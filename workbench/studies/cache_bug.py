@@ -20,7 +20,7 @@ from workbench.check import gates, metrics
 from workbench.decode import Decoder, Record, Snapshot
 from workbench.decode import decoder as decoding
 from workbench.prompt_cache import Store, formats
-from workbench.studies.cache_reuse import PATHS, differs, greedy
+from workbench.studies.cache_reuse import PATHS, arithmetic, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
 REPORTED_PATTERN = {
@@ -225,7 +225,7 @@ def _two_requests(
         }
     first, reasons = (
         reference[0],
-        [differs(records, reference, decoder.precision) for records in sequences],
+        [differs(records, reference, arithmetic(decoder)) for records in sequences],
     )
     return {
         "ok": not any(reasons),

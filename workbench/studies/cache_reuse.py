@@ -216,7 +216,7 @@ def _check_cell(
         problems.append(
             f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens, then one by one"
         )
-    precision = decoder.precision if decoder.runtime == "portable" else "coreml"
+    precision = arithmetic(decoder)
     for seq, sequence in enumerate(sequences):
         others = {"the cold run": sequence.cold[cell.format][: limits[seq]]}
         if decoder is not alone:
@@ -308,6 +308,11 @@ def count_predictions(decoder: Decoder):
         model, "predict", lambda *arguments: (calls.append(1), predict(*arguments))[1]
     ):
         yield calls
+
+
+def arithmetic(decoder: Decoder) -> str:
+    """The name in `LOGITS` of what a decoder computes in."""
+    return decoder.precision if decoder.runtime == "portable" else "coreml"
 
 
 def differs(

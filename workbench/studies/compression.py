@@ -7,7 +7,7 @@ disk answers the first with RED while the price may stay far below any limit.
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -32,11 +32,12 @@ def preset_prices(
     presets: Iterable[str],
     bundles: Path,
     max_kl: float = gates.MAX_KL,
+    how: Mapping[str, str] | None = None,
     **options,
 ) -> pd.DataFrame:
     """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top
     token, the verdict of the gates that ask for bugs, and that of all gates. Bundles are exported
-    into `bundles` with `options`. A preset that the checkpoint's sizes do not allow has the reason
+    into `bundles` with `options`, and run as `how` says (`runtime`, `compute_units`). A preset that the checkpoint's sizes do not allow has the reason
     in place of a verdict."""
     rows = []
     for preset in presets:
@@ -47,7 +48,7 @@ def preset_prices(
             continue
         keep_verdict(bundle, checkpoint)
         budget = measure_budget(bundle, checkpoint, golden)
-        result = validate(Decoder(bundle), golden, budget=budget, max_kl=max_kl)
+        result = validate(Decoder(bundle, **how or {}), golden, budget=budget, max_kl=max_kl)
         rows.append(
             {
                 "compress": preset,

@@ -149,7 +149,7 @@ def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str
     probe, rest = ms["probe: q_proj and o_proj"], ms["rest of attention"]
     return (
         f"The probe's two projections take {probe:.3g} ms of {probe + rest:.3g} ms of attention per token "
-        f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} and this runtime."
+        f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} and the portable runtime."
     )
 
 

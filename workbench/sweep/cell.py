@@ -20,9 +20,10 @@ from workbench.ane import placement
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import MANIFEST_VERSION
 from workbench.check import golden
+from workbench.check.device import stored_reference
 from workbench.check.gates import jsonable
 from workbench.check.price import measure_budget
-from workbench.check.validate import keep_verdict, validate
+from workbench.check.validate import Validation, keep_verdict, validate
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
@@ -36,7 +37,7 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
     """Exports what is missing, measures in a child, and returns the run's log files: path in the log → contents.
 
     Args:
-        job: {checkpoint, checkpoint_hash, options, run, setting, round, cell, judge_ids, max_kl, experiment, bundles,
+        job: {checkpoint, checkpoint_hash, bundle, identity, golden, options, run, setting, round, cell, judge_ids, max_kl, experiment, bundles,
             timeout_s, attempt, worker (an index; None: 0)}.
         measure: the function that a fresh process calls; it logs one run into job["root"].
     """
@@ -44,7 +45,7 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as root, process.awake():
         inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = process.Outcome()
-        if not _is_cached(_path(job)):
+        if not job["identity"] and not _is_cached(_path(job)):
             outcome = process.call(
                 "workbench.sweep.cell:prepare", inner, timeout_s=job["timeout_s"]
             )
@@ -66,7 +67,7 @@ def prepare(job: dict) -> None:
 def measure_cell(job: dict) -> None:
     """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
     began, before = time.time(), runs.state_before()
-    bundle = Bundle.open(_path(job))
+    bundle = _bundle(job)
     decoder = Decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
     )
@@ -90,11 +91,7 @@ def measure_cell(job: dict) -> None:
     if errors := process.invalidating(messages):  # it ran, and not where it was meant to
         row |= {"status": "invalid", "reason": errors[0]}
     if job["judge_ids"]:
-        checkpoint, folder = _checkpoint(job), _path(job).parent.with_name("golden")
-        reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
-        keep_verdict(bundle, checkpoint)
-        budget = measure_budget(bundle, checkpoint, reference)
-        validation = validate(decoder, reference, budget=budget, max_kl=job["max_kl"])
+        validation = _validation(job, decoder)
         fidelity, row["verdict"] = validation.rows, validation.verdict
         config["gates"] = [g.json() for g in validation.gates]
         config["price"] = jsonable(validation.price.json())
@@ -107,6 +104,26 @@ def measure_cell(job: dict) -> None:
         layers=timing.layer_table(samples, decoder),
         rest=lambda: _placement(decoder, row, config, job["timeout_s"] - (time.time() - began)),
     )
+
+
+def _validation(job: dict, decoder: Decoder) -> Validation:
+    """The job's bundle against its golden; bug gates and budget take the checkpoint, which a
+    finished bundle does without."""
+    bundle, budget = decoder.bundle, None
+    if job["golden"]:
+        path = find(job["golden"], log.default_root())
+        reference = golden.Golden.load(path)
+    if not job["identity"]:
+        checkpoint, folder = _checkpoint(job), _path(job).parent.with_name("golden")
+        if not job["golden"]:
+            path = golden.golden_path(checkpoint, job["judge_ids"], folder)
+            reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
+        keep_verdict(bundle, checkpoint)
+        budget = measure_budget(bundle, checkpoint, reference)
+    device = None
+    if decoder.runtime != "portable":
+        device = stored_reference(bundle, reference, path)
+    return validate(decoder, reference, budget=budget, reference=device, max_kl=job["max_kl"])
 
 
 def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dict:
@@ -178,19 +195,42 @@ def _checkpoint(job: dict) -> Checkpoint:
     return checkpoint
 
 
-def find(checkpoint: str, root: Path) -> Path:
+def find(path: str, root: Path) -> Path:
     """The path itself where it exists, else relative to the project that the log belongs to (notebooks run elsewhere),
     else, for the name of a model on the Hub, its folder in the local cache if it is there."""
     project = log.project(root)
-    if Path(checkpoint).exists():
-        return Path(checkpoint)
-    if not (project / checkpoint).exists() and paths.hub_id(checkpoint, project):
-        return paths.hub_snapshot(checkpoint) or Path(checkpoint)
-    return project / checkpoint
+    if Path(path).exists():
+        return Path(path)
+    if not (project / path).exists() and paths.hub_id(path, project):
+        return paths.hub_snapshot(path) or Path(path)
+    return project / path
+
+
+def lacks(checkpoint: str) -> str | None:
+    """What is wrong with this path of a checkpoint on this machine, in one message; None: nothing."""
+    try:
+        paths.checkpoint(find(checkpoint, log.default_root()))
+    except InputError as problem:
+        return str(problem)
+    return None
+
+
+def _bundle(job: dict) -> Bundle:
+    bundle = Bundle.open(_path(job))
+    if job["identity"] not in (None, bundle.identity):
+        raise InputError(
+            f"bundle {job['bundle']}",
+            bundle.identity[:12],
+            f"the sweep's, {job['identity'][:12]}",
+            "remove it, and start the sweep again",
+        )
+    return bundle
 
 
 def _path(job: dict) -> Path:
     """Where this machine keeps the bundle of a job."""
+    if job["identity"]:
+        return find(job["bundle"], log.default_root())
     folder = Path(job["bundles"]) if job["bundles"] else log.project() / "data" / "bundles"
     return folder / _bundle_name(
         paths.model_name(Path(job["checkpoint"])), job["checkpoint_hash"], Options(**job["options"])

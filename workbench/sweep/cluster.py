@@ -5,18 +5,24 @@ two at once. Dask's own retries and waiting are disabled: a job whose worker die
 logged, and a cluster without workers raises an error.
 """
 
+import shutil
+import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from workbench import log
 from workbench.errors import InputError
+from workbench.log.machine import machine_name
+from workbench.paths import partial
 
 RESOURCE = "ANE"
 ATTEMPTS = 2
 CONNECT_S = 10
 PATIENCE_S = 600  # seconds that a job waits for a worker to come back
+PIECE = 32 << 20  # bytes of a file that is sent
 
 
 class Cluster:
@@ -28,6 +34,38 @@ class Cluster:
     def environments(self) -> list[dict]:
         """`log.environment` of every worker."""
         return list(self.client.run(log.environment).values())
+
+    def check(self, lacks: Callable[[str], str | None], path: str) -> None:
+        """Refuses a cluster in which a worker lacks what is at `path` of its project.
+
+        Args:
+            lacks: on a worker, what is wrong with a path, None if nothing.
+        """
+        lacking = {a: text for a, text in self.client.run(lacks, path).items() if text}
+        if lacking:
+            names = {a: machine_name(e) for a, e in self.client.run(log.environment).items()}
+            raise InputError(
+                f"{len(lacking)} of {len(names)} workers",
+                "; ".join(f"{names[address]}: {text}" for address, text in lacking.items()),
+                f"{path} in the project of each, as here",
+                "copy the checkpoint there, or name finished bundles in the grid (bundle: […]), which are sent",
+            )
+
+    def send(self, source: Path, place: str) -> None:
+        """Copies a file or a folder to `place` of every project on the workers that has nothing
+        there, piece by piece."""
+        addresses = {project: a for a, project in self.client.run(_lacking_project, place).items()}
+        lacking = [address for project, address in addresses.items() if project]
+        files = [p for p in sorted(source.rglob("*")) if p.is_file()] or [source]
+        for path in files if lacking else ():
+            name = path.relative_to(source).as_posix()
+            with path.open("rb") as file:
+                while (piece := file.read(PIECE)) or not file.tell():
+                    self.client.run(_append, place, name, piece, workers=lacking)
+                    if not piece:
+                        break
+        if lacking:
+            self.client.run(_finish, place, workers=lacking)
 
     def results(
         self, jobs: list[dict], run: Callable[[dict], dict], failed: Callable[[dict, str], None]
@@ -63,6 +101,32 @@ class Cluster:
         for address in sorted(workers):
             self.indices.setdefault(address, len(self.indices))
         return max(sum(worker["resources"].get(RESOURCE, 0) >= 1 for worker in workers.values()), 1)
+
+
+def _lacking_project(place: str) -> tuple[str, str] | None:
+    """On a worker: its host and its project, unless there is something at `place` of it already.
+    What an interrupted sending left is removed."""
+    target = log.project() / place
+    if target.exists():
+        return None
+    if partial(target).is_file():
+        partial(target).unlink()
+    shutil.rmtree(partial(target), ignore_errors=True)
+    return socket.gethostname(), str(log.project())
+
+
+def _append(place: str, name: str, piece: bytes) -> None:
+    """On a worker: adds a piece to a file of what is being sent to `place`; "." is all of it."""
+    target = partial(log.project() / place) / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("ab") as file:
+        file.write(piece)
+
+
+def _finish(place: str) -> None:
+    """On a worker: what was sent to `place` is whole."""
+    target = log.project() / place
+    partial(target).rename(target)
 
 
 def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) -> dict:

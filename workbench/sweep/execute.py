@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from workbench import log
+from workbench.bundle import Bundle
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
+from workbench.files import sha256
 from workbench.log.machine import machine_name, software_name, with_machines
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
@@ -48,21 +50,21 @@ def sweep(
     root = Path(root) if root else log.default_root()
     if scheduler is None:
         bundles = bundles or log.project(root) / "data" / "bundles"
-    checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
-    token_ids(grid.validate_ids, checkpoint.config.vocab_size, "validate_ids of the grid")
+    sources = {path: _source(grid, path, root) for path in grid.bundle or [None]}
     check_sizes(grid)
     everything = list(cells(grid))
     random.Random(0).shuffle(everything)
-    with _workers(scheduler, measure) as (hosts, results):
+    with _workers(scheduler, measure, grid.checkpoint) as (hosts, results, send):
         try:  # nothing is measured that could not be written
             root.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             needed, step = "a folder that can be written", "name another with --log"
             raise InputError(f"log {root}", problem.strerror, needed, step) from None
         finished = done_cells(root, hosts, _auto() if scheduler is None else None)
-        missing = [c for c in everything if c.key(checkpoint.sha256) not in finished]
+        missing = [c for c in everything if c.key(_contents(sources[c.bundle])) not in finished]
         missing.sort(key=lambda c: c.round)
-        jobs = [_job(c, grid, checkpoint, bundles, here=scheduler is None) for c in missing]
+        about = {path: send(source) for path, source in sources.items()} if missing else {}
+        jobs = [_job(c, grid, about[c.bundle], bundles) for c in missing]
         counts = {"cells": len(everything), "done": 0, "resumed": len(everything) - len(jobs)}
         counts |= {"failed": 0, "invalid": 0, "log": str(root), "reasons": []}
         with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
@@ -78,17 +80,37 @@ def sweep(
     return counts
 
 
-def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here: bool) -> dict:
+def _source(grid: Grid, bundle: str | None, root: Path) -> dict:
+    """Keys of a job that say what its cell starts from, with the paths of this machine: the grid's checkpoint, or a
+    finished bundle; `identity` and `bundle` are null without one."""
+    subject = "validate_ids of the grid"
+    golden = grid.golden and str(cell.find(grid.golden, root).resolve())
+    if bundle is None:
+        checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
+        token_ids(grid.validate_ids, checkpoint.config.vocab_size, subject)
+        path, sha256 = str(checkpoint.path.resolve()), checkpoint.sha256
+        more = {"bundle": None, "identity": None}
+    else:
+        opened = Bundle.open(cell.find(bundle, root))
+        token_ids(grid.validate_ids, opened.manifest.dims.V, subject)
+        path, sha256 = (opened.manifest.checkpoint[name] for name in ("name", "sha256"))
+        more = {"bundle": str(opened.root), "identity": opened.identity}
+    return {"checkpoint": path, "checkpoint_hash": sha256, "golden": golden} | more
+
+
+def _contents(source: dict) -> str:
+    """What a cell's key is made of: its bundle's identity, else its checkpoint's hash."""
+    return source["identity"] or source["checkpoint_hash"]
+
+
+def _job(c: Cell, grid: Grid, source: dict, bundles: Path | None) -> dict:
     """A cell as what can travel to another process or, where paths are other ones, to another machine."""
-    sha256, path = checkpoint.sha256, str(checkpoint.path.resolve()) if here else c.checkpoint
-    return {
-        "checkpoint": path,
-        "checkpoint_hash": sha256,
+    return source | {
         "options": c.options.model_dump(),
         "run": c.run,
-        "setting": c.setting(sha256),
+        "setting": c.setting(_contents(source)),
         "round": c.round,
-        "cell": c.key(sha256),
+        "cell": c.key(_contents(source)),
         "judge_ids": list(c.judge_ids),
         "max_kl": grid.max_kl,
         "experiment": grid.experiment,
@@ -102,15 +124,35 @@ def _job(c: Cell, grid: Grid, checkpoint: Checkpoint, bundles: Path | None, here
 
 
 @contextmanager
-def _workers(scheduler: str | None, measure: str):
-    """((machine, software) of all that measure, function from jobs to results) here or on a cluster."""
+def _workers(scheduler: str | None, measure: str, checkpoint: str):
+    """((machine, software) of all that measure, function from jobs to results, function that makes a source's paths those
+    of whoever measures) here or on a cluster."""
     if scheduler is None:
         here = {_host(log.environment())}
-        yield here, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs)
+        yield here, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs), dict
         return
     with cluster.connect(scheduler) as workers:
         hosts = set(map(_host, workers.environments()))
-        yield hosts, lambda jobs: workers.results(jobs, cell.run_cell, cell.failed)
+        yield (
+            hosts,
+            lambda jobs: workers.results(jobs, cell.run_cell, cell.failed),
+            lambda source: _sent(source, workers, checkpoint),
+        )
+
+
+def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
+    """A source with paths that every worker has: finished bundles and goldens are sent, by hash, to
+    those that lack them; a checkpoint is on each of them already."""
+    paths = {"checkpoint": checkpoint} if source["identity"] is None else {}
+    if paths:
+        workers.check(cell.lacks, checkpoint)
+    for name, folder in (("bundle", "bundles"), ("golden", "golden")):
+        if source[name]:
+            path = Path(source[name])
+            digest = source["identity"] if name == "bundle" else sha256(path)
+            paths[name] = f"data/{folder}/{digest[:16]}/{path.name}"
+            workers.send(path, paths[name])
+    return source | paths
 
 
 def _host(environment: dict) -> tuple[str, str]:

@@ -21,11 +21,16 @@ from pydantic import (
 )
 
 from workbench import export as exporting
+from workbench import log, paths
 from workbench.bundle import Options
+from workbench.bundle.bundle import read_manifest
+from workbench.bundle.manifest import Manifest
 from workbench.check.gates import MAX_KL
+from workbench.check.golden import Golden
 from workbench.errors import InputError
 from workbench.runtime import named
 from workbench.sweep import runs, timing
+from workbench.sweep.cell import find
 
 Value = TypeVar("Value")
 Axis = Annotated[list[Value], Field(min_length=1)]
@@ -33,6 +38,14 @@ Count = Annotated[int, Field(ge=1)]
 
 RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
 """The lists of `Run`."""
+PORTABLE_AXES = ("precision", "fast")
+"""Those that concern the portable runtime alone."""
+
+
+def may_be_portable(runtime: str) -> bool:
+    """Whether a runtime of a grid is, or on some machine may be, the portable one."""
+    return runtime in ("auto", "portable")
+
 
 _COMMON = ("n_gen", "repetitions", "cool_down_s", "threads", "min_tokens", "min_seconds")
 
@@ -80,10 +93,13 @@ class Run(BaseModel, extra="forbid"):
 
 
 class Grid(BaseModel, extra="forbid"):
-    """A sweep: `checkpoint`, lists of export options, run options, the prompt each bundle is validated on, if any, and
-    the user's limit on its mean KL in nats."""
+    """A sweep: `checkpoint` and lists of export options, or finished bundles in `bundle`; run options, the prompt each
+    bundle is validated on, if any, and the user's limit on its mean KL in nats. With a stored `golden`, whose prompt it is
+    then, a bundle is validated where there is no checkpoint."""
 
-    checkpoint: str
+    checkpoint: str = ""
+    bundle: list[str] = []
+    golden: str | None = None
     export: dict[str, Axis] = {}
     run: Run = Run()
     validate_ids: list[int] = []
@@ -93,16 +109,19 @@ class Grid(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Cell:
-    """One bundle, one way to run it, one round; `judge_ids` where this is the cell that also validates its bundle."""
+    """One bundle, one way to run it, one round; `judge_ids` where this is the cell that also validates its bundle. `bundle`:
+    the path of a finished one, None where it is exported."""
 
     checkpoint: str
     options: Options
     run: dict
     round: int
     judge_ids: tuple[int, ...]
+    bundle: str | None = None
 
     def setting(self, checkpoint_hash: str) -> str:
-        """What rounds repeat: checkpoint contents, export options, run options."""
+        """What rounds repeat: contents of the checkpoint (of a finished bundle: its identity), export options, run
+        options."""
         return _hash([checkpoint_hash, self.options.model_dump(), self.run])
 
     def key(self, checkpoint_hash: str) -> str:
@@ -156,6 +175,7 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
             ", ".join(Options.model_fields),
             "correct the key",
         )
+    grid = _with_golden(grid, subject)
     list(cells(grid))  # refuses wrong values of export options
     return grid
 
@@ -171,15 +191,49 @@ def check_sizes(grid: Grid) -> None:
             raise InputError("grid, validate_ids", f"{judged} tokens", needed, step)
 
 
+def _with_golden(grid: Grid, subject: str) -> Grid:
+    """The grid with the prompt of its golden; refuses what does not go together."""
+    if bool(grid.checkpoint) == bool(grid.bundle) or (grid.bundle and grid.export):
+        raise InputError(
+            subject,
+            "checkpoint or export beside bundle, or neither checkpoint nor bundle",
+            "checkpoint (and export options), or a list of finished bundles",
+            "leave one of them out",
+        )
+    if grid.golden is None:
+        if grid.bundle and grid.validate_ids:
+            needed, step = "golden", "run: workbench golden CHECKPOINT --out G"
+            raise InputError(subject, "validate_ids of bundles without golden", needed, step)
+        return grid
+    ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()
+    if grid.validate_ids not in ([], ids):
+        found = f"validate_ids {grid.validate_ids}"
+        raise InputError(subject, found, f"the golden's {ids}", "leave validate_ids out")
+    return grid.model_copy(update={"validate_ids": ids})
+
+
 def cells(grid: Grid) -> Iterator[Cell]:
-    """The cross product, round by round. The first way to run each bundle and runtime also validates it, once."""
+    """The cross product, round by round; of `PORTABLE_AXES` a runtime named otherwise has the first values alone. The
+    first way to run each bundle and runtime also validates it, once."""
     run = grid.run.model_dump(exclude_none=True)
     common = runs.pick(run, *(name for name in _COMMON if name in run))
     axes = runs.pick(run, *RUN_AXES).values()
-    for round_, *export in itertools.product(range(run["rounds"]), *grid.export.values()):
-        options = exporting.options(**dict(zip(grid.export, export)))
+    if grid.bundle:
+        bundles = [(path, manifest_of(path).options) for path in grid.bundle]
+    else:
+        exports = itertools.product(*grid.export.values())
+        bundles = [(None, exporting.options(**dict(zip(grid.export, each)))) for each in exports]
+    for round_, (bundle, options) in itertools.product(range(run["rounds"]), bundles):
         for values in itertools.product(*axes):
             how = dict(zip(RUN_AXES, values)) | common
+            others = [name for name in PORTABLE_AXES if how[name] != run[name][0]]
+            if others and not may_be_portable(how["runtime"]):
+                continue  # the same again: Core ML knows nothing of these axes
             first = (round_, how["T"], how["depth"]) == (0, min(run["T"]), min(run["depth"]))
             ids = tuple(grid.validate_ids) if first else ()
-            yield Cell(grid.checkpoint, options, how, round_, ids)
+            yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
+
+
+def manifest_of(bundle: str) -> Manifest:
+    """The manifest of a finished bundle that a grid names."""
+    return read_manifest(paths.bundle(find(bundle, log.default_root())) / paths.BUNDLE)

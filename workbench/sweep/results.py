@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import log
+from workbench.bundle.bundle import MANIFEST_NAME, Bundle, read_manifest
 from workbench.log.machine import machine_names, of_machine
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
@@ -79,6 +80,12 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand, of the newest ones of its
     name."""
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
+    if grid.bundle:
+        identities = {
+            Bundle(path, read_manifest(path / MANIFEST_NAME)).identity
+            for path in (find(bundle, Path(root or log.default_root())) for bundle in grid.bundle)
+        }
+        return rows[rows["bundle_hash"].isin(identities)]
     path = find(grid.checkpoint, Path(root) if root else log.default_root())
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
@@ -183,5 +190,7 @@ def _configs(rows: pd.DataFrame) -> list[dict]:
 
 def varied_axes(grid: Grid) -> list[str]:
     """The axes of a grid that have several values, by the names of their columns in `runs`."""
-    axes = grid.export | {axis: getattr(grid.run, axis) for axis in RUN_AXES}
+    axes = (
+        grid.export | {"bundle": grid.bundle} | {axis: getattr(grid.run, axis) for axis in RUN_AXES}
+    )
     return [axis for axis, values in axes.items() if len(values) > 1]

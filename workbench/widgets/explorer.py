@@ -23,6 +23,7 @@ from workbench.plots.figure import ring
 from workbench.report.study import token_texts
 from workbench.sweep import runs
 from workbench.sweep.cell import find
+from workbench.sweep.grid import PORTABLE_AXES, may_be_portable
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
 
 METRICS = {
@@ -127,7 +128,9 @@ class Explorer(Panel):
             name = f"{self._bundle_label(options)}, max_seq_len {options.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(options, precision)
-                if any(cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)):
+                if part.run.runtime and any(
+                    cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)
+                ):
                     steps[f"{name}, {precision}: speed and fidelity"] = partial(self._measure, part)
             if self.grid.validate_ids and self._stored_split(options) is None:
                 steps[f"{name}: error split"] = partial(self._measure_split, options)
@@ -136,7 +139,10 @@ class Explorer(Panel):
     def _part(self, options: Options, precision: str) -> sweep.Grid:
         """The grid's part with one bundle and one precision; each part validates its bundle."""
         export = {name: [getattr(options, name)] for name in self.grid.export}
-        run = self.grid.run.model_copy(update={"precision": [precision]})
+        run = self.grid.run
+        first = precision == run.precision[0]
+        runtimes = [name for name in run.runtime if first or may_be_portable(name)]
+        run = run.model_copy(update={"precision": [precision], "runtime": runtimes})
         return self.grid.model_copy(update={"export": export, "run": run})
 
     def _measure(self, part: sweep.Grid) -> None:
@@ -224,7 +230,11 @@ class Explorer(Panel):
             for cell in self.cells
             for runtime in runs.RUNTIMES
             if self._bundle_label(cell.options) == self.value("bundle")
-            and run.items() <= cell.run.items()
+            and all(
+                cell.run[axis] == value
+                for axis, value in run.items()
+                if axis not in PORTABLE_AXES or may_be_portable(cell.run["runtime"])
+            )
         ]
         columns = runs.VALUES if table == "fidelity" else runs.TIMES
         columns = [c for c in columns if c not in ("max_seq_len", "T")]

@@ -1,0 +1,149 @@
+"""Grids of finished bundles: measured without their checkpoint, validated on a stored golden, sent
+by hash to the workers of a cluster."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from workbench import log, sweep
+from workbench.check import golden
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep import cluster
+
+IDS = [1, 4, 69, 42, 13, 4]
+RUN = {"T": [1, 2], "depth": [2], "n_gen": 2, "repetitions": 1}
+
+
+@pytest.fixture(scope="module")
+def bundles(exports):
+    checkpoint = exports.checkpoint("llama")
+    sizes = (16, 24)
+    return checkpoint, [exports.bundle(checkpoint, max_seq_len=S, t_max=2) for S in sizes]
+
+
+@pytest.fixture(scope="module")
+def stored(bundles, tmp_path_factory):
+    path = tmp_path_factory.mktemp("golden") / "g.safetensors"
+    return golden.make_golden(Checkpoint(bundles[0]), IDS).save(path)
+
+
+@pytest.fixture
+def grid(bundles, stored):
+    return {
+        "bundle": [str(bundle.root) for bundle in bundles[1]],
+        "golden": str(stored),
+        "run": RUN,
+    }
+
+
+def measured(root) -> dict[str, dict]:
+    rows = log.load("runs", root=root)
+    return {f"{row['bundle']}, T {row['T']}": row for row in rows.to_dict("records")}
+
+
+def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, bundles, tmp_path):
+    made, root = sweep.make_grid(grid), tmp_path / "log"
+    assert made.validate_ids == IDS
+    counts = sweep.sweep(made, root=root, progress=False)
+    assert (counts["cells"], counts["done"], counts["failed"]) == (4, 4, 0)
+    rows = measured(root)
+    assert {row["bundle_hash"] for row in rows.values()} == {b.identity for b in bundles[1]}
+    assert [row["verdict"] for row in rows.values()].count("GREEN") == 2
+    assert sweep.sweep(made, root=root, progress=False)["resumed"] == 4
+    table = sweep.configurations(made, root=root)
+    assert len(table) == 4 and set(table["bundle"]) == {b.root.name for b in bundles[1]}
+    assert all(name.startswith("bundle ") for name in table["name"])
+    one = sweep.make_grid(grid | {"bundle": grid["bundle"][:1]})
+    assert len(sweep.configurations(one, root=root)) == 2
+
+
+def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(bundles, stored, tmp_path):
+    small = {"max_seq_len": [16], "t_max": [2]}
+    grid = {"checkpoint": str(bundles[0]), "golden": str(stored), "export": small}
+    grid["run"] = RUN | {"T": [1]}
+    made = sweep.make_grid(grid)
+    counts = sweep.sweep(made, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
+    (row,) = measured(tmp_path / "log").values()
+    assert counts["failed"] == 0 and row["verdict"] == "GREEN"
+    assert not (tmp_path / "golden").exists()
+    assert {g["name"] for g in json.loads(row["config"])["gates"]} >= {"program", "budget"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"checkpoint": "data/tiny-llama"}, "leave one of them out"),
+        ({"bundle": []}, "leave one of them out"),
+        ({"export": {"max_seq_len": [16]}}, "leave one of them out"),
+        ({"golden": None, "validate_ids": [1, 2]}, "workbench golden CHECKPOINT"),
+        ({"validate_ids": [1, 2]}, "leave validate_ids out"),
+        ({"golden": "no/such/golden"}, "no such file"),
+        ({"bundle": ["no/such/bundle"]}, "nothing there"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_runs(grid, change, words):
+    with pytest.raises(InputError, match=words):
+        sweep.make_grid(grid | change)
+
+
+@pytest.fixture(scope="module")
+def farm(tmp_path_factory):
+    """(scheduler, the project that its two workers run in): a checkout without any data."""
+    from distributed import LocalCluster
+
+    project = tmp_path_factory.mktemp("farm")
+    (project / "pyproject.toml").write_bytes(
+        (Path(__file__).parents[2] / "pyproject.toml").read_bytes()
+    )
+    how = {"threads_per_worker": 1, "resources": {"ANE": 1}, "memory_limit": 0}
+    with LocalCluster(n_workers=2, processes=True, dashboard_address=":0", **how) as running:
+        with cluster.connect(running.scheduler_address) as workers:
+            workers.client.run(_work_in, str(project))
+        yield running.scheduler_address, project
+
+
+def _work_in(project: str) -> None:
+    import os
+
+    os.chdir(project)
+
+
+def test_bundles_and_goldens_are_sent_by_hash_and_once(farm, grid, bundles, tmp_path, monkeypatch):
+    scheduler, project = farm
+    monkeypatch.setattr(cluster, "PIECE", 1000)
+    made = sweep.make_grid(grid | {"run": RUN | {"T": [1]}})
+    left = project / "data" / "bundles" / bundles[1][0].identity[:16]
+    left = left / f".{bundles[1][0].root.name}.partial"
+    (left / "shards").mkdir(parents=True)
+    (left / "bundle.json").write_text("what an interrupted sending left")
+    counts = sweep.sweep(made, root=tmp_path / "log", scheduler=scheduler, progress=False)
+    rows = log.load("runs", root=tmp_path / "log")
+    assert (counts["done"], counts["failed"]) == (2, 0), rows["reason"].tolist()
+    rows = measured(tmp_path / "log").values()
+    assert {row["bundle_hash"] for row in rows} == {b.identity for b in bundles[1]}
+    assert {row["bundle"] for row in rows} == {b.root.name for b in bundles[1]}
+    assert {row["verdict"] for row in rows} == {"GREEN"}
+    sent = sorted((project / "data" / "bundles").glob("*/*/bundle.json"))
+    assert len(sent) == 2 and len(list((project / "data" / "golden").glob("*/g.safetensors"))) == 1
+    before = [path.stat().st_mtime_ns for path in sent]
+    again = sweep.sweep(made, root=tmp_path / "other", scheduler=scheduler, progress=False)
+    assert again["done"] == 2 and [path.stat().st_mtime_ns for path in sent] == before
+
+
+def test_workers_without_the_checkpoint_say_what_they_lack_before_anything_runs(
+    farm, bundles, tmp_path
+):
+    here = tmp_path / "models" / "mine"
+    here.parent.mkdir()
+    here.symlink_to(bundles[0])
+    (tmp_path / "pyproject.toml").write_bytes((farm[1] / "pyproject.toml").read_bytes())
+    grid = {"checkpoint": "models/mine", "export": {"max_seq_len": [16]}, "run": RUN}
+    root = tmp_path / "experiments" / "log"
+    with pytest.raises(InputError) as refused:
+        sweep.sweep(sweep.make_grid(grid), root=root, scheduler=farm[0], progress=False)
+    text = str(refused.value)
+    assert "2 of 2 workers" in text and "checkpoint" in text and "models/mine" in text
+    assert "GiB" in text and "copy the checkpoint there" in text
+    assert log.load("runs", root=root).query("status == 'failed'").empty
