@@ -48,7 +48,8 @@ def test_tokens_at_once_are_the_recurrence(T, counts, slowest):
 
 
 def test_a_slow_decay_survives_fp16():
-    """Of half-life 4300 tokens: e^g is 1 in fp16, so a state that is multiplied by it never decays."""
+    """Of half-life 4300 tokens: e^g is 1 in fp16, so a state that is multiplied by it never
+    decays."""
     g = torch.tensor(-(0.5**12.1))
     state = torch.tensor(1.0, dtype=torch.float16)
     step = (state * expm1(g.half())).item()

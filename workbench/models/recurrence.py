@@ -1,9 +1,11 @@
-"""Parts of a layer whose state is a matrix: decays of T tokens at once, and functions that fp16 needs written out.
+"""Parts of a layer whose state is a matrix: decays of T tokens at once, and functions that fp16
+needs written out.
 
-A state S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm of its decay. For the T tokens of a
-call, with the `Decays` of their g,
+A state S [B, H, D_k, D_v] takes token t as S ← e^g S + k vᵀ, g ≤ 0 being the logarithm of its
+decay. For the T tokens of a call, with the `Decays` of their g,
 
-    o = enter ∘ (q S) + ((q kᵀ) ∘ between + diag(q·k)) v        S ← S + S ∘ expm1(total) + (k ∘ leave)ᵀ v
+    o = enter ∘ (q S) + ((q kᵀ) ∘ between + diag(q·k)) v
+    S ← S + S ∘ expm1(total) + (k ∘ leave)ᵀ v
 
 Columns that hold no token have order 0: they decay nothing, and their k or v must be zeros.
 """
@@ -16,9 +18,9 @@ from workbench.models.layers import NORMAL, scaled
 
 
 class Decays(NamedTuple):
-    """Decay factors among the T tokens of a call: from token j to a later token i in `between` [B, H, T, T] (zeros
-    elsewhere); from the state to token i in `enter`, from token j to the end in `leave`, both [B, H, T, 1]. `total`
-    [B, H, 1, 1] is the logarithm of the state's own decay."""
+    """Decay factors among the T tokens of a call: from token j to a later token i in `between` [B,
+    H, T, T] (zeros elsewhere); from the state to token i in `enter`, from token j to the end in
+    `leave`, both [B, H, T, 1]. `total` [B, H, 1, 1] is the logarithm of the state's own decay."""
 
     between: torch.Tensor
     enter: torch.Tensor
@@ -27,10 +29,11 @@ class Decays(NamedTuple):
 
 
 def decays(g, order) -> Decays:
-    """Of the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1, T, 1], 1, 2, … and 0 for columns without one.
+    """Of the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1, T, 1], 1, 2, … and 0 for
+    columns without one.
 
-    Every sum runs over the tokens between two others alone: differences of sums from the start cancel, and above the
-    diagonal they overflow.
+    Every sum runs over the tokens between two others alone: differences of sums from the start
+    cancel, and above the diagonal they overflow.
     """
     g = g * order.clamp(0, 1)
     before = (order - order.transpose(2, 3)).clamp(
@@ -43,7 +46,8 @@ def decays(g, order) -> Decays:
 
 
 def expm1(x):
-    """e^x - 1 without cancellation: S + S·expm1(g) keeps a slow decay, where fp16 has no number between e^g and 1."""
+    """e^x - 1 without cancellation: S + S·expm1(g) keeps a slow decay, where fp16 has no number
+    between e^g and 1."""
     return torch.tanh(x * 0.5) * (torch.exp(x) + 1)
 
 
