@@ -262,7 +262,8 @@ def golden(model, ids: list[int]) -> Golden:
 
 
 def side_states(cache, layer: int) -> dict[str, np.ndarray]:
-    """Of one layer of transformers' cache: of the inputs of its convolution those that the next token needs."""
+    """Of one layer of transformers' cache: of the inputs of its convolution those that the next
+    token needs."""
     kept = cache.layers[layer]
     if not getattr(kept, "conv_states", None):
         return {}

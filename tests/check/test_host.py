@@ -20,9 +20,8 @@ OPTIONS = {
     "gemma3_text": dict(max_seq_len=32, sliding="ring", batch=2, compress="int8-tensor"),
     "zaya": dict(max_seq_len=24, compress="int4-block32", states="packed"),
     "mistral": dict(max_seq_len=24, sliding="ring", batch=2),
-    "smollm3": dict(max_seq_len=S, kv_write="slice", layers_per_shard=3),
-    "olmo3": dict(max_seq_len=24, compress="int8-tensor", layout="bc1t"),
-    "phi3": dict(max_seq_len=24, states="packed"),
+    "smollm3": dict(max_seq_len=16, kv_write="slice", layers_per_shard=3),
+    "phi3": dict(max_seq_len=16, states="packed"),
     "lfm2": dict(max_seq_len=16, batch=3, layers_per_shard=3),
 }
 

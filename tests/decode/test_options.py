@@ -96,7 +96,6 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
         ("gemma3_text", {"sliding": "ring", "t_max": 6, "layers_per_shard": 2}),
         ("qwen2", {"t": "fixed", "layout": "bc1t", "batch": 2}),
         ("olmo3", {"sliding": "ring", "states": "packed", "layers_per_shard": 3, "batch": 3}),
-        ("smollm3", {"layers_per_shard": 2, "layout": "bc1t", "batch": 2}),
         ("phi3", {"kv_write": "slice", "states": "packed"}),
         ("lfm2", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t", "batch": 2}),
         ("lfm2", {"states": "packed", "layers_per_shard": 3, "batch": 3}),

@@ -73,7 +73,6 @@ CONFIGURATIONS = {
         "gemma3_text",
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
-    "window 14, twice as much": ("mistral", {"sliding_window": 14}),
     "rope in every layer": ("smollm3", {"no_rope_layers": [1, 1, 1]}),
     "rope scaling yarn 2": ("ministral3", {"rope_parameters": {"factor": 2.0}}),
 }

@@ -7,10 +7,12 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.ane import memory
 from workbench.bundle import Options
 from workbench.bundle.names import is_cache
 from workbench.export import shards
 from workbench.models import family_of
+from workbench.models.checkpoint import Checkpoint
 
 
 def plan(family: str, **changed):
@@ -48,6 +50,32 @@ def test_a_ring_is_never_longer_than_the_longest_sequence():
         plan("gemma3_text", sliding_window=15), Options(max_seq_len=16, sliding="ring")
     )
     assert spec.states["layers.0.k_state"].shape[2] == 16
+
+
+def test_layers_of_convolutions_have_a_tail_and_no_cache():
+    one_by_one = list(shards.specs(plan("lfm2", conv_L_cache=5), Options(max_seq_len=16)))
+    convolution, attention = one_by_one[:2]
+    assert convolution.inputs == {
+        "x": [1, 64, "T", 1],
+        "tail_select": [1, 4, "T"],
+        "tail_keep": [1, 4, 4],
+    }
+    assert convolution.buffers == {"conv_state": [1, 4, 64]}
+    assert list(attention.buffers) == ["k_state", "v_state"]
+    assert not {"tail_select", "tail_keep"} & attention.inputs.keys()
+    (packed, _) = shards.specs(
+        plan("lfm2"), Options(max_seq_len=16, states="packed", layers_per_shard=3)
+    )
+    assert packed.buffers == {"side_state": [1, 2, 128], "kv_state": [1, 2, 16, 32]}
+    assert "tail_keep" not in packed.inputs  # follows from tail_select up to two
+
+
+def test_the_memory_of_layers_without_a_cache_is_predicted(exports):
+    path, options = exports.checkpoint("lfm2"), {"max_seq_len": 32, "batch": 3}
+    predicted = memory.budget_of_checkpoint(Checkpoint(path), Options(**options))
+    measured = memory.budget_of_bundle(exports.bundle(path, **options))
+    assert predicted.kv == measured.kv == 3 * 2 * 32 * 32 * 2
+    assert predicted.side_states == measured.side_states == 3 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.parametrize(

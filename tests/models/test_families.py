@@ -121,7 +121,8 @@ def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
 
 @pytest.mark.parametrize("family", ["ministral3", "phi3"])
 def test_a_cache_longer_than_the_positions_are_made_for_is_refused(exports, tmp_path, family):
-    """Ministral's queries grow from there on; transformers begins Phi's cache anew, with another rope table."""
+    """Ministral's queries grow from there on; transformers begins Phi's cache anew, with another
+    rope table."""
     path = exports.checkpoint(family)
     with pytest.raises(InputError, match=f"max_seq_len = 513.*{family}.*at most 512"):
         export(path, tmp_path / "b", progress=False, max_seq_len=513)

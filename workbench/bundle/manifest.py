@@ -174,8 +174,8 @@ class Options(ManifestModel):
 class Rope(ManifestModel):
     """One rotary table, made by the host: angle = position · inv_freq, cos and sin times `scale`.
 
-    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that turn nothing; `inv_freq` has
-    D_rotary / 2 entries (radians per token).
+    `name` is "" or the suffix of its inputs (`rope_cos_local`), `nope` for layers that turn
+    nothing; `inv_freq` has D_rotary / 2 entries (radians per token).
     """
 
     name: Literal["", "local", "global", "nope"] = ""

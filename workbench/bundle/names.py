@@ -18,8 +18,8 @@ KV_WRITE_MASK = (
     "kv_write_mask"  # [B, 1, S, T], one-hot columns: the cache row that each token takes
 )
 POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slice
-# [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's valid columns
-# and, where these are fewer, among the n that a state holds
+# [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's valid
+# columns and, where these are fewer, among the n that a state holds
 TAIL_SELECT, TAIL_KEEP = "tail_select", "tail_keep"
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
 BASE, EXPERT_IN = (

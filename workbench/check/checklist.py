@@ -19,6 +19,11 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.runtime import Model, load_shard
 
+# weights that make a layer add nothing where they are zeros
+SILENCING = (
+    *("v_proj.weight", "o_proj.weight"),
+    *("self_attn.out_proj.weight", ".conv.out_proj.weight"),
+)
 SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
 SMALLEST_NORMAL = 2.0**-14  # of float16
@@ -138,13 +143,12 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
 
 
 def _mute(decoder: Decoder, shard) -> bool:
-    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do,
-    or another name's."""
+    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do."""
     program = miltorch.Executable(miltorch.read(decoder.bundle.package(shard)), "exact")
     silent = {
         tensor.split("layers.")[1].split(".")[0]
         for tensor, name in shard.weights.items()
-        if tensor.endswith(("v_proj.weight", "o_proj.weight")) and not program.constant(name).any()
+        if tensor.endswith(SILENCING) and not program.constant(name).any()
     }
     return len(silent) == len(range(*shard.layers))
 

@@ -30,10 +30,10 @@ WeightReader = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Golden:
-    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L, H_kv, n, D] (zeros where a
-    layer has no cache); `logits`
-    [n, V]; all float32. `ids` [n]. Where experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands
-    on, `expert` [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
+    """Per layer l and position: input `x` and output `hidden` [L, n, C], cache rows `k`, `v` [L,
+    H_kv, n, D] (zeros where a layer has no cache); `logits` [n, V]; all float32. `ids` [n]. Where
+    experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands on, `expert`
+    [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
 
     `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers (version).
     """

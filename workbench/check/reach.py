@@ -214,8 +214,8 @@ def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
 
 
 def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: int) -> np.ndarray:
-    """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds the last ones, and
-    so does the tail of a convolution, of which transformers keeps one more."""
+    """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds
+    the last ones, and so does the tail of a convolution, of which transformers keeps one more."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
     stored = states[layer][leaf]

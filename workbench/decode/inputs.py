@@ -63,8 +63,9 @@ class Host:
             T: columns of the call.
 
         Returns:
-            tail_select [B, n, T] and tail_keep [B, n, n]; router_state of zeros, which the first layer takes; pos [1] or
-            kv_write_mask [B, 1, rows, T]; and for each rope table, under its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
+            tail_select [B, n, T] and tail_keep [B, n, n]; router_state of zeros, which the first
+            layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under
+            its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
             kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)

@@ -182,7 +182,8 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
 
 def _rotation(interleaved: bool = False, turn: float = 1.0, before=None, after=None) -> Callable:
     """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves, or turns
-    another way (0: not at all); `before(q, k)` makes what it turns, `after(q, k)` gets the result."""
+    another way (0: not at all); `before(q, k)` makes what it turns, `after(q, k)` gets the
+    result."""
 
     def rotate(x, cos, sin):
         width = cos.shape[-1]

@@ -107,8 +107,8 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
     """Where the states of layers [first, last) live; (states, buffers).
 
     Each is a tensor of its own, named by its layer where the shard has several. Packed, they share
-    one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B, l, width], l being
-    the number of layers that have such states, whose widths are equal.
+    one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B,
+    l, width], l being the number of layers that have such states, whose widths are equal.
     """
     states, buffers, B, row = {}, {}, options.batch, -1
     for i in range(first, last):

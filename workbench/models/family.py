@@ -18,11 +18,12 @@ class Plan:
     """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
 
     `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and `scale` applied as
-    (e + bias) · scale. `side_states` maps, for each layer, a further state's name to its shape after the batch axis
-    (none: no layer has any); those of convolutions hold their last `tail` inputs. `router_width` R
-    and `experts` E are those of a mixture of experts. The residual stream is kept as 2^-residual_exponent of the model's.
-    `names` maps a part of a parameter's path (`q_norm`) to the checkpoint's name for it, where that is another one. The
-    plan holds for caches of up to `max_positions` tokens (None: any). `close_eps` is that of `RMSNorm`.
+    (e + bias) · scale. `side_states` maps, for each layer, a further state's name to its shape
+    after the batch axis (none: no layer has any); those of convolutions hold their last `tail`
+    inputs. `router_width` R and `experts` E are those of a mixture of experts. The residual stream
+    is kept as 2^-residual_exponent of the model's. `names` maps a part of a parameter's path
+    (`q_norm`) to the checkpoint's name for it, where that is another one. The plan holds for caches
+    of up to `max_positions` tokens (None: any). `close_eps` is that of `RMSNorm`.
     """
 
     config: Any
@@ -72,8 +73,8 @@ def refuse(config, actual: str, needed: str) -> NoReturn:
 
 
 def rope(config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES) -> Rope:
-    """The rotary table of a configuration (of one layer type, where it has several), by transformers' own functions;
-    rope types beside `kinds` are refused."""
+    """The rotary table of a configuration (of one layer type, where it has several), by
+    transformers' own functions; rope types beside `kinds` are refused."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters

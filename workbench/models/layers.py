@@ -42,8 +42,8 @@ def split(value: float) -> tuple[float, ...]:
 
 @lru_cache
 def split_closely(value: float) -> tuple[float, ...]:
-    """Two fp16 factors as `split` gives them, and a third from 1 to 2, with which the product is nearest to `value`: within
-    1e-8 of it, where the product of two misses 1e-5 by 3e-6 of it."""
+    """Two fp16 factors as `split` gives them, and a third from 1 to 2, with which the product is
+    nearest to `value`: within 1e-8 of it, where the product of two misses 1e-5 by 3e-6 of it."""
     thirds = (1 + np.arange(1024) / 1024).tolist()
     products = [(*(*split(value / third), 1.0)[:2], third) for third in thirds]
     return min(products, key=lambda factors: abs(math.prod(factors) - value))
@@ -177,8 +177,8 @@ class Attention(nn.Module):
     Args:
         fused: one projection makes q, k and v, in this order.
         qk_norm: makes the RMSNorms of q and k from a width, or None.
-        norm_at: what these norm: each head (`heads`), each head after rope (`rotated`), or all heads together
-            (`channels`).
+        norm_at: what these norm: each head (`heads`), each head after rope (`rotated`), or all
+            heads together (`channels`).
     """
 
     def __init__(
@@ -232,7 +232,8 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) · up(x)); `fused`: one projection makes the gate and what it multiplies, in this order."""
+    """down(act(gate(x)) · up(x)); `fused`: one projection makes the gate and what it multiplies, in
+    this order."""
 
     def __init__(self, C: int, inner: int, act, bias: bool = False, fused: bool = False):
         super().__init__()

@@ -1,4 +1,5 @@
-"""LFM 2: Llama whose layers are short convolutions but for a few, with an RMSNorm on every head of q and k."""
+"""LFM 2: Llama whose layers are short convolutions but for a few, with an RMSNorm on every head of
+q and k."""
 
 import copy
 from dataclasses import replace

@@ -1,6 +1,8 @@
-"""OLMo 2: Llama with norms behind attention and MLP instead of before, and over all heads of q and of k together.
+"""OLMo 2: Llama with norms behind attention and MLP instead of before, and over all heads of q and
+of k together.
 
-Nothing bounds what attention and MLP read: `workbench trace` shows how much of fp16 a checkpoint's stream leaves.
+Nothing bounds what attention and MLP read: `workbench trace` shows how much of fp16 a checkpoint's
+stream leaves.
 """
 
 from torch import nn

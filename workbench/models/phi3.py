@@ -1,7 +1,8 @@
-"""Phi 3, Phi 4 mini: Mistral with one projection for q, k and v, one for gate and up, and rope on a part of each head.
+"""Phi 3, Phi 4 mini: Mistral with one projection for q, k and v, one for gate and up, and rope on a
+part of each head.
 
-Longrope has a table for sequences up to an original length and another one, for all positions, of longer ones. There
-transformers begins its cache anew, so the plan holds up to that length.
+Longrope has a table for sequences up to an original length and another one, for all positions, of
+longer ones. There transformers begins its cache anew, so the plan holds up to that length.
 """
 
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""SmolLM 3: Llama without rope in some layers, every fourth of them unless the configuration says otherwise.
+"""SmolLM 3: Llama without rope in some layers, every fourth of them unless the configuration says
+otherwise.
 
 Such layers have a rope table of their own whose frequencies are all zero: cos is 1, sin is 0.
 """

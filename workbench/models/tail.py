@@ -9,11 +9,12 @@ from workbench.models.layers import AttentionGeometry, Conv
 
 
 def extended(B: int, name: str, x, cache: Cache, select, keep=None):
-    """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state takes the last n.
+    """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state
+    takes the last n.
 
-    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where there are fewer:
-    columns that are not valid never enter the state. `keep` [B, n, n] likewise says which old ones stay; up to n = 2
-    that follows from `select`.
+    `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where
+    there are fewer: columns that are not valid never enter the state. `keep` [B, n, n] likewise
+    says which old ones stay; up to n = 2 that follows from `select`.
     """
     width, old = x.shape[1], cache.read(name)
     joined = torch.cat(
@@ -33,9 +34,11 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None):
 
 
 class ShortConv(nn.Module):
-    """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has `taps` taps for each channel.
+    """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has `taps` taps for
+    each channel.
 
-    It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first, zeros at the start.
+    It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first, zeros at the
+    start.
     """
 
     def __init__(self, C: int, shape: AttentionGeometry, taps: int, bias: bool):
