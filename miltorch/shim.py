@@ -44,8 +44,12 @@ TAKEN = tuple(
 _patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
-def install(precision: str = "declared") -> None:
+def install(precision: str = "declared", mend_converter: bool = False) -> None:
     """Replaces coremltools' native layer; a second call only changes the precision of models loaded later.
+
+    `mend_converter` also mends coremltools 9.0's PyTorch frontend for NumPy 2.4, which refuses
+    `int()` of an array of one element (coremltools' issue 2632): without it many conversions stop
+    with "only 0-dimensional arrays can be converted to Python scalars".
 
     Raises:
         InputError: on a Mac, where the native layer is better; an unknown precision.
@@ -61,6 +65,27 @@ def install(precision: str = "declared") -> None:
     Proxy.precision = precision
     if native_layer() is not Proxy:
         _replace(Proxy, _patches)
+    if mend_converter:
+        _patches.enter_context(mended_converter())
+
+
+@contextmanager
+def mended_converter() -> Iterator[None]:
+    """Within, coremltools' PyTorch frontend casts constant arrays of one element; see `install`."""
+    coremltools()
+    from coremltools.converters.mil.frontend.torch import ops
+
+    original = ops._cast
+
+    def cast(context, node, dtype, name):
+        value = ops._get_inputs(context, node, expected=1)[0].val
+        if isinstance(value, np.ndarray) and value.size == 1:
+            context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
+        else:
+            original(context, node, dtype, name)
+
+    with mock.patch.object(ops, "_cast", cast):
+        yield
 
 
 def native_layer() -> type | None:
@@ -165,7 +190,7 @@ class Proxy:
 
     @staticmethod
     def maximum_supported_specification_version() -> int:
-        return coremltools()._SPECIFICATION_VERSION_IOS_18
+        return coremltools()._SPECIFICATION_VERSION_IOS_26
 
     @staticmethod
     def compileModel(path: str) -> str:

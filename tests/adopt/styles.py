@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from miltorch import shim
 from miltorch.quiet import coremltools
 from workbench.models.checkpoint import Checkpoint
 
@@ -135,15 +136,16 @@ def convert(module, inputs, outputs, states=(), **options):
         for name, shape in states
     ]
     target = options.pop("target", ct.target.iOS18)
-    return ct.convert(
-        traced,
-        inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
-        outputs=[ct.TensorType(name=n) for n in outputs],
-        states=module_states or None,
-        minimum_deployment_target=target,
-        skip_model_load=True,
-        **options,
-    )
+    with shim.mended_converter():
+        return ct.convert(
+            traced,
+            inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
+            outputs=[ct.TensorType(name=n) for n in outputs],
+            states=module_states or None,
+            minimum_deployment_target=target,
+            skip_model_load=True,
+            **options,
+        )
 
 
 def plain(name, shape, kind=np.float16):
@@ -266,4 +268,239 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
         inputs = [plain("hidden", (1, m.C, t_max, 1))]
         paths.append(folder / f"LMHead_s{i}.mlpackage")
         convert(HeadSlice(m, rows), inputs, ["logits"]).save(str(paths[-1]))
+    return paths
+
+
+class Chunk(nn.Module):
+    """Layers of the chunked style: one state for all of them, written at current_pos; sliding
+    layers may have a cache of their own that rotates (`rotate`), a prefill leaves out the last
+    layer's MLP. Core ML's names of the states come from this nesting."""
+
+    def __init__(self, model, span, window=0, rotate=False, prefill=False):
+        super().__init__()
+        self.m, self.span, self.window = model, span, window
+        self.rotate, self.prefill, self.model = rotate, prefill, nn.Module()
+        self.model.model = nn.Module()
+        sliding = [i for i in range(model.L) if window and model.kinds[i] == "sliding_attention"]
+        full = [i for i in range(model.L) if i not in sliding]
+        self.caches = {}
+        for name, layers, rows in (
+            (("kv_cache_local" if window else ""), sliding, window),
+            ("kv_cache_global" if window else "kv_cache_0", full, model.S),
+        ):
+            if layers:
+                shape = (2 * len(layers), model.kv, rows, model.D)
+                self.model.model.register_buffer(name, torch.zeros(shape))
+                self.caches |= {i: (name, layers.index(i), len(layers)) for i in layers}
+
+    def forward(self, x, positions, mask, start):
+        T = x.shape[1]
+        past = [None]
+
+        def cache(i, k, v):
+            name, plane, count = self.caches[i]
+            state, rows = getattr(self.model.model, name), []
+            for new, index in ((k, plane), (v, plane + count)):
+                before = state[index : index + 1]
+                if name == "kv_cache_local" and self.rotate:
+                    whole = torch.cat([before, new[None]], 2)
+                    state[index : index + 1] = whole[:, :, T:]
+                    seen = whole[:, :, T:] if self.m.fault == "future" else whole
+                else:
+                    state[index : index + 1, :, start : start + T] = new[None]
+                    seen = state[index : index + 1]
+                rows.append(seen[0])
+            return rows
+
+        for i in self.span:
+            local = self.caches[i][0] == "kv_cache_local"
+            own = mask[0]
+            if local and self.rotate and self.m.fault != "future":
+                distance = self.window + torch.arange(T)[:, None] - torch.arange(self.window + T)
+                inside = (distance >= 0) & (distance < self.window)
+                own = torch.where(inside, 0.0, -1e4)[None]
+            elif local:
+                own = own[:, :, : self.window]
+            kind = self.m.kinds[i]
+            mlp = not (self.prefill and i == self.m.L - 1)
+            x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache, mlp)
+        for state in self.model.model.buffers():  # a state that nothing reads is dropped
+            x = x + state[0, 0, 0, 0] * 0.0
+        return x if self.prefill or self.span[-1] < self.m.L - 1 else self.m.norm(x)
+
+
+class Apply(nn.Module):
+    """A function of a model and its inputs as a module."""
+
+    def __init__(self, model, function):
+        super().__init__()
+        self.m, self.function = model, function
+
+    def forward(self, *inputs):
+        return self.function(self.m, *inputs)
+
+
+def chunks(folder: Path, checkpoint: Path, S=32, batch=8, window=0, fault="", heads=2, lut=False):
+    """Embeddings, two chunks (one where layers slide) of functions infer and prefill (and their
+    rotating twins), a head of several slices; −inf masks, meta.yaml."""
+    ct = coremltools()
+    m, paths = Model(checkpoint, S, fault), []
+    folder.mkdir(parents=True)
+    spans = [range(m.L)] if window else [range(m.L // 2), range(m.L // 2, m.L)]
+    names = ["FFN_PF"] if window else [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
+    ids = ct.EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
+    embed = convert(
+        Apply(m, lambda m, ids: m.embed(ids)),
+        [("input_ids", ids, np.int32, (1, 1))],
+        ["hidden_states"],
+    )
+    paths.append(folder / "tiny_embeddings.mlpackage")
+    embed.save(str(paths[-1]))
+    modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
+    if window:
+        modes |= {"infer_rotate": (1, False, True), "prefill_rotate": (batch, True, True)}
+    for span, name in zip(spans, names, strict=True):
+        functions = ct.utils.MultiFunctionDescriptor()
+        for mode, (T, prefill, rotate) in modes.items():
+            m.fault = fault if fault != "future" or mode == "prefill_rotate" else ""
+            module = Chunk(m, span, window, rotate, prefill)
+            inputs = [
+                plain("hidden_states", (1, T, m.C)),
+                plain("position_ids", (T,), np.int32),
+                plain("causal_mask", (1, 1, T, S)),
+                plain("current_pos", (1,), np.int32),
+            ]
+            states = [
+                (f"model.model.{n}", tuple(b.shape)) for n, b in module.model.model.named_buffers()
+            ]
+            one = convert(module, inputs, ["output_hidden_states"], states)
+            if lut:
+                one = palettize(one, granularity="per_grouped_channel", group_size=8, nbits=4)
+            path = folder / f".{mode}.mlpackage"
+            one.save(str(path))
+            functions.add_function(str(path), "main", mode)
+        functions.default_function_name = "infer"
+        paths.append(folder / f"tiny_{name}.mlpackage")
+        ct.utils.save_multifunction(functions, str(paths[-1]))
+    slices = np.array_split(np.arange(m.head.shape[0]), heads)
+
+    def head(m, x):
+        return tuple(nn.functional.linear(x, m.head[s[0] : s[-1] + 1]) for s in slices)
+
+    paths.append(folder / "tiny_lm_head.mlpackage")
+    outputs = [f"logits{i + 1}" for i in range(heads)]
+    convert(Apply(m, head), [plain("hidden_states", (1, 1, m.C))], outputs).save(str(paths[-1]))
+    (folder / "meta.yaml").write_text(
+        f"model_info:\n  name: anemll-tiny\n  parameters:\n    context_length: {S}\n"
+        f"    batch_size: {batch}\n    num_chunks: {len(spans)}\n    split_lm_head: {heads}\n"
+    )
+    return paths
+
+
+def palettize(package, **options):
+    optimize = coremltools().optimize.coreml
+    config = optimize.OpPalettizerConfig(mode="uniform", **options)
+    return optimize.palettize_weights(package, optimize.OptimizationConfig(config))
+
+
+class Monolith(nn.Module):
+    """One package, one token a call, one-hot write, argmax inside; sliding layers mask themselves."""
+
+    def __init__(self, model, window):
+        super().__init__()
+        self.m, self.window = model, window
+        shape = (2 * model.L, model.kv, model.S, model.D)
+        self.register_buffer("kv_cache_0", torch.zeros(shape))
+
+    def forward(self, ids, positions, mask, update):
+        def cache(i, k, v):
+            for index, new in ((i, k), (i + self.m.L, v)):
+                before = self.kv_cache_0[index]
+                self.kv_cache_0[index] = before * (1 - update[0]) + new * update[0]
+            return self.kv_cache_0[i], self.kv_cache_0[i + self.m.L]
+
+        x = self.m.embed(ids)
+        away = positions[:, None] - torch.arange(self.m.S) >= self.window
+        for i, kind in enumerate(self.m.kinds):
+            own = mask[0]
+            if kind == "sliding_attention" and self.m.fault != "one_mask":
+                own = own + torch.where(away, -1e4, 0.0)[None]
+            x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache)
+        logits = nn.functional.linear(self.m.norm(x), self.m.head)[0]
+        top = logits.argmax(-1)
+        return top.to(torch.int32), logits.gather(-1, top[:, None])[:, 0]
+
+
+def monolith(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4: bool = False):
+    ct = coremltools()
+    m = Model(checkpoint, S, fault)
+    module = Monolith(m, getattr(m.config, "sliding_window", None) or S)
+    package = convert(
+        module,
+        [
+            plain("input_ids", (1, 1), np.int32),
+            plain("position_ids", (1,), np.int32),
+            plain("causal_mask", (1, 1, 1, S)),
+            plain("update_mask", (1, 1, S, 1)),
+        ],
+        ["token_id", "token_logit"],
+        [("kv_cache_0", tuple(module.kv_cache_0.shape))],
+        target=ct.target.iOS26,
+        compute_precision=ct.precision.FLOAT32,
+    )
+    if int4:
+        package = palettize(package, nbits=4, granularity="per_grouped_channel", group_size=8)
+    folder.mkdir(parents=True)
+    package.save(str(folder / "model.mlpackage"))
+    return [folder / "model.mlpackage"]
+
+
+class Body(nn.Module):
+    """Chunk of the host style: rope of full width from the host, planes 2i and 2i + 1."""
+
+    def __init__(self, model, span):
+        super().__init__()
+        self.m, self.span = model, span
+        shape = (2 * len(span), model.kv, model.S, model.D)
+        self.register_buffer("kv_cache_0", torch.zeros(shape))
+
+    def forward(self, x, cos, sin, mask, start):
+        def cache(i, k, v):
+            planes = [2 * (i - self.span.start) + j for j in range(2)]
+            for plane, new in zip(planes, (k, v), strict=True):
+                self.kv_cache_0[plane : plane + 1, :, start : start + 1] = new[None]
+            return [self.kv_cache_0[plane : plane + 1][0] for plane in planes]
+
+        for i in self.span:
+            x = self.m.layer(i, x, cos[0], sin[0], mask[0], cache)
+        return x
+
+
+def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool = False):
+    """Chunks of one layer, a head that gives the next token, a file of embeddings."""
+    m, paths = Model(checkpoint, S, fault), []
+    folder.mkdir(parents=True)
+    (folder / "embed_weight.bin").write_bytes(m.w_embed_tokens_weight.half().numpy().tobytes())
+    for i in range(m.L):
+        module = Body(m, range(i, i + 1))
+        inputs = [
+            plain("hidden_in", (1, 1, m.C)),
+            plain("cos", (1, 1, m.D)),
+            plain("sin", (1, 1, m.D)),
+            plain("causal_mask", (1, 1, 1, S)),
+            plain("current_pos", (1,), np.int32),
+        ]
+        package = convert(
+            module, inputs, ["hidden"], [("kv_cache_0", tuple(module.kv_cache_0.shape))]
+        )
+        if lut:
+            package = palettize(package, nbits=8)
+        paths.append(folder / f"chunk_{i}.mlpackage")
+        package.save(str(paths[-1]))
+
+    def head(m, x):
+        return nn.functional.linear(m.norm(x), m.head)[0].argmax(-1).to(torch.int32)
+
+    paths.append(folder / "chunk_head.mlpackage")
+    convert(Apply(m, head), [plain("hidden_in", (1, 1, m.C))], ["next_token"]).save(str(paths[-1]))
     return paths

@@ -216,7 +216,7 @@ class ReferenceModel:
         """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on, and the final
         norm reads fed[L] where there is one; None: nothing is replaced."""
         for i, arguments in enumerate(self.replaced):
-            arrays = [] if fed is None or i == len(fed) else [fed[i]]
+            arrays = [] if fed is None or i >= len(fed) else [fed[i]]
             if arrays and fed_router is not None and 0 < i < len(self.records):
                 arrays.append(fed_router[i - 1])
             arguments[:] = [torch.from_numpy(array)[None] for array in arrays]

@@ -70,8 +70,10 @@ def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = Fals
     errors = {CONFIGURED: float(own.max())}
     if errors[CONFIGURED] > FITS:
         wrong = np.flatnonzero(own[1:] > FITS)
-        few = _first_layers(checkpoint.config, wrong.tolist())
-        tried = {variant.name: variant for variant in variants(checkpoint, trial, wrong)}
+        few = first_layers(checkpoint.config, wrong.tolist())
+        ropes = [rope.inv_freq for rope in bundle.manifest.rope]
+        listed = variants(checkpoint, ropes, trial.order, wrong)
+        tried = {variant.name: variant for variant in listed}
         for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
             errors[name] = float(trial.errors(tried[name], few).max())
         best = min(tried, key=errors.get)
@@ -133,13 +135,8 @@ class _Trial:
         return np.nan_to_num(errors, nan=np.inf)
 
     def _run(self, variant: Variant, count: int) -> golden.Golden:
-        config = copy.deepcopy(self.checkpoint.config)
-        for name, value in variant.config.items():
-            setattr(config, name, value)
-        model, source = golden.empty_model(config), self.source
-        model.model.layers = model.model.layers[:count]
-        variant.model(model.model)
-        with _replaced(sys.modules[type(model).__module__], variant.functions):
+        source = self.source
+        with changed_model(self.checkpoint.config, variant, count) as model:
             return golden.make_golden(
                 self.checkpoint,
                 self.ids,
@@ -170,6 +167,19 @@ class _Trial:
 
 
 @contextmanager
+def changed_model(config, variant: Variant, count: int):
+    """Within, the model of a variant, without weights: its first `count` layers."""
+    config = copy.deepcopy(config)
+    for name, value in variant.config.items():
+        setattr(config, name, value)
+    model = golden.empty_model(config)
+    model.model.layers = model.model.layers[:count]
+    variant.model(model.model)
+    with _replaced(sys.modules[type(model).__module__], variant.functions):
+        yield model
+
+
+@contextmanager
 def _replaced(module, functions: dict[str, Callable]):
     """Within, some functions of a module are others."""
     before = {name: getattr(module, name) for name in functions}
@@ -188,7 +198,7 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
     return np.random.default_rng(0).integers(0, bundle.manifest.dims.V, count).tolist()
 
 
-def _first_layers(config, wrong: list[int]) -> int:
+def first_layers(config, wrong: list[int]) -> int:
     """As many layers as show every kind, at least two; where only some layers are wrong, those too."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     some = wrong if len(wrong) < len(types) else []
@@ -201,23 +211,30 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt((np.float64(values) ** 2).mean()))
 
 
-def variants(checkpoint: Checkpoint, trial: _Trial, wrong: np.ndarray) -> Iterator[Variant]:
-    """All variants of a checkpoint's model, `wrong` being the layers that are not as configured."""
+def variants(
+    checkpoint: Checkpoint, ropes: list[list[float]], order: dict[int, int], wrong: np.ndarray
+) -> Iterator[Variant]:
+    """All variants of a checkpoint's model, `wrong` being the layers that are not as configured.
+
+    Args:
+        ropes: inverse frequencies of tables that the bundle has; a base is fitted to each.
+        order: layers that have another one's weights, and whose.
+    """
     config = checkpoint.config
     attention = golden.empty_model(config).model.layers[0].self_attn
-    yield from _rope_variants(checkpoint, trial.bundle.manifest)
+    yield from _rope_variants(checkpoint, ropes)
     yield from _norm_variants(config, attention)
     yield from _window_variants(config)
     yield from _attention_variants(config, attention)
     yield from _weight_variants(checkpoint)
-    if trial.order:
-        pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in trial.order.items())
-        yield Variant(f"layer order: {pairs}", order=trial.order)
+    if order:
+        pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in order.items())
+        yield Variant(f"layer order: {pairs}", order=order)
     first, second = wrong[::2], wrong[1::2]
     if len(wrong) and np.array_equal(first + 1, second):
-        order = dict(zip([*first, *second], [*second, *first], strict=True))
+        exchanged = dict(zip([*first, *second], [*second, *first], strict=True))
         pairs = ", ".join(f"{i} and {i + 1} exchanged" for i in first)
-        yield Variant(f"layer order: {pairs}", read=_relayered(order))
+        yield Variant(f"layer order: {pairs}", read=_relayered(exchanged))
     root = config.hidden_size**0.5
     bf16 = float(torch.tensor(root, dtype=torch.bfloat16))
     factors = {"scaled by √C": root}
@@ -232,14 +249,14 @@ def _is_gemma(config) -> bool:
     return hasattr(config, "query_pre_attn_scalar")
 
 
-def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
+def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator[Variant]:
     """Other bases, one of them fitted to the bundle's own table, and other scalings, for all tables
     or, where a model has several, for one."""
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
     kinds = sorted(parameters) if nested else [None]
     thetas, factors = [*THETAS], [*FACTORS]
-    for theta, factor in (_fitted(rope.inv_freq) for rope in manifest.rope):
+    for theta, factor in map(_fitted, ropes):
         thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
         factors += [] if np.isclose(factor, [1.0, *factors], 1e-5).any() else [factor]
     changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
@@ -247,6 +264,11 @@ def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
     for factor in factors:
         changes[f"rope scaling linear {factor:.7g}"] = {"rope_type": "linear", "factor": factor}
         changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
+    for table in parameters.values() if nested else [parameters]:
+        if "factor" in table:
+            theta = table["rope_theta"] * table["factor"]
+            name = f"rope scaling replaced by theta × factor, theta {theta:.7g}"
+            changes[name] = {"rope_type": "default", "rope_theta": theta}
     seen = [parameters]
     for name, change in changes.items():
         for chosen in [*kinds, None] if len(kinds) > 1 else kinds:
@@ -275,9 +297,9 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
     return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
 
 
-def _rotation(interleaved: bool = False, turn: float = 1.0, after=None) -> Callable:
+def _rotation(interleaved: bool = False, turn: float = 1.0, before=None, after=None) -> Callable:
     """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves, or turns
-    another way (0: not at all); `after(q, k)` is applied to the result."""
+    another way (0: not at all); `before(q, k)` is applied first, `after(q, k)` to the result."""
 
     def rotate(x, cos, sin):
         width = cos.shape[-1]
@@ -293,6 +315,7 @@ def _rotation(interleaved: bool = False, turn: float = 1.0, after=None) -> Calla
 
     def apply(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        q, k = before(q, k) if before else (q, k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return after(q, k) if after else (q, k)
 
@@ -305,24 +328,21 @@ def _norm_variants(config, attention: nn.Module) -> Iterator[Variant]:
     eps = config.rms_norm_eps
     for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
         yield Variant(f"eps {value:g}", {"rms_norm_eps": value})
+    if hasattr(attention, "query_layernorm"):  # Hunyuan applies rope first
+        names = ("query_layernorm", "key_layernorm")
+        leave_out, norms = _norms_beside_rope(*names)
+        yield Variant("q/k norm left out", model=_without(*(f"self_attn.{n}" for n in names)))
+        yield Variant(
+            "q/k norm before rope",
+            model=leave_out,
+            functions={"apply_rotary_pos_emb": _rotation(before=norms)},
+        )
     if hasattr(attention, "q_norm"):
         yield Variant("q/k norm left out", model=_without("self_attn.q_norm", "self_attn.k_norm"))
-        current: list[nn.Module] = []
-
-        def after_rope(base):
-            _without("self_attn.q_norm", "self_attn.k_norm")(base)
-            for layer in base.layers:
-                layer.self_attn.register_forward_pre_hook(
-                    lambda module, args, kwargs: current.append(module), with_kwargs=True
-                )
-
-        def norms(q, k):
-            pairs = (current[-1].q_norm, q), (current[-1].k_norm, k)
-            return tuple(type(norm).forward(norm, x) for norm, x in pairs)
-
+        leave_out, norms = _norms_beside_rope("q_norm", "k_norm")
         yield Variant(
             "q/k norm after rope",
-            model=after_rope,
+            model=leave_out,
             functions={"apply_rotary_pos_emb": _rotation(after=norms)},
         )
     if _is_gemma(config):
@@ -334,6 +354,25 @@ def _norm_variants(config, attention: nn.Module) -> Iterator[Variant]:
             yield Variant(f"{post} left out", model=_without(post))
             yield Variant(f"{pre} and {post} exchanged", read=_exchanged(pre, post))
         yield Variant("norms behind blocks left out", model=_without(*(post for _, post in pairs)))
+
+
+def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
+    """What leaves both norms out of every layer, and what applies those of the layer that runs to
+    q and k."""
+    current: list[nn.Module] = []
+
+    def leave_out(base):
+        _without(f"self_attn.{q_norm}", f"self_attn.{k_norm}")(base)
+        for layer in base.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: current.append(module), with_kwargs=True
+            )
+
+    def norms(q, k):
+        pairs = (getattr(current[-1], q_norm), q), (getattr(current[-1], k_norm), k)
+        return tuple(type(norm).forward(norm, x) for norm, x in pairs)
+
+    return leave_out, norms
 
 
 def _without(*modules: str) -> Callable[[nn.Module], None]:
