@@ -1,5 +1,6 @@
 """Adopted packages behind the smallest interface that all gates need: `begin`, `advance`, `kv`."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from workbench.runtime import named as named_runtime
 from workbench.runtime import resolve
 from workbench.runtime.package import load_package
 
+EMBEDDING = "embedding"  # the name of the embedding table among the weights that packages hold
 LARGEST_TILE = 64  # tokens of a call that gates make, where a package takes any number
 
 
@@ -45,7 +47,7 @@ class Adopted:
         return adopted
 
     def package(self, part: Part) -> Path:
-        return self.root / part.package
+        return Path(os.path.normpath(self.root / part.package))
 
     def checkpoint(self, path: Path | None = None) -> Checkpoint:
         """The checkpoint at `path`, or the one that the file names."""
@@ -189,7 +191,7 @@ class Adapter:
             )
         functions = dict(zip(self.stateful, chosen, strict=True))
         hidden, pieces = None, {"logits": [], "top": [], "top_value": []}
-        if any(entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values()):
+        if self.host_embeds:
             hidden = self.embed(ids)
         for index in range(len(self.foreign.parts)):
             if index in functions:
@@ -313,28 +315,34 @@ class Adapter:
             )
         return golden.empty_model(self.checkpoint.config).model
 
+    @property
+    def host_embeds(self) -> bool:
+        """Whether the first part takes embeddings, not token ids."""
+        return any(entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values())
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """The table [V, C] that the host looks embeddings up in, before its scale."""
+        entry, C = self.foreign.embedding, self.reference.config.hidden_size
+        if entry.file is None:
+            name = f"{self.checkpoint.prefix}embed_tokens.weight"
+            return self.checkpoint.tensor(name).half().float().numpy()
+        path = self.adopted.root / entry.file
+        if not path.is_file() or path.stat().st_size % (2 * C):
+            raise InputError(
+                f"embedding {path}",
+                "no file of whole rows",
+                f"float16 numbers [V, {C}]",
+                f"correct embedding.file in {schema.FILE}",
+            )
+        return np.fromfile(path, np.float16).reshape(-1, C).astype(np.float32)
+
     def embed(self, ids: np.ndarray) -> np.ndarray:
         """The embeddings [T, C] that the host looks up."""
-        entry = self.foreign.embedding
-        if entry.file is None:
-            name = f"{self.reference and self.checkpoint.prefix}embed_tokens.weight"
-            rows, places = np.unique(ids, return_inverse=True)
-            values = self.checkpoint.tensor(name, rows.tolist()).half().float().numpy()[places]
-        else:
-            path = self.adopted.root / entry.file
-            C = self.reference.config.hidden_size
-            if not path.is_file() or path.stat().st_size % (2 * C):
-                raise InputError(
-                    f"embedding {path}",
-                    "no file of whole rows",
-                    f"float16 numbers [V, {C}]",
-                    f"correct embedding.file in {schema.FILE}",
-                )
-            values = np.memmap(path, np.float16, "r").reshape(-1, C)[ids].astype(np.float32)
-        scale = entry.scale
+        scale = self.foreign.embedding.scale
         if scale is None:
             scale = float(getattr(self.reference.embed_tokens, "embed_scale", 1.0))
-        return values * np.float32(scale)
+        return self.table[ids] * np.float32(scale)
 
     def rope(self, entry: Input, start: int, T: int) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin [T, D], or [T, D / 2], at positions `start` and on."""

@@ -2,6 +2,7 @@
 and logits are Hugging Face's on the weights that the packages hold."""
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import pandas as pd
@@ -35,7 +36,7 @@ def own_gates(adapter: Adapter) -> list[Gate]:
         write_address(adapter),
         stale_rows(adapter),
         causality(adapter),
-        *reuse_gates(adapter),
+        reuse_gate(adapter),
         gates.not_run("updates", "packages do not say which operation ends a layer: K and V tell"),
     ]
 
@@ -73,8 +74,12 @@ def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) ->
 
 
 def _ids(adapter: Adapter, rng, count: int) -> np.ndarray:
-    vocabulary = adapter.checkpoint.config.vocab_size if adapter.checkpoint else 16
-    return rng.integers(0, vocabulary, count)
+    return rng.integers(0, _vocabulary(adapter), count)
+
+
+def _vocabulary(adapter: Adapter) -> int:
+    """Tokens that calls may have: without a checkpoint, a few that any vocabulary has."""
+    return adapter.checkpoint.config.vocab_size if adapter.checkpoint else 16
 
 
 def write_address(adapter: Adapter) -> Gate:
@@ -156,11 +161,7 @@ def causality(adapter: Adapter) -> Gate:
         rng, count = np.random.default_rng(SEED), count + 1
         ids = _ids(adapter, rng, T)
         other = ids.copy()
-        other[-1] = (
-            (ids[-1] + 1) % (ids.max() + 2)
-            if adapter.checkpoint is None
-            else _other(adapter, ids[-1])
-        )
+        other[-1] = (ids[-1] + 1) % _vocabulary(adapter)
         states = [_filled(adapter, np.random.default_rng(SEED), start, 0.0) for _ in range(2)]
         pairs = zip(states, (ids, other), strict=True)
         results = [adapter.advance(state, tokens, start) for state, tokens in pairs]
@@ -174,23 +175,34 @@ def causality(adapter: Adapter) -> Gate:
     return gates.none("causality", faults[:3], fine, "the last token changes earlier ones: ", "; ")
 
 
-def _other(adapter: Adapter, token: int) -> int:
-    return (token + 1) % adapter.checkpoint.config.vocab_size
+def reuse_gate(adapter: Adapter) -> Gate:
+    """A cache that is copied out and put back goes on with the same bits, in a fresh state and over
+    another sequence's."""
+    cells = reuse_cells(adapter)
+    faults = [f"{c.cache}, {c.context} tokens: {c.reason}" for c in cells if c.verdict == gates.RED]
+    fine = f"{len(cells)} continuations of a restored cache are the same bits"
+    return gates.none("reuse", faults, fine, sep="; ")
 
 
-def reuse_gates(adapter: Adapter) -> list[Gate]:
-    """A cache that is copied out and put back into a fresh state goes on with the same bits, also
-    after another sequence has run."""
-    rows = reuse_cells(adapter)
-    faults = [f"{r['cache']}, {r['context']} tokens: {r['reason']}" for r in rows if not r["same"]]
-    fine = f"{len(rows)} continuations of a copied cache give the same K, V and logits, bit for bit"
-    return [gates.none("reuse", faults, fine, sep="; ")]
+@dataclass
+class ReuseCell:
+    """A continuation of a restored cache: `warm` in a fresh state, `hot` over another sequence."""
+
+    cache: str
+    context: int
+    tokens: int
+    verdict: str
+    reason: str
+    batch: int = 1
+    streaming: bool = True
+    format: str = "fp16"
+
+    json = asdict
 
 
-def reuse_cells(adapter: Adapter) -> list[dict]:
-    """One row per cache (`warm`: restored into a fresh state; `hot`: restored over another
-    sequence's) and length of the prefix."""
-    rng, rows = np.random.default_rng(SEED), []
+def reuse_cells(adapter: Adapter) -> list[ReuseCell]:
+    """Prefixes of several lengths, each copied out, restored and continued."""
+    rng, cells = np.random.default_rng(SEED), []
     T = max(adapter.tiles)
     length = min(adapter.context, 3 * T + 5)
     ids, others = (_ids(adapter, rng, length) for _ in range(2))
@@ -198,29 +210,24 @@ def reuse_cells(adapter: Adapter) -> list[dict]:
         state = adapter.begin()
         passes.run(adapter, ids[:prefix], T, state)
         kept = adapter.read(state)
-        rest = ids[prefix:]
-        expected = passes.run(adapter, rest, T, state, prefix)
+        expected = passes.run(adapter, ids[prefix:], T, state, prefix)
         for cache in ("warm", "hot"):
             restored = adapter.begin()
             if cache == "hot":
                 passes.run(adapter, others, T, restored)
             adapter.write(restored, kept)
-            actual = passes.run(adapter, rest, T, restored, prefix)
-            faults = [
-                name
-                for name in ("k", "v", "logits", "top")
-                if not np.array_equal(
-                    np.nan_to_num(
-                        getattr(expected, name) if getattr(expected, name) is not None else 0
-                    ),
-                    np.nan_to_num(
-                        getattr(actual, name) if getattr(actual, name) is not None else 0
-                    ),
-                )
-            ]
+            actual = passes.run(adapter, ids[prefix:], T, restored, prefix)
+            pairs = {n: (getattr(p, n) for p in (expected, actual)) for n in ("k", "v", "logits")}
+            pairs["top"] = (expected.top, actual.top)
+            faults = [name for name, (a, b) in pairs.items() if _bits(a) != _bits(b)]
             reason = f"{', '.join(faults)} differ" if faults else "the same bits"
-            rows.append({"cache": cache, "context": prefix, "same": not faults, "reason": reason})
-    return rows
+            verdict = gates.RED if faults else gates.GREEN
+            cells.append(ReuseCell(cache, prefix, length - prefix, verdict, reason))
+    return cells
+
+
+def _bits(array: np.ndarray | None) -> bytes | None:
+    return None if array is None else array.tobytes()
 
 
 def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.adopt.adapter import Adapter
+from workbench.adopt.adapter import EMBEDDING, Adapter
 from workbench.check import golden, metrics
 from workbench.check.golden import Golden, WeightReader
 from workbench.models.checkpoint import Checkpoint
@@ -75,11 +75,11 @@ def reference(
     head: bool = True,
 ) -> Golden:
     """Hugging Face's model on `weights` (None: the checkpoint's own), its embeddings looked up in
-    the same weights and multiplied by `embedding`."""
+    their `EMBEDDING` and multiplied by `embedding`."""
     model = model or golden.empty_model(checkpoint.config)
     fed = None
     if weights is not None:
-        table = weights(f"{checkpoint.prefix}embed_tokens.weight").numpy()
+        table = weights(EMBEDDING).numpy()
         scale = float(getattr(model.model.embed_tokens, "embed_scale", 1.0)) * embedding
         fed = (table[np.asarray(ids)] * np.float32(scale))[None]
     label = "source" if weights is None else "stored"

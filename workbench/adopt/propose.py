@@ -12,11 +12,12 @@ import numpy as np
 import miltorch
 from miltorch.program import read_spec
 from workbench import paths
-from workbench.adopt import fit, passes
+from workbench.adopt import fit, passes, schema
 from workbench.adopt.adapter import Adapter, Adopted
 from workbench.adopt.schema import FILE, Embedding, Foreign, Function, Input, Output, Part, State
 from workbench.check import metrics
 from workbench.errors import InputError
+from workbench.files import write_whole
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import head_dim
 
@@ -298,8 +299,9 @@ def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[
         trial = foreign.model_copy(deep=True)
         for state in trial.states:
             state.order = order
-        fit.check(trial, lambda part: folder / part.package)
-        own = passes.run(Adapter(Adopted(folder, trial), checkpoint, "portable"), ids, 1)
+        adopted = Adopted(folder.resolve(), trial)
+        fit.check(trial, adopted.package)
+        own = passes.run(Adapter(adopted, checkpoint, "portable"), ids, 1)
         pairs = ((getattr(expected, n), getattr(own, n)) for n in "kv")
         trials[order] = max(metrics.relative_rms(a, np.nan_to_num(b)) for a, b in pairs), trial
     best = min(trials, key=lambda order: trials[order][0])
@@ -310,17 +312,18 @@ def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[
     return chosen
 
 
-def write(foreign: Foreign, notes: list[str], folder: Path) -> Path:
-    """Writes the file, what was assumed as comments above it; refuses to replace one."""
-    from workbench.adopt.schema import dump
-    from workbench.files import write_whole
-
+def target(folder: Path) -> Path:
+    """The file to be written in a folder; refuses to replace one."""
     path = folder / FILE
     if os.path.lexists(path):
         raise InputError(
             str(path), "a file", "a folder without one", "remove it, or choose another"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    comments = "".join(f"# {note}\n" for note in dict.fromkeys(notes))
-    write_whole(path, (comments + dump(foreign)).encode())
     return path
+
+
+def write(foreign: Foreign, notes: list[str], path: Path) -> None:
+    """Writes the file, what was assumed as comments above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    comments = "".join(f"# {note}\n" for note in dict.fromkeys(notes))
+    write_whole(path, (comments + schema.dump(foreign)).encode())

@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from workbench import paths
 from workbench.bundle.manifest import first_fault
 from workbench.errors import InputError
 
-FILE = "foreign.yaml"
+FILE = paths.FOREIGN
 Axis = Annotated[int, Field(ge=1)] | Literal["T", "S", "E", "C", "D", "H", "L", "V"]
 Position = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]

@@ -8,7 +8,7 @@ import pandas as pd
 
 from workbench.adopt import gates as adopted_gates
 from workbench.adopt import passes
-from workbench.adopt.adapter import Adapter, Adopted
+from workbench.adopt.adapter import EMBEDDING, Adapter, Adopted
 from workbench.adopt.weights import stored_weights
 from workbench.check import gates, golden, metrics
 from workbench.check.gates import Gate
@@ -143,7 +143,7 @@ def explain(adopted: Adopted, checkpoint: Checkpoint, progress: bool = False) ->
             other = passes.reference(
                 checkpoint,
                 ids,
-                lambda name: variant.read(name, reader),
+                lambda name: reader(name) if name == EMBEDDING else variant.read(name, reader),
                 model,
                 variant.embedding,
                 head=False,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from workbench.adopt.adapter import Adapter
+from workbench.adopt.adapter import EMBEDDING, Adapter
 from workbench.check.golden import WeightReader
 from workbench.models.checkpoint import Checkpoint
 
@@ -17,14 +17,23 @@ MAX_SCALE = 1.25  # of a matrix against its compressed self; another factor is n
 def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightReader, list[str]]:
     """A reader of the weights that the packages of a portable adapter hold, decompressed, and the
     names of the matrices that were not recognised: these, and all vectors, are the checkpoint's
-    rounded to float16."""
+    rounded to float16. `EMBEDDING` is the table that tokens are looked up in: a head that is tied
+    to it may be compressed in another way."""
     wanted = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
-    constants = list(_matrices(adapter))
+    tables, constants = (list(_matrices(adapter, looked_up)) for looked_up in (True, False))
     found = {name: _assemble(checkpoint.tensor(name).float(), constants) for name in wanted}
+    name = f"{checkpoint.prefix}embed_tokens.weight"
+    if adapter.host_embeds:
+        found[EMBEDDING] = torch.from_numpy(adapter.table)
+    else:
+        found[EMBEDDING] = _assemble(checkpoint.tensor(name).float(), tables + constants)
+    if found[name] is None:  # a head reads the same constant, or there is none to read it
+        found[name] = found[EMBEDDING]
     missing = [name for name, value in found.items() if value is None]
 
     def read(name: str) -> torch.Tensor:
         value = found.get(name)
+        name = f"{checkpoint.prefix}embed_tokens.weight" if name == EMBEDDING else name
         return checkpoint.tensor(name).half().float() if value is None else value
 
     return read, missing
@@ -35,11 +44,15 @@ def _is_matrix(checkpoint: Checkpoint, name: str) -> bool:
     return text and name.endswith(".weight") and len(checkpoint.shape(name)) == 2
 
 
-def _matrices(adapter: Adapter) -> Iterator[torch.Tensor]:
-    """Every constant of the packages that may hold rows of a matrix, as [rows, columns]."""
-    for model in {id(m): m for m in adapter.models.values()}.values():
-        for value in model.executable.body.constants.values():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
+def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
+    """Every constant of the packages that may hold rows of a matrix, as [rows, columns]; those that
+    a gather reads, or all others."""
+    for model in adapter.models.values():
+        gathers = (op for op in model.program.block.walk() if op.kind == "gather")
+        names = {name for op in gathers for name in op.reads()}
+        for name, value in model.executable.body.constants.items():
+            weight = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if weight and (name in names) == looked_up:
                 sizes = [n for n in value.shape if n != 1]
                 if len(sizes) == 2:
                     yield value.float().reshape(sizes)

@@ -8,7 +8,18 @@ from typing import Annotated
 from typer import Exit, Option, Typer, echo
 from typer.core import TyperGroup
 
-from workbench.cli import bench, check, clean, decode, explain, export, measure, notebooks, sweeps
+from workbench.cli import (
+    adopt,
+    bench,
+    check,
+    clean,
+    decode,
+    explain,
+    export,
+    measure,
+    notebooks,
+    sweeps,
+)
 from workbench.cli.common import register
 from workbench.errors import InputError
 
@@ -43,7 +54,7 @@ app = Typer(
     "them, measure them.",
 )
 app.add_typer(bench.bench, name="bench")
-for module in (measure, export, check, explain, decode, sweeps, notebooks, clean):
+for module in (measure, export, adopt, check, explain, decode, sweeps, notebooks, clean):
     register(app, vars(module), "_command")
 
 

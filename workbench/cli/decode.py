@@ -6,6 +6,7 @@ from typing import Annotated
 from typer import Option
 
 import workbench
+from workbench import paths
 from workbench.cli.common import (
     Ids,
     Json,
@@ -49,7 +50,9 @@ def decode_command(
         literal: Run the graph as it stands, not the portable decode path.
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
-    opened, *other = [workbench.Bundle.open(path) for path in (bundle, prefill_bundle) if path]
+    adopted = paths.adopted(bundle)
+    given = () if adopted else (bundle, prefill_bundle)
+    bundles = [workbench.Bundle.open(path) for path in given if path]
     if (prompt_ids is None) == (prompt is None):
         raise InputError(
             "prompt",
@@ -60,17 +63,23 @@ def decode_command(
     from workbench.decode import Sampling
     from workbench.decode.transcript import load_tokenizer, transcript
 
-    ids = (
-        load_tokenizer(opened.root / "tokenizer").encode(prompt)
-        if prompt_ids is None
-        else parse_ids(prompt_ids)
-    )
     sampling = Sampling(temperature, top_k, top_p, seed)
-    decoder, *source = [
-        workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
-        for b in (opened, *other)
-    ]
-    result = transcript(decoder, ids, max_new, logits, sampling, *source)
+    if adopted:
+        from workbench.cli.adopt import decode_adopted
+
+        how = runtime, compute_units, precision
+        result = decode_adopted(bundle, prompt_ids, prompt, max_new, logits, sampling, *how)
+    else:
+        ids = (
+            load_tokenizer(bundles[0].root / "tokenizer").encode(prompt)
+            if prompt_ids is None
+            else parse_ids(prompt_ids)
+        )
+        decoder, *source = [
+            workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
+            for b in bundles
+        ]
+        result = transcript(decoder, ids, max_new, logits, sampling, *source)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
     show(
@@ -99,6 +108,10 @@ def reuse_command(
     Args:
         batch_bundle: The same export with another --batch.
     """
+    if paths.adopted(bundle):
+        from workbench.cli.adopt import reuse_adopted
+
+        return reuse_adopted(bundle, runtime, compute_units, precision, json)
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 

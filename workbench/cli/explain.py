@@ -89,6 +89,10 @@ def explain_command(
 
     Example: workbench explain build/llama --checkpoint data/tiny-llama
     """
+    if paths.adopted(bundle):
+        from workbench.cli.adopt import explain_adopted
+
+        return explain_adopted(bundle, checkpoint, json)
     opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
     from workbench.explain import variants
