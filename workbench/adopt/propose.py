@@ -47,7 +47,7 @@ class _Package:
 
     @property
     def embeds(self) -> bool:
-        return any(_kind(name) == "ids" for p in self.programs.values() for name in p.inputs)
+        return any(kind_of(name) == "ids" for p in self.programs.values() for name in p.inputs)
 
     @property
     def order(self) -> tuple:
@@ -95,7 +95,8 @@ def _natural(name: str) -> list:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _kind(name: str) -> str | None:
+def kind_of(name: str) -> str | None:
+    """What an input is, as its name says; None where it says nothing."""
     return next((kind for kind, test in INPUT_NAMES if re.search(test, name.lower())), None)
 
 
@@ -172,7 +173,7 @@ class _Maker:
         return [(1, 1)]
 
     def input(self, package: _Package, program, name: str) -> Input:
-        kind, sizes = _kind(name), fit.sizes(program, name)
+        kind, sizes = kind_of(name), fit.sizes(program, name)
         if kind is None:
             self.notes.append(f"Input {name!r} of {package.path.name} is unknown: constant 0.")
             return Input(kind="constant")

@@ -137,3 +137,11 @@ def explain_adopted(folder: Path, checkpoint: Path, json: bool) -> None:
     lines = [f"{row['relative_rms']:<12.3g}{row['name']}" for row in rows]
     result = {"fits": cause.fits, "variants": rows, "faults": cause.faults}
     show(result, json, [validate.conclusion(cause), *lines])
+
+
+def traced(folder: Path, prompt_ids: str | None):
+    """The trace of adopted packages over one prompt."""
+    from workbench.adopt.probe import trace_adopted
+
+    ids = None if prompt_ids is None else parse_ids(prompt_ids)
+    return trace_adopted(*_opened(folder, None), ids)

@@ -114,6 +114,8 @@ def trace_command(
     inputs: Annotated[
         Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")
     ] = None,
+    function: Annotated[str | None, Option(help="The function of a package.")] = None,
+    position: Annotated[int, Option(help="Position of a package's call.", min=0)] = 0,
     log: Log = False,
     json: Json = False,
 ) -> None:
@@ -121,14 +123,24 @@ def trace_command(
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
-    paths.bundle_or_package(source)
+    adopted = paths.adopted(source)
+    if not adopted:
+        paths.bundle_or_package(source)
     bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
     from workbench.explain import trace
 
     if bundle:
         ranges = trace.trace_bundle(bundle, ids_for(prompt_ids, bundle.manifest.dims.V))
+    elif adopted:
+        from workbench.cli.adopt import traced
+
+        ranges = traced(source, prompt_ids)
     else:
-        ranges = trace.trace_package(source, _package_inputs(inputs, source) if inputs else None)
+        from workbench.adopt import probe
+
+        given = probe.inputs(source, function, position)
+        given |= _package_inputs(inputs, source, function) if inputs else {}
+        ranges = trace.trace_package(source, given, function=function)
     result = ranges.json()
     if log and bundle:
         _record(bundle, "trace", result)
@@ -148,7 +160,7 @@ def trace_command(
     )
 
 
-def _package_inputs(path: Path, package: Path) -> dict:
+def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
     """The arrays of an .npz, all of them numbers, and inputs of the package."""
     import zipfile
 
@@ -156,7 +168,7 @@ def _package_inputs(path: Path, package: Path) -> dict:
 
     import miltorch
 
-    subject, names = f"--inputs {path}", miltorch.read(package).inputs
+    subject, names = f"--inputs {path}", miltorch.read(package, function).inputs
     try:
         arrays = dict(np.load(path).items())
     except (

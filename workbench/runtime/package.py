@@ -1,6 +1,7 @@
 """One function of any package, without a bundle: the same runtimes, the tensors by the names that
 the package gives them."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -20,20 +21,23 @@ from workbench.runtime.standin import installed
 
 
 class PortablePackage:
-    """A function of a package on the portable runtime; `program` is what it runs, `hook`, where
-    one is set, is called after every operation."""
+    """A function of a package on the portable runtime; `program` is what it runs. Where they are
+    set, `fed` is called with the inputs of every call, `hook` after every operation."""
 
     def __init__(self, path: Path, function: str | None, precision: str):
         self.program = miltorch.read(path, function)
         _check_states(self.program)
         self.executable = miltorch.Executable(self.program, precision)
         self.hook: Hook | None = None
+        self.fed: Callable[[dict], None] | None = None
 
     def make_state(self) -> Cells:
         return Cells(self.executable.make_state(), half=self.executable.precision != "exact")
 
     def predict(self, inputs: dict[str, np.ndarray], state: Cells | None) -> dict[str, np.ndarray]:
         tensors = {name: torch.from_numpy(np.array(value)) for name, value in inputs.items()}
+        if self.fed:
+            self.fed(tensors)
         own = {name: state.cells[name] for name in self.program.states if name in state.cells}
         outputs = self.executable.run(tensors, own, self.hook)
         return {name: value.numpy() for name, value in outputs.items()}
