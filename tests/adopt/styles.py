@@ -1,6 +1,7 @@
 """Small packages with the interfaces of five exporters, from torch code of our own: names,
 functions, shapes and layouts are theirs, nothing else is. Faults are planted by name."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +199,6 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: b
         )
     folder.mkdir(parents=True)
     package.save(str(folder / "Stateful.mlpackage"))
-    return [folder / "Stateful.mlpackage"]
 
 
 class Shard(nn.Module):
@@ -243,7 +243,7 @@ class HeadSlice(nn.Module):
 
 def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: int = 4):
     ct = coremltools()
-    m, paths = Model(checkpoint, S, fault), []
+    m = Model(checkpoint, S, fault)
     folder.mkdir(parents=True)
     T = ct.RangeDim(1, t_max, default=1)
     half = m.D // 2
@@ -261,14 +261,12 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
         package = ct.optimize.coreml.linear_quantize_weights(
             package, ct.optimize.coreml.OptimizationConfig(global_config=config)
         )
-        paths.append(folder / f"layer{i}_{i + 1}_q8.mlpackage")
-        package.save(str(paths[-1]))
+        package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
     V = m.head.shape[0]
     for i, rows in enumerate((slice(0, V // 2), slice(V // 2, V))):
         inputs = [plain("hidden", (1, m.C, t_max, 1))]
-        paths.append(folder / f"LMHead_s{i}.mlpackage")
-        convert(HeadSlice(m, rows), inputs, ["logits"]).save(str(paths[-1]))
-    return paths
+        head = convert(HeadSlice(m, rows), inputs, ["logits"])
+        head.save(str(folder / f"LMHead_s{i}.mlpackage"))
 
 
 class Chunk(nn.Module):
@@ -295,7 +293,6 @@ class Chunk(nn.Module):
 
     def forward(self, x, positions, mask, start):
         T = x.shape[1]
-        past = [None]
 
         def cache(i, k, v):
             name, plane, count = self.caches[i]
@@ -340,29 +337,40 @@ class Apply(nn.Module):
         return self.function(self.m, *inputs)
 
 
-def chunks(folder: Path, checkpoint: Path, S=32, batch=8, window=0, fault="", heads=2, lut=False):
+def chunks(
+    folder: Path,
+    checkpoint: Path,
+    S=32,
+    batch=8,
+    window=0,
+    fault="",
+    heads=2,
+    lut=False,
+    sound: Path | None = None,
+):
     """Embeddings, two chunks (one where layers slide) of functions infer and prefill (and their
-    rotating twins), a head of several slices; −inf masks, meta.yaml."""
+    rotating twins), a head of several slices; −inf masks, meta.yaml. What the fault `future` leaves
+    as it is, is copied from the folder `sound`."""
     ct = coremltools()
-    m, paths = Model(checkpoint, S, fault), []
-    folder.mkdir(parents=True)
+    m = Model(checkpoint, S, fault)
+    if sound:
+        shutil.copytree(sound, folder)
+    else:
+        folder.mkdir(parents=True)
     spans = [range(m.L)] if window else [range(m.L // 2), range(m.L // 2, m.L)]
     names = ["FFN_PF"] if window else [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
-    ids = ct.EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
-    embed = convert(
-        Apply(m, lambda m, ids: m.embed(ids)),
-        [("input_ids", ids, np.int32, (1, 1))],
-        ["hidden_states"],
-    )
-    paths.append(folder / "tiny_embeddings.mlpackage")
-    embed.save(str(paths[-1]))
+    if not sound:
+        _ends(folder, m, batch, heads)
     modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
     if window:
         modes |= {"infer_rotate": (1, False, True), "prefill_rotate": (batch, True, True)}
     for span, name in zip(spans, names, strict=True):
         functions = ct.utils.MultiFunctionDescriptor()
         for mode, (T, prefill, rotate) in modes.items():
-            m.fault = fault if fault != "future" or mode == "prefill_rotate" else ""
+            path = folder / f".{mode}-{name}.mlpackage"
+            functions.add_function(str(path), "main", mode)
+            if sound and mode != "prefill_rotate":
+                continue
             module = Chunk(m, span, window, rotate, prefill)
             inputs = [
                 plain("hidden_states", (1, T, m.C)),
@@ -376,25 +384,35 @@ def chunks(folder: Path, checkpoint: Path, S=32, batch=8, window=0, fault="", he
             one = convert(module, inputs, ["output_hidden_states"], states)
             if lut:
                 one = palettize(one, granularity="per_grouped_channel", group_size=8, nbits=4)
-            path = folder / f".{mode}.mlpackage"
+            shutil.rmtree(path, ignore_errors=True)
             one.save(str(path))
-            functions.add_function(str(path), "main", mode)
         functions.default_function_name = "infer"
-        paths.append(folder / f"tiny_{name}.mlpackage")
-        ct.utils.save_multifunction(functions, str(paths[-1]))
+        target = folder / f"tiny_{name}.mlpackage"
+        shutil.rmtree(target, ignore_errors=True)
+        ct.utils.save_multifunction(functions, str(target))
+    (folder / "meta.yaml").write_text(
+        f"model_info:\n  name: anemll-tiny\n  parameters:\n    context_length: {S}\n"
+        f"    batch_size: {batch}\n    num_chunks: {len(spans)}\n    split_lm_head: {heads}\n"
+    )
+
+
+def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
+    """Embeddings of one token or a batch, and the head."""
+    ids = coremltools().EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
+    embed = convert(
+        Apply(m, lambda m, ids: m.embed(ids)),
+        [("input_ids", ids, np.int32, (1, 1))],
+        ["hidden_states"],
+    )
+    embed.save(str(folder / "tiny_embeddings.mlpackage"))
     slices = np.array_split(np.arange(m.head.shape[0]), heads)
 
     def head(m, x):
         return tuple(nn.functional.linear(x, m.head[s[0] : s[-1] + 1]) for s in slices)
 
-    paths.append(folder / "tiny_lm_head.mlpackage")
     outputs = [f"logits{i + 1}" for i in range(heads)]
-    convert(Apply(m, head), [plain("hidden_states", (1, 1, m.C))], outputs).save(str(paths[-1]))
-    (folder / "meta.yaml").write_text(
-        f"model_info:\n  name: anemll-tiny\n  parameters:\n    context_length: {S}\n"
-        f"    batch_size: {batch}\n    num_chunks: {len(spans)}\n    split_lm_head: {heads}\n"
-    )
-    return paths
+    package = convert(Apply(m, head), [plain("hidden_states", (1, 1, m.C))], outputs)
+    package.save(str(folder / "tiny_lm_head.mlpackage"))
 
 
 def palettize(package, **options):
@@ -452,7 +470,6 @@ def monolith(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4:
         package = palettize(package, nbits=4, granularity="per_grouped_channel", group_size=8)
     folder.mkdir(parents=True)
     package.save(str(folder / "model.mlpackage"))
-    return [folder / "model.mlpackage"]
 
 
 class Body(nn.Module):
@@ -478,11 +495,11 @@ class Body(nn.Module):
 
 def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool = False):
     """Chunks of one layer, a head that gives the next token, a file of embeddings."""
-    m, paths = Model(checkpoint, S, fault), []
+    m = Model(checkpoint, S, fault)
     folder.mkdir(parents=True)
     (folder / "embed_weight.bin").write_bytes(m.w_embed_tokens_weight.half().numpy().tobytes())
-    for i in range(m.L):
-        module = Body(m, range(i, i + 1))
+    for i, span in enumerate([range(m.L)]):
+        module = Body(m, span)
         inputs = [
             plain("hidden_in", (1, 1, m.C)),
             plain("cos", (1, 1, m.D)),
@@ -495,12 +512,10 @@ def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool
         )
         if lut:
             package = palettize(package, nbits=8)
-        paths.append(folder / f"chunk_{i}.mlpackage")
-        package.save(str(paths[-1]))
+        package.save(str(folder / f"chunk_{i}.mlpackage"))
 
     def head(m, x):
         return nn.functional.linear(m.norm(x), m.head)[0].argmax(-1).to(torch.int32)
 
-    paths.append(folder / "chunk_head.mlpackage")
-    convert(Apply(m, head), [plain("hidden_in", (1, 1, m.C))], ["next_token"]).save(str(paths[-1]))
-    return paths
+    package = convert(Apply(m, head), [plain("hidden_in", (1, 1, m.C))], ["next_token"])
+    package.save(str(folder / "chunk_head.mlpackage"))
