@@ -368,8 +368,8 @@ def chunks(
         functions = ct.utils.MultiFunctionDescriptor()
         for mode, (T, prefill, rotate) in modes.items():
             path = folder / f".{mode}-{name}.mlpackage"
-            functions.add_function(str(path), "main", mode)
             if sound and mode != "prefill_rotate":
+                functions.add_function(str(path), "main", mode)
                 continue
             module = Chunk(m, span, window, rotate, prefill)
             inputs = [
@@ -386,6 +386,7 @@ def chunks(
                 one = palettize(one, granularity="per_grouped_channel", group_size=8, nbits=4)
             shutil.rmtree(path, ignore_errors=True)
             one.save(str(path))
+            functions.add_function(str(path), "main", mode)
         functions.default_function_name = "infer"
         target = folder / f"tiny_{name}.mlpackage"
         shutil.rmtree(target, ignore_errors=True)

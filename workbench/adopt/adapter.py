@@ -46,8 +46,12 @@ class Adopted:
         fit.check(adopted.foreign, adopted.package)
         return adopted
 
+    def path(self, written: str) -> Path:
+        """A path as the file writes it; the folder need not be there yet."""
+        return Path(os.path.normpath(self.root / written))
+
     def package(self, part: Part) -> Path:
-        return Path(os.path.normpath(self.root / part.package))
+        return self.path(part.package)
 
     def checkpoint(self, path: Path | None = None) -> Checkpoint:
         """The checkpoint at `path`, or the one that the file names."""
@@ -58,7 +62,7 @@ class Adopted:
                 "the Hugging Face folder that was exported",
                 "give --checkpoint, or write it there",
             )
-        return Checkpoint(path or self.root / self.foreign.checkpoint)
+        return Checkpoint(path or self.path(self.foreign.checkpoint))
 
 
 @dataclass
@@ -327,7 +331,7 @@ class Adapter:
         if entry.file is None:
             name = f"{self.checkpoint.prefix}embed_tokens.weight"
             return self.checkpoint.tensor(name).half().float().numpy()
-        path = self.adopted.root / entry.file
+        path = self.adopted.path(entry.file)
         if not path.is_file() or path.stat().st_size % (2 * C):
             raise InputError(
                 f"embedding {path}",

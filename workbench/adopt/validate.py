@@ -65,7 +65,7 @@ def validate(
 
     Args:
         checkpoint: what was exported; None: `stored` is compared with, compression included.
-        stored: a golden of the checkpoint's own weights.
+        stored: a golden of the checkpoint's own weights: its prompt, and its logits.
         ids: the prompt (default: seeded random ids past every window).
     """
     exact = Adapter(adopted, checkpoint, "portable", "exact")
@@ -79,6 +79,8 @@ def validate(
         own = passes.reference(checkpoint, ids, reader)
         note = _unrecognised(missing)
     checks = adopted_gates.own_gates(exact)
+    if stored is not None and checkpoint is not None:
+        checks.append(_of_this_checkpoint(stored, checkpoint))
     checks.append(adopted_gates.same_for_every_T(exact, by_T))
     compared, rows = adopted_gates.golden_gates(exact, by_T, own, note)
     checks += compared
@@ -90,6 +92,12 @@ def validate(
         there = np.isfinite(pass_.logits).all(-1)
         logits = metrics.compare_logits(source.logits[there], pass_.logits[there])
     return Validation(checks, rows, logits)
+
+
+def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
+    theirs, ours = stored.meta["checkpoint"], checkpoint.sha256
+    reason = f"golden of checkpoint {theirs[:12]}, packages of {ours[:12]}"
+    return gates.holds("golden_is_of_this_checkpoint", theirs == ours, reason)
 
 
 def _unrecognised(missing: list[str]) -> str:

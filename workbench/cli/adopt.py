@@ -47,13 +47,13 @@ def adopt_command(
     show(result, json, [str(path), *(f"- {note}" for note in notes)])
 
 
-def _opened(folder: Path, checkpoint: Path | None, golden: Path | None = None):
+def _opened(folder: Path, checkpoint: Path | None):
     """The adopted folder, and its checkpoint where it names one or is given one."""
     from workbench.adopt.adapter import Adopted
 
     adopted = Adopted.open(folder)
     named = checkpoint or adopted.foreign.checkpoint
-    return adopted, adopted.checkpoint(checkpoint) if named and not golden else None
+    return adopted, adopted.checkpoint(checkpoint) if named else None
 
 
 def check_adopted(folder: Path, golden, runtime, compute_units, json: bool) -> None:
@@ -77,7 +77,7 @@ def validate_adopted(
     from workbench.adopt.validate import validate
     from workbench.check.golden import Golden, check_ids
 
-    adopted, source = _opened(folder, checkpoint, golden if checkpoint is None else None)
+    adopted, source = _opened(folder, checkpoint)
     stored = golden and Golden.load(golden)
     if source is None and stored is None:
         source = adopted.checkpoint()  # raises, saying what to give

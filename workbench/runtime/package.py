@@ -1,11 +1,13 @@
 """One function of any package, without a bundle: the same runtimes, the tensors by the names that
 the package gives them."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -51,8 +53,9 @@ class CoreMLPackage:
         _check_states(self.program)
         units = coremltools().ComputeUnit[compute_units]
         with self._one_message(), nullcontext() if standin is None else installed(standin):
-            self.folder, compiled = _compiled(path, path.stat().st_mtime_ns)
-            self.model = coremltools().models.CompiledMLModel(str(compiled), units, function)
+            self.compiled = _compiled(path, path.stat().st_mtime_ns)
+            compiled = str(self.compiled.path)
+            self.model = coremltools().models.CompiledMLModel(compiled, units, function)
 
     def _one_message(self):
         return one_message(f"package {self.name}", "a model that Core ML runs", "see the message")
@@ -92,15 +95,21 @@ def load_package(
     return CoreMLPackage(path, function, compute_units, fault if name == "stand-in" else None)
 
 
+class _Compiled:
+    """A package compiled into a folder that lasts as long as this object."""
+
+    def __init__(self, path: Path):
+        folder = Path(tempfile.mkdtemp(prefix="workbench-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = folder / f"{path.stem}.mlmodelc"
+        with stdout_to_stderr():
+            coremltools().models.utils.compile_model(str(path), str(self.path))
+
+
 @lru_cache(maxsize=8)
-def _compiled(path: Path, changed: int) -> tuple[TemporaryDirectory, Path]:
-    """A package compiled into a folder that lasts as long as a model needs it; the functions of a
-    package share it."""
-    folder = TemporaryDirectory(prefix="workbench-")
-    compiled = Path(folder.name) / f"{path.stem}.mlmodelc"
-    with stdout_to_stderr():
-        coremltools().models.utils.compile_model(str(path), str(compiled))
-    return folder, compiled
+def _compiled(path: Path, changed: int) -> _Compiled:
+    """One for all functions of a package, as long as its modification time is `changed`."""
+    return _Compiled(path)
 
 
 def _check_states(program: miltorch.Program) -> None:
