@@ -11,8 +11,8 @@ In go packages, PIL images and the NumPy arrays that Core ML's Python binding ta
 of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
 upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
 class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
-nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
-devices, model assets, anything but ML Programs.
+nothing here. Compiling copies the package. Knows nothing of bundles. Compute plans are there on
+request, predicted. Not there: devices, model assets, anything but ML Programs.
 """
 
 import shutil

@@ -79,6 +79,26 @@ def test_a_prefill_that_sees_the_future_is_named(adoptions):
     assert "prefill_rotate" in cause["faults"][0]
 
 
+def test_a_norm_before_rope_is_named_where_the_model_turns_first(adoptions, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    source, target = adoptions.checkpoint("shards"), tmp_path / "hunyuan"
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
+    weights = load_file(source / "model.safetensors")
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+    for old, new in names.items():
+        weights = {name.replace(old, new): value for name, value in weights.items()}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    folder = adoptions.folder("shards")
+    found = gates_of(command("validate", folder, "--checkpoint", target, "--json", code=1))
+    assert found["keys_and_values"]["verdict"] == "RED"
+    cause = command("explain", folder, "--checkpoint", target, "--json")
+    assert cause["fits"] == "q/k norm before rope"
+
+
 def test_a_sound_style_is_as_configured(adoptions):
     folder = adoptions.folder("chunks")
     cause = command("explain", folder, "--checkpoint", adoptions.checkpoint("chunks"), "--json")

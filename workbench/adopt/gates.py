@@ -19,12 +19,15 @@ from workbench.check.golden import Golden
 # faults measured in published exporters is 0.026. A device adds fp16, other weights compression.
 DISTANCE = {"exact": 1e-3, "declared": 1e-2, "narrow": 2e-2, "device": 2e-2}
 OTHER_WEIGHTS = 0.1
+# Relative RMS of K and V. Functions of other exporters may order their sums and round their
+# constants in ways of their own, and the prefill that sees the future differs by 0.1.
+SAME_T = {"exact": 1e-3, "declared": 1e-2, "narrow": 3e-2, "device": 3e-2}
 FULL = 16.0  # what lies in rows that no token has yet
 SEED = 0
 
 
 def tolerance(adapter: Adapter) -> str:
-    """The key of `DISTANCE` and of `gates.T_TOLERANCE` for a runtime and its precision."""
+    """The key of `DISTANCE` and `SAME_T` for a runtime and its precision."""
     return adapter.precision if adapter.portable else "device"
 
 
@@ -235,7 +238,7 @@ def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
     first, *others = sorted(by_T)
     if not others:
         return gates.not_run("same_for_every_T", f"only T = {first} can be called")
-    limit = gates.T_TOLERANCE["coreml" if not adapter.portable else adapter.precision]
+    limit = SAME_T[tolerance(adapter)]
     errors = {}
     for T in others:
         for layer in range(len(by_T[T].k)):

@@ -90,7 +90,10 @@ def prompt(adapter: Adapter, checkpoint: Checkpoint) -> list[int]:
     """Seeded random ids, enough of them to pass the largest window and the largest tile twice
     where the context allows."""
     window = getattr(checkpoint.config, "sliding_window", None) or 0
+    window = window if window < adapter.context else 0
     count = min(adapter.context, max(24, 2 * window + 8, 2 * max(adapter.tiles) + 1))
+    if 1 not in adapter.tiles:
+        count -= count % max(adapter.tiles)
     return np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()
 
 
