@@ -23,8 +23,10 @@ DIMS = {
 
 def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
     """`value`, whose axes are `dims`, with the axes that a package declares; `E` counts what `S`
-    does."""
+    does, and a dim of size 1 may have no letter."""
     letters = ["S" if axis == "E" else axis for axis in axes if isinstance(axis, str)]
+    value = value.reshape([n for n, dim in zip(value.shape, dims) if dim in letters])
+    dims = [dim for dim in dims if dim in letters]
     value = value.transpose([dims.index(letter) for letter in letters])
     sizes = iter(value.shape)
     shape = [next(sizes) if isinstance(axis, str) else 1 for axis in axes]

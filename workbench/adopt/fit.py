@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import miltorch
-from workbench.adopt.schema import FILE, Axis, Foreign, Function, Part, State
+from workbench.adopt.schema import FILE, INPUT_AXES, Axis, Foreign, Function, Part, State
 from workbench.errors import InputError
 
 UNBOUNDED = 1 << 31
@@ -65,6 +65,9 @@ def check(foreign: Foreign, package: Callable[[Part], Path]) -> None:
 
 def _caches(foreign: Foreign, packaged: set[str]) -> None:
     """Every layer has keys and values once; every state belongs to a part that has it."""
+    names = [(state.part, state.name) for state in foreign.states]
+    if twice := sorted({name for part, name in names if names.count((part, name)) > 1}):
+        _refuse(f"state {twice[0]!r}", "described twice", "once for all parts, or `part` for each")
     for state in foreign.states:
         if state.name not in packaged:
             _refuse(f"state {state.name!r}", "in no package", f"one of {sorted(packaged)}")
@@ -93,6 +96,8 @@ def _input(where: str, part: Part, function: Function, name: str, program) -> No
     if entry.kind == "constant":
         return
     _rank(where, entry.axes, allowed)
+    if "T" in INPUT_AXES[entry.kind] and "T" not in entry.axes and function.t_max > 1:
+        _refuse(where, f"axes {entry.axes}", f"an axis T, for t_max = {function.t_max}")
     for axis, size in zip(entry.axes, allowed, strict=True):
         if isinstance(axis, int) and axis not in size:
             _refuse(where, f"axis {axis} of {entry.axes}", f"{_said(size)}, as the package says")

@@ -263,6 +263,7 @@ def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weight
         found.append(_distance("logits", logits, limit, weights))
     else:
         found.append(gates.not_run("logits", "no package puts them out: the argmax is inside"))
+        found.append(_top_values(by_T, golden, limit))
     found.append(_top_tokens(by_T, golden))
     return found, rows
 
@@ -281,6 +282,19 @@ def _place(row: pd.Series) -> str:
     layer = "" if row["layer"] < 0 else f"layer {row['layer']}, "
     call = f"T = {row['T']} ({row['function']})"
     return f"{layer}position {row['position']}, {row['tensor']}, {call}"
+
+
+def _top_values(by_T: dict[int, Pass], golden: Golden, limit: float) -> Gate:
+    """The largest logits that packages put out beside the top tokens: relative RMS, whose square is
+    about twice a 1 − cosine."""
+    there = [np.isfinite(own.value) for own in by_T.values()]
+    if not any(rows.any() for rows in there):
+        return gates.not_run("top_values", "no package puts them out")
+    expected = np.concatenate([golden.logits.max(-1)[rows] for rows in there])
+    actual = np.concatenate([own.value[rows] for own, rows in zip(by_T.values(), there)])
+    error = metrics.relative_rms(expected, actual)
+    reason = f"relative RMS of {len(actual)} largest logits"
+    return gates.at_most("top_values", error, (2 * limit) ** 0.5, reason)
 
 
 def _top_tokens(by_T: dict[int, Pass], golden: Golden) -> Gate:

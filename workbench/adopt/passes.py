@@ -17,7 +17,7 @@ from workbench.models.checkpoint import Checkpoint
 class Pass:
     """`k`, `v` [L, H_kv, n, D] as they lay in the cache right after the call that wrote them (nan
     where a call overwrote its own rows), `T` [n] tokens of each position's call, `function` [n] its
-    name; `logits` [n, V] (nan where there are none) or None, `top` [n] (−1 where there is none)."""
+    name; `logits` [n, V] (nan where there are none) or None, `top` [n] (−1 where there is none) and its logit `value` [n] (nan where there is none)."""
 
     k: np.ndarray
     v: np.ndarray
@@ -25,6 +25,7 @@ class Pass:
     function: list[str]
     logits: np.ndarray | None
     top: np.ndarray
+    value: np.ndarray
 
     def vectors(self, name: str, layer: int) -> np.ndarray:
         """Rows [n, H_kv · D] of `k` or `v`."""
@@ -41,7 +42,8 @@ def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None,
     """
     state, n = state or adapter.begin(), len(ids)
     sizes, rows = np.zeros(n, int), {}
-    functions, logits, top = [""] * n, None, np.full(n, -1)
+    functions, logits, top, value = [""] * n, None, np.full(n, -1), np.full(n, np.nan)
+    value = np.full(n, np.nan)
     done = 0
     for size in adapter.plan(n, T, start, logits=True):
         span, first = slice(done, done + size), start + done
@@ -54,6 +56,8 @@ def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None,
             logits[span] = result.logits
         if result.top is not None:
             top[span] = result.top
+        if result.value is not None:
+            value[span] = result.value
         for layer in adapter.layers:
             for name, cache in zip("kv", adapter.kv(state, layer), strict=True):
                 held = adapter.positions(layer, cache.shape[1], first + size)
@@ -63,7 +67,7 @@ def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None,
                 target[:, held[new] - start] = cache[:, new]
         done += size
     k, v = (np.stack([rows[name, layer] for layer in adapter.layers]) for name in "kv")
-    return Pass(k, v, sizes, functions, logits, top)
+    return Pass(k, v, sizes, functions, logits, top, value)
 
 
 def reference(

@@ -1,11 +1,5 @@
 """The contents of `foreign.yaml`: what a bundle of our own says by itself, said about packages of
 another exporter. `workbench adopt --schema` prints it as a JSON schema.
-
-Axes of arrays are named by letters: `T` tokens of the call; `S` cache rows, or the columns of a
-mask, as many as the package declares; `E` tokens in the cache once the call is done (start + T);
-`C` channels of the residual stream; `D` head_dim (of rope tables: their width); `H` key/value
-heads; `L` the planes of a packed state; `V` the vocabulary. A number is an axis of that size,
-nearly always 1.
 """
 
 from pathlib import Path
@@ -42,12 +36,30 @@ OUTPUT_AXES: dict[str, list[Axis]] = {
     "top_value": [],
     "ignored": [],
 }
+AXES_HELP = (
+    "The axes of the array, in order, each a size (nearly always 1) or a letter: `T` tokens of the "
+    "call; `S` cache rows, or the columns of a mask, as many as the package declares; `E` columns "
+    "of a mask where there is one for every token in the cache once the call is done, start + T; "
+    "`C` channels of the residual stream; `D` width of a head, of a rope table its own; `H` "
+    "key/value heads; `L` planes of a packed state; `V` vocabulary. T may be written 1 where calls "
+    "have one token. "
+)
 ROWS_HELP = (
     "Which row holds which position. `absolute`: row r holds position r. `ring`: position p is in "
     "row p modulo the number of rows. `shift`: rows fill from 0 on; once all are full, every call "
     "moves them up and writes at the end. `right`: every call moves them up and writes at the end, "
     "from the first token on."
 )
+
+
+def _check_letters(kind: str, axes: list[Axis], usual: list[Axis]) -> None:
+    """Refuses letters that a kind of array does not have, one that is there twice, and one that is
+    missing, but for T."""
+    letters = ["S" if axis == "E" and kind == "mask" else axis for axis in axes if axis != 1]
+    needed = {axis for axis in usual if axis != 1}
+    whole = needed - {"T"} <= set(letters) <= needed and len(letters) == len(set(letters))
+    if usual and not whole:
+        raise ValueError(f"axes {axes} of {kind} are not, in some order, those of {usual}")
 
 
 class Described(BaseModel):
@@ -72,9 +84,9 @@ class Input(Described):
     )
     axes: list[Axis] = Field(
         default_factory=list,
-        description="The axes of the array, in order (letters: see the top). Left out: ids [1, T], "
-        "hidden [1, T, C], positions [T], start and end [1], mask [1, 1, T, S], write [1, 1, S, "
-        "T], cos and sin [1, T, D], constant as the package declares it.",
+        description=AXES_HELP + "Left out: ids [1, T], hidden [1, T, C], positions [T], start and "
+        "end [1], mask [1, 1, T, S], write [1, 1, S, T], cos and sin [1, T, D], constant as the "
+        "package declares it.",
     )
     blocked: float = Field(
         default=-1e4, description="mask: what keeps a token from looking, -1e4 or -inf."
@@ -105,6 +117,7 @@ class Input(Described):
     @model_validator(mode="after")
     def _default_axes(self):
         self.axes = self.axes or list(INPUT_AXES[self.kind])
+        _check_letters(self.kind, self.axes, INPUT_AXES[self.kind])
         return self
 
 
@@ -118,8 +131,8 @@ class Output(Described):
     )
     axes: list[Axis] = Field(
         default_factory=list,
-        description="The axes of the array, in order. Left out: hidden [1, T, C], logits [1, T, "
-        "V]; top and top_value are read as they come, the pieces of one token side by side.",
+        description=AXES_HELP + "Left out: hidden [1, T, C], logits [1, T, V]; top and top_value "
+        "are read as they come, the pieces of one token side by side.",
     )
     offsets: list[Position] = Field(
         default_factory=list,
@@ -130,6 +143,7 @@ class Output(Described):
     @model_validator(mode="after")
     def _default_axes(self):
         self.axes = self.axes or list(OUTPUT_AXES[self.kind])
+        _check_letters(self.kind, self.axes, OUTPUT_AXES[self.kind])
         return self
 
 
@@ -198,8 +212,7 @@ class State(Described):
         "its values; `pairs`, planes 2i and 2i + 1.",
     )
     axes: list[Axis] = Field(
-        default=["L", "H", "S", "D"],
-        description="The axes of the tensor, in order; a state of one layer may have no L.",
+        default=["L", "H", "S", "D"], description=AXES_HELP + "A state of one plane may have no L."
     )
     rows: Rows = Field(default="absolute", description=ROWS_HELP)
 
