@@ -2,6 +2,7 @@
 named."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from typer.testing import CliRunner
 
 SOUND = ["recipe", "chunks", "rotating", "monolith", "host", "shards"]
 ARGMAX_INSIDE = {"monolith", "host"}
-ONE_TOKEN = {"monolith", "host"}
+NOT_ASKED = {
+    "monolith": {"logits", "causality", "same_for_every_T"},
+    "host": {"logits", "top_values", "causality", "same_for_every_T"},
+}
 CAUSES = {
     "theta": "rope scaling replaced by theta × factor, theta 40000",
     "norm_order": "q/k norm after rope",
@@ -40,9 +44,7 @@ def test_a_sound_style_is_green_as_proposed(adoptions, style):
     found = gates_of(result)
     skipped = {name for name, gate in found.items() if gate["verdict"] == "not_run"}
     assert result["verdict"] == "GREEN"
-    assert skipped == {"updates"} | ({"logits"} if style in ARGMAX_INSIDE else set()) | (
-        {"causality", "same_for_every_T"} if style in ONE_TOKEN else set()
-    )
+    assert skipped == {"updates"} | NOT_ASKED.get(style, set())
     assert found["keys_and_values"]["value"] < 1e-5  # int4 or not: on the weights that are stored
     assert all(found[name]["reason"] for name in skipped)
     assert (result["logits"] is None) == (style in ARGMAX_INSIDE)
@@ -79,19 +81,39 @@ def test_a_prefill_that_sees_the_future_is_named(adoptions):
     assert "prefill_rotate" in cause["faults"][0]
 
 
-def test_a_norm_before_rope_is_named_where_the_model_turns_first(adoptions, tmp_path):
+def relabelled(source, target, names, config):
+    """A checkpoint with another configuration and other names of its tensors."""
     from safetensors.torch import load_file, save_file
 
-    source, target = adoptions.checkpoint("shards"), tmp_path / "hunyuan"
-    config = json.loads((source / "config.json").read_text())
-    config |= {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"]}
     weights = load_file(source / "model.safetensors")
-    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
     for old, new in names.items():
         weights = {name.replace(old, new): value for name, value in weights.items()}
     target.mkdir()
     (target / "config.json").write_text(json.dumps(config))
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def config_of(source):
+    return json.loads((source / "config.json").read_text())
+
+
+def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(adoptions, tmp_path):
+    source = adoptions.checkpoint("host")
+    text = config_of(source) | {"model_type": "qwen3_vl_text"}
+    text["rope_parameters"] |= {"mrope_section": [16, 16, 16], "mrope_interleaved": True}
+    whole = {"model_type": "qwen3_vl", "text_config": text}
+    names = {"model.": "model.language_model."}
+    target = relabelled(source, tmp_path / "vision", names, whole)
+    found = command("validate", adoptions.folder("host"), "--checkpoint", target, "--json")
+    assert gates_of(found)["keys_and_values"]["value"] < 1e-5
+
+
+def test_a_norm_before_rope_is_named_where_the_model_turns_first(adoptions, tmp_path):
+    source = adoptions.checkpoint("shards")
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+    config = config_of(source) | {"model_type": "hunyuan_v1_dense"}
+    target = relabelled(source, tmp_path / "hunyuan", names, config)
     folder = adoptions.folder("shards")
     found = gates_of(command("validate", folder, "--checkpoint", target, "--json", code=1))
     assert found["keys_and_values"]["verdict"] == "RED"
@@ -298,6 +320,14 @@ def test_trace_and_residency_take_a_function_of_a_package(adoptions):
     assert [shard["shard"] for shard in placed["shards"]] == [f"{package.stem} prefill"]
     every = command("residency", adoptions.folder("chunks"), "--json")["shards"]
     assert len(every) == 6
+
+
+def test_the_documented_file_is_one():
+    from workbench.adopt import schema
+
+    page = Path(schema.__file__).parents[2] / "docs" / "adopt.md"
+    text = page.read_text().partition("```yaml\n")[2].partition("```")[0]
+    assert len(schema.parse(yaml.safe_load(text), "docs").states) == 2
 
 
 def test_faults_are_all_planted():
