@@ -322,6 +322,15 @@ def test_trace_and_residency_take_a_function_of_a_package(adoptions):
     assert len(every) == 6
 
 
+def test_a_state_of_integers_is_refused_by_name(adoptions):
+    import miltorch
+
+    program = miltorch.read(adoptions.packages("host") / "chunk_0.mlpackage")
+    program.states["kv_cache_0"] = miltorch.Type("INT8", (4, 3, 32, 96), "state")
+    with pytest.raises(miltorch.InputError, match="kv_cache_0.*INT8"):
+        miltorch.Executable(program)
+
+
 def test_the_documented_file_is_one():
     from workbench.adopt import schema
 

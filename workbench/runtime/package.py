@@ -15,7 +15,6 @@ import torch
 import miltorch
 from miltorch.interpret import Hook
 from miltorch.quiet import coremltools
-from workbench.errors import InputError
 from workbench.runtime import check_compute_units, named, resolve
 from workbench.runtime.coreml import Handle, one_message, stdout_to_stderr
 from workbench.runtime.portable import Cells
@@ -28,7 +27,6 @@ class PortablePackage:
 
     def __init__(self, path: Path, function: str | None, precision: str):
         self.program = miltorch.read(path, function)
-        _check_states(self.program)
         self.executable = miltorch.Executable(self.program, precision)
         self.hook: Hook | None = None
         self.fed: Callable[[dict], None] | None = None
@@ -50,7 +48,6 @@ class CoreMLPackage:
 
     def __init__(self, path: Path, function: str | None, compute_units: str, standin: str | None):
         self.program, self.name = miltorch.read(path, function), path.name
-        _check_states(self.program)
         units = coremltools().ComputeUnit[compute_units]
         with self._one_message(), nullcontext() if standin is None else installed(standin):
             self.compiled = _compiled(path, path.stat().st_mtime_ns)
@@ -110,14 +107,3 @@ class _Compiled:
 def _compiled(path: Path, changed: int) -> _Compiled:
     """One for all functions of a package, as long as its modification time is `changed`."""
     return _Compiled(path)
-
-
-def _check_states(program: miltorch.Program) -> None:
-    for name, kind in program.states.items():
-        if kind.dtype not in ("FLOAT16", "FLOAT32"):
-            raise InputError(
-                f"state {name!r} of {program.package.name}",
-                f"dtype {kind.dtype}",
-                "FLOAT16 or FLOAT32",
-                "export it with float16 states",
-            )
