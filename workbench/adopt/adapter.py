@@ -200,13 +200,13 @@ class Adapter:
         for index in range(len(self.foreign.parts)):
             if index in functions:
                 raw = state[self.owner(index)]
-                found = self._call(index, functions[index], raw, ids, hidden, start)
+                by_kind = self._call(index, functions[index], raw, ids, hidden, start)
                 if index == self.stateful[-1] and not functions[index].logits:
                     return Result()
             else:
-                found = self._in_columns(index, ids, hidden, start)
-            hidden = found.pop("hidden", [hidden])[0]
-            for name, values in found.items():
+                by_kind = self._in_columns(index, ids, hidden, start)
+            hidden = by_kind.pop("hidden", [hidden])[0]
+            for name, values in by_kind.items():
                 pieces[name] += values
         return _result(pieces)
 
@@ -224,9 +224,9 @@ class Adapter:
             size = max(f.t_min, min(f.t_max, left))
             columns = np.minimum(done + np.arange(size), len(ids) - 1)
             inner = None if hidden is None else hidden[columns]
-            found = self._call(index, f, None, ids[columns], inner, start + done)
+            by_kind = self._call(index, f, None, ids[columns], inner, start + done)
             count = min(size, left)
-            results.append({name: [v[:count] for v in values] for name, values in found.items()})
+            results.append({name: [v[:count] for v in values] for name, values in by_kind.items()})
             done += count
         return {
             name: [np.concatenate(parts) for parts in zip(*(r[name] for r in results))]
@@ -240,7 +240,7 @@ class Adapter:
         for name, kind in model.program.inputs.items():
             value = self.feed(part.inputs[name], model.program, name, ids, hidden, start)
             feeds[name] = value.astype(np.int32 if kind.dtype.startswith("INT") else np.float32)
-        outputs, found = model.predict(feeds, raw), {}
+        outputs, by_kind = model.predict(feeds, raw), {}
         for name, entry in part.outputs.items():
             if name not in outputs or entry.kind == "ignored":
                 continue
@@ -252,8 +252,8 @@ class Adapter:
                 value = value.reshape(len(ids), -1)
                 if entry.offsets:
                     value = value + np.array(entry.offsets)
-            found.setdefault(entry.kind, []).append(value)
-        return found
+            by_kind.setdefault(entry.kind, []).append(value)
+        return by_kind
 
     def feed(self, entry: Input, program, name: str, ids, hidden, start: int) -> np.ndarray:
         """The array of one input, with the axes that the package wants."""

@@ -62,9 +62,9 @@ def row_positions(rule: str, count: int, end: int) -> np.ndarray:
 
 def mask(entry: Input, start: int, T: int, columns: int) -> np.ndarray:
     """The additive mask [T, columns] of a call of T tokens at `start`."""
-    held = row_positions(entry.rows, columns, start + T)
-    distance = start + np.arange(T)[:, None] - held
-    visible = (held >= 0) & (distance >= 0) & (distance < (entry.window or np.inf))
+    positions = row_positions(entry.rows, columns, start + T)
+    distance = start + np.arange(T)[:, None] - positions
+    visible = (positions >= 0) & (distance >= 0) & (distance < (entry.window or np.inf))
     return np.where(visible, 0.0, entry.blocked)
 
 

@@ -73,11 +73,11 @@ def _caches(foreign: Foreign, packaged: set[str]) -> None:
             _refuse(f"state {state.name!r}", "in no package", f"one of {sorted(packaged)}")
         if state.part is not None and state.part >= len(foreign.parts):
             _refuse(f"state {state.name!r}", f"part {state.part}", "a part that there is")
-    held = [(layer, t) for s in foreign.states for layer in s.layers for t in s.holds]
-    layers = range(max(layer for layer, _ in held) + 1)
+    caches = [(layer, t) for s in foreign.states for layer in s.layers for t in s.holds]
+    layers = range(max(layer for layer, _ in caches) + 1)
     for layer in layers:
         for tensor in "kv":
-            if (times := held.count((layer, tensor))) != 1:
+            if (times := caches.count((layer, tensor))) != 1:
                 _refuse(f"layer {layer}", f"{tensor} in {times} states", "one for each layer")
 
 

@@ -97,8 +97,8 @@ def write_address(adapter: Adapter) -> Gate:
             for tensor, was, now in zip("kv", old, adapter.kv(state, layer), strict=True):
                 count += 1
                 rows = was.shape[1]
-                held = [adapter.positions(layer, rows, end) for end in (start, start + T)]
-                if wrong := _wrong_rows(was, now, *held, start):
+                positions = [adapter.positions(layer, rows, end) for end in (start, start + T)]
+                if wrong := _wrong_rows(was, now, *positions, start):
                     place = f"layer {layer} {tensor}, T = {T} at {start} ({name})"
                     faults.append(f"{place}: {wrong}")
     fine = f"{count} caches after a call: its rows written, all others the same bits"
@@ -106,17 +106,17 @@ def write_address(adapter: Adapter) -> Gate:
 
 
 def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> str:
-    """What is wrong with cache rows [H, rows, D] that held positions `before` and now `after`."""
+    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now `after`."""
     moved = np.arange(len(after))
     places = {int(p): row for row, p in enumerate(before) if p >= 0}
     new = after >= start
     for row in np.flatnonzero((after >= 0) & ~new):
         moved[row] = places[int(after[row])]
-    kept = (now == was[:, moved]).all((0, 2)) | new
+    same = (now == was[:, moved]).all((0, 2)) | new
     if (before < 0).any() and (moved != np.arange(len(after))).any():
-        kept |= after < 0  # rows that move up take what lay in empty ones along
+        same |= after < 0  # rows that move up take what lay in empty ones along
     written = (now != was).any(2).all(0) | ~new
-    unwritten, changed = np.flatnonzero(~written).tolist(), np.flatnonzero(~kept).tolist()
+    unwritten, changed = np.flatnonzero(~written).tolist(), np.flatnonzero(~same).tolist()
     text = [f"rows {unwritten[:4]} not written"] if unwritten else []
     return " and ".join(text + ([f"rows {changed[:4]} changed"] if changed else []))
 
@@ -134,8 +134,8 @@ def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[s
     for layer in adapter.layers:
         pairs = zip("kv", *(adapter.kv(state, layer) for state in states), strict=True)
         for tensor, a, b in pairs:
-            held = adapter.positions(layer, a.shape[1], end + 1)
-            rows = (held >= 0) & (held < end)
+            positions = adapter.positions(layer, a.shape[1], end + 1)
+            rows = (positions >= 0) & (positions < end)
             if a[:, rows].tobytes() != b[:, rows].tobytes():
                 faults.append(f"layer {layer} {tensor}")
     return faults
@@ -212,13 +212,13 @@ def reuse_cells(adapter: Adapter) -> list[ReuseCell]:
     for prefix in sorted({1, length // 2, length - 2}):
         state = adapter.begin()
         passes.run(adapter, ids[:prefix], T, state)
-        kept = adapter.read(state)
+        copy = adapter.read(state)
         expected = passes.run(adapter, ids[prefix:], T, state, prefix)
         for cache in ("warm", "hot"):
             restored = adapter.begin()
             if cache == "hot":
                 passes.run(adapter, others, T, restored)
-            adapter.write(restored, kept)
+            adapter.write(restored, copy)
             actual = passes.run(adapter, ids[prefix:], T, restored, prefix)
             pairs = {n: (getattr(p, n) for p in (expected, actual)) for n in ("k", "v", "logits")}
             pairs["top"] = (expected.top, actual.top)
@@ -257,15 +257,15 @@ def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weight
     frames = [passes.compare(own, golden).assign(tile=T) for T, own in by_T.items()]
     rows = pd.concat(frames, ignore_index=True)
     limit = OTHER_WEIGHTS if weights else DISTANCE[tolerance(adapter)]
-    found = [_distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)]
+    checks = [_distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)]
     logits = rows[rows["tensor"] == "logits"]
     if len(logits):
-        found.append(_distance("logits", logits, limit, weights))
+        checks.append(_distance("logits", logits, limit, weights))
     else:
-        found.append(gates.not_run("logits", "no package puts them out: the argmax is inside"))
-        found.append(_top_values(by_T, golden, limit))
-    found.append(_top_tokens(by_T, golden))
-    return found, rows
+        checks.append(gates.not_run("logits", "no package puts them out: the argmax is inside"))
+        checks.append(_top_values(by_T, golden, limit))
+    checks.append(_top_tokens(by_T, golden))
+    return checks, rows
 
 
 def _distance(name: str, rows: pd.DataFrame, limit: float, weights: str) -> Gate:

@@ -60,11 +60,11 @@ def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None,
             value[span] = result.value
         for layer in adapter.layers:
             for name, cache in zip("kv", adapter.kv(state, layer), strict=True):
-                held = adapter.positions(layer, cache.shape[1], first + size)
-                new = np.flatnonzero(held >= first)
+                positions = adapter.positions(layer, cache.shape[1], first + size)
+                new = np.flatnonzero(positions >= first)
                 empty = np.full((cache.shape[0], n, cache.shape[2]), np.nan, np.float32)
                 target = rows.setdefault((name, layer), empty)
-                target[:, held[new] - start] = cache[:, new]
+                target[:, positions[new] - start] = cache[:, new]
         done += size
     k, v = (np.stack([rows[name, layer] for layer in adapter.layers]) for name in "kv")
     return Pass(k, v, sizes, functions, logits, top, value)

@@ -65,9 +65,9 @@ def propose(
         InputError: no packages, one that cannot be read, an input or a state that has no meaning
             here.
     """
-    found = sorted(map(_read, _expand(packages)), key=lambda package: package.order)
+    ordered = sorted(map(_read, _expand(packages)), key=lambda package: package.order)
     notes: list[str] = []
-    maker = _Maker(checkpoint, found, folder, notes)
+    maker = _Maker(checkpoint, ordered, folder, notes)
     foreign = maker.foreign()
     return _probed(foreign, checkpoint, folder, notes), notes
 
@@ -76,8 +76,10 @@ def _expand(packages: Sequence[Path]) -> list[Path]:
     """The packages, and those in folders."""
     paths_ = [
         path
-        for given in packages
-        for path in ([given] if paths.is_package(given) else sorted(given.glob("[!.]*.mlpackage")))
+        for source in packages
+        for path in (
+            [source] if paths.is_package(source) else sorted(source.glob("[!.]*.mlpackage"))
+        )
     ]
     if not paths_:
         shown = ", ".join(map(str, packages))

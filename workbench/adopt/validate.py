@@ -160,17 +160,17 @@ def explain(adopted: Adopted, checkpoint: Checkpoint, progress: bool = False) ->
         return np.array([max(metrics.relative_rms(*pair) for pair in layer) for layer in pairs])
 
     configured = errors(variants.Variant(variants.CONFIGURED), L)
-    found = {variants.CONFIGURED: float(configured.max())}
-    if found[variants.CONFIGURED] > FITS:
+    errors_of = {variants.CONFIGURED: float(configured.max())}
+    if errors_of[variants.CONFIGURED] > FITS:
         wrong = np.flatnonzero(configured > FITS)
         few = variants.first_layers(checkpoint.config, wrong.tolist())
         tried = {v.name: v for v in variants.variants(checkpoint, [], {}, wrong)}
         for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-            found[name] = float(np.nan_to_num(errors(tried[name], few), nan=np.inf).max())
-        best = min(tried, key=found.get)
-        if few < L and found[best] <= FITS:
-            found[best] = float(errors(tried[best], L).max())
-    frame = pd.DataFrame({"name": found.keys(), "relative_rms": found.values()})
+            errors_of[name] = float(np.nan_to_num(errors(tried[name], few), nan=np.inf).max())
+        best = min(tried, key=errors_of.get)
+        if few < L and errors_of[best] <= FITS:
+            errors_of[best] = float(errors(tried[best], L).max())
+    frame = pd.DataFrame({"name": errors_of.keys(), "relative_rms": errors_of.values()})
     frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
     best = frame.iloc[0]
     fits = str(best["name"]) if best["relative_rms"] <= FITS else None
@@ -181,7 +181,7 @@ def explain(adopted: Adopted, checkpoint: Checkpoint, progress: bool = False) ->
 
 
 def conclusion(cause: Cause) -> str:
-    """What was found, in a sentence or two."""
+    """What was errors_of, in a sentence or two."""
     if cause.fits is None:
         text = "No variant explains these packages: the fault is of another kind, or several are."
     elif cause.fits == variants.CONFIGURED:

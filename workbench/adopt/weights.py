@@ -1,4 +1,4 @@
-"""The checkpoint's matrices as adopted packages hold them, found by what they look like: constants
+"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like: constants
 have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
 
 from collections.abc import Iterable, Iterator
@@ -19,20 +19,20 @@ def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightRead
     names of the matrices that were not recognised: these, and all vectors, are the checkpoint's
     rounded to float16. `EMBEDDING` is the table that tokens are looked up in: a head that is tied
     to it may be compressed in another way."""
-    wanted = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
+    names = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
     tables, constants = (list(_matrices(adapter, looked_up)) for looked_up in (True, False))
-    found = {name: _assemble(checkpoint.tensor(name).float(), constants) for name in wanted}
+    matrices = {name: _assemble(checkpoint.tensor(name).float(), constants) for name in names}
     name = f"{checkpoint.prefix}embed_tokens.weight"
     if adapter.host_embeds:
-        found[EMBEDDING] = torch.from_numpy(adapter.table)
+        matrices[EMBEDDING] = torch.from_numpy(adapter.table)
     else:
-        found[EMBEDDING] = _assemble(checkpoint.tensor(name).float(), tables + constants)
-    if found[name] is None:  # a head reads the same constant, or there is none to read it
-        found[name] = found[EMBEDDING]
-    missing = [name for name, value in found.items() if value is None]
+        matrices[EMBEDDING] = _assemble(checkpoint.tensor(name).float(), tables + constants)
+    if matrices[name] is None:  # a head reads the same constant, or there is none to read it
+        matrices[name] = matrices[EMBEDDING]
+    missing = [name for name, value in matrices.items() if value is None]
 
     def read(name: str) -> torch.Tensor:
-        value = found.get(name)
+        value = matrices.get(name)
         name = f"{checkpoint.prefix}embed_tokens.weight" if name == EMBEDDING else name
         return checkpoint.tensor(name).half().float() if value is None else value
 

@@ -51,8 +51,8 @@ def decode_command(
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
     adopted = paths.adopted(bundle)
-    given = () if adopted else (bundle, prefill_bundle)
-    bundles = [workbench.Bundle.open(path) for path in given if path]
+    folders = () if adopted else (bundle, prefill_bundle)
+    bundles = [workbench.Bundle.open(path) for path in folders if path]
     if (prompt_ids is None) == (prompt is None):
         raise InputError(
             "prompt",

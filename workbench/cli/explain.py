@@ -138,9 +138,9 @@ def trace_command(
     else:
         from workbench.adopt import probe
 
-        given = probe.inputs(source, function, position)
-        given |= _package_inputs(inputs, source, function) if inputs else {}
-        ranges = trace.trace_package(source, given, function=function)
+        values = probe.inputs(source, function, position)
+        values |= _package_inputs(inputs, source, function) if inputs else {}
+        ranges = trace.trace_package(source, values, function=function)
     result = ranges.json()
     if log and bundle:
         _record(bundle, "trace", result)
