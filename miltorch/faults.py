@@ -15,8 +15,7 @@ import torch
 
 import miltorch
 from miltorch.program import read_spec
-from miltorch.quiet import coremltools
-from miltorch.shim import Proxy, StateProxy, _error
+from miltorch.shim import Proxy, StateProxy, _error, compute_plan
 
 SMALLEST_NORMAL = 2.0**-14  # of float16; anything smaller but 0 is subnormal
 
@@ -152,7 +151,7 @@ class Fallback(Proxy):
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
-        return plan(path, ["cpu"])
+        return plan(path, "cpu")
 
 
 class OnEngine(Proxy):
@@ -161,7 +160,7 @@ class OnEngine(Proxy):
 
     @staticmethod
     def get_compute_plan(path: str, compute_units: str):
-        return plan(path, ["ane", "cpu"] if compute_units in ("CPU_AND_NE", "ALL") else ["cpu"])
+        return plan(path, "ane" if compute_units in ("CPU_AND_NE", "ALL") else "cpu")
 
 
 class SimulatedMac(OnEngine):
@@ -189,36 +188,14 @@ class SimulatedMac(OnEngine):
         return outputs
 
 
-def plan(path: str, devices: list[str]) -> SimpleNamespace:
-    """A compute plan with coremltools' names for every function of a package: each operation
-    prefers the first of `devices` (ane, cpu), could run on all of them, and costs the same."""
-    kinds = coremltools().models.compute_device
-    classes = {"ane": kinds.MLNeuralEngineComputeDevice, "cpu": kinds.MLCPUComputeDevice}
-    units = [object.__new__(classes[name]) for name in devices]
-    usage = SimpleNamespace(preferred_compute_device=units[0], supported_compute_devices=units)
-    blocks = {
-        name: miltorch.read(path, name).block for name in read_spec(Path(path)).mlProgram.functions
+def plan(path: str, device: str) -> SimpleNamespace:
+    """A simulated compute plan that puts every operation on one device."""
+    names = read_spec(Path(path)).mlProgram.functions
+    programs = {name: miltorch.read(path, name) for name in names}
+    devices = {
+        n: dict.fromkeys((op.name for op in p.block.walk()), device) for n, p in programs.items()
     }
-    ops = [op for block in blocks.values() for op in block.walk() if op.kind != "const"]
-    cost = SimpleNamespace(weight=1 / len(ops))
-    functions = {name: SimpleNamespace(block=_plan_block(b)) for name, b in blocks.items()}
-    return SimpleNamespace(
-        model_structure=SimpleNamespace(program=SimpleNamespace(functions=functions)),
-        get_compute_device_usage_for_mlprogram_operation=lambda op: usage,
-        get_estimated_cost_for_mlprogram_operation=lambda op: cost,
-    )
-
-
-def _plan_block(block) -> SimpleNamespace:
-    operations = [
-        SimpleNamespace(
-            operator_name=f"ios18.{op.kind}",
-            outputs=[SimpleNamespace(name=name) for name, _ in op.outputs],
-            blocks=[_plan_block(inner) for inner in op.blocks],
-        )
-        for op in block.ops
-    ]
-    return SimpleNamespace(operations=operations)
+    return compute_plan(programs, devices, "simulated")
 
 
 FAULTS: dict[str, type[Proxy]] = {

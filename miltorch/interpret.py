@@ -262,7 +262,8 @@ def make_state(program: Program) -> dict[str, StateCell]:
 
 
 def refuse_unknown(program: Program) -> None:
-    """Raises an InputError that names every operation of `program` without a rule."""
+    """Raises an InputError that names every operation of `program` without a rule, or a state that
+    holds no floats (iOS 26 has some)."""
     missing = sorted(
         {op.kind for op in program.block.walk() if op.kind not in OPERATIONS and op.kind != "const"}
     )
@@ -273,6 +274,14 @@ def refuse_unknown(program: Program) -> None:
             "operations the portable runtime knows",
             "run it on a Mac, or add rules in miltorch/ops",
         )
+    for name, kind in program.states.items():
+        if not kind.dtype.startswith("FLOAT"):
+            raise InputError(
+                f"state {name!r} of {program.package}",
+                f"dtype {kind.dtype}",
+                "a state of floats",
+                "run it on a Mac, or export it with float16 states",
+            )
 
 
 class Builder:

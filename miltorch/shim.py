@@ -11,8 +11,8 @@ In go packages, PIL images and the NumPy arrays that Core ML's Python binding ta
 of float32, float64 or int32. All others are refused as they are there (coremltools' Python code
 upcasts float16 inputs before). Out comes what the binding gives: float32 for fp16, int32, images,
 class labels; errors are RuntimeErrors in its wording. Compute units and hints are accepted and mean
-nothing here. Compiling copies the package. Knows nothing of bundles. Not there: compute plans,
-devices, model assets, anything but ML Programs.
+nothing here. Compiling copies the package. Knows nothing of bundles. Compute plans are there on
+request, predicted. Not there: devices, model assets, anything but ML Programs.
 """
 
 import shutil
@@ -20,8 +20,9 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 import miltorch
 from miltorch.errors import InputError
 from miltorch.interpret import check_precision
+from miltorch.program import read_spec
 from miltorch.quiet import coremltools
 
 MACOS = (
@@ -45,8 +47,16 @@ TAKEN = tuple(
 _patches = ExitStack()  # what `install` replaced; closing it restores coremltools
 
 
-def install(precision: str = "declared") -> None:
+def install(
+    precision: str = "declared",
+    mend_converter: bool = False,
+    compute_plans: Callable[[miltorch.Program], dict[str, str]] | None = None,
+) -> None:
     """Replaces coremltools' native layer; a second call only changes the precision of models loaded later.
+
+    `mend_converter` also mends coremltools 9.0's PyTorch frontend for NumPy 2.4, which refuses
+    `int()` of an array of one element (coremltools' issue 2632): without it many conversions stop
+    with "only 0-dimensional arrays can be converted to Python scalars".
 
     Raises:
         InputError: on a Mac, where the native layer is better; an unknown precision.
@@ -60,8 +70,30 @@ def install(precision: str = "declared") -> None:
         )
     check_precision(precision)
     Proxy.precision = precision
-    if native_layer() is not Proxy:
-        _replace(Proxy, _patches)
+    layer = Proxy if compute_plans is None else _planning(compute_plans)
+    if native_layer() is not layer:
+        _replace(layer, _patches)
+    if mend_converter:
+        _patches.enter_context(mended_converter())
+
+
+@contextmanager
+def mended_converter() -> Iterator[None]:
+    """Within, coremltools' PyTorch frontend casts constant arrays of one element; see `install`."""
+    coremltools()
+    from coremltools.converters.mil.frontend.torch import ops
+
+    original = ops._cast
+
+    def cast(context, node, dtype, name):
+        value = ops._get_inputs(context, node, expected=1)[0].val
+        if isinstance(value, np.ndarray) and value.size == 1:
+            context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
+        else:
+            original(context, node, dtype, name)
+
+    with mock.patch.object(ops, "_cast", cast):
+        yield
 
 
 def native_layer() -> type | None:
@@ -168,7 +200,7 @@ class Proxy:
 
     @staticmethod
     def maximum_supported_specification_version() -> int:
-        return coremltools()._SPECIFICATION_VERSION_IOS_18
+        return coremltools()._SPECIFICATION_VERSION_IOS_26
 
     @staticmethod
     def compileModel(path: str) -> str:
@@ -215,6 +247,69 @@ class Proxy:
             ) from problem
         self.last_predict_ns = time.perf_counter_ns() - start
         return {f.name: _output(f, outputs[f.name]) for f in self.description.output}
+
+
+def _planning(devices_of: Callable[[miltorch.Program], dict[str, str]]) -> "type[Proxy]":
+    """A layer whose compute plans are predicted by `devices_of`."""
+
+    class Planning(Proxy):
+        @staticmethod
+        def get_compute_plan(path: str, compute_units: str) -> types.SimpleNamespace:
+            warnings.warn("this compute plan is predicted: nothing was measured", stacklevel=2)
+            functions = read_spec(Path(path)).mlProgram.functions
+            programs = {name: miltorch.read(path, name) for name in functions}
+            devices = {name: devices_of(program) for name, program in programs.items()}
+            return compute_plan(programs, devices, "predicted")
+
+    return Planning
+
+
+def compute_plan(
+    programs: dict[str, miltorch.Program], devices: dict[str, dict[str, str]], source: str
+) -> types.SimpleNamespace:
+    """A compute plan with coremltools' names for the functions of a package. Every operation
+    prefers its device, could run on the CPU, and costs the same; `source` says what the plan is.
+
+    Args:
+        devices: by function and name of operation, `ane` or `cpu`; the CPU where one is missing.
+    """
+    kinds = coremltools().models.compute_device
+    classes = {"ane": kinds.MLNeuralEngineComputeDevice, "cpu": kinds.MLCPUComputeDevice}
+    units = {name: object.__new__(kind) for name, kind in classes.items()}
+    count = sum(op.kind != "const" for p in programs.values() for op in p.block.walk())
+
+    def of_block(function: str, block) -> types.SimpleNamespace:
+        operations = [
+            types.SimpleNamespace(
+                operator_name=f"ios18.{op.kind}" if op.kind != "const" else "const",
+                outputs=[types.SimpleNamespace(name=name) for name, _ in op.outputs],
+                blocks=[of_block(function, inner) for inner in op.blocks],
+                device=devices[function].get(op.name, "cpu"),
+            )
+            for op in block.ops
+        ]
+        return types.SimpleNamespace(operations=operations)
+
+    def usage(op) -> types.SimpleNamespace | None:
+        if op.operator_name == "const":
+            return None
+        supported = [units[name] for name in dict.fromkeys([op.device, "cpu"])]
+        return types.SimpleNamespace(
+            preferred_compute_device=units[op.device], supported_compute_devices=supported
+        )
+
+    functions = {
+        name: types.SimpleNamespace(block=of_block(name, program.block))
+        for name, program in programs.items()
+    }
+    return types.SimpleNamespace(
+        source=source,
+        model_structure=types.SimpleNamespace(program=types.SimpleNamespace(functions=functions)),
+        get_compute_device_usage_for_mlprogram_operation=usage,
+        get_estimated_cost_for_mlprogram_operation=lambda op: types.SimpleNamespace(
+            weight=1 / count
+        ),
+    )
 
 
 def _error(message: object) -> RuntimeError:

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "ane": {"runtime", "miltorch", "models", "bundle"},
     "check": {"ane", "decode", "runtime", "miltorch", "models", "bundle"},
     "explain": {"check", "ane", "decode", "runtime", "miltorch", "models", "bundle"},
+    "adopt": {"explain", "check", "ane", "decode", "runtime", "miltorch", "models", "bundle"},
     "log": set(),
     "plots": set(),
     "sweep": {"log", "explain", "check", "ane", "decode", "runtime", "export", "models", "bundle"},

@@ -11,6 +11,7 @@ from pathlib import Path
 from workbench.errors import InputError
 
 BUNDLE, CONFIG = "bundle.json", "config.json"
+FOREIGN = "foreign.yaml"  # describes packages of another exporter
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
 EXPORT = "run: workbench export CHECKPOINT BUNDLE"
@@ -29,6 +30,9 @@ def bundle(path: str | Path) -> Path:
         actual = f"one {'.mlmodelc' if path.suffix == '.mlmodelc' else '.mlpackage'}"
         around = next((folder for folder in path.parents if (folder / BUNDLE).is_file()), None)
         step = f"give the folder {around}" if around else f"{EXPORT}; trace takes a package"
+    elif adopted(path):
+        actual = f"adopted packages ({FOREIGN})"
+        step = "validate, check, decode, reuse, explain, trace and residency take them"
     elif (path / CONFIG).is_file():
         actual = "a Hugging Face checkpoint"
         step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
@@ -38,6 +42,12 @@ def bundle(path: str | Path) -> Path:
         actual = f"no {BUNDLE}" if path.exists() else f"nothing there, hence no {BUNDLE}"
         step = EXPORT
     raise InputError(f"bundle {path}", actual, f"a finished bundle, a folder with {BUNDLE}", step)
+
+
+def adopted(path: str | Path) -> bool:
+    """Whether a folder has a description of another exporter's packages, and no bundle."""
+    path = _possible("bundle", path)
+    return (path / FOREIGN).is_file() and not (path / BUNDLE).exists()
 
 
 def checkpoint(path: str | Path) -> Path:

@@ -85,9 +85,10 @@ def test_trace_takes_bundles_and_packages(llama):
 
 def test_trace_of_an_overflow_is_red_and_says_where_first(llama, tmp_path):
     bundle = llama[1]
-    package = bundle.root / bundle.manifest.shards[0].path
-    C = bundle.manifest.dims.C
-    np.savez(tmp_path / "x.npz", x=np.full((1, C, 1, 1), np.inf, np.float32))
+    shard = bundle.manifest.shards[0]
+    package = bundle.root / shard.path
+    shape = [1 if n == "T" else n for n in shard.inputs["rope_cos"]]
+    np.savez(tmp_path / "x.npz", rope_cos=np.full(shape, 6e4, np.float32))
     result = CliRunner().invoke(app, ["trace", str(package), "--inputs", str(tmp_path / "x.npz")])
     assert result.exit_code == 1
     assert result.stdout.startswith("RED")

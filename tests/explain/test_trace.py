@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+import miltorch
+from miltorch.quiet import coremltools, quiet
 from workbench import Decoder
 from workbench.explain import trace
 
@@ -110,6 +112,40 @@ def test_a_package_is_traced_alone_with_given_or_random_inputs(llama_bundle):
     x = np.full((1, llama_bundle.manifest.dims.C, 1, 1), 6e4, np.float32)
     found = trace.trace_package(package, {"x": x})
     assert found.frame()["max_abs"].max() >= 6e4
+
+
+def masked(path, scale):
+    """A program softmax(x · scale + mask[:, :4]) of x [4, 4] and mask [4, 8], fp16 throughout."""
+    ct = coremltools()
+    from coremltools.converters.mil.mil import Builder as mb
+    from coremltools.converters.mil.mil import types
+
+    specs = [mb.TensorSpec(shape=shape, dtype=types.fp16) for shape in ((4, 4), (4, 8))]
+
+    @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
+    def build(x, mask):
+        rows = mb.slice_by_index(x=mask, begin=[0, 0], end=[4, 4], name="rows")
+        scores = mb.mul(x=x, y=np.float16(scale), name="scores")
+        return mb.softmax(x=mb.add(x=scores, y=rows, name="sum"), axis=-1, name="weights")
+
+    with quiet():
+        ct.convert(build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True).save(
+            str(path)
+        )
+    return path
+
+
+def test_an_inf_that_a_mask_brings_in_is_no_fault_and_one_beside_it_is(tmp_path):
+    mask = np.where(np.arange(8) > np.arange(4)[:, None], -np.inf, 0.0)
+    inputs = {"x": np.full((4, 4), 100.0), "mask": mask}
+    names = "x", "mask"
+    for scale, verdict in ((2.0, "GREEN"), (2000.0, "RED")):
+        package = masked(tmp_path / f"{scale}.mlpackage", scale)
+        own = dict(zip(miltorch.read(package).inputs, (inputs[n] for n in names)))
+        found = trace.trace_package(package, own).json()
+        assert found["verdict"] == verdict
+        assert (found["first_inf"] or {}).get("op") == (None if scale == 2.0 else "scores")
+        assert found["first_nan"] is None or verdict == "RED"
 
 
 def test_experts_that_load_late_are_traced_too(exports):

@@ -12,7 +12,6 @@ import random
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from miltorch import shim
@@ -91,13 +90,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    shim.install()
+    shim.install(mend_converter=True)
     from coremltools.converters.mil import testing_utils
     from coremltools.converters.mil.frontend.torch.test import testing_utils as torch_testing
 
     testing_utils._IS_MACOS = True
     testing_utils.max = torch_testing.max = _tolerance
-    _cast_arrays_of_one()
     config.pluginmanager.register(
         Recorder(config.getoption("outcomes"), config.getoption("sample"))
     )
@@ -106,22 +104,6 @@ def pytest_configure(config):
 def _tolerance(hundredfold: float, allowed: float) -> float:
     """Takes the place of the built-in in `max(100 * asked, 0.5)` and `max(100 * asked, 0.05)`, of fp16 cases."""
     return max(hundredfold / 100, 0.01)
-
-
-def _cast_arrays_of_one():
-    """coremltools 9.0's torch frontend calls `int(array([3]))`, which NumPy 2.4 refuses: give it the element."""
-    from coremltools.converters.mil.frontend.torch import ops
-
-    original = ops._cast
-
-    def cast(context, node, dtype, name):
-        value = ops._get_inputs(context, node, expected=1)[0].val
-        if isinstance(value, np.ndarray) and value.size == 1:
-            context.add(ops.mb.const(val=dtype(value.item()), name=node.name), node.name)
-        else:
-            original(context, node, dtype, name)
-
-    ops._cast = cast
 
 
 def pytest_collection_finish(session):

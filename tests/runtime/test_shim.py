@@ -1,5 +1,6 @@
 """coremltools scripts through the shim: what Core ML's own Python binding would give, here."""
 
+import shutil
 import sys
 
 import numpy as np
@@ -404,8 +405,6 @@ def test_classifiers_give_a_label_and_probabilities(ct, tmp_path, labels):
 
 
 def test_a_model_that_cannot_run_warns_and_says_why(ct, doubling, tmp_path):
-    import shutil
-
     broken = shutil.copytree(doubling, tmp_path / "broken.mlpackage")
     spec = ct.models.MLModel(doubling, skip_model_load=True).get_spec()
     spec.mlProgram.functions["main"].block_specializations["CoreML8"].operations[
@@ -460,3 +459,90 @@ def test_a_mac_is_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(InputError, match="macOS, which has Core ML itself"):
         shim.install()
+
+
+class Element(torch.nn.Module):
+    """Slices at a constant that is an array of one element: the frontend takes int() of it."""
+
+    def forward(self, x):
+        at = torch.tensor([1])
+        return x[:, at : at + 2]
+
+
+# a conversion that fails leaves a temporary folder of coremltools to the garbage collector
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_converter_is_mended_on_request(ct, tmp_path):
+    with quiet():
+        traced = torch.jit.trace(Element(), torch.zeros(2, 4), check_trace=False)
+    inputs = [ct.TensorType(name="x", shape=(2, 4))]
+    with pytest.raises(TypeError, match="0-dimensional"):
+        convert(ct, traced, tmp_path / "no.mlpackage", inputs=inputs)
+    shim.install(mend_converter=True)
+    package = convert(ct, traced, tmp_path / "yes.mlpackage", inputs=inputs)
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    (result,) = ct.models.MLModel(package).predict({"x": x}).values()
+    assert result.tolist() == x[:, 1:3].tolist()
+    shim.uninstall()
+    with pytest.raises(TypeError, match="0-dimensional"):
+        convert(ct, traced, tmp_path / "again.mlpackage", inputs=inputs)
+
+
+@pytest.fixture(scope="module")
+def newest(ct, tmp_path_factory):
+    """A package of iOS 26 (specification version 10) that doubles x [2, 3]."""
+    from coremltools.converters.mil.mil import Builder as mb
+
+    specs = [mb.TensorSpec(shape=(2, 3))]
+
+    @mb.program(input_specs=specs, opset_version=ct.target.iOS26)
+    def build(x):
+        return mb.add(x=x, y=x, name="doubled")
+
+    path = tmp_path_factory.mktemp("newest") / "m.mlpackage"
+    with quiet():
+        ct.convert(build, minimum_deployment_target=ct.target.iOS26, skip_model_load=True).save(
+            str(path)
+        )
+    return path
+
+
+def test_packages_of_ios_26_run(ct, newest):
+    model = ct.models.MLModel(str(newest))
+    assert model.get_spec().specificationVersion == 10
+    (result,) = model.predict({"x": np.ones((2, 3), np.float32)}).values()
+    assert (result == 2).all()
+
+
+def test_an_operation_of_ios_26_that_is_not_there_is_refused_by_its_name(ct, newest, tmp_path):
+    from miltorch.program import spec_path
+
+    broken = shutil.copytree(newest, tmp_path / "broken.mlpackage")
+    spec = ct.models.MLModel(str(newest), skip_model_load=True).get_spec()
+    (block,) = spec.mlProgram.functions["main"].block_specializations.values()
+    next(op for op in block.operations if op.type == "add").type = "brand_new_operation"
+    spec_path(broken).write_bytes(spec.SerializeToString())
+    with pytest.warns(RuntimeWarning, match="brand_new_operation"):
+        ct.models.MLModel(str(broken))
+
+
+def test_a_predicted_compute_plan_says_so(ct, doubling):
+    shim.uninstall()
+    shim.install(
+        compute_plans=lambda p: {op.name: "ane" for op in p.block.walk() if op.kind == "add"}
+    )
+    model = ct.models.MLModel(doubling)
+    compiled = model.get_compiled_model_path()
+    load = ct.models.compute_plan.MLComputePlan.load_from_path
+    with pytest.warns(UserWarning, match="predicted"):
+        plan = load(path=compiled, compute_units=ct.ComputeUnit.CPU_AND_NE)
+    assert plan.source == "predicted"
+    operations = plan.model_structure.program.functions["main"].block.operations
+    asked = plan.get_compute_device_usage_for_mlprogram_operation
+    devices = {
+        op.operator_name: type(asked(op).preferred_compute_device)
+        for op in operations
+        if op.operator_name != "const"
+    }
+    kinds = ct.models.compute_device
+    assert devices["ios18.add"] is kinds.MLNeuralEngineComputeDevice
+    assert devices["ios18.cast"] is kinds.MLCPUComputeDevice

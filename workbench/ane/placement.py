@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import miltorch
 from miltorch.program import read_spec
@@ -43,33 +44,67 @@ class Placement:
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
     """What the rules expect of every shard, or each of its functions, with compute units
     CPU_AND_NE, on a chip of an M generation."""
-    placements, shards = [], bundle.manifest.shards
+    shards = bundle.manifest.shards
     programs = sum(len(shard.functions) or 1 for shard in shards)
-    for shard in shards:
-        package = bundle.package(shard)
-        weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
-        functions = len(read_spec(package).mlProgram.functions)
-        for function in shard.functions or [None]:
-            program = miltorch.read(package, function)
-            graph = LintGraph(program, weights, functions, generation, programs)
-            name = f"{shard.name} {function}" if function else shard.name
-            placements.append(place_operations(name, graph))
+    return [
+        placement
+        for shard in shards
+        for placement in package_placement(
+            bundle.package(shard), generation, shard.name, programs=programs
+        )
+    ]
+
+
+def package_placement(
+    package: Path,
+    generation: int = 4,
+    name: str | None = None,
+    function: str | None = None,
+    programs: int | None = None,
+) -> list[Placement]:
+    """What the rules expect of every function of any package, or of the one that is named; `name`
+    is what the placements are called after (default: the package's file). `programs`: how many a
+    process loads with this one (default: the package's functions)."""
+    weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
+    functions = sorted(read_spec(package).mlProgram.functions)
+    chosen = [function] if function else functions if len(functions) > 1 else [None]
+    placements = []
+    for own in chosen:
+        program = miltorch.read(package, own)
+        loaded = programs or len(functions)
+        graph = LintGraph(program, weights, len(functions), generation, loaded)
+        title = " ".join(filter(None, (name or package.stem, own)))
+        placements.append(place_operations(title, graph))
     return placements
+
+
+def predicted_units(program: miltorch.Program) -> dict[str, str]:
+    """Where the rules expect each operation of a program (ane, cpu), by its name: what
+    `miltorch.shim.install(compute_plans=…)` asks for."""
+    graph = LintGraph(program, 0)
+    _, ane = _units(lint(graph), {op.name for op in graph.ops})
+    return {op.name: "ane" if op.name in ane else "cpu" for op in program.block.walk()}
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
     """The placement that follows from the rules a graph breaks; disputed rules are listed and change nothing."""
     findings, ops = lint(graph), {op.name for op in graph.ops}
+    eligible, ane = _units(findings, ops)
+    convolutions = {op.name for op in graph.of("conv")}
+    on_ane, rules = len(convolutions & ane), [_rule(f) for f in findings]
+    counts = len(ops), len(eligible), len(ane), len(ops - ane), 0, (on_ane, len(convolutions))
+    return Placement(name, "predicted", *counts, rules=rules)
+
+
+def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
+    """The operations that no undisputed finding keeps off the Neural Engine, and those that are
+    expected there."""
     cpu, stays, fails = (
         {n for f in findings if f.rule.effect == effect and not f.rule.disputed for n in f.names}
         for effect in ("cpu", "stays", "fails")
     )
     eligible = ops - cpu
-    ane = set() if fails else eligible - stays
-    convolutions = {op.name for op in graph.of("conv")}
-    on_ane, rules = len(convolutions & ane), [_rule(f) for f in findings]
-    counts = len(ops), len(eligible), len(ane), len(ops - ane), 0, (on_ane, len(convolutions))
-    return Placement(name, "predicted", *counts, rules=rules)
+    return eligible, set() if fails else eligible - stays
 
 
 def _rule(finding: Finding) -> dict:

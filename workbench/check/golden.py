@@ -229,7 +229,7 @@ class ReferenceModel:
         """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on, and the final
         norm reads fed[L] where there is one; None: nothing is replaced."""
         for i, arguments in enumerate(self.replaced):
-            arrays = [] if fed is None or i == len(fed) else [fed[i]]
+            arrays = [] if fed is None or i >= len(fed) else [fed[i]]
             if arrays and fed_router is not None and 0 < i < len(self.records):
                 arrays.append(fed_router[i - 1])
             arguments[:] = [torch.from_numpy(array)[None] for array in arrays]
@@ -331,11 +331,23 @@ def empty_model(config) -> nn.Module:
     storage until they are assigned, its buffers (rotary tables, scales) are real."""
     import transformers
 
+    if config.model_type == "qwen3_vl_text":
+        config = _without_pictures(config)
     with _parameters_on_meta():
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
     return model.eval()
+
+
+def _without_pictures(config):
+    """The configuration of Qwen 3 that Qwen 3-VL's text model is for text alone: its rope gives a
+    token of text the same position three times."""
+    import transformers
+
+    fields = config.to_dict() | {"model_type": "qwen3"}
+    rope = {k: v for k, v in config.rope_parameters.items() if not k.startswith("mrope")}
+    return transformers.Qwen3Config(**fields | {"rope_parameters": rope})
 
 
 def whole_prompt(checkpoint: Checkpoint):

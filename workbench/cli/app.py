@@ -9,6 +9,7 @@ from typer import Exit, Option, Typer, echo
 from typer.core import TyperGroup
 
 from workbench.cli import (
+    adopt,
     bench,
     check,
     clean,
@@ -61,8 +62,8 @@ app = Typer(
     "them, measure them.",
 )
 app.add_typer(bench.bench, name="bench", rich_help_panel=measure.PANEL)
-modules = (measure, export, check, evaluate, explain, decode, sweeps, notebooks, clean, first_light)
-for module in modules:
+modules = (measure, export, adopt, check, evaluate, explain, decode, sweeps, notebooks, clean)
+for module in (*modules, first_light):
     register(app, vars(module), "_command")
 
 

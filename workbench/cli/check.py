@@ -69,6 +69,10 @@ def check_command(
 
     Example: workbench check build/llama --memory 16G
     """
+    if paths.adopted(bundle):
+        from workbench.cli.adopt import check_adopted
+
+        return check_adopted(bundle, golden, runtime, compute_units, json)
     opened = workbench.Bundle.open(bundle)
     look_at(golden, None)
     from workbench.ane.memory import parse_bytes
@@ -116,6 +120,11 @@ def validate_command(
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
     """
+    if paths.adopted(bundle):
+        from workbench.cli.adopt import validate_adopted
+
+        how = runtime, compute_units, precision, json
+        return validate_adopted(bundle, checkpoint, golden, prompt_ids, *how)
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
     look_at_prompt(prompt_ids, prompt, text)

@@ -7,6 +7,7 @@ from typing import Annotated
 from typer import Option, echo
 
 import workbench
+from workbench import paths
 from workbench.cli.common import (
     Ids,
     Json,
@@ -57,7 +58,9 @@ def decode_command(
         literal: Run the graph as it stands, not the portable decode path.
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
-    opened, *other = [workbench.Bundle.open(path) for path in (bundle, prefill_bundle) if path]
+    adopted = paths.adopted(bundle)
+    folders = () if adopted else (bundle, prefill_bundle)
+    bundles = [workbench.Bundle.open(path) for path in folders if path]
     if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
         raise InputError(
             "prompt",
@@ -71,17 +74,23 @@ def decode_command(
     from workbench.decode import Sampling
     from workbench.decode.transcript import encode_chat, encode_text, transcript
 
-    if prompt is None:
-        ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V)
-    else:
-        ids = (encode_chat if chat else encode_text)(opened.root / "tokenizer", prompt)
     sampling = Sampling(temperature, top_k, top_p, seed)
-    decoder, *source = [
-        workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
-        for b in (opened, *other)
-    ]
-    on_text = None if json else partial(echo, nl=False)
-    result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
+    if adopted:
+        from workbench.cli.adopt import decode_adopted
+
+        how = runtime, compute_units, precision
+        result = decode_adopted(bundle, prompt_ids, prompt, max_new, logits, sampling, *how)
+    else:
+        if prompt is None:
+            ids = prompt_of(golden, prompt_ids, bundles[0].manifest.dims.V)
+        else:
+            ids = (encode_chat if chat else encode_text)(bundles[0].root / "tokenizer", prompt)
+        decoder, *source = [
+            workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
+            for b in bundles
+        ]
+        on_text = None if json else partial(echo, nl=False)
+        result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
     end = ",".join(map(str, result["tokens"])) if result["text"] is None else ""  # of the text
@@ -108,6 +117,10 @@ def reuse_command(
     Args:
         batch_bundle: The same export with another --batch.
     """
+    if paths.adopted(bundle):
+        from workbench.cli.adopt import reuse_adopted
+
+        return reuse_adopted(bundle, runtime, compute_units, precision, json)
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 

@@ -115,6 +115,10 @@ def explain_command(
 
     Example: workbench explain build/llama --checkpoint data/tiny-llama
     """
+    if paths.adopted(bundle):
+        from workbench.cli.adopt import explain_adopted
+
+        return explain_adopted(bundle, checkpoint, json)
     opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
     from workbench.explain import variants
@@ -137,6 +141,8 @@ def trace_command(
     inputs: Annotated[
         Path | None, Option(help="Inputs of a package by name (.npz); missing ones are random.")
     ] = None,
+    function: Annotated[str | None, Option(help="The function of a package.")] = None,
+    position: Annotated[int, Option(help="Position of a package's call.", min=0)] = 0,
     log: Log = False,
     json: Json = False,
 ) -> None:
@@ -144,15 +150,25 @@ def trace_command(
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
-    paths.bundle_or_package(source)
+    adopted = paths.adopted(source)
+    if not adopted:
+        paths.bundle_or_package(source)
     look_at(golden, None)
     bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
     from workbench.explain import trace
 
     if bundle:
         ranges = trace.trace_bundle(bundle, prompt_of(golden, prompt_ids, bundle.manifest.dims.V))
+    elif adopted:
+        from workbench.cli.adopt import traced
+
+        ranges = traced(source, prompt_ids)
     else:
-        ranges = trace.trace_package(source, _package_inputs(inputs, source) if inputs else None)
+        from workbench.adopt import probe
+
+        values = probe.inputs(source, function, position)
+        values |= _package_inputs(inputs, source, function) if inputs else {}
+        ranges = trace.trace_package(source, values, function=function)
     result = ranges.json()
     if log and bundle:
         _record(bundle, "trace", result)
@@ -172,7 +188,7 @@ def trace_command(
     )
 
 
-def _package_inputs(path: Path, package: Path) -> dict:
+def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
     """The arrays of an .npz, all of them numbers, and inputs of the package."""
     import zipfile
 
@@ -180,7 +196,7 @@ def _package_inputs(path: Path, package: Path) -> dict:
 
     import miltorch
 
-    subject, names = f"--inputs {path}", miltorch.read(package).inputs
+    subject, names = f"--inputs {path}", miltorch.read(package, function).inputs
     try:
         arrays = dict(np.load(path).items())
     except (

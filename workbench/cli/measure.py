@@ -79,10 +79,11 @@ def memory_command(
 
 
 def residency_command(
-    bundle: Path,
+    bundle: Annotated[Path, Argument(metavar="BUNDLE_OR_PACKAGE")],
     chip: str = "M4 Max",
     compute_units: Units = "CPU_AND_NE",
     runtime: RuntimeName = "auto",
+    function: str | None = None,
     log: Log = False,
     json: Json = False,
 ) -> None:
@@ -93,7 +94,10 @@ def residency_command(
 
     Args:
         chip: Chip to predict for, such as M1 or M4 Max.
+        function: Only this function of a package.
     """
+    if packages := _packages(bundle):
+        return show(*_package_residency(packages, chip, function, json))
     opened = workbench.Bundle.open(bundle)
     from workbench.ane import placement, roofline
     from workbench.runtime import check_compute_units, named, resolve
@@ -126,3 +130,29 @@ def residency_command(
     if log:
         record("residency", result, opened, placement.columns(placements))
     show(result, json, [*placement.lines(placements), *facts])
+
+
+def _packages(path: Path) -> list[Path]:
+    """One package, those of an adopted folder, or none where a bundle is to be opened."""
+    if paths.adopted(path):
+        from workbench.adopt.adapter import Adopted
+
+        adopted = Adopted.open(path)
+        return list(dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts))
+    return [path] if paths.is_package(paths.bundle_or_package(path)) else []
+
+
+def _package_residency(packages: list[Path], chip: str, function: str | None, json: bool) -> tuple:
+    """What the rules predict for packages without a bundle, as `show` takes it."""
+    from workbench.ane import placement, roofline
+
+    generation = int(roofline.chip(chip).name[1])
+    placements = [
+        placed
+        for package in packages
+        for placed in placement.package_placement(package, generation, function=function)
+    ]
+    facts = placement.contradictions(placements)
+    shards = [placed.json() for placed in placements]
+    result = {"source": "predicted", "chip": chip, "known": facts, "shards": shards}
+    return result, json, [*placement.lines(placements), *facts]

@@ -7,7 +7,7 @@ rounded on the way would. Works on bundles, fed a prompt, and on any package, fe
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 
 import miltorch
+from miltorch.interpret import MOVES
 from workbench.bundle import Bundle
 from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
@@ -26,6 +27,7 @@ ORDER = (
     "declared",
     "narrow",
 )  # a departure is the difference of `declared` from the same call in `exact`
+MAX_MASK = 1 << 22  # elements of a constant that is looked through for infs
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
 
@@ -181,12 +183,56 @@ class Departure:
     def __init__(self):
         self.exact: dict[tuple[str, str], torch.Tensor] = {}
         self.first: dict | None = None
+        # where infs are that come from an input or a constant (a mask's −inf), by shard and value
+        self.inherited: dict[tuple[str, str], torch.Tensor] = {}
+
+    def feed(self, shard: str, values: dict) -> None:
+        """Notes infs of inputs or constants: what descends from them is no overflow."""
+        for name, value in values.items():
+            if (
+                isinstance(value, torch.Tensor | np.ndarray)
+                and torch.as_tensor(value).is_floating_point()
+            ):
+                infs = torch.as_tensor(value).isinf()
+                if infs.any():
+                    self.inherited[shard, name] = infs
+
+    def _without_inherited(self, precision: str, shard: str, op, outputs) -> list:
+        """Results with 0 in place of infs that descend from an input's, as `exact` shows them: an
+        inf where `exact` has none is one that arithmetic made."""
+        results = []
+        for (value, _), x in zip(op.outputs, outputs, strict=True):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                if precision == "exact":
+                    self._inherit(shard, op, value, x)
+                infs = self.inherited.get((shard, value))
+                if infs is not None and infs.shape == x.shape:
+                    x = x.masked_fill(infs & x.isinf(), 0.0)
+            results.append(x)
+        return results
+
+    def _inherit(self, shard: str, op, value: str, x: torch.Tensor) -> None:
+        """Notes which infs of an exact result come from an operand: all where values only move,
+        else those at the places where an operand has them."""
+        self.inherited.pop((shard, value), None)
+        sources = [self.inherited[shard, n] for n in op.reads() if (shard, n) in self.inherited]
+        infs = x.isinf()
+        if not sources or not infs.any():
+            return
+        if op.kind not in MOVES:
+            with suppress(
+                RuntimeError
+            ):  # other shapes: which element comes from which is not known
+                infs &= torch.stack([source.expand(x.shape) for source in sources]).any(0)
+        self.inherited[shard, value] = infs
 
     def hook(self, precision: str, ranges: Ranges, shard: str, modules: dict[str, str]):
         """The hook of a program run in `precision`: records ranges, and compares results until the first departure."""
         record = ranges.hook(shard, modules)
 
         def record_and_compare(op, outputs):
+            if self.inherited:
+                outputs = self._without_inherited(precision, shard, op, outputs)
             record(op, outputs)
             for value, x in _floats(op, outputs) if self.first is None else ():
                 if precision == "exact":
@@ -254,14 +300,18 @@ def trace_ranges(
 
 
 def trace_package(
-    path: str | Path, inputs: dict[str, np.ndarray] | None = None, seed: int = 0
+    path: str | Path,
+    inputs: dict[str, np.ndarray] | None = None,
+    seed: int = 0,
+    function: str | None = None,
 ) -> Trace:
     """Traces one call of any ML Program package from a fresh state.
 
     Args:
         inputs: values by name; what is missing is drawn at random (normal, or zeros for integers) at the default shape.
+        function: the function to run (default: the package's own default).
     """
-    program, name = miltorch.read(path), Path(path).stem
+    program, name = miltorch.read(path, function), Path(path).stem
     rng = np.random.default_rng(seed)
     tensors = {
         n: torch.from_numpy(np.array(v))
@@ -270,10 +320,20 @@ def trace_package(
     departure, ranges = Departure(), {p: Ranges() for p in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
+        if precision == "exact":
+            departure.feed(name, tensors)
+            departure.feed(name, small_constants(executable))
         executable.run(
             tensors, executable.make_state(), departure.hook(precision, ranges[precision], name, {})
         )
     return Trace(ranges, departure.first)
+
+
+def small_constants(executable: miltorch.Executable) -> dict[str, torch.Tensor]:
+    """A program's constants that may be masks: those of few elements."""
+    constants = executable.body.constants.items()
+    small = (pair for pair in constants if isinstance(pair[1], torch.Tensor))
+    return {name: value for name, value in small if value.numel() <= MAX_MASK}
 
 
 def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:

@@ -69,13 +69,8 @@ class Trial:
         return np.nan_to_num(errors, nan=np.inf)
 
     def _run(self, variant: Variant, count: int) -> golden.Golden:
-        config = copy.deepcopy(self.checkpoint.config)
-        for name, value in variant.config.items():
-            setattr(config, name, value)
-        model, source = golden.empty_model(config), self.source
-        model.model.layers = model.model.layers[:count]
-        variant.model(model.model)
-        with _replaced(sys.modules[type(model).__module__], variant.functions):
+        source = self.source
+        with changed_model(self.checkpoint.config, variant, count) as model:
             return golden.make_golden(
                 self.checkpoint,
                 self.ids,
@@ -106,6 +101,19 @@ class Trial:
             if best != layer and errors[layer] > UNLIKE > errors[best]:
                 order[layer] = best
         return order
+
+
+@contextmanager
+def changed_model(config, variant: Variant, count: int):
+    """Within, the model of a variant, without weights: its first `count` layers."""
+    config = copy.deepcopy(config)
+    for name, value in variant.config.items():
+        setattr(config, name, value)
+    model = golden.empty_model(config)
+    model.model.layers = model.model.layers[:count]
+    variant.model(model.model)
+    with _replaced(sys.modules[type(model).__module__], variant.functions):
+        yield model
 
 
 @contextmanager

@@ -54,8 +54,10 @@ def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = Fals
     errors = {CONFIGURED: float(own.max())}
     if errors[CONFIGURED] > FITS:
         wrong = np.flatnonzero(own[1:] > FITS)
-        few = _first_layers(checkpoint.config, wrong.tolist())
-        tried = {variant.name: variant for variant in variants(checkpoint, trial, wrong)}
+        few = first_layers(checkpoint.config, wrong.tolist())
+        ropes = [rope.inv_freq for rope in bundle.manifest.rope]
+        listed = variants(checkpoint, ropes, trial.order, wrong)
+        tried = {variant.name: variant for variant in listed}
         for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
             errors[name] = float(trial.errors(tried[name], few).max())
         best = min(tried, key=errors.get)
@@ -85,7 +87,7 @@ def conclusion(fits: str | None) -> str:
     return f"The bundle computes another model: {fits}."
 
 
-def _first_layers(config, wrong: list[int]) -> int:
+def first_layers(config, wrong: list[int]) -> int:
     """As many layers as show every kind, at least two; where only some layers are wrong, those too."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     some = wrong if len(wrong) < len(types) else []
@@ -94,24 +96,31 @@ def _first_layers(config, wrong: list[int]) -> int:
     )
 
 
-def variants(checkpoint: Checkpoint, trial: Trial, wrong: np.ndarray) -> Iterator[Variant]:
-    """All variants of a checkpoint's model, `wrong` being the layers that are not as configured."""
+def variants(
+    checkpoint: Checkpoint, ropes: list[list[float]], order: dict[int, int], wrong: np.ndarray
+) -> Iterator[Variant]:
+    """All variants of a checkpoint's model, `wrong` being the layers that are not as configured.
+
+    Args:
+        ropes: inverse frequencies of tables that the bundle has; a base is fitted to each.
+        order: layers that have another one's weights, and whose.
+    """
     config = checkpoint.config
     layers = golden.empty_model(config).model.layers
     layer = next(layer for layer in layers if hasattr(layer, "self_attn"))
-    yield from _rope_variants(checkpoint, trial.bundle.manifest)
+    yield from _rope_variants(checkpoint, ropes)
     yield from _norm_variants(config, layer)
     yield from _window_variants(config)
     yield from _attention_variants(config, layer.self_attn)
     yield from _weight_variants(checkpoint)
-    if trial.order:
-        pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in trial.order.items())
-        yield Variant(f"layer order: {pairs}", order=trial.order)
+    if order:
+        pairs = ", ".join(f"{layer} has {other}'s weights" for layer, other in order.items())
+        yield Variant(f"layer order: {pairs}", order=order)
     first, second = wrong[::2], wrong[1::2]
     if len(wrong) and np.array_equal(first + 1, second):
-        order = dict(zip([*first, *second], [*second, *first], strict=True))
+        exchanged = dict(zip([*first, *second], [*second, *first], strict=True))
         pairs = ", ".join(f"{i} and {i + 1} exchanged" for i in first)
-        yield Variant(f"layer order: {pairs}", read=_relayered(order))
+        yield Variant(f"layer order: {pairs}", read=_relayered(exchanged))
     root = config.hidden_size**0.5
     bf16 = float(torch.tensor(root, dtype=torch.bfloat16))
     factors = {"scaled by √C": root}
@@ -126,14 +135,14 @@ def _is_gemma(config) -> bool:
     return hasattr(config, "query_pre_attn_scalar")
 
 
-def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
+def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator[Variant]:
     """Other bases, one of them fitted to the bundle's own table, and other scalings, for all tables
     or, where a model has several, for one."""
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
     kinds = sorted(parameters) if nested else [None]
     thetas, factors = [*THETAS], [*FACTORS]
-    for theta, factor in (_fitted(rope.inv_freq) for rope in manifest.rope):
+    for theta, factor in map(_fitted, ropes):
         thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
         factors += [] if np.isclose(factor, [1.0, *factors], 1e-5).any() else [factor]
     changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
@@ -146,6 +155,11 @@ def _rope_variants(checkpoint: Checkpoint, manifest) -> Iterator[Variant]:
         changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
         for factor in factors:
             changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
+    for table in parameters.values() if nested else [parameters]:
+        if "factor" in table:
+            theta = table["rope_theta"] * table["factor"]
+            name = f"rope scaling replaced by theta × factor, theta {theta:.7g}"
+            changes[name] = {"rope_type": "default", "rope_theta": theta}
     seen = [parameters]
     for name, change in changes.items():
         for chosen in [*kinds, None] if len(kinds) > 1 else kinds:
@@ -216,27 +230,14 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
         yield Variant(f"eps {value:g}", {key: value})
     names = next((names for names in QK_NORMS if hasattr(attention, names[0])), None)
     if names:
-        left_out = _without(*(f"self_attn.{name}" for name in names))
-        yield Variant("q/k norm left out", model=left_out)
+        yield Variant("q/k norm left out", model=_without(*(f"self_attn.{n}" for n in names)))
     if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
-        current: list[nn.Module] = []
-
-        def moved(base):
-            left_out(base)
-            for layer in (layer for layer in base.layers if hasattr(layer, "self_attn")):
-                layer.self_attn.register_forward_pre_hook(
-                    lambda module, args, kwargs: current.append(module), with_kwargs=True
-                )
-
-        def norms(q, k):
-            pairs = zip((getattr(current[-1], name) for name in names), (q, k), strict=True)
-            return tuple(type(norm).forward(norm, x) for norm, x in pairs)
-
+        leave_out, norms = _norms_beside_rope(*names)
         late = names == QK_NORMS[1]  # in this family itself
         rotation = _rotation(before=norms) if late else _rotation(after=norms)
         yield Variant(
             f"q/k norm {'before' if late else 'after'} rope",
-            model=moved,
+            model=leave_out,
             functions={"apply_rotary_pos_emb": rotation},
         )
     if _is_gemma(config):
@@ -266,6 +267,25 @@ def _norms_before_blocks(base) -> None:
 
             block.register_forward_pre_hook(enter, with_kwargs=True)
             norm.forward = lambda x: x
+
+
+def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
+    """What leaves both norms out of every layer, and what applies those of the layer that runs to
+    q and k."""
+    current: list[nn.Module] = []
+
+    def leave_out(base):
+        _without(f"self_attn.{q_norm}", f"self_attn.{k_norm}")(base)
+        for layer in (layer for layer in base.layers if hasattr(layer, "self_attn")):
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: current.append(module), with_kwargs=True
+            )
+
+    def norms(q, k):
+        pairs = (getattr(current[-1], q_norm), q), (getattr(current[-1], k_norm), k)
+        return tuple(type(norm).forward(norm, x) for norm, x in pairs)
+
+    return leave_out, norms
 
 
 def _without(*modules: str) -> Callable[[nn.Module], None]:

@@ -57,7 +57,7 @@ class Placed:
 
 
 @contextmanager
-def _one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
+def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
     """Within, errors of Core ML's binding, RuntimeErrors of several lines, become one InputError
     with their text."""
     try:
@@ -67,7 +67,7 @@ def _one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
 
 
 @contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Within, what native code writes to the standard output of the process goes to its standard
     error."""
     sys.stdout.flush()
@@ -91,11 +91,11 @@ class Handle:
         self.state, self.shard = state, shard
 
     def read(self, tensor: str) -> np.ndarray:
-        with _one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
+        with one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
             return self.state.read_state(tensor).astype(np.float16)
 
     def write(self, tensor: str, value: np.ndarray) -> None:
-        with _one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
+        with one_message(f"state {tensor!r} of shard {self.shard}", *STATE):
             self.state.write_state(tensor, np.require(value, np.float32, "CW"))
 
 
@@ -144,7 +144,7 @@ class CoreMLModel:
             mark.touch()
 
     def _one_message(self):
-        return _one_message(
+        return one_message(
             f"shard {self.shard.name}",
             f"a model that Core ML runs on {self.units.name}",
             "see the message; try other --compute-units",
@@ -193,7 +193,7 @@ def compile_shard(bundle: Bundle, shard: Shard) -> tuple[Path, float | None]:
     temporary = target.with_name(f"{target.stem}.{secrets.token_hex(4)}.mlmodelc")
     start, ms = time.perf_counter(), None
     try:
-        with _stdout_to_stderr():
+        with stdout_to_stderr():
             coremltools().models.utils.compile_model(str(bundle.package(shard)), str(temporary))
         ms = (time.perf_counter() - start) * 1e3
         os.rename(temporary, target)
@@ -216,7 +216,7 @@ def compute_plan(
     """
     ct, subject = coremltools(), f"plan of shard {shard.name}"
     needed, step = "Core ML's MLComputePlan", "see the message; timings alone say where it ran"
-    with _one_message(subject, needed, step):
+    with one_message(subject, needed, step):
         compiled, _ = compile_shard(bundle, shard)
         try:
             plan = ct.models.compute_plan.MLComputePlan.load_from_path(

@@ -1,0 +1,522 @@
+"""Small packages with the interfaces of five exporters, from torch code of our own: names,
+functions, shapes and layouts are theirs, nothing else is. Faults are planted by name."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from miltorch import shim
+from miltorch.quiet import coremltools
+from workbench.models.checkpoint import Checkpoint
+
+FAULTS = {
+    "future": "prefill_rotate sees the future",
+    "norm_order": "q and k are normed after rope, not before it",
+    "theta": "rope scaling is replaced by theta times factor",
+    "one_mask": "sliding layers see as far back as full ones",
+}
+
+
+def rms(x, weight, eps):
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def turn(x, cos, sin):
+    """Rope on x [heads, T, D] with cos, sin [T, D]."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+class Model(nn.Module):
+    """A checkpoint's layers as plain torch: Llama, Qwen 3 or Gemma 3, one sequence."""
+
+    def __init__(self, path: Path, S: int, fault: str = ""):
+        super().__init__()
+        source = Checkpoint(path)
+        self.config = c = source.config
+        self.S, self.fault = S, fault
+        self.gemma = hasattr(c, "query_pre_attn_scalar")
+        self.H, self.kv, self.L = c.num_attention_heads, c.num_key_value_heads, c.num_hidden_layers
+        self.D, self.C = c.head_dim, c.hidden_size
+        self.scale = (c.query_pre_attn_scalar if self.gemma else self.D) ** -0.5
+        self.weights = {}
+        for name in source.header:
+            weight = source.tensor(name).float()
+            short = name.removeprefix(source.prefix)
+            self.weights[short] = weight + self.gemma * (weight.ndim == 1)
+            self.register_buffer("w_" + short.replace(".", "_"), self.weights[short])
+        self.kinds = getattr(c, "layer_types", None) or ["full_attention"] * self.L
+        for kind in set(self.kinds):
+            for name, table in zip(("cos", "sin"), self.tables(kind)):
+                self.register_buffer(f"{name}_{kind}", table)
+
+    def tables(self, kind):
+        from workbench.check import golden
+
+        rotary = golden.empty_model(self.config).model.rotary_emb
+        positions = torch.arange(self.S)[None]
+        if self.fault == "theta":
+            p = self.config.rope_parameters
+            theta = p["rope_theta"] * p["factor"]
+            angles = positions[0, :, None] * theta ** (-torch.arange(0, self.D, 2) / self.D)
+            angles = torch.cat([angles, angles], -1)
+            return angles.cos(), angles.sin()
+        args = [kind] if self.gemma else []
+        return [t[0] for t in rotary(torch.zeros(1), positions, *args)]
+
+    def w(self, layer, name):
+        return getattr(self, f"w_layers_{layer}_{name.replace('.', '_')}_weight")
+
+    def has(self, layer, name):
+        return f"layers.{layer}.{name}.weight" in self.weights
+
+    def rope(self, kind, positions):
+        return [getattr(self, f"{name}_{kind}")[positions] for name in ("cos", "sin")]
+
+    def linear(self, x, layer, name):
+        return nn.functional.linear(x, self.w(layer, name))
+
+    def layer(self, i, x, cos, sin, mask, cache, mlp=True):
+        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T, D]
+        and returns all keys and values [kv, columns, D]."""
+        eps, g = self.config.rms_norm_eps, self.gemma
+        y = rms(x, self.w(i, "input_layernorm"), eps)
+        q, k, v = (
+            self.linear(y, i, f"self_attn.{n}_proj").reshape(-1, heads, self.D).transpose(0, 1)
+            for n, heads in (("q", self.H), ("k", self.kv), ("v", self.kv))
+        )
+        order = [lambda q, k: (turn(q, cos, sin), turn(k, cos, sin))]
+        if self.has(i, "self_attn.q_norm"):
+            norms = [self.w(i, f"self_attn.{n}_norm") for n in "qk"]
+            place = len(order) if self.fault == "norm_order" else 0
+            order.insert(place, lambda q, k: [rms(t, w, eps) for t, w in zip((q, k), norms)])
+        for step in order:
+            q, k = step(q, k)
+        keys, values = cache(i, k, v)
+        keys, values = (t.repeat_interleave(self.H // self.kv, 0) for t in (keys, values))
+        scores = torch.softmax(q @ keys.transpose(1, 2) * self.scale + mask, -1)
+        out = (scores @ values).transpose(0, 1).reshape(1, -1, self.H * self.D)
+        out = self.linear(out, i, "self_attn.o_proj")
+        if g:
+            out = rms(out, self.w(i, "post_attention_layernorm"), eps)
+        x = x + out
+        if not mlp:
+            return x
+        before = "pre_feedforward_layernorm" if g else "post_attention_layernorm"
+        y = rms(x, self.w(i, before), eps)
+        act = (lambda t: nn.functional.gelu(t, approximate="tanh")) if g else nn.functional.silu
+        y = act(self.linear(y, i, "mlp.gate_proj")) * self.linear(y, i, "mlp.up_proj")
+        y = self.linear(y, i, "mlp.down_proj")
+        return x + (rms(y, self.w(i, "post_feedforward_layernorm"), eps) if g else y)
+
+    def embed(self, ids):
+        x = nn.functional.embedding(ids, self.w_embed_tokens_weight)
+        return x * self.C**0.5 if self.gemma else x
+
+    def norm(self, x):
+        return rms(x, self.w_norm_weight, self.config.rms_norm_eps)
+
+    @property
+    def head(self):
+        return getattr(self, "w_lm_head_weight", self.w_embed_tokens_weight)
+
+
+def convert(module, inputs, outputs, states=(), **options):
+    """`inputs`: (name, shape, dtype, example shape), `states`: (name, shape)."""
+    ct = coremltools()
+    examples = [
+        torch.zeros(example, dtype=torch.int32 if kind is np.int32 else torch.float32)
+        for _, _, kind, example in inputs
+    ]
+    traced = torch.jit.trace(module.eval(), examples, check_trace=False)
+    module_states = [
+        ct.StateType(wrapped_type=ct.TensorType(shape=shape, dtype=np.float16), name=name)
+        for name, shape in states
+    ]
+    target = options.pop("target", ct.target.iOS18)
+    with shim.mended_converter():
+        return ct.convert(
+            traced,
+            inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
+            outputs=[ct.TensorType(name=n) for n in outputs],
+            states=module_states or None,
+            minimum_deployment_target=target,
+            skip_model_load=True,
+            **options,
+        )
+
+
+def plain(name, shape, kind=np.float16):
+    return name, shape, kind, shape
+
+
+class Recipe(nn.Module):
+    """One package; q and end are free, rows are written at end − q; K and V [L, 1, kv, S, D]."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.m = model
+        shape = (model.L, 1, model.kv, model.S, model.D)
+        self.register_buffer("keyCache", torch.zeros(shape))
+        self.register_buffer("valueCache", torch.zeros(shape))
+
+    def forward(self, ids, mask):
+        q, end = ids.shape[-1], mask.shape[-1]
+        begin = end - q
+
+        def cache(i, k, v):
+            self.keyCache[i, :, :, begin:end] = k[None]
+            self.valueCache[i, :, :, begin:end] = v[None]
+            return self.keyCache[i, 0, :, :end], self.valueCache[i, 0, :, :end]
+
+        x = self.m.embed(ids)
+        positions = begin + torch.arange(q)
+        for i in range(self.m.L):
+            x = self.m.layer(i, x, *self.m.rope(self.m.kinds[i], positions), mask[0], cache)
+        return nn.functional.linear(self.m.norm(x), self.m.head)
+
+
+def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: bool = False):
+    ct = coremltools()
+    m = Model(checkpoint, S, fault)
+    q, end = (ct.RangeDim(1, S, default=1) for _ in range(2))
+    inputs = [
+        ("inputIds", (1, q), np.int32, (1, 2)),
+        ("causalMask", (1, 1, q, end), np.float16, (1, 1, 2, 5)),
+    ]
+    module = Recipe(m)
+    states = [(n, tuple(module.keyCache.shape)) for n in ("keyCache", "valueCache")]
+    package = convert(module, inputs, ["logits"], states)
+    if int4:
+        config = ct.optimize.coreml.OpLinearQuantizerConfig(
+            mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=32
+        )
+        package = ct.optimize.coreml.linear_quantize_weights(
+            package, ct.optimize.coreml.OptimizationConfig(global_config=config)
+        )
+    folder.mkdir(parents=True)
+    package.save(str(folder / "Stateful.mlpackage"))
+
+
+class Shard(nn.Module):
+    """Layers [first, stop): x [1, C, T, 1], rope tables of half the width, one-hot write mask."""
+
+    def __init__(self, model, first, stop):
+        super().__init__()
+        self.m, self.span, self.layers = model, range(first, stop), nn.ModuleList()
+        for _ in self.span:
+            shape = (1, model.kv, model.S, model.D)
+            layer = nn.Module()
+            layer.register_buffer("k_state", torch.zeros(shape))
+            layer.register_buffer("v_state", torch.zeros(shape))
+            self.layers.append(layer)
+
+    def forward(self, x, cos, sin, mask, write):
+        x = x.squeeze(-1).transpose(1, 2)
+        cos, sin = (torch.cat([t, t], -1) for t in (cos, sin))
+
+        def cache(i, k, v):
+            layer, rows = self.layers[i - self.span.start], []
+            for name, new in (("k_state", k), ("v_state", v)):
+                state = getattr(layer, name)
+                state[:] = state * (1 - write.sum(-1, keepdim=True)) + write @ new[None]
+                rows.append(state[0])
+            return rows
+
+        for i in self.span:
+            x = self.m.layer(i, x, cos, sin, mask[0], cache)
+        return x.transpose(1, 2).unsqueeze(-1)
+
+
+class HeadSlice(nn.Module):
+    def __init__(self, model, rows):
+        super().__init__()
+        self.m, self.rows = model, rows
+
+    def forward(self, x):
+        x = self.m.norm(x.squeeze(-1).transpose(1, 2))
+        return nn.functional.linear(x, self.m.head[self.rows]).transpose(1, 2).unsqueeze(-1)
+
+
+def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: int = 4):
+    ct = coremltools()
+    m = Model(checkpoint, S, fault)
+    folder.mkdir(parents=True)
+    T = ct.RangeDim(1, t_max, default=1)
+    half = m.D // 2
+    for i in range(m.L):
+        inputs = [
+            ("x", (1, m.C, T, 1), np.float16, (1, m.C, 1, 1)),
+            ("rope_cos", (T, half), np.float16, (1, half)),
+            ("rope_sin", (T, half), np.float16, (1, half)),
+            ("attn_mask", (1, 1, T, S), np.float16, (1, 1, 1, S)),
+            ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
+        ]
+        states = [(f"layers.0.{n}_state", (1, m.kv, S, m.D)) for n in "kv"]
+        package = convert(Shard(m, i, i + 1), inputs, ["hidden"], states)
+        config = ct.optimize.coreml.OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8")
+        package = ct.optimize.coreml.linear_quantize_weights(
+            package, ct.optimize.coreml.OptimizationConfig(global_config=config)
+        )
+        package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
+    V = m.head.shape[0]
+    for i, rows in enumerate((slice(0, V // 2), slice(V // 2, V))):
+        inputs = [plain("hidden", (1, m.C, t_max, 1))]
+        head = convert(HeadSlice(m, rows), inputs, ["logits"])
+        head.save(str(folder / f"LMHead_s{i}.mlpackage"))
+
+
+class Chunk(nn.Module):
+    """Layers of the chunked style: one state for all of them, written at current_pos; sliding
+    layers may have a cache of their own that rotates (`rotate`), a prefill leaves out the last
+    layer's MLP. Core ML's names of the states come from this nesting."""
+
+    def __init__(self, model, span, window=0, rotate=False, prefill=False):
+        super().__init__()
+        self.m, self.span, self.window = model, span, window
+        self.rotate, self.prefill, self.model = rotate, prefill, nn.Module()
+        self.model.model = nn.Module()
+        sliding = [i for i in range(model.L) if window and model.kinds[i] == "sliding_attention"]
+        full = [i for i in range(model.L) if i not in sliding]
+        self.caches = {}
+        for name, layers, rows in (
+            (("kv_cache_local" if window else ""), sliding, window),
+            ("kv_cache_global" if window else "kv_cache_0", full, model.S),
+        ):
+            if layers:
+                shape = (2 * len(layers), model.kv, rows, model.D)
+                self.model.model.register_buffer(name, torch.zeros(shape))
+                self.caches |= {i: (name, layers.index(i), len(layers)) for i in layers}
+
+    def forward(self, x, positions, mask, start):
+        T = x.shape[1]
+
+        def cache(i, k, v):
+            name, plane, count = self.caches[i]
+            state, rows = getattr(self.model.model, name), []
+            for new, index in ((k, plane), (v, plane + count)):
+                before = state[index : index + 1]
+                if name == "kv_cache_local" and self.rotate:
+                    whole = torch.cat([before, new[None]], 2)
+                    state[index : index + 1] = whole[:, :, T:]
+                    seen = whole[:, :, T:] if self.m.fault == "future" else whole
+                else:
+                    state[index : index + 1, :, start : start + T] = new[None]
+                    seen = state[index : index + 1]
+                rows.append(seen[0])
+            return rows
+
+        for i in self.span:
+            local = self.caches[i][0] == "kv_cache_local"
+            own = mask[0]
+            if local and self.rotate and self.m.fault != "future":
+                distance = self.window + torch.arange(T)[:, None] - torch.arange(self.window + T)
+                inside = (distance >= 0) & (distance < self.window)
+                own = torch.where(inside, 0.0, -1e4)[None]
+            elif local:
+                own = own[:, :, : self.window]
+            kind = self.m.kinds[i]
+            mlp = not (self.prefill and i == self.m.L - 1)
+            x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache, mlp)
+        for state in self.model.model.buffers():  # a state that nothing reads is dropped
+            x = x + state[0, 0, 0, 0] * 0.0
+        return x if self.prefill or self.span[-1] < self.m.L - 1 else self.m.norm(x)
+
+
+class Apply(nn.Module):
+    """A function of a model and its inputs as a module."""
+
+    def __init__(self, model, function):
+        super().__init__()
+        self.m, self.function = model, function
+
+    def forward(self, *inputs):
+        return self.function(self.m, *inputs)
+
+
+def chunks(
+    folder: Path,
+    checkpoint: Path,
+    S=32,
+    batch=8,
+    window=0,
+    fault="",
+    heads=2,
+    lut=False,
+    sound: Path | None = None,
+):
+    """Embeddings, two chunks (one where layers slide) of functions infer and prefill (and their
+    rotating twins), a head of several slices; −inf masks, meta.yaml. What the fault `future` leaves
+    as it is, is copied from the folder `sound`."""
+    ct = coremltools()
+    m = Model(checkpoint, S, fault)
+    if sound:
+        shutil.copytree(sound, folder)
+    else:
+        folder.mkdir(parents=True)
+    spans = [range(m.L)] if window else [range(m.L // 2), range(m.L // 2, m.L)]
+    names = ["FFN_PF"] if window else [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
+    if not sound:
+        _ends(folder, m, batch, heads)
+    modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
+    if window:
+        modes |= {"infer_rotate": (1, False, True), "prefill_rotate": (batch, True, True)}
+    for span, name in zip(spans, names, strict=True):
+        functions = ct.utils.MultiFunctionDescriptor()
+        for mode, (T, prefill, rotate) in modes.items():
+            path = folder / f".{mode}-{name}.mlpackage"
+            if sound and mode != "prefill_rotate":
+                functions.add_function(str(path), "main", mode)
+                continue
+            module = Chunk(m, span, window, rotate, prefill)
+            inputs = [
+                plain("hidden_states", (1, T, m.C)),
+                plain("position_ids", (T,), np.int32),
+                plain("causal_mask", (1, 1, T, S)),
+                plain("current_pos", (1,), np.int32),
+            ]
+            states = [
+                (f"model.model.{n}", tuple(b.shape)) for n, b in module.model.model.named_buffers()
+            ]
+            one = convert(module, inputs, ["output_hidden_states"], states)
+            if lut:
+                one = palettize(one, granularity="per_grouped_channel", group_size=8, nbits=4)
+            shutil.rmtree(path, ignore_errors=True)
+            one.save(str(path))
+            functions.add_function(str(path), "main", mode)
+        functions.default_function_name = "infer"
+        target = folder / f"tiny_{name}.mlpackage"
+        shutil.rmtree(target, ignore_errors=True)
+        ct.utils.save_multifunction(functions, str(target))
+    (folder / "meta.yaml").write_text(
+        f"model_info:\n  name: anemll-tiny\n  parameters:\n    context_length: {S}\n"
+        f"    batch_size: {batch}\n    num_chunks: {len(spans)}\n    split_lm_head: {heads}\n"
+    )
+
+
+def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
+    """Embeddings of one token or a batch, and the head."""
+    ids = coremltools().EnumeratedShapes([(1, 1), (1, batch)], default=(1, 1))
+    embed = convert(
+        Apply(m, lambda m, ids: m.embed(ids)),
+        [("input_ids", ids, np.int32, (1, 1))],
+        ["hidden_states"],
+    )
+    embed.save(str(folder / "tiny_embeddings.mlpackage"))
+    slices = np.array_split(np.arange(m.head.shape[0]), heads)
+
+    def head(m, x):
+        return tuple(nn.functional.linear(x, m.head[s[0] : s[-1] + 1]) for s in slices)
+
+    outputs = [f"logits{i + 1}" for i in range(heads)]
+    package = convert(Apply(m, head), [plain("hidden_states", (1, 1, m.C))], outputs)
+    package.save(str(folder / "tiny_lm_head.mlpackage"))
+
+
+def palettize(package, **options):
+    optimize = coremltools().optimize.coreml
+    config = optimize.OpPalettizerConfig(mode="uniform", **options)
+    return optimize.palettize_weights(package, optimize.OptimizationConfig(config))
+
+
+class Monolith(nn.Module):
+    """One package, one token a call, one-hot write, argmax inside; sliding layers mask themselves."""
+
+    def __init__(self, model, window):
+        super().__init__()
+        self.m, self.window = model, window
+        shape = (2 * model.L, model.kv, model.S, model.D)
+        self.register_buffer("kv_cache_0", torch.zeros(shape))
+
+    def forward(self, ids, positions, mask, update):
+        def cache(i, k, v):
+            for index, new in ((i, k), (i + self.m.L, v)):
+                before = self.kv_cache_0[index]
+                self.kv_cache_0[index] = before * (1 - update[0]) + new * update[0]
+            return self.kv_cache_0[i], self.kv_cache_0[i + self.m.L]
+
+        x = self.m.embed(ids)
+        away = positions[:, None] - torch.arange(self.m.S) >= self.window
+        for i, kind in enumerate(self.m.kinds):
+            own = mask[0]
+            if kind == "sliding_attention" and self.m.fault != "one_mask":
+                own = own + torch.where(away, -1e4, 0.0)[None]
+            x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache)
+        logits = nn.functional.linear(self.m.norm(x), self.m.head)[0]
+        top = logits.argmax(-1)
+        return top.to(torch.int32), logits.gather(-1, top[:, None])[:, 0]
+
+
+def monolith(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4: bool = False):
+    ct = coremltools()
+    m = Model(checkpoint, S, fault)
+    module = Monolith(m, getattr(m.config, "sliding_window", None) or S)
+    package = convert(
+        module,
+        [
+            plain("input_ids", (1, 1), np.int32),
+            plain("position_ids", (1,), np.int32),
+            plain("causal_mask", (1, 1, 1, S)),
+            plain("update_mask", (1, 1, S, 1)),
+        ],
+        ["token_id", "token_logit"],
+        [("kv_cache_0", tuple(module.kv_cache_0.shape))],
+        target=ct.target.iOS26,
+        compute_precision=ct.precision.FLOAT32,
+    )
+    if int4:
+        package = palettize(package, nbits=4, granularity="per_grouped_channel", group_size=8)
+    folder.mkdir(parents=True)
+    package.save(str(folder / "model.mlpackage"))
+
+
+class Body(nn.Module):
+    """Chunk of the host style: rope of full width from the host, planes 2i and 2i + 1."""
+
+    def __init__(self, model, span):
+        super().__init__()
+        self.m, self.span = model, span
+        shape = (2 * len(span), model.kv, model.S, model.D)
+        self.register_buffer("kv_cache_0", torch.zeros(shape))
+
+    def forward(self, x, cos, sin, mask, start):
+        def cache(i, k, v):
+            planes = [2 * (i - self.span.start) + j for j in range(2)]
+            for plane, new in zip(planes, (k, v), strict=True):
+                self.kv_cache_0[plane : plane + 1, :, start : start + 1] = new[None]
+            return [self.kv_cache_0[plane : plane + 1][0] for plane in planes]
+
+        for i in self.span:
+            x = self.m.layer(i, x, cos[0], sin[0], mask[0], cache)
+        return x
+
+
+def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool = False):
+    """Chunks of one layer, a head that gives the next token, a file of embeddings."""
+    m = Model(checkpoint, S, fault)
+    folder.mkdir(parents=True)
+    (folder / "embed_weight.bin").write_bytes(m.w_embed_tokens_weight.half().numpy().tobytes())
+    for i, span in enumerate([range(m.L)]):
+        module = Body(m, span)
+        inputs = [
+            plain("hidden_in", (1, 1, m.C)),
+            plain("cos", (1, 1, m.D)),
+            plain("sin", (1, 1, m.D)),
+            plain("causal_mask", (1, 1, 1, S)),
+            plain("current_pos", (1,), np.int32),
+        ]
+        package = convert(
+            module, inputs, ["hidden"], [("kv_cache_0", tuple(module.kv_cache_0.shape))]
+        )
+        if lut:
+            package = palettize(package, nbits=8)
+        package.save(str(folder / f"chunk_{i}.mlpackage"))
+
+    def head(m, x):
+        return nn.functional.linear(m.norm(x), m.head)[0].argmax(-1).to(torch.int32)
+
+    package = convert(Apply(m, head), [plain("hidden_in", (1, 1, m.C))], ["next_token"])
+    package.save(str(folder / "chunk_head.mlpackage"))

@@ -1,0 +1,377 @@
+"""Adopted packages behind the smallest interface that all gates need: `begin`, `advance`, `kv`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from workbench.adopt import fit, schema
+from workbench.adopt.arrays import DIMS, arrange, mask, named, row_positions, write_columns
+from workbench.adopt.schema import Foreign, Function, Input, Part
+from workbench.check import golden
+from workbench.decode import checks
+from workbench.errors import InputError
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.family import head_dim
+from workbench.runtime import named as named_runtime
+from workbench.runtime import resolve
+from workbench.runtime.package import load_package
+
+EMBEDDING = "embedding"  # the name of the embedding table among the weights that packages hold
+LARGEST_TILE = 64  # tokens of a call that gates make, where a package takes any number
+
+
+@dataclass
+class Adopted:
+    """A folder with a `foreign.yaml`, checked against the packages that it names."""
+
+    root: Path
+    foreign: Foreign
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Adopted":
+        """Opens the folder (or its foreign.yaml).
+
+        Raises:
+            InputError: no such file, a value that does not fit the packages, a package that cannot
+                be read.
+        """
+        path = Path(path)
+        root = path if path.is_dir() else path.parent
+        adopted = cls(root.resolve(), schema.load(root / schema.FILE))
+        fit.check(adopted.foreign, adopted.package)
+        return adopted
+
+    def path(self, written: str) -> Path:
+        """A path as the file writes it; the folder need not be there yet."""
+        return Path(os.path.normpath(self.root / written))
+
+    def package(self, part: Part) -> Path:
+        return self.path(part.package)
+
+    def checkpoint(self, path: Path | None = None) -> Checkpoint:
+        """The checkpoint at `path`, or the one that the file names."""
+        if path is None and self.foreign.checkpoint is None:
+            raise InputError(
+                str(self.root / schema.FILE),
+                "no checkpoint",
+                "the Hugging Face folder that was exported",
+                "give --checkpoint, or write it there",
+            )
+        return Checkpoint(path or self.path(self.foreign.checkpoint))
+
+
+@dataclass
+class Result:
+    """What a call gives for its T tokens: `logits` [T, V], or the `top` token [T] and its logit
+    `value` [T] where the argmax is inside, or nothing."""
+
+    logits: np.ndarray | None = None
+    top: np.ndarray | None = None
+    value: np.ndarray | None = None
+
+
+class Adapter:
+    """Runs adopted packages.
+
+    Args:
+        adopted: the opened folder.
+        checkpoint: needed where the host embeds tokens or makes rope tables.
+        runtime, precision, compute_units: as in `Decoder`.
+    """
+
+    def __init__(
+        self,
+        adopted: Adopted,
+        checkpoint: Checkpoint | None = None,
+        runtime: str = "auto",
+        precision: str = "declared",
+        compute_units: str = "CPU_AND_NE",
+    ):
+        self.adopted, self.foreign, self.checkpoint = adopted, adopted.foreign, checkpoint
+        self.runtime, self.precision = resolve(runtime), precision
+        self.portable = named_runtime(self.runtime)[0] == "portable"
+        self.how = dict(runtime=self.runtime, precision=precision, compute_units=compute_units)
+        self.models: dict[tuple[int, str | None], object] = {}
+        self.context, parts = self.foreign.context, self.foreign.parts
+        programs = [[self.model(i, f) for f in part.functions] for i, part in enumerate(parts)]
+        self.stateful = [
+            i for i, models in enumerate(programs) if any(m.program.states for m in models)
+        ]
+        self.layers = sorted({layer for state in self.foreign.states for layer in state.layers})
+
+    def model(self, part: int, function: Function):
+        """The loaded function of a part."""
+        key = part, function.name
+        if key not in self.models:
+            package = self.adopted.package(self.foreign.parts[part])
+            self.models[key] = load_package(package, function.name, **self.how)
+        return self.models[key]
+
+    def functions(self, T: int, start: int) -> list[Function] | None:
+        """The function that every part with a state takes for T tokens at `start`; None where one
+        has none."""
+        chosen = []
+        for index in self.stateful:
+            fitting = (f for f in self.foreign.parts[index].functions if self._fits(f, T, start))
+            chosen.append(next(fitting, None))
+        return None if None in chosen else chosen
+
+    def _fits(self, f: Function, T: int, start: int) -> bool:
+        inside = f.first <= start and start + T <= min(f.until or self.context, self.context)
+        return inside and f.t_min <= T <= f.t_max
+
+    @cached_property
+    def tiles(self) -> list[int]:
+        """The T of the calls that gates make: 1 to 4, the smallest and the largest of every
+        function, at most `LARGEST_TILE` where it takes any number."""
+        ends = set()
+        for index in self.stateful:
+            for f in self.foreign.parts[index].functions:
+                largest = f.t_max if f.t_min == f.t_max else min(f.t_max, LARGEST_TILE)
+                ends |= {f.t_min, largest, *range(1, 5)}
+        starts = {0, *(f.first for p in self.foreign.parts for f in p.functions)}
+        return sorted(T for T in ends if any(self.functions(T, start) for start in starts))
+
+    def plan(self, count: int, T: int, start: int = 0, logits: bool = False) -> list[int]:
+        """Sizes of consecutive calls that cover `count` tokens from `start` on: T wherever a
+        function takes it, else the largest smaller size; with `logits` the last call gives some.
+
+        Raises:
+            InputError: no function takes what is left.
+        """
+        sizes, stop = [], start + count
+        while start < stop:
+            for size in range(min(T, stop - start), 0, -1):
+                chosen = self.functions(size, start)
+                if chosen and (start + size < stop or chosen[-1].logits or not logits):
+                    break
+            else:
+                raise InputError(
+                    schema.FILE,
+                    f"no function for {min(T, stop - start)} or fewer tokens at position {start}",
+                    f"calls up to position {stop}, of a context of {self.context}",
+                    "shorten the prompt, or correct t_min, t_max, first and until",
+                )
+            sizes.append(size)
+            start += size
+        return sizes
+
+    def begin(self) -> dict:
+        """A fresh state: one for all parts that share it, one for each part that does not."""
+        state = {}
+        for index in self.stateful:
+            owner = self.owner(index)
+            models = [self.model(index, f) for f in self.foreign.parts[index].functions]
+            most = max(models, key=lambda model: len(model.program.states))
+            state.setdefault(owner, most.make_state())
+        return state
+
+    def owner(self, part: int) -> int | None:
+        """The part that a state of `part` is filed under: None where it is shared."""
+        own = any(state.part == part for state in self.foreign.states)
+        return part if own else None
+
+    def advance(self, state: dict, ids: Sequence[int], start: int) -> Result:
+        """Runs `ids` [T] at positions `start` and on, in one call of every part.
+
+        Raises:
+            InputError: no function takes so many tokens there.
+        """
+        ids, T = np.asarray(ids, np.int64), len(ids)
+        if self.checkpoint:
+            checks.token_ids(ids, self.checkpoint.config.vocab_size)
+        chosen = self.functions(T, start)
+        if chosen is None:
+            raise InputError(
+                "call",
+                f"{T} tokens at position {start}",
+                "a number that a function takes there",
+                f"see functions in {schema.FILE}",
+            )
+        functions = dict(zip(self.stateful, chosen, strict=True))
+        hidden, pieces = None, {"logits": [], "top": [], "top_value": []}
+        if self.host_embeds:
+            hidden = self.embed(ids)
+        for index in range(len(self.foreign.parts)):
+            if index in functions:
+                raw = state[self.owner(index)]
+                by_kind = self._call(index, functions[index], raw, ids, hidden, start)
+                if index == self.stateful[-1] and not functions[index].logits:
+                    return Result()
+            else:
+                by_kind = self._in_columns(index, ids, hidden, start)
+            hidden = by_kind.pop("hidden", [hidden])[0]
+            for name, values in by_kind.items():
+                pieces[name] += values
+        return _result(pieces)
+
+    def _in_columns(self, index: int, ids, hidden, start: int) -> dict[str, list[np.ndarray]]:
+        """A part without a state over all tokens, in as many calls as its functions need; a call
+        that is larger than what is left is filled up with copies of the last token."""
+        functions, results, done = self.foreign.parts[index].functions, [], 0
+        while done < len(ids):
+            left = len(ids) - done
+            f = max(
+                (f for f in functions if f.t_min <= left),
+                key=lambda f: f.t_max,
+                default=min(functions, key=lambda f: f.t_min),
+            )
+            size = max(f.t_min, min(f.t_max, left))
+            columns = np.minimum(done + np.arange(size), len(ids) - 1)
+            inner = None if hidden is None else hidden[columns]
+            by_kind = self._call(index, f, None, ids[columns], inner, start + done)
+            count = min(size, left)
+            results.append({name: [v[:count] for v in values] for name, values in by_kind.items()})
+            done += count
+        return {
+            name: [np.concatenate(parts) for parts in zip(*(r[name] for r in results))]
+            for name in results[0]
+        }
+
+    def _call(self, index: int, function: Function, raw, ids, hidden, start: int) -> dict:
+        """One call of a part: its outputs by their kind, each with the tokens first."""
+        part, model = self.foreign.parts[index], self.model(index, function)
+        feeds = {}
+        for name, kind in model.program.inputs.items():
+            value = self.feed(part.inputs[name], model.program, name, ids, hidden, start)
+            feeds[name] = value.astype(np.int32 if kind.dtype.startswith("INT") else np.float32)
+        outputs, by_kind = model.predict(feeds, raw), {}
+        for name, entry in part.outputs.items():
+            if name not in outputs or entry.kind == "ignored":
+                continue
+            value = outputs[name]
+            if entry.kind in ("hidden", "logits"):
+                wide = "C" if entry.kind == "hidden" else "V"
+                value = named(value, entry.axes, "T" + wide)
+            else:
+                value = value.reshape(len(ids), -1)
+                if entry.offsets:
+                    value = value + np.array(entry.offsets)
+            by_kind.setdefault(entry.kind, []).append(value)
+        return by_kind
+
+    def feed(self, entry: Input, program, name: str, ids, hidden, start: int) -> np.ndarray:
+        """The array of one input, with the axes that the package wants."""
+        T, kind = len(ids), entry.kind
+        if kind == "constant":
+            shape = [size[0] for size in fit.sizes(program, name)]
+            return np.full(shape, entry.value)
+        if kind in ("mask", "write"):
+            axes = dict(zip(entry.axes, fit.sizes(program, name), strict=True))
+            count = start + T if "E" in axes else axes["S"][0]
+        values = {
+            "ids": lambda: ids,
+            "hidden": lambda: hidden,
+            "positions": lambda: start + np.arange(T),
+            "start": lambda: np.array(start),
+            "end": lambda: np.array(start + T),
+            "mask": lambda: mask(entry, start, T, count),
+            "write": lambda: write_columns(entry, start, T, count),
+            "cos": lambda: self.rope(entry, start, T)[0],
+            "sin": lambda: self.rope(entry, start, T)[1],
+        }
+        return arrange(values[kind](), DIMS[kind], entry.axes)
+
+    def kv(self, state: dict, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a layer, [H_kv, rows, D] each, rows as they lie in the cache."""
+        rows = {}
+        for entry in self.foreign.states:
+            if layer in entry.layers:
+                value = named(state[entry.part].read(entry.name), entry.axes, "LHSD")
+                i, n = entry.layers.index(layer), len(entry.layers)
+                if entry.holds == "kv":
+                    k, v = (i, n + i) if entry.order == "halves" else (2 * i, 2 * i + 1)
+                    rows |= {"k": value[k], "v": value[v]}
+                else:
+                    rows[entry.holds] = value[i]
+        return rows["k"].astype(np.float32), rows["v"].astype(np.float32)
+
+    def positions(self, layer: int, count: int, end: int) -> np.ndarray:
+        """The position that each of the `count` cache rows of a layer holds after `end` tokens, −1
+        where none."""
+        rule = next(entry.rows for entry in self.foreign.states if layer in entry.layers)
+        return row_positions(rule, count, end)
+
+    def read(self, state: dict) -> dict[tuple, np.ndarray]:
+        """A copy of every state tensor, by part and name."""
+        names = {(entry.part, entry.name) for entry in self.foreign.states}
+        return {key: np.array(state[key[0]].read(key[1])) for key in names}
+
+    def write(self, state: dict, values: dict[tuple, np.ndarray]) -> None:
+        """Puts values that `read` gave into a state."""
+        for (part, name), value in values.items():
+            state[part].write(name, value)
+
+    @cached_property
+    def reference(self):
+        """Hugging Face's model without weights: its rope and the scale of its embeddings."""
+        if self.checkpoint is None:
+            raise InputError(
+                "checkpoint",
+                "none",
+                "the configuration that rope tables and embeddings come from",
+                f"give --checkpoint, or write it in {schema.FILE}",
+            )
+        return golden.empty_model(self.checkpoint.config).model
+
+    @property
+    def host_embeds(self) -> bool:
+        """Whether the first part takes embeddings, not token ids."""
+        return any(entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values())
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """The table [V, C] that the host looks embeddings up in, before its scale."""
+        entry, C = self.foreign.embedding, self.reference.config.hidden_size
+        if entry.file is None:
+            name = f"{self.checkpoint.prefix}embed_tokens.weight"
+            return self.checkpoint.tensor(name).half().float().numpy()
+        path = self.adopted.path(entry.file)
+        if not path.is_file() or path.stat().st_size % (2 * C):
+            raise InputError(
+                f"embedding {path}",
+                "no file of whole rows",
+                f"float16 numbers [V, {C}]",
+                f"correct embedding.file in {schema.FILE}",
+            )
+        return np.fromfile(path, np.float16).reshape(-1, C).astype(np.float32)
+
+    def embed(self, ids: np.ndarray) -> np.ndarray:
+        """The embeddings [T, C] that the host looks up."""
+        scale = self.foreign.embedding.scale
+        if scale is None:
+            scale = float(getattr(self.reference.embed_tokens, "embed_scale", 1.0))
+        return self.table[ids] * np.float32(scale)
+
+    def rope(self, entry: Input, start: int, T: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin [T, D], or [T, D / 2], at positions `start` and on."""
+        positions = torch.arange(start, start + T)[None]
+        if entry.theta:
+            D = head_dim(self.reference.config)
+            angles = positions[0, :, None] * entry.theta ** (-torch.arange(0, D, 2) / D)
+            cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+        else:
+            types = [entry.layer_type] if entry.layer_type else []
+            cos, sin = (t[0] for t in self.reference.rotary_emb(torch.zeros(1), positions, *types))
+        width = cos.shape[-1] // (2 if entry.width == "half" else 1)
+        return cos[:, :width].numpy(), sin[:, :width].numpy()
+
+
+def _result(pieces: dict[str, list[np.ndarray]]) -> Result:
+    """Slices of logits joined; of per-slice top tokens the one with the largest logit."""
+    if pieces["logits"]:
+        return Result(logits=np.concatenate(pieces["logits"], axis=1))
+    if not pieces["top"]:
+        return Result()
+    tops = np.concatenate(pieces["top"], axis=1).astype(np.int64)
+    if not pieces["top_value"]:
+        return Result(top=tops[:, 0])
+    values = np.concatenate(pieces["top_value"], axis=1)
+    best = values.argmax(1)[:, None]
+    top, value = (np.take_along_axis(array, best, 1)[:, 0] for array in (tops, values))
+    return Result(top=top, value=value)

@@ -1,0 +1,313 @@
+"""The gates of adopted packages: what must hold whatever the weights are, and whether keys, values
+and logits are Hugging Face's on the weights that the packages hold."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pandas as pd
+
+from workbench.adopt import passes
+from workbench.adopt.adapter import Adapter, Result
+from workbench.adopt.passes import Pass
+from workbench.check import gates, metrics
+from workbench.check.gates import Gate
+from workbench.check.golden import Golden
+
+# 1 − cosine of one position's keys or values. On the packages' own weights in exact arithmetic a
+# sound exporter was seen to reach 5e-5 (rope tables and constants in fp16); the smallest of the
+# faults measured in published exporters is 0.026. A device adds fp16, other weights compression.
+DISTANCE = {"exact": 1e-3, "declared": 1e-2, "narrow": 2e-2, "device": 2e-2}
+OTHER_WEIGHTS = 0.1
+# Relative RMS of K and V. Functions of other exporters may order their sums and round their
+# constants in ways of their own, and the prefill that sees the future differs by 0.1.
+SAME_T = {"exact": 1e-3, "declared": 1e-2, "narrow": 3e-2, "device": 3e-2}
+FULL = 16.0  # what lies in rows that no token has yet
+SEED = 0
+
+
+def tolerance(adapter: Adapter) -> str:
+    """The key of `DISTANCE` and `SAME_T` for a runtime and its precision."""
+    return adapter.precision if adapter.portable else "device"
+
+
+def own_gates(adapter: Adapter) -> list[Gate]:
+    """Gates that need no golden."""
+    parts = ", ".join(part.package for part in adapter.foreign.parts)
+    return [
+        gates.holds("interface", True, f"foreign.yaml fits {parts}"),
+        write_address(adapter),
+        stale_rows(adapter),
+        causality(adapter),
+        reuse_gate(adapter),
+        gates.not_run("updates", "packages do not say which operation ends a layer: K and V tell"),
+    ]
+
+
+def calls(adapter: Adapter) -> Iterator[tuple[int, int, str]]:
+    """(T, start, functions) of calls that show every tile of every function: at the first and last
+    position that it takes and between them."""
+    ends = {0, adapter.context}
+    for part in adapter.foreign.parts:
+        ends |= {end for f in part.functions for end in (f.first, f.until) if end is not None}
+    for T in adapter.tiles:
+        seen: dict[str, list[int]] = {}
+        for start in range(adapter.context - T + 1):
+            if chosen := adapter.functions(T, start):
+                seen.setdefault(" + ".join(f.name or "main" for f in chosen), []).append(start)
+        for name, starts in seen.items():
+            for index in sorted({0, len(starts) // 2, len(starts) - 1}):
+                yield T, starts[index], name
+
+
+def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) -> dict:
+    """A state of random rows; with `fill`, rows that none of `start` tokens is in hold ±fill."""
+    state = adapter.begin()
+    values = {
+        key: rng.choice([-1.0, 1.0], value.shape) * (1 + rng.random(value.shape))
+        for key, value in adapter.read(state).items()
+    }
+    for entry in adapter.foreign.states if fill is not None else ():
+        value = values[entry.part, entry.name]
+        axis = entry.axes.index("S")
+        empty = adapter.positions(entry.layers[0], value.shape[axis], start) < 0
+        np.moveaxis(value, axis, 0)[empty] = np.sign(np.moveaxis(value, axis, 0)[empty]) * fill
+    adapter.write(state, {key: value.astype(np.float16) for key, value in values.items()})
+    return state
+
+
+def _ids(adapter: Adapter, rng, count: int) -> np.ndarray:
+    return rng.integers(0, _vocabulary(adapter), count)
+
+
+def _vocabulary(adapter: Adapter) -> int:
+    """Tokens that calls may have: without a checkpoint, a few that any vocabulary has."""
+    return adapter.checkpoint.config.vocab_size if adapter.checkpoint else 16
+
+
+def write_address(adapter: Adapter) -> Gate:
+    """Every call writes the rows of its own positions, all heads of them; what earlier positions
+    have, wherever it lies afterwards, keeps its bits, and no other row changes."""
+    rng, faults, count = np.random.default_rng(SEED), [], 0
+    for T, start, name in calls(adapter):
+        state = _filled(adapter, rng)
+        before = {layer: adapter.kv(state, layer) for layer in adapter.layers}
+        adapter.advance(state, _ids(adapter, rng, T), start)
+        for layer, old in before.items():
+            for tensor, was, now in zip("kv", old, adapter.kv(state, layer), strict=True):
+                count += 1
+                rows = was.shape[1]
+                positions = [adapter.positions(layer, rows, end) for end in (start, start + T)]
+                if wrong := _wrong_rows(was, now, *positions, start):
+                    place = f"layer {layer} {tensor}, T = {T} at {start} ({name})"
+                    faults.append(f"{place}: {wrong}")
+    fine = f"{count} caches after a call: its rows written, all others the same bits"
+    return gates.none("write_address", faults[:3], fine, f"{len(faults)} of {count}: ", "; ")
+
+
+def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> str:
+    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now `after`."""
+    moved = np.arange(len(after))
+    places = {int(p): row for row, p in enumerate(before) if p >= 0}
+    new = after >= start
+    for row in np.flatnonzero((after >= 0) & ~new):
+        moved[row] = places[int(after[row])]
+    same = (now == was[:, moved]).all((0, 2)) | new
+    if (before < 0).any() and (moved != np.arange(len(after))).any():
+        same |= after < 0  # rows that move up take what lay in empty ones along
+    written = (now != was).any(2).all(0) | ~new
+    unwritten, changed = np.flatnonzero(~written).tolist(), np.flatnonzero(~same).tolist()
+    text = [f"rows {unwritten[:4]} not written"] if unwritten else []
+    return " and ".join(text + ([f"rows {changed[:4]} changed"] if changed else []))
+
+
+def _same(a: Result, b: Result, count: int) -> bool:
+    """Whether the first `count` tokens of two results are the same bits."""
+    pairs = ((a.logits, b.logits), (a.top, b.top), (a.value, b.value))
+    return all(x is None or x[:count].tobytes() == y[:count].tobytes() for x, y in pairs)
+
+
+def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[str]:
+    """What differs between two runs that must agree: K and V of positions before `end`, and the
+    first `tokens` tokens' logits."""
+    faults = [] if _same(*results, tokens) else ["logits"]
+    for layer in adapter.layers:
+        pairs = zip("kv", *(adapter.kv(state, layer) for state in states), strict=True)
+        for tensor, a, b in pairs:
+            positions = adapter.positions(layer, a.shape[1], end + 1)
+            rows = (positions >= 0) & (positions < end)
+            if a[:, rows].tobytes() != b[:, rows].tobytes():
+                faults.append(f"layer {layer} {tensor}")
+    return faults
+
+
+def stale_rows(adapter: Adapter) -> Gate:
+    """Finite values in rows that no token has yet change nothing, bit for bit."""
+    faults, count = [], 0
+    for T, start, name in calls(adapter):
+        rng = np.random.default_rng(SEED)
+        ids, count = _ids(adapter, rng, T), count + 1
+        states = [_filled(adapter, np.random.default_rng(SEED), start, f) for f in (0.0, FULL)]
+        results = [adapter.advance(state, ids, start) for state in states]
+        if differing := _changed(adapter, states, results, start + T, T):
+            faults.append(f"{', '.join(differing[:3])} at T = {T}, position {start} ({name})")
+    fine = f"{count} calls: what lies in empty rows changes nothing, bit for bit"
+    return gates.none("stale_rows", faults[:3], fine, f"{len(faults)} of {count}: ", "; ")
+
+
+def causality(adapter: Adapter) -> Gate:
+    """The last token of a call changes no earlier row and no earlier logit, bit for bit."""
+    faults, count = [], 0
+    for T, start, name in calls(adapter):
+        if T == 1:
+            continue
+        rng, count = np.random.default_rng(SEED), count + 1
+        ids = _ids(adapter, rng, T)
+        other = ids.copy()
+        other[-1] = (ids[-1] + 1) % _vocabulary(adapter)
+        states = [_filled(adapter, np.random.default_rng(SEED), start, 0.0) for _ in range(2)]
+        pairs = zip(states, (ids, other), strict=True)
+        results = [adapter.advance(state, tokens, start) for state, tokens in pairs]
+        if differing := _changed(adapter, states, results, start + T - 1, T - 1):
+            faults.append(f"{name} at T = {T}, position {start}: {', '.join(differing[:3])}")
+    if not count:
+        return gates.not_run("causality", "every call has one token")
+    fine = (
+        f"changing a call's last token: earlier K, V and logits are the same bits ({count} calls)"
+    )
+    return gates.none("causality", faults[:3], fine, "the last token changes earlier ones: ", "; ")
+
+
+def reuse_gate(adapter: Adapter) -> Gate:
+    """A cache that is copied out and put back goes on with the same bits, in a fresh state and over
+    another sequence's."""
+    cells = reuse_cells(adapter)
+    faults = [f"{c.cache}, {c.context} tokens: {c.reason}" for c in cells if c.verdict == gates.RED]
+    fine = f"{len(cells)} continuations of a restored cache are the same bits"
+    return gates.none("reuse", faults, fine, sep="; ")
+
+
+@dataclass
+class ReuseCell:
+    """A continuation of a restored cache: `warm` in a fresh state, `hot` over another sequence."""
+
+    cache: str
+    context: int
+    tokens: int
+    verdict: str
+    reason: str
+    batch: int = 1
+    streaming: bool = True
+    format: str = "fp16"
+
+    json = asdict
+
+
+def reuse_cells(adapter: Adapter) -> list[ReuseCell]:
+    """Prefixes of several lengths, each copied out, restored and continued."""
+    rng, cells = np.random.default_rng(SEED), []
+    T = max(adapter.tiles)
+    length = min(adapter.context, 3 * T + 5)
+    ids, others = (_ids(adapter, rng, length) for _ in range(2))
+    for prefix in sorted({1, length // 2, length - 2}):
+        state = adapter.begin()
+        passes.run(adapter, ids[:prefix], T, state)
+        copy = adapter.read(state)
+        expected = passes.run(adapter, ids[prefix:], T, state, prefix)
+        for cache in ("warm", "hot"):
+            restored = adapter.begin()
+            if cache == "hot":
+                passes.run(adapter, others, T, restored)
+            adapter.write(restored, copy)
+            actual = passes.run(adapter, ids[prefix:], T, restored, prefix)
+            pairs = {n: (getattr(p, n) for p in (expected, actual)) for n in ("k", "v", "logits")}
+            pairs["top"] = (expected.top, actual.top)
+            faults = [name for name, (a, b) in pairs.items() if _bits(a) != _bits(b)]
+            reason = f"{', '.join(faults)} differ" if faults else "the same bits"
+            verdict = gates.RED if faults else gates.GREEN
+            cells.append(ReuseCell(cache, prefix, length - prefix, verdict, reason))
+    return cells
+
+
+def _bits(array: np.ndarray | None) -> bytes | None:
+    return None if array is None else array.tobytes()
+
+
+def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
+    """K and V of calls of T tokens against those of the smallest T: relative RMS."""
+    first, *others = sorted(by_T)
+    if not others:
+        return gates.not_run("same_for_every_T", f"only T = {first} can be called")
+    limit = SAME_T[tolerance(adapter)]
+    errors = {}
+    for T in others:
+        for layer in range(len(by_T[T].k)):
+            for name in "kv":
+                a, b = (p.vectors(name, layer) for p in (by_T[first], by_T[T]))
+                there = np.isfinite(a).all(1) & np.isfinite(b).all(1)
+                errors[f"layer {layer} {name}, T = {T}"] = metrics.relative_rms(a[there], b[there])
+    worst = max(errors, key=errors.get)
+    reason = f"relative RMS of K and V against T = {first}: {worst}"
+    return gates.at_most("same_for_every_T", errors[worst], limit, reason)
+
+
+def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weights: str):
+    """K, V and logits against a golden, and the rows of all comparisons. `weights`: what the
+    golden's weights are, in words; "" where they are those of the packages."""
+    frames = [passes.compare(own, golden).assign(tile=T) for T, own in by_T.items()]
+    rows = pd.concat(frames, ignore_index=True)
+    limit = OTHER_WEIGHTS if weights else DISTANCE[tolerance(adapter)]
+    checks = [_distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)]
+    logits = rows[rows["tensor"] == "logits"]
+    if len(logits):
+        checks.append(_distance("logits", logits, limit, weights))
+    else:
+        checks.append(gates.not_run("logits", "no package puts them out: the argmax is inside"))
+        checks.append(_top_values(by_T, golden, limit))
+    checks.append(_top_tokens(by_T, golden))
+    return checks, rows
+
+
+def _distance(name: str, rows: pd.DataFrame, limit: float, weights: str) -> Gate:
+    """The worst position; the reason says where a tensor's first bad one is."""
+    worst = rows.loc[rows["distance"].idxmax()]
+    bad = rows[~(rows["distance"] <= limit)].sort_values(["layer", "position"], kind="stable")
+    reason = f"1 − cosine, worst: {_place(worst)}"
+    if len(bad):
+        reason += f"; first bad: {_place(bad.iloc[0])}; {len(bad)} of {len(rows)} are"
+    return gates.at_most(name, float(worst["distance"]), limit, reason + weights)
+
+
+def _place(row: pd.Series) -> str:
+    layer = "" if row["layer"] < 0 else f"layer {row['layer']}, "
+    call = f"T = {row['T']} ({row['function']})"
+    return f"{layer}position {row['position']}, {row['tensor']}, {call}"
+
+
+def _top_values(by_T: dict[int, Pass], golden: Golden, limit: float) -> Gate:
+    """The largest logits that packages put out beside the top tokens: relative RMS, whose square is
+    about twice a 1 − cosine."""
+    there = [np.isfinite(own.value) for own in by_T.values()]
+    if not any(rows.any() for rows in there):
+        return gates.not_run("top_values", "no package puts them out")
+    expected = np.concatenate([golden.logits.max(-1)[rows] for rows in there])
+    actual = np.concatenate([own.value[rows] for own, rows in zip(by_T.values(), there)])
+    error = metrics.relative_rms(expected, actual)
+    reason = f"relative RMS of {len(actual)} largest logits"
+    return gates.at_most("top_values", error, (2 * limit) ** 0.5, reason)
+
+
+def _top_tokens(by_T: dict[int, Pass], golden: Golden) -> Gate:
+    """Every top token is the golden's, near-ties apart."""
+    wrong, count = [], 0
+    for T, own in by_T.items():
+        tops = own.top if own.logits is None else np.nan_to_num(own.logits, nan=-np.inf).argmax(-1)
+        there = own.top >= 0 if own.logits is None else np.isfinite(own.logits).all(-1)
+        for position in np.flatnonzero(there):
+            logits, count = golden.logits[position], count + 1
+            if logits.max() - logits[tops[position]] > metrics.NEAR_TIE_NATS:
+                wrong.append(f"position {position}, T = {T}")
+    if not count:
+        return gates.not_run("top_tokens", "no call gives logits or a top token")
+    reason = f"{len(wrong)} of {count} differ" + (f", first: {wrong[0]}" if wrong else "")
+    return gates.at_least("top_tokens", 1 - len(wrong) / count, 1.0, reason)

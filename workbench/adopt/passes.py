@@ -1,0 +1,135 @@
+"""What adopted packages compute for a prompt: keys, values and logits of every position, however
+the cache places its rows; and what Hugging Face's model computes with the same weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from workbench.adopt.adapter import EMBEDDING, Adapter
+from workbench.check import golden, metrics
+from workbench.check.golden import Golden, WeightReader
+from workbench.models.checkpoint import Checkpoint
+
+
+@dataclass
+class Pass:
+    """`k`, `v` [L, H_kv, n, D] as they lay in the cache right after the call that wrote them (nan
+    where a call overwrote its own rows), `T` [n] tokens of each position's call, `function` [n] its
+    name; `logits` [n, V] (nan where there are none) or None, `top` [n] (−1 where there is none) and its logit `value` [n] (nan where there is none)."""
+
+    k: np.ndarray
+    v: np.ndarray
+    T: np.ndarray
+    function: list[str]
+    logits: np.ndarray | None
+    top: np.ndarray
+    value: np.ndarray
+
+    def vectors(self, name: str, layer: int) -> np.ndarray:
+        """Rows [n, H_kv · D] of `k` or `v`."""
+        rows = getattr(self, name)[layer]
+        return rows.transpose(1, 0, 2).reshape(rows.shape[1], -1)
+
+
+def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None, start: int = 0):
+    """Runs `ids` in calls of T tokens, as far as functions take them, from a fresh state or as the
+    continuation of `state`, which holds `start` tokens.
+
+    Raises:
+        InputError: no function takes some tokens.
+    """
+    state, n = state or adapter.begin(), len(ids)
+    sizes, rows = np.zeros(n, int), {}
+    functions, logits, top, value = [""] * n, None, np.full(n, -1), np.full(n, np.nan)
+    value = np.full(n, np.nan)
+    done = 0
+    for size in adapter.plan(n, T, start, logits=True):
+        span, first = slice(done, done + size), start + done
+        result = adapter.advance(state, ids[span], first)
+        name = adapter.functions(size, first)[0].name or "main"
+        sizes[span], functions[span] = size, [name] * size
+        if result.logits is not None:
+            if logits is None:
+                logits = np.full((n, result.logits.shape[1]), np.nan, np.float32)
+            logits[span] = result.logits
+        if result.top is not None:
+            top[span] = result.top
+        if result.value is not None:
+            value[span] = result.value
+        for layer in adapter.layers:
+            for name, cache in zip("kv", adapter.kv(state, layer), strict=True):
+                positions = adapter.positions(layer, cache.shape[1], first + size)
+                new = np.flatnonzero(positions >= first)
+                empty = np.full((cache.shape[0], n, cache.shape[2]), np.nan, np.float32)
+                target = rows.setdefault((name, layer), empty)
+                target[:, positions[new] - start] = cache[:, new]
+        done += size
+    k, v = (np.stack([rows[name, layer] for layer in adapter.layers]) for name in "kv")
+    return Pass(k, v, sizes, functions, logits, top, value)
+
+
+def reference(
+    checkpoint: Checkpoint,
+    ids: Sequence[int],
+    weights: WeightReader | None,
+    model=None,
+    embedding: float = 1.0,
+    head: bool = True,
+) -> Golden:
+    """Hugging Face's model on `weights` (None: the checkpoint's own), its embeddings looked up in
+    their `EMBEDDING` and multiplied by `embedding`."""
+    model = model or golden.empty_model(checkpoint.config)
+    fed = None
+    if weights is not None:
+        table = weights(EMBEDDING).numpy()
+        scale = float(getattr(model.model.embed_tokens, "embed_scale", 1.0)) * embedding
+        fed = (table[np.asarray(ids)] * np.float32(scale))[None]
+    label = "source" if weights is None else "stored"
+    return golden.make_golden(checkpoint, ids, weights, label, fed, model=model, head=head)
+
+
+def prompt(adapter: Adapter, checkpoint: Checkpoint) -> list[int]:
+    """Seeded random ids, enough of them to pass the largest window and the largest tile twice
+    where the context allows."""
+    window = getattr(checkpoint.config, "sliding_window", None) or 0
+    window = window if window < adapter.context else 0
+    count = min(adapter.context, max(24, 2 * window + 8, 2 * max(adapter.tiles) + 1))
+    if 1 not in adapter.tiles:
+        count -= count % max(adapter.tiles)
+    return np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()
+
+
+def compare(own: Pass, other: Golden) -> pd.DataFrame:
+    """Rows of the log's `fidelity` table: layer × position of k and v, and of the logits; `distance`
+    is 1 − cosine, 1 where a value is not finite."""
+    parts = []
+    n = len(own.T)
+    for layer in range(len(own.k)):
+        for name in "kv":
+            flat = getattr(other, name)[layer].transpose(1, 0, 2).reshape(n, -1)
+            parts.append(_rows(layer, name, flat, own.vectors(name, layer), own))
+    if own.logits is not None:
+        there = np.isfinite(own.logits).any(-1)
+        parts.append(_rows(-1, "logits", other.logits, own.logits, own)[there])
+    return pd.concat(parts, ignore_index=True)
+
+
+def _rows(layer: int, tensor: str, expected, actual, own: Pass) -> pd.DataFrame:
+    cosine = metrics.cosine(expected, actual)
+    return pd.DataFrame(
+        {
+            "layer": layer,
+            "position": np.arange(len(actual)),
+            "T": own.T,
+            "function": own.function,
+            "tensor": tensor,
+            "mode": "chained",
+            "cosine": cosine,
+            "psnr_db": metrics.psnr_db(expected, actual),
+            "max_abs": metrics.max_abs(expected, actual),
+            "finite": np.isfinite(actual).all(-1),
+            "distance": 1 - np.nan_to_num(cosine, nan=0.0),
+        }
+    )

@@ -1,0 +1,67 @@
+"""Sensible inputs of a package that nothing describes, and the trace of adopted packages."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+import miltorch
+from workbench.adopt import arrays, passes
+from workbench.adopt.adapter import Adapter, Adopted
+from workbench.adopt.propose import kind_of
+from workbench.adopt.schema import Input
+from workbench.explain import trace
+from workbench.models.checkpoint import Checkpoint
+from workbench.runtime.base import attribute
+
+
+def inputs(package: Path, function: str | None = None, position: int = 0) -> dict[str, np.ndarray]:
+    """Masks, write addresses and positions of a call at `position`, by what the inputs' names say
+    they are, at the default shapes; other inputs are left to chance."""
+    program, values = miltorch.read(package, function), {}
+    for feature in program.description.input:
+        shape, kind = list(feature.type.multiArrayType.shape), kind_of(feature.name)
+        value = None
+        if kind in ("mask", "write") and len(shape) > 1:
+            T, rows = min(shape[-2:]), max(shape[-2:])
+            start = max(0, min(position, rows - T))
+            make = arrays.mask if kind == "mask" else arrays.write_columns
+            value = make(Input(kind=kind), start, T, rows)
+            value = value if list(value.shape) == shape[-2:] else value.T
+        elif kind == "positions":
+            value = position + np.arange(shape[-1])
+        elif kind == "start":
+            value = np.array(position)
+        if value is not None:
+            floats = program.inputs[feature.name].dtype.startswith("FLOAT")
+            dtype = np.float32 if floats else np.int32
+            values[feature.name] = np.ascontiguousarray(np.broadcast_to(value, shape), dtype)
+    return values
+
+
+def trace_adopted(
+    adopted: Adopted, checkpoint: Checkpoint | None, ids: Sequence[int] | None = None
+) -> trace.Trace:
+    """Ranges of every operation while `ids` (default: those of the gates) pass through the
+    packages, in the largest tiles, with the inputs that the description says."""
+    departure, ranges = trace.Departure(), {p: trace.Ranges() for p in trace.ORDER}
+    adapters = {p: Adapter(adopted, checkpoint, "portable", p) for p in trace.ORDER}
+    ids = ids or passes.prompt(adapters["exact"], checkpoint)
+    with ExitStack() as contexts:
+        for precision, adapter in adapters.items():
+            for (index, function), model in adapter.models.items():
+                package = Path(adopted.foreign.parts[index].package).stem
+                name = " ".join(filter(None, (package, function)))
+                hook = departure.hook(precision, ranges[precision], name, {})
+                contexts.enter_context(attribute(model, "hook", hook))
+                if precision == "exact":
+                    departure.feed(name, trace.small_constants(model.executable))
+                    feed = lambda values, name=name: departure.feed(name, values)  # noqa: E731
+                    contexts.enter_context(attribute(model, "fed", feed))
+        states, start = {p: adapter.begin() for p, adapter in adapters.items()}, 0
+        for size in adapters["exact"].plan(len(ids), max(adapters["exact"].tiles), logits=True):
+            for precision, adapter in adapters.items():
+                adapter.advance(states[precision], ids[start : start + size], start)
+            start += size
+    return trace.Trace(ranges, departure.first)

@@ -1,0 +1,332 @@
+"""Proposes a `foreign.yaml` from what packages say of themselves: names, shapes, functions, the
+files beside them. What the interface does not tell is assumed, and said."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import miltorch
+from miltorch.program import read_spec
+from workbench import paths
+from workbench.adopt import fit, passes, schema
+from workbench.adopt.adapter import Adapter, Adopted
+from workbench.adopt.schema import FILE, Embedding, Foreign, Function, Input, Output, Part, State
+from workbench.check import metrics
+from workbench.errors import InputError
+from workbench.files import write_whole
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.family import head_dim
+
+INPUT_NAMES = (
+    ("write", r"write|update"),
+    ("mask", r"mask"),
+    ("cos", r"cos"),
+    ("sin", r"sin"),
+    ("start", r"current_?pos|start|^pos$|offset"),
+    ("positions", r"position"),
+    ("ids", r"ids?$|tokens?$"),
+    ("hidden", r"hidden|embed|^x$"),
+)
+"""Kinds of inputs by what their names contain, the first that fits."""
+
+
+@dataclass
+class _Package:
+    """A package and its programs by function; `stateful`, `embeds` and `index` place it."""
+
+    path: Path
+    programs: dict[str | None, miltorch.Program] = field(default_factory=dict)
+
+    @property
+    def stateful(self) -> bool:
+        return any(program.states for program in self.programs.values())
+
+    @property
+    def embeds(self) -> bool:
+        return any(kind_of(name) == "ids" for p in self.programs.values() for name in p.inputs)
+
+    @property
+    def order(self) -> tuple:
+        """Embeddings first, then what has a state, then heads; each by the numbers in its name."""
+        place = 1 if self.stateful else 0 if self.embeds else 2
+        return place, _natural(self.path.name)
+
+
+def propose(
+    packages: Sequence[Path], checkpoint: Checkpoint, folder: Path
+) -> tuple[Foreign, list[str]]:
+    """A description of `packages` for `folder`, and what had to be assumed, in sentences.
+
+    Raises:
+        InputError: no packages, one that cannot be read, an input or a state that has no meaning
+            here.
+    """
+    ordered = sorted(map(_read, _expand(packages)), key=lambda package: package.order)
+    notes: list[str] = []
+    maker = _Maker(checkpoint, ordered, folder, notes)
+    foreign = maker.foreign()
+    return _probed(foreign, checkpoint, folder, notes), notes
+
+
+def _expand(packages: Sequence[Path]) -> list[Path]:
+    """The packages, and those in folders."""
+    paths_ = [
+        path
+        for source in packages
+        for path in (
+            [source] if paths.is_package(source) else sorted(source.glob("[!.]*.mlpackage"))
+        )
+    ]
+    if not paths_:
+        shown = ", ".join(map(str, packages))
+        raise InputError("packages", f"none in {shown}", ".mlpackage folders", "name them")
+    return [path.resolve() for path in paths_]
+
+
+def _read(path: Path) -> _Package:
+    names = list(read_spec(path).mlProgram.functions)
+    functions = [None] if len(names) == 1 else names
+    return _Package(path, {name: miltorch.read(path, name) for name in functions})
+
+
+def _natural(name: str) -> list:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def kind_of(name: str) -> str | None:
+    """What an input is, as its name says; None where it says nothing."""
+    return next((kind for kind, test in INPUT_NAMES if re.search(test, name.lower())), None)
+
+
+class _Maker:
+    """Makes the parts of a description, and notes what it assumes."""
+
+    def __init__(self, checkpoint, packages: list[_Package], folder: Path, notes: list[str]):
+        config = checkpoint.config
+        self.config, self.packages, self.folder, self.notes = config, packages, folder, notes
+        self.checkpoint, self.C, self.V = checkpoint, config.hidden_size, config.vocab_size
+        self.D, self.L = head_dim(config), config.num_hidden_layers
+        self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.L
+        self.window = getattr(config, "sliding_window", None)
+        self.anemll = any((p.path.parent / "meta.yaml").is_file() for p in packages)
+        names = {name for package in packages for name in package.programs}
+        self.rotates = any("rotate" in (name or "") for name in names)
+
+    def foreign(self) -> Foreign:
+        states, context = self.states()
+        parts = [self.part(package) for package in self.packages]
+        embedding = Embedding()
+        if any(entry.kind == "hidden" for entry in parts[0].inputs.values()):
+            embedding = self.embedding()
+        return Foreign(
+            exporter="ANEMLL (it left a meta.yaml)" if self.anemll else "",
+            checkpoint=os.path.relpath(self.checkpoint.path.resolve(), self.folder.resolve()),
+            context=context,
+            parts=parts,
+            states=states,
+            embedding=embedding,
+        )
+
+    def embedding(self) -> Embedding:
+        beside = {f for p in self.packages for f in p.path.parent.iterdir() if f.is_file()}
+        tables = [f for f in sorted(beside) if f.stat().st_size == 2 * self.C * self.V]
+        what = f"the table is {tables[0].name}" if tables else "the table is the checkpoint's"
+        self.notes.append(f"The host embeds the tokens: {what} (embedding).")
+        return Embedding(file=os.path.relpath(tables[0], self.folder) if tables else None)
+
+    def part(self, package: _Package) -> Part:
+        inputs, outputs, functions = {}, {}, []
+        for name, program in package.programs.items():
+            for tensor in program.inputs:
+                inputs.setdefault(tensor, self.input(package, program, tensor))
+            sizes = self.tokens(program, inputs)
+            for t_min, t_max in sizes:
+                functions.append(self.function(name, t_min, t_max, package.stateful))
+            types = dict(pair for op in program.block.ops for pair in op.outputs)
+            for tensor in sorted(program.outputs, key=_natural):
+                outputs.setdefault(tensor, self.output(tensor, types[tensor], inputs))
+        path = os.path.relpath(package.path, self.folder.resolve())
+        functions.sort(key=lambda f: f.t_max)
+        return Part(package=path, functions=functions, inputs=inputs, outputs=outputs)
+
+    def function(self, name: str | None, t_min: int, t_max: int, stateful: bool) -> Function:
+        rotate, bounds = "rotate" in (name or ""), {}
+        if self.rotates and stateful:
+            bounds = {"first": self.window} if rotate else {"until": self.window}
+        logits = "prefill" not in (name or "")
+        if rotate:
+            self.notes.append(f"{name} is called from position {self.window}, the window, on.")
+        if not logits:
+            self.notes.append(f"{name} gives no logits, as its name says (functions.logits).")
+        return Function(name=name, t_min=t_min, t_max=t_max, logits=logits, **bounds)
+
+    def tokens(self, program, inputs: dict[str, Input]) -> list[tuple[int, int]]:
+        """(t_min, t_max) of a function, one pair for every enumerated size."""
+        for name in program.inputs:
+            if "T" in inputs[name].axes:
+                size = fit.sizes(program, name)[inputs[name].axes.index("T")]
+                if isinstance(size, range):
+                    return [(size[0], min(size[-1], self.context))]
+                return [(n, n) for n in size]
+        return [(1, 1)]
+
+    def input(self, package: _Package, program, name: str) -> Input:
+        kind, sizes = kind_of(name), fit.sizes(program, name)
+        if kind is None:
+            self.notes.append(f"Input {name!r} of {package.path.name} is unknown: constant 0.")
+            return Input(kind="constant")
+        entry = Input(kind=kind, axes=self.axes(kind, sizes))
+        if kind == "mask":
+            infinite = self.anemll or "E" in entry.axes
+            entry.blocked = -np.inf if infinite else -1e4
+            self.notes.append(f"{name}: blocked by {entry.blocked:g}, which no interface tells.")
+        if kind in ("cos", "sin"):
+            entry.width = "half" if sizes[-1][-1] == self.D // 2 else "full"
+            types = sorted(set(self.kinds))
+            if len(types) > 1:
+                local = re.search(r"local|sliding", name.lower())
+                entry.layer_type = "sliding_attention" if local else "full_attention"
+                self.notes.append(f"{name}: the table of {entry.layer_type} layers.")
+        return entry
+
+    def axes(self, kind: str, sizes: list[Sequence[int]]) -> list:
+        """The axes of an input of a kind: its own letters on the axes that fit them, else 1."""
+        axes: list = [1] * len(sizes)
+        if kind in ("start", "end"):
+            return axes
+        wide = {"hidden": self._channels(sizes), "cos": len(sizes) - 1, "sin": len(sizes) - 1}
+        if kind in wide:
+            axes[wide[kind]] = "C" if kind == "hidden" else "D"
+        if kind == "mask":
+            axes[-1] = "E" if len(sizes[-1]) > 1 else "S"
+        if kind == "write":
+            rows = max((2, 3), key=lambda axis: max(sizes[axis]))
+            axes[rows] = "S"
+        free = [i for i, axis in enumerate(axes) if axis == 1]
+        moving = [i for i in free if len(sizes[i]) > 1 or sizes[i][0] != 1]
+        usual = (
+            {"hidden": 2 if wide["hidden"] == 1 else 1, "mask": 2, "write": 5 - rows}
+            if (kind == "write")
+            else {"hidden": 2 if wide["hidden"] == 1 else 1, "mask": 2}
+        )
+        axes[moving[0] if moving else min(usual.get(kind, free[-1]), len(sizes) - 1)] = "T"
+        return axes
+
+    def _channels(self, sizes) -> int:
+        fitting = [i for i, size in enumerate(sizes) if list(size) == [self.C]]
+        return (fitting or [len(sizes) - 1])[-1 if len(sizes) == 3 else 0]
+
+    def output(self, name: str, kind: miltorch.Type, inputs: dict[str, Input]) -> Output:
+        text, shape = name.lower(), kind.shape
+        if kind.dtype.startswith("INT"):
+            pieces = shape[-1] if shape and (shape[-1] or 1) > 1 else 1
+            parts = np.array_split(np.arange(self.V), pieces)
+            offsets = [int(part[0]) for part in parts] if pieces > 1 else []
+            if offsets:
+                self.notes.append(f"{name}: ids count from the start of {pieces} equal slices.")
+            return Output(kind="top", offsets=offsets)
+        if re.search(r"val|token_logit|max", text):
+            return Output(kind="top_value")
+        if "logit" in text:
+            return Output(kind="logits", axes=self._wide(len(shape), shape, "V"))
+        hidden = next((e.axes for e in inputs.values() if e.kind == "hidden"), None)
+        return Output(kind="hidden", axes=hidden or self._wide(len(shape), shape, "C"))
+
+    def _wide(self, rank: int, shape, letter: str) -> list:
+        """Axes [1, T, W], or with the channels second where there are four."""
+        if rank == 4:
+            return [1, letter, "T", 1]
+        return [1] * (rank - 2) + ["T", letter]
+
+    def states(self) -> tuple[list[State], int]:
+        """All states, and the context: the rows of caches that keep every position."""
+        stateful = [(i, p) for i, p in enumerate(self.packages) if p.stateful]
+        shapes = [
+            {n: t.shape for q in p.programs.values() for n, t in q.states.items()}
+            for _, p in stateful
+        ]
+        if not stateful:
+            raise InputError("packages", "no state in any", "a cache in states", "name all of them")
+        every = self.layers_of(shapes[0]) == self.L
+        shared = len(stateful) == 1 or (every and all(s == shapes[0] for s in shapes))
+        if shared and len(stateful) > 1:
+            self.notes.append("All parts have states of the same names and sizes: shared.")
+        entries, first = [], 0
+        for (index, _), own in zip(stateful, shapes[:1] if shared else shapes):
+            entries += [
+                self.state(name, shape, None if shared else index, first)
+                for name, shape in own.items()
+            ]
+            first += self.layers_of(own)
+        rows = [shape[-2] for own in shapes for shape in own.values()]
+        self.context = max(rows)
+        return entries, self.context
+
+    def layers_of(self, shapes: dict[str, tuple]) -> int:
+        """Decoder layers of a part, from its states."""
+        planes = sum(shape[0] if len(shape) > 3 else 1 for shape in shapes.values())
+        return planes // 2
+
+    def state(self, name: str, shape: tuple, part: int | None, first: int) -> State:
+        text = name.lower()
+        both = re.search(r"kv", text)
+        holds = "kv" if both else "k" if re.search(r"(^|[^a-z])k(ey)?", text) else "v"
+        planes = shape[0] // (2 if both else 1)
+        layers = list(range(first, first + planes))
+        number = re.search(r"layers?\D?(\d+)", text)
+        if planes == 1 and number:
+            layers = [first + int(number[1])]
+        rows, local = "absolute", re.search(r"local|sliding", text)
+        if local or "global" in text:
+            sliding = [i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"]
+            layers = sliding if local else [i for i in range(self.L) if i not in sliding]
+        if local:
+            rows = "shift" if self.rotates else "ring"
+            self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
+        axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
+        return State(name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows)
+
+
+def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[str]) -> Foreign:
+    """The description with the order of packed planes whose keys and values are the checkpoint's
+    for a few tokens; says how near they are."""
+    orders = ("halves", "pairs") if any(s.holds == "kv" for s in foreign.states) else ("halves",)
+    ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, 4)
+    expected = passes.reference(checkpoint, ids, None, head=False)
+    trials = {}
+    for order in orders:
+        trial = foreign.model_copy(deep=True)
+        for state in trial.states:
+            state.order = order
+        adopted = Adopted(folder.resolve(), trial)
+        fit.check(trial, adopted.package)
+        own = passes.run(Adapter(adopted, checkpoint, "portable"), ids, 1)
+        pairs = ((getattr(expected, n), getattr(own, n)) for n in "kv")
+        trials[order] = max(metrics.relative_rms(a, np.nan_to_num(b)) for a, b in pairs), trial
+    best = min(trials, key=lambda order: trials[order][0])
+    error, chosen = trials[best]
+    if len(orders) > 1:
+        notes.append(f"Planes of packed states: {best}, which is nearer to the checkpoint.")
+    notes.append(f"K and V of four tokens differ from the checkpoint's by {error:.2g} (relative).")
+    return chosen
+
+
+def target(folder: Path) -> Path:
+    """The file to be written in a folder; refuses to replace one."""
+    path = folder / FILE
+    if os.path.lexists(path):
+        raise InputError(
+            str(path), "a file", "a folder without one", "remove it, or choose another"
+        )
+    return path
+
+
+def write(foreign: Foreign, notes: list[str], path: Path) -> None:
+    """Writes the file, what was assumed as comments above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    comments = "".join(f"# {note}\n" for note in dict.fromkeys(notes))
+    write_whole(path, (comments + schema.dump(foreign)).encode())

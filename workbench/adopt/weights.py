@@ -1,0 +1,88 @@
+"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like: constants
+have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from workbench.adopt.adapter import EMBEDDING, Adapter
+from workbench.check.golden import WeightReader
+from workbench.models.checkpoint import Checkpoint
+
+ALIKE = 0.8  # cosine of a matrix and its compressed self; those of two matrices are near 0
+MAX_SCALE = 1.25  # of a matrix against its compressed self; another factor is no compression
+
+
+def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightReader, list[str]]:
+    """A reader of the weights that the packages of a portable adapter hold, decompressed, and the
+    names of the matrices that were not recognised: these, and all vectors, are the checkpoint's
+    rounded to float16. `EMBEDDING` is the table that tokens are looked up in: a head that is tied
+    to it may be compressed in another way."""
+    names = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
+    tables, constants = (list(_matrices(adapter, looked_up)) for looked_up in (True, False))
+    matrices = {name: _assemble(checkpoint.tensor(name).float(), constants) for name in names}
+    name = f"{checkpoint.prefix}embed_tokens.weight"
+    if adapter.host_embeds:
+        matrices[EMBEDDING] = torch.from_numpy(adapter.table)
+    else:
+        matrices[EMBEDDING] = _assemble(checkpoint.tensor(name).float(), tables + constants)
+    if matrices[name] is None:  # a head reads the same constant, or there is none to read it
+        matrices[name] = matrices[EMBEDDING]
+    missing = [name for name, value in matrices.items() if value is None]
+
+    def read(name: str) -> torch.Tensor:
+        value = matrices.get(name)
+        name = f"{checkpoint.prefix}embed_tokens.weight" if name == EMBEDDING else name
+        return checkpoint.tensor(name).half().float() if value is None else value
+
+    return read, missing
+
+
+def _is_matrix(checkpoint: Checkpoint, name: str) -> bool:
+    text = name.startswith((checkpoint.prefix, "lm_head."))
+    return text and name.endswith(".weight") and len(checkpoint.shape(name)) == 2
+
+
+def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
+    """Every constant of the packages that may hold rows of a matrix, as [rows, columns]; those that
+    a gather reads, or all others."""
+    for model in adapter.models.values():
+        gathers = (op for op in model.program.block.walk() if op.kind == "gather")
+        names = {name for op in gathers for name in op.reads()}
+        for name, value in model.executable.body.constants.items():
+            weight = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if weight and (name in names) == looked_up:
+                sizes = [n for n in value.shape if n != 1]
+                if len(sizes) == 2:
+                    yield value.float().reshape(sizes)
+                    yield value.float().reshape(sizes).T
+
+
+def _assemble(matrix: torch.Tensor, constants: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The matrix out of the constants that hold its rows; None where some rows are in none."""
+    stored, filled = matrix.clone(), np.zeros(len(matrix), bool)
+    for constant in constants:
+        if constant.shape[1] == matrix.shape[1] and not filled.all():
+            for rows, source in _overlap(matrix, constant):
+                stored[rows], filled[rows] = source, True
+    return stored if filled.all() else None
+
+
+def _overlap(matrix: torch.Tensor, constant: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Where a constant's first row is in the matrix, or the matrix's first row in the constant, if
+    all rows from there on are alike."""
+    for inner, outer, swapped in ((constant, matrix, False), (matrix, constant, True)):
+        at = int(_cosines(outer, inner[0]).argmax())
+        n = min(len(inner), len(outer) - at)
+        rows, source = (slice(0, n), outer[at:]) if swapped else (slice(at, at + n), inner)
+        source, target = source[:n], matrix[rows]
+        norms = float(source.norm()), float(target.norm())
+        alike = float((source * target).sum()) >= ALIKE * norms[0] * norms[1] > 0
+        if alike and max(norms) <= MAX_SCALE * min(norms):
+            yield rows, source
+            return
+
+
+def _cosines(matrix: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return (matrix @ row) / (matrix.norm(dim=1) * row.norm()).clamp_min(1e-30)

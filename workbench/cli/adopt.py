@@ -1,0 +1,147 @@
+"""`workbench adopt`, and what the other commands do with a folder that it made."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option, echo
+
+from workbench import paths
+from workbench.check import gates
+from workbench.cli.common import Json, gate_lines, parse_ids, red_first, show
+from workbench.errors import InputError
+
+
+def adopt_command(
+    packages: Annotated[list[Path] | None, Argument(metavar="PACKAGES…")] = None,
+    checkpoint: Annotated[Path | None, Option(help="The checkpoint that was exported.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for foreign.yaml.")] = None,
+    schema: Annotated[bool, Option("--schema", help="Print the JSON schema and stop.")] = False,
+    json: Json = False,
+) -> None:
+    """Describes another exporter's packages in a foreign.yaml; validate, check, decode, reuse and
+    explain then take its folder where they take a bundle.
+
+    Example: workbench adopt anemll/ --checkpoint data/tiny-llama --out build/adopted
+    """
+    from workbench.adopt import schema as schemas
+
+    if schema:
+        from json import dumps
+
+        return echo(dumps(schemas.Foreign.model_json_schema(), indent=2))
+    if not (packages and checkpoint and out):
+        raise InputError(
+            "adopt",
+            "not all of PACKAGES, --checkpoint and --out",
+            "all three, or --schema",
+            "run: workbench adopt PACKAGES --checkpoint HF --out FOLDER",
+        )
+    paths.checkpoint(checkpoint)
+    from workbench.adopt.propose import propose, target, write
+    from workbench.models.checkpoint import Checkpoint
+
+    path = target(out)
+    foreign, notes = propose(packages, Checkpoint(checkpoint), out)
+    write(foreign, notes, path)
+    result = {"foreign": str(path), "parts": len(foreign.parts), "assumed": notes}
+    show(result, json, [str(path), *(f"- {note}" for note in notes)])
+
+
+def _opened(folder: Path, checkpoint: Path | None):
+    """The adopted folder, and its checkpoint where it names one or is given one."""
+    from workbench.adopt.adapter import Adopted
+
+    adopted = Adopted.open(folder)
+    named = checkpoint or adopted.foreign.checkpoint
+    return adopted, adopted.checkpoint(checkpoint) if named else None
+
+
+def check_adopted(folder: Path, golden, runtime, compute_units, json: bool) -> None:
+    """`workbench check` on adopted packages: the gates that need no golden, and with one K, V and
+    logits against it."""
+    from workbench.adopt import gates as adopted_gates
+    from workbench.adopt.adapter import Adapter
+
+    if golden:
+        return validate_adopted(folder, None, golden, None, runtime, compute_units, "exact", json)
+    adapter = Adapter(*_opened(folder, None), runtime, "exact", compute_units)
+    checks = adopted_gates.own_gates(adapter)
+    result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
+    show(result, json, [result["verdict"], *gate_lines(checks)])
+
+
+def validate_adopted(
+    folder: Path, checkpoint, golden, prompt_ids, runtime, compute_units, precision, json: bool
+) -> None:
+    """`workbench validate` on adopted packages."""
+    from workbench.adopt.validate import validate
+    from workbench.check.golden import Golden, check_ids
+
+    adopted, source = _opened(folder, checkpoint)
+    stored = golden and Golden.load(golden)
+    if source is None and stored is None:
+        source = adopted.checkpoint()  # raises, saying what to give
+    ids = None
+    if prompt_ids:
+        V = len(stored.logits[0]) if stored else source.config.vocab_size
+        ids = check_ids(parse_ids(prompt_ids), V).tolist()
+    how = dict(runtime=runtime, precision=precision, compute_units=compute_units)
+    validation = validate(adopted, source, stored, ids, **how)
+    result = validation.json()
+    show(result, json, [result["verdict"], *gate_lines(validation.gates)])
+
+
+def decode_adopted(
+    folder: Path, prompt_ids, prompt, max_new, logits, sampling, runtime, compute_units, precision
+) -> dict:
+    """The result of `workbench decode` on adopted packages."""
+    from workbench.adopt.adapter import Adapter
+    from workbench.adopt.decode import transcript
+
+    adopted, source = _opened(folder, None)
+    adapter = Adapter(adopted, source, runtime, precision, compute_units)
+    ids = parse_ids(prompt_ids) if prompt is None else _encoded(source, prompt)
+    return transcript(adapter, ids, max_new, logits, sampling)
+
+
+def _encoded(checkpoint, prompt: str) -> list[int]:
+    from workbench.decode.transcript import load_tokenizer
+
+    if checkpoint is None:
+        raise InputError("--prompt", "no checkpoint", "its tokenizer", "give --prompt-ids")
+    return load_tokenizer(checkpoint.path).encode(prompt)
+
+
+def reuse_adopted(folder: Path, runtime, compute_units, precision, json: bool) -> None:
+    """`workbench reuse` on adopted packages: restored and overwritten caches, batch 1."""
+    from workbench.adopt import gates as adopted_gates
+    from workbench.adopt.adapter import Adapter
+
+    adapter = Adapter(*_opened(folder, None), runtime, precision, compute_units)
+    cells = adopted_gates.reuse_cells(adapter)
+    verdict = gates.verdict(cells)
+    rows = [cell.json() for cell in cells]
+    lines = [
+        f"{c.verdict:8}batch 1  {c.cache:5} context {c.context:<6}{c.reason}"
+        for c in red_first(cells)
+    ]
+    show({"verdict": verdict, "cells": rows}, json, [verdict, *lines])
+
+
+def explain_adopted(folder: Path, checkpoint: Path, json: bool) -> None:
+    """`workbench explain` on adopted packages."""
+    from workbench.adopt import validate
+
+    cause = validate.explain(*_opened(folder, checkpoint), progress=not json)
+    rows = gates.records(cause.variants)
+    lines = [f"{row['relative_rms']:<12.3g}{row['name']}" for row in rows]
+    result = {"fits": cause.fits, "variants": rows, "faults": cause.faults}
+    show(result, json, [validate.conclusion(cause), *lines])
+
+
+def traced(folder: Path, prompt_ids: str | None):
+    """The trace of adopted packages over one prompt."""
+    from workbench.adopt.probe import trace_adopted
+
+    ids = None if prompt_ids is None else parse_ids(prompt_ids)
+    return trace_adopted(*_opened(folder, None), ids)
