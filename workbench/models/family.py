@@ -44,7 +44,7 @@ class Plan:
 
     def norm(self, width: int, dim: int = 1) -> RMSNorm:
         """An RMSNorm over `width` entries of axis `dim`, with the configuration's epsilon."""
-        return RMSNorm(width, self.config.rms_norm_eps, dim, close_eps=self.close_eps)
+        return RMSNorm(width, self.config.rms_norm_eps, dim=dim, close_eps=self.close_eps)
 
     def rotary(self, index: int) -> int:
         """How many of the D dims of a head decoder layer `index` turns."""
