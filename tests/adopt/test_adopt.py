@@ -127,6 +127,7 @@ def test_a_sound_style_is_as_configured(adoptions):
     assert (cause["fits"], cause["faults"]) == ("as configured", [])
 
 
+@pytest.mark.shim
 @pytest.mark.parametrize("style", ["chunks", "recipe", "rotating", "host"])
 @pytest.mark.parametrize("runtime", ["portable", "stand-in"])
 def test_decoding_gives_the_tokens_of_hugging_face(adoptions, exports, style, runtime):

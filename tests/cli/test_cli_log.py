@@ -37,7 +37,7 @@ def run(*arguments) -> str:
 
 
 def test_the_summary_is_sorted_filtered_and_written_in_every_format(root):
-    log_dir = ("--log-dir", root)
+    log_dir = ("--log", root)
     rows = json.loads(run("log", "--summary", "--sort", "-tokens_per_s", "--json", *log_dir))
     assert [(r["compress"], r["tokens_per_s"], r["verdict"]) for r in rows] == [
         ("lut4", 20.0, "RED"),
@@ -53,20 +53,18 @@ def test_the_summary_is_sorted_filtered_and_written_in_every_format(root):
 
 
 def test_diff_draws_and_names_the_gates_that_changed(root, tmp_path):
-    found = json.loads(
-        run("diff", "1-a", "2-b", "--log-dir", root, "--out", tmp_path / "d", "--json")
-    )
+    found = json.loads(run("diff", "1-a", "2-b", "--log", root, "--out", tmp_path / "d", "--json"))
     assert found["largest"] == {"layer": 1, "position": 2, "a": 0.1, "b": 0.2}
     assert [(g["gate"], g["a"], g["b"]) for g in found["gates"]] == [("program", "GREEN", "RED")]
     assert {p.rpartition("/")[2] for p in found["figures"]} >= {"d.svg", "d.pdf", "d.png"}
-    text = run("diff", "1-a", "1-a", "--log-dir", root, "--out", tmp_path / "d")
+    text = run("diff", "1-a", "1-a", "--log", root, "--out", tmp_path / "d")
     assert "no gate changed its verdict" in text
 
 
 def test_a_log_without_a_fitting_row_says_so(root, tmp_path):
     where = ("--where", "compress == 'lut6'")
-    assert run("log", *where, "--log-dir", root) == f"no row of runs in the log at {root} fits\n"
-    assert run("log", *where, "--log-dir", root, "--json") == "[]\n"
+    assert run("log", *where, "--log", root) == f"no row of runs in the log at {root} fits\n"
+    assert run("log", *where, "--log", root, "--json") == "[]\n"
 
 
 def test_bad_names_are_one_message(root):
@@ -76,4 +74,4 @@ def test_bad_names_are_one_message(root):
         (("diff", "1-a", "none"), "a run in the log"),
     ):
         with pytest.raises(InputError, match=message):
-            run(*arguments, "--log-dir", root)
+            run(*arguments, "--log", root)

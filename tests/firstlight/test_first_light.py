@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import platform
 import re
 import socket
 import zipfile
@@ -24,10 +23,7 @@ from workbench.log.machine import with_machines
 from workbench.runtime import COMPUTE_UNITS
 from workbench.sweep import runs
 
-pytestmark = [
-    pytest.mark.skipif(platform.system() == "Darwin", reason="the stand-in is refused on macOS"),
-    pytest.mark.filterwarnings("ignore:states of width"),
-]
+pytestmark = [pytest.mark.shim, pytest.mark.filterwarnings("ignore:states of width")]
 RUN = {"rung": "state", "units": "CPU_AND_NE", "ask": "run"}
 
 

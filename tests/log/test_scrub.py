@@ -8,7 +8,6 @@ import pytest
 
 from workbench import log, sweep
 from workbench.log.scrub import SOURCE, scrubbed
-from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import cell, execute, process, runs
 
 
@@ -66,7 +65,7 @@ def test_a_failed_cell_s_row_names_neither_host_nor_folder(tmp_path, monkeypatch
         process, "call", lambda *_, **__: process.Outcome(None, said, (said, "/Users/jane/x"))
     )
     job = execute._job(
-        next(sweep.cells(grid)), grid, Checkpoint(grid.checkpoint), tmp_path / "bundles", here=True
+        next(sweep.cells(grid)), grid, execute._source(grid, None, tmp_path), tmp_path / "bundles"
     )
     run_id = log.adopt(cell.run_cell(job), tmp_path / "log")
     (row,) = log.load("runs", tmp_path / "log", {"run_id": run_id}).to_dict("records")

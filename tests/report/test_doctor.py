@@ -20,6 +20,7 @@ def test_off_a_mac_nothing_is_tried(monkeypatch):
     assert not result["coreml_available"] and not result["ane_available"]
 
 
+@pytest.mark.shim
 @pytest.mark.parametrize(
     ("fault", "cpu", "engine"),
     [
@@ -77,6 +78,7 @@ def test_a_coremltools_without_its_native_layer_says_so():
         selftest.stateful_predict({"runtime": "coreml", "compute_units": "CPU_ONLY"})
 
 
+@pytest.mark.shim
 def test_a_state_that_does_not_count_is_refused(monkeypatch):
     from miltorch import shim
 

@@ -114,7 +114,7 @@ def test_what_the_counters_say_of_a_measurement_is_in_its_row(
     run = {"n_gen": 2, "repetitions": 1, "runtime": ["portable"]}
     grid = sweep.make_grid({"checkpoint": str(source), "export": {"max_seq_len": [16]}, "run": run})
     (only,) = sweep.cells(grid)
-    job = execute._job(only, grid, Checkpoint(source), tmp_path / "bundles", here=True)
+    job = execute._job(only, grid, execute._source(grid, None, tmp_path), tmp_path / "bundles")
     job |= {"root": str(tmp_path / "log"), "worker": 0, "started": 0.0}
     cell.prepare(job)
     cell.measure_cell(job)

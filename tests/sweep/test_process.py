@@ -178,5 +178,6 @@ def test_cells_are_measured_awake(monkeypatch):
     monkeypatch.setattr(cell, "_is_cached", lambda path: True)
     monkeypatch.setattr(cell, "_path", lambda job: None)
     monkeypatch.setattr(cell.log, "files", lambda root: {})
-    cell.run_cell({"worker": 0, "run": {"cool_down_s": 0, "threads": 1}, "timeout_s": 9}, "m:f")
+    job = {"worker": 0, "run": {"cool_down_s": 0, "threads": 1}, "timeout_s": 9, "identity": None}
+    cell.run_cell(job, "m:f")
     assert order == ["awake", "m:f", "asleep"]

@@ -58,6 +58,7 @@ def test_a_long_run_says_how_hot_the_machine_was_on_the_way(decoder, monkeypatch
     assert "thermal_pressure" not in set(samples["phase"])
 
 
+@pytest.mark.shim
 def test_a_device_ramps_up_before_anything_is_timed(llama_bundle, monkeypatch):
     counts = {}
     for runtime in ("portable", "stand-in"):
@@ -69,6 +70,7 @@ def test_a_device_ramps_up_before_anything_is_timed(llama_bundle, monkeypatch):
     assert counts == {"portable": 0, "stand-in": timing.RAMP_CALLS}
 
 
+@pytest.mark.shim
 def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(decoder, llama_bundle):
     native = Decoder(llama_bundle, "stand-in")
     for model in (decoder, native):
@@ -89,6 +91,7 @@ def test_cpu_time_of_the_parts_adds_up_and_only_core_ml_has_its_own(decoder, lla
         assert (table["native_ms"] > 0).all() and (table["native_ms"] < table["layer_ms"]).all()
 
 
+@pytest.mark.shim
 def test_a_routed_layer_s_native_time_holds_that_of_its_experts(exports):
     bundle = exports.bundle(exports.checkpoint("zaya"), moe="routed", max_seq_len=16)
     decoder = Decoder(bundle, "stand-in")
