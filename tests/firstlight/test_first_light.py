@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import platform
 import re
 import socket
 import zipfile
