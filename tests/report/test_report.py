@@ -242,8 +242,9 @@ def drawn_again(tmp_path_factory) -> Path:
         "import sys; from pathlib import Path; from workbench import report\n"
         "root, place = Path(sys.argv[1]), Path(sys.argv[2])\n"
         "for number in report.EXPERIMENTS:\n"
-        "    for row in report.behind(number, root)[1]:\n"
-        "        report.write_exhibit(row, place / number, number)\n"
+        "    runs, exhibits = report.behind(number, root)\n"
+        "    for row in exhibits:\n"
+        "        report.write_exhibit(row, place / number, number, runs)\n"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, LOG, place], check=True, cwd=ROOT, env=environment)
