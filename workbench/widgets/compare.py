@@ -46,7 +46,7 @@ class Compare(Panel):
                 "run a sweep first, such as notebook 34",
             )
         start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
-        self.settings = ui.HTML()
+        self.settings = ui.HTML(layout=ui.Layout(max_width="960px"))
         names, first, last = self._entries(start)
         controls = [
             choice("machine", machine_names(self.runs), start),
