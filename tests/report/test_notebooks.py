@@ -52,6 +52,7 @@ SMALL = {
         "DEPTH": 4,
         "N_GEN": 2,
         "REPETITIONS": 1,
+        "ROUNDS": 1,
         "PROMPT": [1, 4, 69, 173],
     },
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
@@ -120,7 +121,7 @@ def written(tmp_path, monkeypatch):
     def write(*cells: str) -> None:
         first = [
             nbformat.v4.new_markdown_cell("# 29"),
-            nbformat.v4.new_code_cell("N = 1", metadata={"tags": ["parameters"]}),
+            nbformat.v4.new_code_cell("N = 1\nEXTRACT = False", metadata={"tags": ["parameters"]}),
         ]
         made = nbformat.v4.new_notebook(cells=[*first, *map(nbformat.v4.new_code_cell, cells)])
         nbformat.write(made, tmp_path / "notebooks" / "29_zaya_probe.ipynb")
@@ -224,6 +225,17 @@ def test_any_other_failure_names_notebook_cell_and_error_and_exits_3(cell, last,
 
 def test_every_notebook_is_run_here():
     assert {p.stem[:2] for p in NOTEBOOKS} == set(SMALL) == set(report.EXPERIMENTS)
+
+
+def test_the_last_lines_of_a_run_say_verdict_and_how_to_go_on(written):
+    written(RECORD.replace("VERDICT", "'GREEN'"))
+    for extract, step in (("false", "make lab"), ("true", "workbench run 29")):
+        found = CliRunner().invoke(app, ["run", "29", "--set", f"EXTRACT={extract}"])
+        assert found.exit_code == 0, found.output
+        verdict, go_on = found.stdout.splitlines()[-2:]
+        assert verdict == "verdict  GREEN" and go_on.startswith(f"go on    {step}")
+        assert "log row 2" not in found.stdout
+    assert CliRunner().invoke(app, ["run", "29", "--set", "EXTRACTS=true"]).exit_code == 2
 
 
 def test_misspelt_parameters_are_refused():

@@ -1,11 +1,16 @@
 """Widgets in Python: a moved control changes the picture's data, a click chooses a cell, missing results are made beside
 the notebook, and what a callback raises is kept, shown and raised by check()."""
 
+import base64
+import re
 import time
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from nbconvert import HTMLExporter
 
 from workbench import log, sweep
 from workbench.errors import InputError
@@ -249,6 +254,40 @@ def test_compare_shows_what_differs_between_two_runs(root):
     compare.controls["A"].value = compare.controls["B"].value
     compare.check()
     assert {text.get_text() for text in compare.figure.axes[0].texts} == {"1×"}
+
+
+def test_compare_names_better_and_worse_and_no_identities(root):
+    compare = Compare(root=root)
+    assert {label.split(",")[0] for label, _ in compare.controls["A"].options} != {""}
+    assert all("2026" not in label for label, _ in compare.controls["A"].options)
+    assert "bundle_hash" not in compare.settings.value
+    words = {text.get_text().rpartition(" ")[2] for text in compare.figure.axes[0].texts}
+    assert words and words <= {"better", "worse"} and compare.figure.axes[0].get_xscale() == "log"
+
+
+def test_html_of_nbconvert_keeps_a_picture_of_a_widget(explorer, capture_display):
+    still, box = capture_display(explorer)
+    assert box["application/vnd.jupyter.widget-view+json"]
+    cell = nbformat.v4.new_code_cell("explorer")
+    cell.outputs = [nbformat.v4.new_output("display_data", data=d) for d in (still, box)]
+    body, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+    (image,) = re.findall(r'<img [^>]*class="workbench-still"[^>]*base64,([^"]*)"', body)
+    assert base64.b64decode(image) == explorer.picture.png
+
+
+@pytest.fixture
+def capture_display(monkeypatch):
+    """Displays a widget; gives the data of its outputs."""
+    outputs = []
+    formatter = InteractiveShell.instance().display_formatter
+
+    def show(widget):
+        display = lambda *things: outputs.extend(formatter.format(t)[0] for t in things)  # noqa: E731
+        monkeypatch.setattr("IPython.display.display", display)
+        widget._ipython_display_()
+        return outputs
+
+    return show
 
 
 def test_compare_needs_two_timed_runs(tmp_path):

@@ -227,7 +227,6 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         text = f"{row.ratio:.3g}×"
         if "unit" in shown and row.ratio != 1:
             text += ", B better" if (row.ratio > 1) == (row.unit == "tok/s") else ", B worse"
-            text += "" if pd.notna(row.low) else " (too few rounds to be sure)"
         ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
@@ -235,7 +234,8 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
         axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     ax.set_yticks(range(len(shown)), labels=names)
-    ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))
+    hollow = "; hollow: too few rounds to be sure" if shown["low"].isna().any() else ""
+    ax.set(xlabel=f"median of B over median of A{hollow}", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
 

@@ -9,6 +9,7 @@ import pandas as pd
 from workbench import log, plots
 from workbench.errors import InputError
 from workbench.log.machine import machine_names, of_machine
+from workbench.log.text import IDENTITIES
 from workbench.sweep import runs as runs_
 from workbench.widgets.panel import Panel, absent, choice
 
@@ -46,7 +47,7 @@ class Compare(Panel):
                 "run a sweep first, such as notebook 34",
             )
         start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
-        self.settings = ui.HTML(layout=ui.Layout(max_width="960px"))
+        self.settings = ui.HTML()
         names, first, last = self._entries(start)
         controls = [
             choice("machine", machine_names(self.runs), start),
@@ -84,7 +85,9 @@ class Compare(Panel):
             figure = plots.ratios(measures.assign(machine=machine)).figure
         self.show(figure, f"ratios of run B to run A with their intervals, on {machine}")
         self.message.value = f"{comparison.indistinguishable} further measurements do not differ: their intervals hold 1."
-        self.settings.value = comparison.settings.to_html(index=False, border=0)
+        settings = comparison.settings
+        settings = settings[~settings["setting"].isin(IDENTITIES)]
+        self.settings.value = settings.to_html(index=False, border=0)
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:

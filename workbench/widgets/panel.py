@@ -3,6 +3,7 @@
 Subclasses draw the picture; this module knows nothing of its content.
 """
 
+import base64
 import html
 import io
 import threading
@@ -66,6 +67,9 @@ class Picture(anywidget.AnyWidget):
       show();
       write();
       el.append(image, line);
+      const still = () => el.closest(".jp-OutputArea")?.querySelectorAll(".workbench-still");
+      const hide = () => still()?.forEach((picture) => { picture.style.display = "none"; });
+      new ResizeObserver(hide).observe(el);  // once it is in the page
     }
     export default { render };
     """
@@ -138,9 +142,15 @@ class Panel:
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
+        """Displays the widget after a still picture of it, which is seen where no widget can be: in HTML of nbconvert."""
+        from IPython.display import HTML, display
 
-        display(self.box)
+        data = base64.b64encode(self.picture.png).decode()
+        size, alt = self.picture.width, html.escape(self.picture.alt, quote=True)
+        source = f'src="data:image/png;base64,{data}"'
+        display(
+            HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'), self.box
+        )
 
 
 def absent(ax: Axes, why: str) -> None:
