@@ -12,7 +12,7 @@ import pytest
 from browser.lab import changes, chromium, commit
 from typer.testing import CliRunner
 
-from workbench import log, report
+from workbench import log, report, sweep
 from workbench.cli.app import app
 from workbench.errors import InputError
 from workbench.report import notebook
@@ -227,6 +227,19 @@ def test_every_notebook_is_run_here():
     assert {p.stem[:2] for p in NOTEBOOKS} == set(SMALL) == set(report.EXPERIMENTS)
 
 
+@pytest.mark.parametrize(("extract", "rounds"), [(True, {0}), (False, {0, 1, 2})])
+def test_an_extract_of_notebook_34_is_four_cells_in_one_round(extract, rounds, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (path,) = (p for p in NOTEBOOKS if p.stem.startswith("34"))
+    code = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    names = {}
+    exec("\n".join([*code[:2], f"EXTRACT = {extract}", *code[2:4]]), names)
+    cells = [list(sweep.cells(sweep.make_grid(names[name]))) for name in ("growth", "choice")]
+    assert {cell.round for cell in cells[0]} == rounds
+    keys = {cell.key("c") for part in cells for cell in part}
+    assert len(keys) == (4 if extract else 3 * (9 + 16 - 1))
+
+
 def test_the_last_lines_of_a_run_say_verdict_and_how_to_go_on(written):
     written(RECORD.replace("VERDICT", "'GREEN'"))
     for extract, step in (("false", "make lab"), ("true", "workbench run 29")):
@@ -235,7 +248,8 @@ def test_the_last_lines_of_a_run_say_verdict_and_how_to_go_on(written):
         verdict, go_on = found.stdout.splitlines()[-2:]
         assert verdict == "verdict  GREEN" and go_on.startswith(f"go on    {step}")
         assert "log row 2" not in found.stdout
-    assert CliRunner().invoke(app, ["run", "29", "--set", "EXTRACTS=true"]).exit_code == 2
+    found = CliRunner().invoke(app, ["run", "29", "--set", "EXTRACTS=true"])
+    assert isinstance(found.exception, InputError)
 
 
 def test_misspelt_parameters_are_refused():

@@ -88,7 +88,7 @@ class Explorer(Panel):
         self.follow(self.picture, lambda place: self.click(*place), "clicked")
         self.refresh(machine)
         self.job = BackgroundJob(self.missing, self, lambda: self.refresh(runs.here()))
-        save = button("download", lambda: self.guarded(self.save), "Save figures")
+        save = button("download", lambda: self.guarded(self.save), "Save figure")
         first, *others = self.box.children
         self.box.children = (first, ui.HBox([self.job.box, save]), *others)
 
