@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: run test lab bench judge prove fuzz clean
 
 run: .venv/ready
-	$(BIN)/workbench run 05 34
+	$(BIN)/workbench run 05 34 --set EXTRACT=true
 
 test: .venv/ready
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -249,5 +249,11 @@ class Widget:
         size = self.picture.bounding_box()
         self.picture.click(position={"x": size["width"] * x, "y": size["height"] * y})
 
+    def text_at(self, x: float, y: float) -> str:
+        """The line below the picture with the pointer at fractions of its size."""
+        size = self.picture.bounding_box()
+        self.picture.hover(position={"x": size["width"] * x, "y": size["height"] * y})
+        return self.box.locator(".workbench-cell").first.inner_text()
+
     def press(self, label: str) -> None:
         self.box.locator(f"button:has-text('{label}')").first.click()

@@ -4,6 +4,7 @@ Screenshots stay in build/screens. Without Chromium the notebooks run headless i
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -137,6 +138,17 @@ def test_the_run_button_makes_what_is_missing_and_the_figure_can_be_saved(lab, p
     explorer = notebook.widget("explorer")
     explorer.changes(lambda: explorer.press("Run what is missing"))
     explorer.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=60_000)
+    shown = explorer.text_at(0.4, 0.25)
+    layer, position = map(int, re.match(r"layer (\d+), position (\d+) ", shown).groups())
+    where = {"layer": layer, "position": position, "T": 1, "tensor": "update", "mode": "isolated"}
+    rows = log.load("fidelity", root=project / "experiments" / "log", where=where)
+    newest = rows.sort_values("run_id").iloc[-1]
+    assert f"relative error {newest['error']:.4g}, 1 − cosine {1 - newest['cosine']:.4g}" in shown
+    assert explorer.text_at(0.01, 0.01) == ""  # beside the cells, and none is chosen
+    explorer.changes(lambda: explorer.click_picture(0.4, 0.25))
+    assert explorer.text_at(0.01, 0.01) == shown
+    sharp = explorer.picture.evaluate("image => image.naturalWidth / image.width")
+    assert sharp >= 2 and not notebook.page.locator(".workbench-still:visible").count()
     explorer.press("Save figure")
     explorer.box.locator("text=saved explorer-update-S16-T1-fp16").wait_for(timeout=60_000)
     notebook.shoot()

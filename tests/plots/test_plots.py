@@ -518,7 +518,14 @@ def test_a_ratio_without_an_interval_is_hollow():
             "high": [2.5, np.nan],
         }
     )
+    words = [text.get_text() for text in plots.ratios(rows.assign(unit="ms")).texts]
+    assert words == ["2×, B worse", "0.5×, B better"]
+    words = [text.get_text() for text in plots.ratios(rows.assign(unit="tok/s")).texts]
+    assert words == ["2×, B better", "0.5×, B worse"]
     ax = plots.ratios(rows)
+    left, right = ax.get_xlim()
+    assert "hollow: too few rounds" in ax.get_xlabel() and ax.get_xscale() == "log"
+    assert left * right == pytest.approx(1)
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert [dot.get_markerfacecolor() for dot in dots] == ["#0072B2", "white"]
     assert [text.get_text() for text in ax.texts] == ["2×", "0.5×"] and ticks(ax.yaxis)[

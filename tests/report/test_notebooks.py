@@ -12,7 +12,7 @@ import pytest
 from browser.lab import changes, chromium, commit
 from typer.testing import CliRunner
 
-from workbench import log, report
+from workbench import log, report, sweep
 from workbench.cli.app import app
 from workbench.errors import InputError
 from workbench.report import notebook
@@ -52,6 +52,7 @@ SMALL = {
         "DEPTH": 4,
         "N_GEN": 2,
         "REPETITIONS": 1,
+        "ROUNDS": 1,
         "PROMPT": [1, 4, 69, 173],
     },
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
@@ -120,7 +121,7 @@ def written(tmp_path, monkeypatch):
     def write(*cells: str) -> None:
         first = [
             nbformat.v4.new_markdown_cell("# 29"),
-            nbformat.v4.new_code_cell("N = 1", metadata={"tags": ["parameters"]}),
+            nbformat.v4.new_code_cell("N = 1\nEXTRACT = False", metadata={"tags": ["parameters"]}),
         ]
         made = nbformat.v4.new_notebook(cells=[*first, *map(nbformat.v4.new_code_cell, cells)])
         nbformat.write(made, tmp_path / "notebooks" / "29_zaya_probe.ipynb")
@@ -224,6 +225,31 @@ def test_any_other_failure_names_notebook_cell_and_error_and_exits_3(cell, last,
 
 def test_every_notebook_is_run_here():
     assert {p.stem[:2] for p in NOTEBOOKS} == set(SMALL) == set(report.EXPERIMENTS)
+
+
+@pytest.mark.parametrize(("extract", "rounds"), [(True, {0}), (False, {0, 1, 2})])
+def test_an_extract_of_notebook_34_is_four_cells_in_one_round(extract, rounds, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (path,) = (p for p in NOTEBOOKS if p.stem.startswith("34"))
+    code = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    names = {}
+    exec("\n".join([*code[:2], f"EXTRACT = {extract}", *code[2:4]]), names)
+    cells = [list(sweep.cells(sweep.make_grid(names[name]))) for name in ("growth", "choice")]
+    assert {cell.round for cell in cells[0]} == rounds
+    keys = {cell.key("c") for part in cells for cell in part}
+    assert len(keys) == (4 if extract else 3 * (9 + 16 - 1))
+
+
+def test_the_last_lines_of_a_run_say_verdict_and_how_to_go_on(written):
+    written(RECORD.replace("VERDICT", "'GREEN'"))
+    for extract, step in (("false", "make lab"), ("true", "workbench run 29")):
+        found = CliRunner().invoke(app, ["run", "29", "--set", f"EXTRACT={extract}"])
+        assert found.exit_code == 0, found.output
+        verdict, go_on = found.stdout.splitlines()[-2:]
+        assert verdict == "verdict  GREEN" and go_on.startswith(f"go on    {step}")
+        assert "log row 2" not in found.stdout
+    found = CliRunner().invoke(app, ["run", "29", "--set", "EXTRACTS=true"])
+    assert isinstance(found.exception, InputError)
 
 
 def test_misspelt_parameters_are_refused():

@@ -1,6 +1,8 @@
 """`workbench run` and `report`: an experiment's notebook, headless, and its write-up from the log."""
 
 import contextlib
+import sys
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Exit, Option, echo
@@ -16,7 +18,9 @@ def run_command(
     set_: Annotated[
         list[str],
         Option(
-            "--set", metavar="NAME=VALUE", help="A parameter of the notebook; repeat for several."
+            "--set",
+            metavar="NAME=VALUE",
+            help="A parameter of those of the notebooks that have it; repeat for several.",
         ),
     ] = [],  # noqa: B006
     publish: Publish = False,
@@ -28,12 +32,20 @@ def run_command(
 
     Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
     """
-    from workbench.report.notebook import CellError, run_notebook
+    from workbench.report.notebook import CellError, parameter_names, run_notebook
 
     parameters = dict(map(_parameter, set_))
+    names = {number: parameter_names(number) for number in numbers}
+    unknown = parameters.keys() - set().union(*names.values())
+    extracts = [n for n in numbers if "EXTRACT" in names[n] and parameters.get("EXTRACT")]
     try:
         results = [
-            run_notebook(number, parameters, progress=not json, publish=publish)
+            run_notebook(
+                number,
+                {n: v for n, v in parameters.items() if n in names[number] | unknown},
+                progress=not json,
+                publish=publish,
+            )
             for number in numbers
         ]
     except CellError as problem:
@@ -43,12 +55,24 @@ def run_command(
     for r in results:
         lines += [
             f"{r['verdict']}  experiment {r['experiment']}",
-            *(f"  figure  {p}" for p in r["figures"]),
-            *(f"  log row {i}" for i in r["runs"]),
-            f"  report  {r['report']}",
-            f"  notebook {r['executed']}",
+            f"  report    {r['report']}",
+            f"  notebook  {r['executed']}",
+            f"  {len(r['figures'])} figures and {len(r['runs'])} log rows, which the report names",
         ]
+    command = sys.argv[0] if sys.argv[0].endswith("workbench") else "workbench"
+    step = f"{command} run {' '.join(extracts)}" if extracts else "make lab"
+    lines += [
+        "",
+        f"verdict  {verdict}",
+        *(f"open     {_headline(r['figures'])}" for r in results if r["figures"]),
+        f"go on    {step}" + "  (all cells, three rounds)" * bool(extracts),
+    ]
     show({"verdict": verdict, "experiments": results}, json, lines)
+
+
+def _headline(figures: list[str]) -> str:
+    """The figure that says most."""
+    return next((p for p in figures if Path(p).stem in ("planted", "speed")), figures[0])
 
 
 def _parameter(text: str) -> tuple[str, object]:

@@ -207,10 +207,11 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
 
 @style()
 def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Run B over run A: a dot per measurement with its interval; hollow where there are too few runs for one.
+    """Run B over run A on a log scale: a dot per measurement with its interval; hollow where there are too few runs for one.
 
     `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives. A
-    column ``machine`` goes into the title and must name one.
+    column ``machine`` goes into the title and must name one. A column ``unit`` says what is better: more tok/s, less of
+    anything else.
     """
     shown = measures.dropna(subset="ratio")
     ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []
@@ -223,10 +224,18 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             fill = "#0072B2"
             ax.plot([row.low, row.high], [y, y], "-", color=fill, marker="|")
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
-        ax.annotate(f"{row.ratio:.3g}×", (row.ratio, y), **above)
+        text = f"{row.ratio:.3g}×"
+        if "unit" in shown and row.ratio != 1:
+            text += ", B better" if (row.ratio > 1) == (row.unit == "tok/s") else ", B worse"
+        ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
+    reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
+    ax.set(xscale="log", xlim=(1 / reach, reach))
+    for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
+        axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     ax.set_yticks(range(len(shown)), labels=names)
-    ax.set(xlabel="median of B over median of A", ylim=(len(shown) - 0.4, -0.8))
+    hollow = "; hollow: too few rounds to be sure" if shown["low"].isna().any() else ""
+    ax.set(xlabel=f"median of B over median of A{hollow}", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
 

@@ -6,14 +6,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
+from workbench.plots.fidelity import METRICS
 from workbench.plots.figure import axes, grid_cells, heading, style, unmeasured_key
-
-_LABELS = {"error": "relative RMS error", "1-cosine": "1 − cosine"}
 
 
 @style()
 def fidelity_difference(
-    cells: pd.DataFrame, *, metric: str = "error", title: str = "A − B", ax: Axes | None = None
+    cells: pd.DataFrame,
+    *,
+    metric: str = "error",
+    title: str = "A − B",
+    sides: str = "A − B (above 0: A errs more)",
+    ax: Axes | None = None,
 ) -> Axes:
     """Run A's error less run B's as colours on a scale that is symmetric about 0: orange where A errs more, purple where
     B does.
@@ -31,7 +35,7 @@ def fidelity_difference(
     mesh = grid_cells(ax, shown, Normalize(-most, most), colours)
     y, x = np.nonzero(np.isinf(table.to_numpy()))
     ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color="white")
-    label = f"{_LABELS[metric]}, A − B (above 0: A errs more)"
+    label = f"{METRICS[metric][0]}, {sides}"
     bar = ax.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
     bar.outline.set_visible(False)
     return heading(ax, title, unmeasured_key(table))

@@ -35,7 +35,7 @@ from workbench.plots.figure import (
 MAX_TOKEN_LABELS = 64
 SAME = 0.01  # parts of their value in which cells of several T may differ and be drawn as one
 PARTS = ("storage", "reauthoring", "quantization", "precision", "runtime")
-_METRICS = {
+METRICS = {
     "1-cosine": ("1 − cosine", LogNorm, (1e-6, 1e-1)),
     "error": ("relative RMS error", LogNorm, (1e-6, 1e0)),
     "max_abs": ("largest absolute error", LogNorm, (1e-6, 1e2)),
@@ -50,7 +50,8 @@ class View:
     `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and
     cells whose result is not finite are crossed; cells without a measurement are hatched. `budget` says how many times
     the rows' own ``budget`` (what rounding alone costs) an ``error`` may be; the colours then span the values. `limits` fix the colour scale, so that
-    figures compare; values outside take the colour of the nearer end. `tokens[position]` names the positions where there
+    figures compare: two values, ``fixed`` (those of the metric) or ``data`` (those of the values); values outside take the
+    colour of the nearer end. `tokens[position]` names the positions where there
     are at most 64.
     """
 
@@ -60,7 +61,7 @@ class View:
     threshold: float | None = None
     budget: float | None = None
     tokens: Sequence[str] | None = None
-    limits: tuple[float, float] | None = None
+    limits: tuple[float, float] | str | None = None
 
     def measured(self, fidelity: pd.DataFrame) -> pd.DataFrame:
         """The rows of this tensor and mode, at any T."""
@@ -83,11 +84,15 @@ class View:
     def span(self, rows: pd.DataFrame) -> tuple[float, float]:
         """Ends of the colour scale: `limits`, those of the metric, or, beside budgets, of half a decade or more that the
         values of all `rows` lie in."""
-        fixed = self.limits or _METRICS[self.metric][2]
+        fixed = METRICS[self.metric][2]
+        if self.limits not in (None, "data"):
+            return fixed if self.limits == "fixed" else self.limits
         values = self.values(rows)
         values = values[np.isfinite(values) & (values > 0)]
-        if self.limits or self.budget is None or values.empty:
+        if values.empty or (self.limits is None and self.budget is None):
             return fixed
+        if self.metric == "psnr_db":
+            return float(values.min()) - 1, float(values.max()) + 1
         middle = float(np.sqrt(values.min() * values.max()))
         reach = max(float(np.sqrt(values.max() / values.min())), 10**0.25) * 1.05
         return middle / reach, middle * reach
@@ -105,7 +110,7 @@ class View:
             raise ValueError(
                 f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
             )
-        label, scale, _ = _METRICS[self.metric]
+        label, scale, _ = METRICS[self.metric]
         least, most = self.span(measured)
         value = self.values(rows)
         infinite = ~rows["finite"].fillna(True).astype(bool)
@@ -150,7 +155,7 @@ class View:
 
     def scale(self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame) -> None:
         """Draws the colour bar with a line at the threshold; beside budgets a text names the least limit of the rows."""
-        label = _METRICS[self.metric][0]
+        label = METRICS[self.metric][0]
         bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
         bar.outline.set_visible(False)
         limit = self.threshold

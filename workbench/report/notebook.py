@@ -109,10 +109,24 @@ def _verdict(runs) -> str:
     return "RED" if "RED" in set(verdicts) else "GREEN" if len(verdicts) else "not_run"
 
 
+def parameter_names(number: str) -> set[str]:
+    """Names that the notebook of an experiment takes as parameters; none where it is not there."""
+    import nbformat
+
+    folder = log.project(log.default_root()) / "notebooks"
+    source = folder / f"{report.experiment(number).name}.ipynb"
+    return _parameters_cell(nbformat.read(source, 4))[1] if source.is_file() else set()
+
+
+def _parameters_cell(notebook) -> tuple:
+    """The cell tagged `parameters`, None without one, and the names that it sets."""
+    cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
+    return cell, set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
+
+
 def set_parameters(notebook, parameters: dict) -> None:
     """Sets names of the notebook's cell tagged `parameters`; unknown names are refused."""
-    cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
-    names = set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
+    cell, names = _parameters_cell(notebook)
     if unknown := sorted(parameters.keys() - names):
         raise InputError(
             "notebook parameters",

@@ -7,6 +7,7 @@ process, this one, writes the log, so a sweep that is killed loses at most the c
 import json
 import random
 import secrets
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def sweep(
     scheduler: str | None = None,
     progress: bool = True,
     measure: str = cell.MEASURE_FUNCTION,
+    on_cell: Callable[[], None] = lambda: None,
 ) -> dict:
     """Measures every cell that the log does not hold yet, in a random order within each round.
 
@@ -40,6 +42,7 @@ def sweep(
             its own; on a cluster, of the project that each worker runs in).
         scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure; default: this machine.
         measure: the function that the child process of a cell calls.
+        on_cell: called after each measured cell.
 
     Returns:
         {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and why cells
@@ -77,6 +80,8 @@ def sweep(
                     counts["reasons"].append(row["reason"])
                 counts["invalid"] += last and status == "invalid"
                 bar.update(last)
+                if last:
+                    on_cell()
     return counts
 
 

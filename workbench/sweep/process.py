@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from workbench.errors import InputError, last_message
@@ -35,6 +36,30 @@ INVALIDATING = re.compile(
 MESSAGES = 100  # of Core ML in an `Outcome` and a row
 
 
+_STOP: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
+
+
+class Cancelled(BaseException):
+    """The event of `stopped_by` was set during a call, whose child was killed."""
+
+
+@contextmanager
+def stopped_by(event: threading.Event) -> Iterator[None]:
+    """Within, in this thread, a `call` ends with `Cancelled` at most 0.2 s after `event` is set."""
+    before = _STOP.set(event)
+    try:
+        yield
+    finally:
+        _STOP.reset(before)
+
+
+def _kill_at(event: threading.Event, child: subprocess.Popen) -> None:
+    while child.returncode is None:
+        if event.wait(0.2):
+            child.kill()
+            return
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Of a call: its `value`, or the reason why there is none, compiler errors and the end of stderr."""
@@ -52,7 +77,11 @@ def call(
     Args:
         threads: OpenMP threads of the child, whatever the caller's environment says.
         timeout_s: seconds after which the child is killed, which is a failure.
+
+    Raises:
+        Cancelled: see `stopped_by`.
     """
+    stop = _STOP.get()
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "workbench.sweep.process", function],
@@ -67,6 +96,8 @@ def call(
         )
         clock.daemon = True
         clock.start()
+        if stop:
+            threading.Thread(target=_kill_at, args=(stop, child), daemon=True).start()
         try:
             reply = _ask(child, argument)
             code = child.wait()
@@ -74,6 +105,8 @@ def call(
             clock.cancel()
             child.kill()
             child.communicate()
+        if stop and stop.is_set():
+            raise Cancelled
         errors.seek(0)
         lines = _lines(errors.read())
     outcome, tail = json.loads(reply) if reply else {}, [] if reply else lines[-TAIL:]

@@ -9,6 +9,7 @@ import pandas as pd
 from workbench import log, plots
 from workbench.errors import InputError
 from workbench.log.machine import machine_names, of_machine
+from workbench.log.text import IDENTITIES
 from workbench.sweep import runs as runs_
 from workbench.widgets.panel import Panel, absent, choice
 
@@ -84,7 +85,9 @@ class Compare(Panel):
             figure = plots.ratios(measures.assign(machine=machine)).figure
         self.show(figure, f"ratios of run B to run A with their intervals, on {machine}")
         self.message.value = f"{comparison.indistinguishable} further measurements do not differ: their intervals hold 1."
-        self.settings.value = comparison.settings.to_html(index=False, border=0)
+        settings = comparison.settings
+        settings = settings[~settings["setting"].isin(IDENTITIES)]
+        self.settings.value = settings.to_html(index=False, border=0)
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:

@@ -1,7 +1,6 @@
 """The Explorer: how far an exported model is from Hugging Face's, at every setting that the log holds."""
 
 import html
-import json
 from functools import partial
 from pathlib import Path
 
@@ -14,16 +13,17 @@ from pydantic import BaseModel
 
 from workbench import log, plots, report, sweep
 from workbench.bundle import Options
-from workbench.check import gates
 from workbench.check.price import BUDGET_FACTOR
 from workbench.errors import InputError
-from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
+from workbench.plots.fidelity import View
 from workbench.plots.figure import ring
 from workbench.report.study import token_texts
 from workbench.sweep import runs
 from workbench.sweep.cell import find
+from workbench.sweep.error_split import measure_split, stored_split
 from workbench.sweep.grid import PORTABLE_AXES, may_be_portable
+from workbench.widgets.cells import cell_text, cells_box
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
 
 METRICS = {
@@ -32,14 +32,17 @@ METRICS = {
     "largest error": "max_abs",
     "PSNR (dB)": "psnr_db",
 }
+VALUE, DIFFERENCE = "value", "difference to T = {}"
 WORST = 8
 
 
 class Explorer(Panel):
     """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split into causes; speed.
 
-    The sliders stop at the grid's settings. What the log holds is drawn at once; the Run button measures the rest of the
-    grid, the shown setting first. A cell is chosen by clicking on it or on a line of the list.
+    The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len that it lacks the nearest
+    one, which the title names; the Run button measures the rest of the grid, the shown setting first. The line below the
+    picture has the figures of the cell under the pointer, else of the one that is chosen: by clicking on it or on a line of
+    the list.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
@@ -51,7 +54,6 @@ class Explorer(Panel):
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
         self.machine, self.cell = None, None
         self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
-        self.bundles = log.project(self.root) / "data" / "bundles"
         self.checkpoint = Checkpoint(find(self.grid.checkpoint, self.root))
         self.tokens = token_texts(self.checkpoint, self.grid.validate_ids)
         self.cells = list(sweep.cells(self.grid))
@@ -60,6 +62,7 @@ class Explorer(Panel):
         self.options = {self._bundle_label(cell.options): cell.options for cell in self.cells}
         lengths = sorted({cell.options.max_seq_len for cell in self.cells})
         run, varied = self.grid.run, sweep.varied_axes(self.grid)
+        self.first_T = min(run.T)
         self.axes = [axis for axis in sweep.RUN_AXES if axis in varied and axis != "T"]
         controls = [
             choice("bundle", list(self.options)),
@@ -74,6 +77,8 @@ class Explorer(Panel):
             choice("machine", [runs.here()]),
             choice("tensor", ["update", "k", "v", "hidden", "logits"]),
             choice("metric", list(METRICS.items())),
+            choice("show", [VALUE, DIFFERENCE.format(self.first_T)][: len(run.T)]),
+            choice("scale", ["fixed", "data"]),
         ]
         self.worst = ui.Select(rows=WORST + 1, layout=ui.Layout(width="420px"))
         self.split = ui.HTML()
@@ -122,19 +127,29 @@ class Explorer(Panel):
 
     def missing(self) -> list:
         """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per bundle's error split."""
-        done, steps = sweep.done_cells(self.root), {}
+        done, steps = sweep.done_cells(self.root), []
         everything = dict.fromkeys(cell.options for cell in self.cells)
         for options in sorted(everything, key=self.setting.__ne__):
             name = f"{self._bundle_label(options)}, max_seq_len {options.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(options, precision)
-                if part.run.runtime and any(
-                    cell.key(self.checkpoint.sha256) not in done for cell in sweep.cells(part)
-                ):
-                    steps[f"{name}, {precision}: speed and fidelity"] = partial(self._measure, part)
+                keys = {
+                    c.key(self.checkpoint.sha256) for c in sweep.cells(part) if part.run.runtime
+                }
+                if count := len(keys - done):
+                    label = f"{name}, {precision}: speed and fidelity"
+                    steps.append((label, count, partial(self._measure, part)))
             if self.grid.validate_ids and self._stored_split(options) is None:
-                steps[f"{name}: error split"] = partial(self._measure_split, options)
-        return list(steps.items())
+                split = partial(
+                    measure_split,
+                    self.checkpoint,
+                    options,
+                    self.grid.validate_ids,
+                    self.grid.experiment,
+                    self.root,
+                )
+                steps.append((f"{name}: error split", 1, split))
+        return steps
 
     def _part(self, options: Options, precision: str) -> sweep.Grid:
         """The grid's part with one bundle and one precision; each part validates its bundle."""
@@ -146,7 +161,7 @@ class Explorer(Panel):
         return self.grid.model_copy(update={"export": export, "run": run})
 
     def _measure(self, part: sweep.Grid) -> None:
-        counts = sweep.sweep(part, root=self.root, progress=False)
+        counts = sweep.sweep(part, root=self.root, progress=False, on_cell=self.job.advance)
         if counts["failed"]:
             raise InputError(
                 "sweep",
@@ -155,29 +170,8 @@ class Explorer(Panel):
                 "see their reasons: workbench log --where \"status == 'failed'\"",
             )
 
-    def _measure_split(self, options: Options) -> None:
-        """Splits the error over the grid's prompt (see `workbench.explain.error`) and logs it."""
-        bundle = sweep.bundle_for(self.checkpoint, options, self.bundles)
-        splits = error.split_error(self.checkpoint, bundle, self.grid.validate_ids)
-        results = error.error_gates(splits)
-        parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
-        row = runs.describe(bundle) | {
-            "command": "error",
-            "runtime": "portable",
-            "verdict": gates.verdict(results),
-            "config": {"parts": parts, "gates": [g.json() for g in results]},
-        }
-        runs.record_run(self.grid.experiment, row, root=self.root)
-
     def _stored_split(self, options: Options) -> pd.DataFrame | None:
-        """Parts of every layer's isolated update (see `workbench.explain.error.Split.layers`), with run_id; None: never
-        measured."""
-        where = {"checkpoint_hash": self.checkpoint.sha256, "status": "ok"} | runs.exported(options)
-        logged = log.load("runs", root=self.root, where=where).dropna(subset="config")
-        for run in logged.sort_values("run_id", ascending=False).itertuples():
-            if parts := json.loads(run.config).get("parts"):
-                return pd.DataFrame(parts["isolated"]).assign(run_id=run.run_id)
-        return None
+        return stored_split(self.checkpoint, options, self.root)
 
     def click(self, x: float, y: float) -> None:
         """Chooses the heatmap's cell at a place of the picture (fractions from the top left)."""
@@ -196,31 +190,88 @@ class Explorer(Panel):
         self._read()
         T, S, tensor = (self.value(name) for name in ("T", "max_seq_len", "tensor"))
         rows = self._stored("fidelity")
-        rows = rows[
-            (rows["tensor"] == tensor) & (rows["max_seq_len"] == S) & (rows["mode"] == self._mode())
-        ]
+        rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == self._mode())]
         # chained calls take every T in turn
-        rows = rows.assign(T=T) if self._mode() == "chained" else rows[rows["T"] == T]
-        self.rows = runs.like_newest(rows, "run_id")
+        rows = rows.assign(T=T) if self._mode() == "chained" else rows
+        lengths = rows.loc[rows["T"] == T, "max_seq_len"].astype(int).unique()
+        self.length = int(min(lengths, key=lambda length: abs(length - S), default=S))
+        rows = rows[rows["max_seq_len"] == self.length]
+        self.rows, self.base = (
+            runs.like_newest(rows[rows["T"] == number], "run_id") for number in (T, self.first_T)
+        )
         self.layers, self.positions = (
             sorted(map(int, self.rows[name].unique())) for name in ("layer", "position")
         )
+        self._list_worst()
+        # a chained row is of every T
+        self.controls["show"].disabled = self._mode() == "chained" or T == self.first_T
+        self.shown = {
+            part: figure
+            for part, figure in (
+                ("fidelity", self._fidelity()),
+                ("split", self._split()),
+                ("speed", self._speed()),
+            )
+            if figure is not None
+        }
+        below = [part for part in self.shown if part != "fidelity"]
         with plots.style():
-            figure = plt.figure(figsize=(8, 5.6))
-            grid = figure.add_gridspec(2, 2, height_ratios=[5, 4])
-            self._heatmap(figure.add_subplot(grid[0, :]))
-            self._list_worst()
-            self._parts(figure.add_subplot(grid[1, 0]))
-            self._speed(figure.add_subplot(grid[1, 1]))
+            figure = plt.figure(figsize=(8, 5.6 if below else 3.2))
+            grid = figure.add_gridspec(2 if below else 1, max(len(below), 1))
+            places = {"fidelity": grid[0, :]} | {p: grid[1, i] for i, p in enumerate(below)}
+            axes = {part: figure.add_subplot(place) for part, place in places.items()}
+            if self.rows.empty:
+                absent(axes["fidelity"], "nothing measured at this setting: press Run")
+            for part, (plot, data, options) in self.shown.items():
+                getattr(plots, plot)(data, **options, ax=axes[part])
+            self._mark(axes)
         name = f"{self.checkpoint.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
-        self.show(figure, f"{tensor} of {name}: fidelity by layer and position, error split, speed")
-        layers, time = self._at_setting(self._stored("layers")), "not measured: press Run"
+        self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
+        self._name_cells(axes["fidelity"])
+        layers, time = self._at_setting(self._stored("layers")), "no times yet: press Run"
         ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
         if len(layers):
             time = f"invalid: {layers['invalid'].iloc[-1]}"
         if len(ms):
             time = f"{ms.median():.3f} ms per layer on {self.machine}"
+        if self.length != S:
+            time += f". The heatmap is of max_seq_len {self.length}; press Run to measure {S}"
         self.message.value = html.escape(f"{name}: {time}")
+
+    def _mark(self, axes: dict[str, Axes]) -> None:
+        """Rings and frames around what the controls choose."""
+        layer, position = self.cell or (None, None)
+        if layer in self.layers and position in self.positions:
+            spot = self.positions.index(position), self.layers.index(layer)
+            frame = Rectangle(spot, 1, 1, fill=False, edgecolor="#D55E00", linewidth=2)
+            axes["fidelity"].add_patch(frame)
+        if "speed" in axes:
+            rates = self._at_setting(self.shown["speed"][1])
+            if len(rates := rates[rates["invalid"].isna()]):
+                ring(axes["speed"], self.value("max_seq_len"), rates["value"].median(), zorder=5)
+
+    def _name_cells(self, ax: Axes) -> None:
+        """Gives the picture the text of every cell, and the chosen one's."""
+        rows = zip(self._cells(self.rows), self.rows.to_dict("records"))
+        texts = {cell: cell_text(row, self.tokens) for cell, row in rows}
+        if self._differs():
+            for cell, value in zip(self._cells(self.base), self._values(self.base)):
+                texts[cell] = f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
+        grid = [[texts.get((y, x), "") for x in self.positions] for y in self.layers]
+        box = cells_box(ax, len(self.positions), len(self.layers))
+        self.picture.cells = {"box": box, "texts": grid}
+        self.picture.chosen = texts.get(self.cell, "")
+
+    def _cells(self, rows: pd.DataFrame) -> list[tuple[int, int]]:
+        return [(int(y), int(x)) for y, x in zip(rows["layer"], rows["position"])]
+
+    def _values(self, rows: pd.DataFrame) -> pd.Series:
+        """The metric of each row."""
+        return View(metric=self.value("metric")).values(rows)
+
+    def _differs(self) -> bool:
+        """Whether the heatmap is of a difference."""
+        return self.value("show") != VALUE and not self.controls["show"].disabled
 
     def _stored(self, table: str) -> pd.DataFrame:
         """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
@@ -250,26 +301,32 @@ class Explorer(Panel):
         """Logits exist only behind all layers."""
         return "chained" if self.value("tensor") == "logits" else "isolated"
 
-    def _options(self) -> dict:
-        """Keywords of the heatmap as it is shown."""
-        tensor, metric = self.value("tensor"), self.value("metric")
-        return {
-            "T": self.value("T"),
+    def _fidelity(self) -> tuple | None:
+        """The heatmap: name of its plot, rows, options; None without any rows."""
+        self.controls["scale"].disabled = self._differs()
+        if self.rows.empty:
+            return None
+        T, tensor, metric = (self.value(name) for name in ("T", "tensor", "metric"))
+        if self._differs():
+            rows = [
+                r.assign(value=self._values(r)).set_index(["layer", "position"])
+                for r in (self.rows, self.base)
+            ]
+            cells = rows[0].assign(difference=rows[0]["value"] - rows[1]["value"]).reset_index()
+            sides = f"T = {T} minus T = {self.first_T}"
+            options = {"metric": metric, "sides": sides, "title": f"{tensor}, {sides}"}
+            columns = ["layer", "position", "difference", "run_id"]
+            return "fidelity_difference", cells[columns], options
+        options = {
+            "T": T,
             "tensor": tensor,
             "metric": metric,
             "budget": BUDGET_FACTOR if metric == "error" else None,
             "mode": self._mode(),
             "tokens": self.tokens if self.positions[-1] < len(self.tokens) else None,
+            "limits": self.value("scale"),
         }
-
-    def _heatmap(self, ax: Axes) -> None:
-        if self.rows.empty:
-            return absent(ax, "fidelity not measured at this setting")
-        plots.fidelity_heatmap(self.rows, **self._options(), ax=ax)
-        layer, position = self.cell or (None, None)
-        if layer in self.layers and position in self.positions:
-            spot = self.positions.index(position), self.layers.index(layer)
-            ax.add_patch(Rectangle(spot, 1, 1, fill=False, edgecolor="#D55E00", linewidth=2))
+        return "fidelity_heatmap", self.rows.dropna(axis=1, how="all"), options
 
     def _list_worst(self) -> None:
         """The cells furthest from the golden; the first line selects none."""
@@ -278,62 +335,60 @@ class Explorer(Panel):
         rising = column not in ("max_abs", "error")
         ranked = self.rows.sort_values(column, ascending=rising, na_position="first")
         for row in ranked.head(WORST).to_dict("records"):
-            layer, position = int(row["layer"]), int(row["position"])
-            token = f" “{self.tokens[position]}”" if position < len(self.tokens) else ""
-            text = f"layer {layer}, position {position}{token}: {column} {row[column]:.6g}"
-            lines.append((text, (layer, position)))
+            lines.append((cell_text(row, self.tokens), (int(row["layer"]), int(row["position"]))))
         if list(self.worst.options) != lines:
             self.worst.options = lines
 
-    def _parts(self, ax: Axes) -> None:
-        parts, self.split.value = self._stored_split(self.setting), ""
+    def _split(self) -> tuple | None:
+        """The split of the chosen cell's layer, or of the one with the largest error; also as a table."""
+        self.split.value = ""
+        parts = self._stored_split(self.setting.model_copy(update={"max_seq_len": self.length}))
         if parts is None:
-            return absent(ax, "error split not measured at this setting")
+            return None
         layer = int(parts.loc[parts["total"].idxmax(), "layer"])
         if self.cell and self.cell[0] in set(parts["layer"]):
             layer = self.cell[0]
-        plots.layer_parts(parts, layer=layer, ax=ax)
         column = parts.set_index("layer").drop(columns="run_id").loc[layer].astype(float)
         self.split.value = column.to_frame(f"layer {layer}, relative RMS").to_html(
-            border=0, float_format="{:.3g}".format, na_rep="not measured"
+            border=0, float_format="{:.3g}".format, na_rep="–"
         )
+        return "layer_parts", parts, {"layer": layer}
 
-    def _speed(self, ax: Axes) -> None:
+    def _speed(self) -> tuple | None:
         rates = self._stored("samples").query("phase == 'tokens_per_s'")
-        if rates.empty:
-            return absent(ax, "speed not measured at this setting")
-        plots.speed(rates, ax=ax)
-        shown = self._at_setting(rates[rates["invalid"].isna()])["value"]
-        if len(shown):
-            ring(ax, self.value("max_seq_len"), shown.median(), zorder=5)
+        columns = ["run_id", "machine", "max_seq_len", "T", "value", "unit", "warmup", "invalid"]
+        return ("speed", rates[columns], {}) if len(rates) else None
 
     def save(self) -> list[Path]:
-        """Logs the heatmap shown as an exhibit of the experiment and writes it as SVG, PDF and PNG with a sidecar."""
-        if self.rows.empty:
+        """Logs what is shown (heatmap, split, speed) as exhibits of the experiment, in one run, and writes each as SVG, PDF
+        and PNG with a sidecar."""
+        if not self.shown:
             raise InputError(
-                "figure", "nothing measured at this setting", "a heatmap", "press Run first"
+                "figures", "nothing measured at this setting", "a heatmap", "press Run first"
             )
-        shown, number, checkpoint = self._options(), self.grid.experiment, self.checkpoint.name
-        setting = {"max_seq_len": self.setting.max_seq_len, "T": shown["T"]}
+        number, checkpoint = self.grid.experiment, self.checkpoint.name
+        setting = {"max_seq_len": self.length, "T": self.value("T")}
         setting["compress"] = self.setting.compress
-        name = "explorer-{tensor}-S{max_seq_len}-T{T}-{compress}-".format(**shown | setting)
-        alt = (
-            f"{shown['tensor']} of {checkpoint} against Hugging Face by layer and position: "
-            f"{self.value('bundle')}, max_seq_len {setting['max_seq_len']}, T = {shown['T']}."
+        name = "explorer-{tensor}-S{max_seq_len}-T{T}-{compress}-{precision}".format(
+            tensor=self.value("tensor"), precision=self.value("precision"), **setting
         )
-        exhibit = report.exhibit(
-            name + self.value("precision"),
-            self.rows.dropna(axis=1, how="all"),
-            alt,
-            "fidelity_heatmap",
-            shown,
-        )
+        exhibits = []
+        for part, (plot, data, options) in self.shown.items():
+            alt = (
+                f"{part} of {checkpoint}, {self.value('tensor')} against Hugging Face: "
+                f"{self.value('bundle')}, max_seq_len {self.length}, T = {setting['T']}."
+            )
+            stem = name if part == "fidelity" else f"{name}-{part}"
+            exhibits.append(report.exhibit(stem, data, alt, plot, options))
         row = {"command": "explorer", "checkpoint": checkpoint} | setting
-        exhibit["run_id"] = runs.record_run(number, row, root=self.root, exhibits=[exhibit])
+        run_id = runs.record_run(number, row, root=self.root, exhibits=exhibits)
         place = report.folder(number, checkpoint, self.root)
-        own = log.load("runs", root=self.root, where={"run_id": exhibit["run_id"]})
-        paths = report.write_exhibit(exhibit, place, number, own)
-        self.message.value = f"saved {', '.join(p.name for p in paths)} in {paths[0].parent}"
+        own = log.load("runs", root=self.root, where={"run_id": run_id})
+        paths = []
+        for exhibit in exhibits:
+            paths += report.write_exhibit(exhibit | {"run_id": run_id}, place, number, own)
+        names = ", ".join(p.name for p in paths if p.suffix == ".png")
+        self.message.value = f"saved {names} (and svg, pdf, json) in {paths[0].parent}"
         return paths
 
 

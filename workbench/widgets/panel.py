@@ -3,11 +3,13 @@
 Subclasses draw the picture; this module knows nothing of its content.
 """
 
+import base64
 import html
 import io
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import anywidget
 import ipywidgets as ui
@@ -16,15 +18,20 @@ import traitlets
 from matplotlib.axes import Axes
 
 from workbench.errors import InputError
+from workbench.sweep import process
 
-WIDTH_PX, DPI = 960, 120
+DPI = 120  # pixels of the page per inch of a figure; its picture has twice as many
 _ONE_FIGURE = (
     threading.RLock()
 )  # pyplot and its style are global; a finished job draws from its own thread
 
 
 class Picture(anywidget.AnyWidget):
-    """A PNG that can be clicked: `clicked` is [x, y] as fractions of its size, from the top left."""
+    """A PNG that can be clicked, with a line of text below: that of the cell under the pointer, else `chosen`.
+
+    `clicked` is [x, y] as fractions of its size, from the top left; `cells` a `box` [left, top, right, bottom] in such
+    fractions and the `texts` of its rows of cells; `width` in pixels of the page.
+    """
 
     _esm = """
     function render({ model, el }) {
@@ -37,35 +44,68 @@ class Picture(anywidget.AnyWidget):
         image.alt = model.get("alt");
         image.width = model.get("width");
       };
+      const line = document.createElement("div");
+      line.className = "workbench-cell";
+      line.style.minHeight = "1.5em";
+      const text = (event) => {
+        const { box, texts } = model.get("cells");
+        if (!event || !texts) return model.get("chosen");
+        const x = (event.offsetX / image.clientWidth - box[0]) / (box[2] - box[0]);
+        const y = (event.offsetY / image.clientHeight - box[1]) / (box[3] - box[1]);
+        const row = texts[Math.floor(y * texts.length)];
+        return row?.[Math.floor(x * row.length)] ?? model.get("chosen");
+      };
+      const write = (event) => { line.textContent = text(event); };
+      image.addEventListener("mousemove", write);
+      image.addEventListener("mouseleave", () => write());
+      model.on("change:chosen", () => write());
       image.addEventListener("click", (event) => {
         model.set("clicked", [event.offsetX / image.clientWidth, event.offsetY / image.clientHeight]);
         model.save_changes();
       });
       model.on("change:png", show);
       show();
-      el.appendChild(image);
+      write();
+      el.append(image, line);
+      const still = () => el.closest(".jp-OutputArea")?.querySelectorAll(".workbench-still");
+      const hide = () => still()?.forEach((picture) => { picture.style.display = "none"; });
+      new ResizeObserver(hide).observe(el);  // once it is in the page
     }
     export default { render };
     """
     png = traitlets.Bytes(b"").tag(sync=True)
     alt = traitlets.Unicode("").tag(sync=True)
-    width = traitlets.Int(WIDTH_PX).tag(sync=True)
+    width = traitlets.Int(0).tag(sync=True)
+    cells = traitlets.Dict().tag(sync=True)
+    chosen = traitlets.Unicode("").tag(sync=True)
     clicked = traitlets.List(default_value=[]).tag(sync=True)
 
 
 class Panel:
-    """Controls, by their descriptions, above a picture; `draw` follows every control. What a callback raises is shown and
-    stays in `errors`."""
+    """Controls, by their descriptions, above a picture; `draw` follows every control. A control with one stop is a text.
+    What a callback raises is shown and stays in `errors`."""
 
     def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
         self.controls, self.errors, self.figure = {c.description: c for c in controls}, [], None
-        self.picture, self.message = Picture(), ui.HTML()
+        self.picture, self.message, self.settled = Picture(), ui.HTML(), ui.Label()
         for control in controls:
             control.layout.margin = "2px 14px 2px 0"
             self.follow(control, lambda _: self.draw())
-        row = ui.HBox(controls, layout=ui.Layout(flex_flow="row wrap"))
+            self.follow(control, lambda _: self._settle(), "options")
+        self._settle()
+        row = ui.HBox([*controls, self.settled], layout=ui.Layout(flex_flow="row wrap"))
         self.box = ui.VBox([row, self.message, self.picture, *below])
         self.box.add_class(f"workbench-{type(self).__name__.lower()}")
+
+    def _settle(self) -> None:
+        """Hides the controls with one stop; a text names what they are set to."""
+        settled = []
+        for name, control in self.controls.items():
+            single = len(control.options) == 1
+            control.layout.display = "none" if single else None
+            if single:
+                settled.append(f"{name}: {control.label}")
+        self.settled.value = " · ".join(settled)
 
     def value(self, name: str):
         return self.controls[name].value
@@ -94,16 +134,23 @@ class Panel:
             self.guarded(self._draw)
 
     def show(self, figure: plt.Figure, alt: str) -> None:
-        """Puts a figure into the picture."""
+        """Puts a figure into the picture, which is sharp on displays of two dots per pixel."""
         stream = io.BytesIO()
-        figure.savefig(stream, format="png", dpi=DPI)
+        figure.savefig(stream, format="png", dpi=2 * DPI)
         plt.close(figure)
+        self.picture.width = round(figure.get_figwidth() * DPI)
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
+        """Displays the widget after a still picture of it, which is seen where no widget can be: in HTML of nbconvert."""
+        from IPython.display import HTML, display
 
-        display(self.box)
+        data = base64.b64encode(self.picture.png).decode()
+        size, alt = self.picture.width, html.escape(self.picture.alt, quote=True)
+        source = f'src="data:image/png;base64,{data}"'
+        display(
+            HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'), self.box
+        )
 
 
 def absent(ax: Axes, why: str) -> None:
@@ -134,10 +181,12 @@ def button(icon: str, press: Callable[[], None], description: str = "", **option
 
 
 class BackgroundJob:
-    """A Run and a Cancel button over steps that run one after the other in a thread, with progress.
+    """A Run and a Cancel button over steps that run one after the other in a thread, with progress. Cancel kills the
+    process that a step waits for (see `workbench.sweep.process.stopped_by`).
 
     Args:
-        steps: returns the steps to run now, as (label, function) pairs.
+        steps: returns the steps to run now, as (label, parts, function): a step of several parts calls `advance` after
+            each of them.
         panel: the panel whose `guarded` runs each step; an error ends the job.
         finish: called at the end, cancelled or not, unless a step failed.
     """
@@ -154,7 +203,7 @@ class BackgroundJob:
 
     def refresh(self) -> None:
         """Writes the number of steps on the Run button."""
-        count = len(self.steps())
+        count = sum(parts for _, parts, _ in self.steps())
         self.run.disabled = not count
         self.run.description = f"Run what is missing ({count})" if count else "Nothing is missing"
 
@@ -165,15 +214,22 @@ class BackgroundJob:
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
+    def advance(self, parts: int = 1) -> None:
+        """Counts parts of a step that are finished."""
+        self.progress.value = min(self.progress.value + parts, self.progress.max)
+        self.label.value = f"{self.progress.value} of {self.progress.max}: {self.step}"
+
     def _work(self) -> None:
-        steps, errors = self.steps(), len(self.panel.errors)
-        self.progress.max, self.progress.value = len(steps), 0
-        for label, step in steps:
+        steps, errors, total = self.steps(), len(self.panel.errors), 0
+        self.progress.value, self.progress.max = 0, sum(parts for _, parts, _ in steps)
+        for self.step, parts, step in steps:
             if self.stopped.is_set() or len(self.panel.errors) > errors:
                 break
-            self.label.value = label
-            self.panel.guarded(step)
-            self.progress.value += 1
+            self.advance(0)
+            with suppress(process.Cancelled), process.stopped_by(self.stopped):
+                self.panel.guarded(step)
+            total += parts
+            self.advance(total - self.progress.value)
         self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
         self.cancel.disabled, self.progress.layout.visibility = True, "hidden"
         if len(self.panel.errors) == errors:

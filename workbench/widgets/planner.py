@@ -40,7 +40,7 @@ class Planner(Panel):
             ],
             self.rules,
         )
-        steps = [("export and lint", self._lint)]
+        steps = [("export and lint", 1, self._lint)]
         self.job = BackgroundJob(
             lambda: steps * (self.options not in self.placements), self, self.draw
         )
