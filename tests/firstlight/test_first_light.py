@@ -5,9 +5,15 @@ import json
 import os
 import platform
 import re
+import signal
 import socket
+import subprocess
+import sys
+import time
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,7 +24,7 @@ from workbench import log
 from workbench.cli.app import app
 from workbench.errors import InputError
 from workbench.firstlight import archive, binding, ladder, measure, rungs, stages, times
-from workbench.firstlight.job import Job, write_line
+from workbench.firstlight.job import Job, _identifiers, write_line
 from workbench.log import scrub
 from workbench.log.machine import with_machines
 from workbench.runtime import COMPUTE_UNITS
@@ -129,9 +135,34 @@ def test_times_are_logged_as_a_run_with_their_samples_and_their_place(tmp_path, 
     (run,) = log.load("runs", tmp_path / "log").to_dict("records")
     assert (run["run_id"], run["placement_source"]) == (row["run_id"], "simulated")
     assert (run["T"], run["layers_per_shard"], run["compute_units"]) == (4, 1, "CPU_AND_NE")
-    samples = log.load("samples", tmp_path / "log").groupby("phase")["value"]
-    assert samples.count().to_dict() == {"call": 3, "cpu": 3, "native": 3}
-    assert samples.median()["native"] == row["native_ms"] <= row["wall_ms"]
+    samples = log.load("samples", tmp_path / "log")
+    assert samples["phase"].tolist() == ["call"] * 3
+    for column, name in (("value", "wall_ms"), ("native_ms", "native_ms"), ("cpu_ms", "cpu_ms")):
+        assert samples[column].median() == row[name] > 0
+    assert (samples["native_ms"] <= samples["value"]).all()
+    assert samples["elapsed_s"].is_monotonic_increasing and (samples["elapsed_s"] > 0).all()
+
+
+def test_times_have_the_machine_s_state_before_them_and_the_engine_s_energy(tmp_path, monkeypatch):
+    @contextmanager
+    def metered():
+        reading = {"ane_joules": None, "ane_active_ms": None, "reason": "not read yet"}
+        yield reading
+        reading.update(ane_joules=0.5, ane_active_ms=12.0, reason=None)
+
+    monkeypatch.setattr(times, "SOAK_CALLS", 3)
+    monkeypatch.setattr(rungs, "ladder", lambda: {"large-lut4": rungs.Rung("s", "", {})})
+    case, job = times.soak_cases()[0], Job("stand-in", tmp_path)
+    silent = times.measure_soak(case, job)
+    assert silent["ane_joules"] is None and silent["energy_reason"] == "no macOS, so no IOReport"
+    monkeypatch.setattr(times.ioreport, "metered", metered)
+    monkeypatch.setattr(runs, "state_before", lambda: {"thermal_pressure_before": "heavy"})
+    row = times.measure_soak(case, job)
+    assert (row["ane_joules"], row["ane_active_ms"], row["energy_reason"]) == (0.5, 12.0, None)
+    first, second = log.load("runs", tmp_path / "log").to_dict("records")
+    assert json.loads(first["config"])["energy"] == "not measured: no macOS, so no IOReport"
+    assert first["swap_bytes_before"] >= 0 and second["thermal_pressure_before"] == "heavy"
+    assert second["ane_joules"] == 0.5 and "energy" not in json.loads(second["config"])
 
 
 # --- the binding ----------------------------------------------------------------------------------
@@ -160,7 +191,7 @@ def test_flushed_subnormals_and_messages_on_stdout_are_seen(job):
 
 
 def test_a_stage_that_is_killed_and_runs_out_of_time_keeps_its_rows(tmp_path):
-    found = measure.run_stage("binding", "stand-in:kill", tmp_path, 30)
+    found = measure.run_stage("binding", "stand-in:kill", tmp_path, 30, tmp_path / "rows")
     rows = found["rows"]
     assert found["status"] == "failed" and "killed by SIGKILL" in found["reason"]
     assert "cases not reached in 30 s" in found["reason"]
@@ -182,22 +213,54 @@ def test_a_case_after_which_core_ml_says_it_failed_is_invalid_and_the_next_one_i
     lines = tmp_path / "lines"
     job = {"stage": "three", "runtime": "stand-in", "folder": str(tmp_path), "skip": 0}
     stages.stage_main(job | {"lines": str(lines)})
-    rows = measure.read_lines(lines)
+    rows = measure.read_lines(lines, "three")
     assert [row["status"] for row in rows] == ["ok", "invalid", "ok"]
     assert rows[1]["messages"] == [rows[1]["reason"]] == ["E5RT: ANECCompile() FAILED"]
     assert "messages" not in rows[2]
     stages.stage_main(job | {"lines": str(lines), "skip": 2})
-    assert [row["case"] for row in measure.read_lines(lines)] == [0, 1, 2, 2]
+    assert [row["case"] for row in measure.read_lines(lines, "three")] == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("runtime", ["coreml", "stand-in"])
+def test_the_engine_gets_a_pause_after_a_failure_on_core_ml_alone(runtime, tmp_path, monkeypatch):
+    """A case on the CPU neither waits nor makes another one wait; the pauses of a stage end."""
+    units = "CPU_AND_NE", "CPU_ONLY", "CPU_AND_NE", "CPU_ONLY", "ALL", "CPU_AND_NE", "CPU_AND_NE"
+    now, failing = [100.0], {0, 1, 2, 4, 5}
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    def measure_one(case: dict, job: Job) -> dict:
+        now[0] += 1
+        return {"status": "refused" if case["n"] in failing else "ok", "reason": "-14"}
+
+    cases = [{"n": n, "units": unit} for n, unit in enumerate(units)]
+    monkeypatch.setitem(
+        stages.STAGES, "three", stages.Stage("seven cases", lambda: cases, measure_one, 1)
+    )
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr(stages, "time", clock)
+    monkeypatch.setattr(stages.Pause, "PAUSES_S", 40.0)
+    lines = tmp_path / "lines"
+    job = {"stage": "three", "runtime": runtime, "folder": str(tmp_path), "lines": str(lines)}
+    stages.stage_main(job | {"skip": 0})
+    paused = [row.get("paused_s", 0) for row in measure.read_lines(lines, "three")]
+    assert paused == ([0, 0, 14, 0, 14, 12, 0] if runtime == "coreml" else [0] * 7)
+    lines.unlink()
+    stages.stage_main(job | {"skip": 5})  # the process that ran case 4 died of it
+    paused = [row.get("paused_s", 0) for row in measure.read_lines(lines, "three")]
+    assert paused == ([15, 15] if runtime == "coreml" else [0, 0])
 
 
 def test_a_line_that_was_cut_off_is_no_row(tmp_path):
     path = tmp_path / "rows.jsonl"
-    write_line(path, {"case": 1, "worst": np.float64("inf"), "n": 3})
+    write_line(path, {"stage": "soak", "case": 1, "worst": np.float64("inf"), "n": 3})
     path.write_text(path.read_text() + '{"case": 2, "wo')
-    assert measure.read_lines(path) == [{"case": 1, "worst": "inf", "n": 3}]
-    write_line(path, {"case": 2})
-    assert [row["case"] for row in measure.read_lines(path)] == [1, 2]
-    assert measure.read_lines(tmp_path / "none.jsonl") == []
+    assert measure.read_lines(path, "soak") == [{"case": 1, "worst": "inf", "n": 3}]
+    write_line(path, {"stage": "soak", "case": 2})
+    write_line(path, {"stage": "facts", "case": 3})
+    assert [row["case"] for row in measure.read_lines(path, "soak")] == [1, 2]
+    assert measure.read_lines(tmp_path / "none.jsonl", "soak") == []
 
 
 def test_without_core_ml_nothing_is_called_measured(tmp_path):
@@ -296,6 +359,13 @@ def test_no_member_says_user_host_home_serial_number_or_uuid(a_mac, tmp_path, mo
     assert "ANECCompile() FAILED" in contents["stderr/ladder.txt"].decode()
     monkeypatch.setattr(archive, "anonymous", lambda value, names: value)
     assert secrets_in(archive.members(result, folder)) == set(SECRETS)
+
+
+def test_rows_name_nobody_as_soon_as_they_are_written(a_mac, tmp_path):
+    _identifiers.cache_clear()
+    write_line(tmp_path / "rows", {"stage": "ladder", "reason": "janedoe, C02XY1234567"})
+    _identifiers.cache_clear()
+    assert json.loads((tmp_path / "rows").read_text())["reason"] == "…, …"
 
 
 def test_names_are_words_and_short_ones_stay(a_mac):
@@ -430,12 +500,33 @@ def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeyp
     with zipfile.ZipFile(out) as packed:
         assert packed.namelist() == list(result["members"])
         assert all(name in ran.stderr for name in packed.namelist())
+    assert list(out.parent.iterdir()) == [out]
     monkeypatch.chdir(tmp_path)  # with a log of its own
     taken = CliRunner().invoke(app, ["log", "import", str(out), "--json"])
     assert taken.exit_code == 0 and json.loads(taken.stdout)["imported"] == 2
     rows = log.load("runs", tmp_path / "experiments" / "log")
     assert set(rows["command"]) == {"first-light facts", "first-light golden"}
     assert set(rows["runtime"]) == {"stand-in"}
+
+
+def test_a_command_that_is_killed_leaves_its_rows_beside_the_zip(tmp_path):
+    out, stderr = tmp_path / "light.zip", tmp_path / "stderr"
+    command = [sys.executable, "-m", "workbench.cli", "first-light", "--out", str(out)]
+    with stderr.open("w") as errors:
+        child = subprocess.Popen(command, stderr=errors, env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        for _ in range(600):
+            lines = list(tmp_path.glob("light-*.jsonl"))
+            if lines and lines[0].read_text().count("\n") > 3:
+                break
+            time.sleep(0.1)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    (path,) = lines
+    assert f"Rows are in {path} until" in stderr.read_text() and not out.exists()
+    stages_so_far = [row["stage"] for row in map(json.loads, path.read_text().splitlines())]
+    assert stages_so_far[:3] == ["facts", "facts", "binding"]
 
 
 @pytest.mark.parametrize(

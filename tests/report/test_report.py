@@ -12,6 +12,7 @@ import pytest
 
 from workbench import log, plots, report
 from workbench.errors import InputError
+from workbench.report import writeup
 from workbench.sweep import runs
 
 ROOT = Path(__file__).parents[2]
@@ -285,3 +286,21 @@ def test_shipped_figures_name_runs_that_the_shipped_log_has(path):
 
 def test_every_plot_can_be_an_exhibit():
     assert all(callable(getattr(plots, name)) for name in plots.__all__)
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"runtime": "coreml", "placement_source": "measured"}, "one"),
+        ({"runtime": "stand-in"}, "one · stand-in, not Core ML"),
+        (
+            {"runtime": "stand-in", "placement_source": "simulated"},
+            "one · stand-in, not Core ML · simulated",
+        ),
+    ],
+)
+def test_a_saved_figure_says_that_it_shows_no_core_ml(columns, words, tmp_path):
+    row = {"checkpoint": "one", "chip": None, "memory_bytes": None, "cores": None, "model": None}
+    runs.record_run("34", row | columns, root=tmp_path)
+    subject = writeup.figure_subject(log.load("runs", tmp_path))
+    assert subject == words.replace("one", "one · unknown chip", 1)

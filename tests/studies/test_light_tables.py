@@ -28,7 +28,8 @@ def rows() -> dict[tuple[str, str, str], dict]:
 
 
 def light(ladder: dict, runtime: str = "coreml", **stage_rows: list[dict]) -> Light:
-    tables = {"ladder": list(ladder.values())} | stage_rows
+    timed = {"units": "CPU_AND_NE", "status": "ok", "ane_joules": 0.5, "energy_reason": None}
+    tables = {"ladder": list(ladder.values()), "timing": [timed]} | stage_rows
     frames = {stage: pd.DataFrame(found) for stage, found in tables.items()}
     ended = [(stage, "measured", None, 1.0, len(found)) for stage, found in tables.items()]
     columns = ["stage", "status", "reason", "seconds", "rows"]
@@ -66,7 +67,7 @@ PLANTED = {
     "finite on the Neural Engine where portable is NaN": on("state", nan_comes_out=False),
     "GREEN at T = 1, RED at T > 1": on("functions", ratio_t=9.0, verdict="RED"),
 }
-OF_A_GOOD_ONE = "GREEN and planned on the Neural Engine"
+OF_A_GOOD_ONE = "GREEN, planned on the Neural Engine, and energy used there"
 
 
 def seen(ladder: dict, runtime: str = "coreml") -> dict[str, str]:
@@ -99,6 +100,25 @@ def test_what_no_row_says_is_not_measured():
     assert seen(plans_alone)["CPU_ONLY fails too"] == "not measured"
     assert seen(runs_alone)[OF_A_GOOD_ONE] == "not measured"
     assert seen(runs_alone)["fixed T on the Neural Engine, range not"] == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("timed", "reason"),
+    [
+        ({"units": "CPU_AND_NE", "ane_joules": None}, "no energy channel"),
+        ({"units": "CPU_ONLY", "ane_joules": 0.5}, "nothing was timed"),
+        ({"units": "CPU_AND_NE", "status": "refused"}, "nothing was timed"),
+    ],
+)
+def test_without_energy_a_good_one_is_not_measured_and_says_why(timed, reason):
+    timed = {"status": "ok", "energy_reason": "no energy channel"} | timed
+    table = first_light.decisions(light(rows(), timing=[timed])).set_index("result")
+    row = table.loc[OF_A_GOOD_ONE]
+    assert (row["seen"], row["where"]) == ("not measured", f"energy not measured: {reason}")
+    off = rows()
+    off_engine(off, *rungs.ladder())
+    row = first_light.decisions(light(off, timing=[timed])).set_index("result").loc[OF_A_GOOD_ONE]
+    assert (row["seen"], row["where"]) == ("no", "")
 
 
 def test_disputes_are_settled_by_core_ml_alone():

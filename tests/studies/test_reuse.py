@@ -1,11 +1,13 @@
 """The cache-reuse matrix is GREEN on every trained checkpoint, and every bug seen in the wild, planted, turns it RED."""
 
+import numpy as np
 import pytest
 import trained
 from faults_reuse import FAULTS, ZAYA
 
 from workbench import InputError
 from workbench.check.gates import NOT_RUN, RED
+from workbench.prompt_cache import formats
 from workbench.studies import cache_bug, cache_reuse
 
 
@@ -35,6 +37,16 @@ def test_the_matrix_is_green_in_fp16_arithmetic_and_names_what_does_not_fit(expo
         "do not fit" in c.reason or c.format == "q4" for c in found.cells if c.verdict == NOT_RUN
     )
     assert {c.context for c in found.cells if c.verdict == NOT_RUN} == {32, trained.S - 3}
+
+
+def test_a_cache_that_q4_leaves_in_fp16_is_so_in_the_cold_run_too(exports, monkeypatch):
+    decoder = trained.decoder(exports, "tiny-llama")
+    decoder.begin()
+    decoder.prefill(list(range(20)))
+    errors = formats.encode_rows(decoder.snapshot(), "q4").errors
+    monkeypatch.setattr(formats, "OUTLIER", float(np.median(list(errors.values()))))
+    found = cache_reuse.check_reuse(decoder, lengths=(20, 33), max_new=4)
+    assert found.verdict == "GREEN", [c.reason for c in found.cells if c.verdict == RED]
 
 
 def test_green_needs_every_temperature_on_both_paths(exports):

@@ -25,12 +25,19 @@ def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json 
     import tempfile
 
     from workbench.firstlight import archive, measure
+    from workbench.log import new_run_id
+    from workbench.sweep import process
 
     runtime = measure.check_runtime(runtime)
     check_writable(out)
-    with tempfile.TemporaryDirectory() as folder:
+    lines = out.with_name(f"{out.stem}-{new_run_id()}.jsonl")
+    echo(f"Rows are in {lines} until the zip is written.", err=True)
+    with tempfile.TemporaryDirectory() as folder, process.awake():
         result = measure.first_light(
-            Path(folder), runtime, progress=lambda stage: echo(stage_line(stage), err=True)
+            Path(folder),
+            runtime,
+            lines=lines,
+            progress=lambda stage: echo(stage_line(stage), err=True),
         )
         contents = archive.members(result, Path(folder))
     sizes = {name: len(data) for name, data in contents.items()}
@@ -38,6 +45,7 @@ def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json 
     for name, size in sizes.items():
         echo(f"{size:10,}  {name}", err=True)
     archive.write(contents, out)
+    lines.unlink(missing_ok=True)
     summary = f"{out}: {out.stat().st_size:,} bytes, {runtime}"
     if result["simulated"]:
         summary += ", simulated"

@@ -4,11 +4,12 @@ import json
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from workbench.bundle import Bundle, Shard
 from workbench.check.gates import jsonable
-from workbench.log.scrub import scrubbed
+from workbench.log.scrub import anonymous, identifiers
 from workbench.runtime import Model, load_shard, named
 from workbench.runtime.standin import installed
 
@@ -31,8 +32,16 @@ class Job:
 
 
 def write_line(path: Path, row: dict) -> None:
-    """Appends a row to a file of JSON lines; it is on the disk afterwards."""
+    """Appends a row, without names of its machine and user, to a file of JSON lines; it is on the
+    disk afterwards."""
+    row = anonymous(jsonable(row), _identifiers())
     with path.open("a") as file:
-        file.write(json.dumps(scrubbed(jsonable(row)), default=str, allow_nan=False) + "\n")
+        file.write(json.dumps(row, default=str, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+@cache
+def _identifiers() -> set[str]:
+    """`log.scrub.identifiers`, which asks the system, once for each process."""
+    return identifiers()

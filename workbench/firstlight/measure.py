@@ -33,14 +33,17 @@ def first_light(
     runtime: str | None = None,
     *,
     stages: dict | None = None,
+    lines: Path | None = None,
     progress: Callable[[dict], None] = lambda stage: None,
 ) -> dict:
     """Runs every stage.
 
     Args:
-        folder: for bundles, the lines of each stage, stderr, and the log with the rows of this run.
+        folder: for bundles, stderr, and the log with the rows of this run.
         runtime: coreml, stand-in or stand-in:FAULT (default: `default_runtime`).
         stages: the stages to run, by name (default: all).
+        lines: file of JSON lines that every row is appended to as soon as it is there, with its
+            stage; whatever ends this process, they stay (default: one in `folder`).
         progress: gets each stage when it ended.
 
     Returns:
@@ -52,11 +55,12 @@ def first_light(
     name, fault = named(runtime)
     stages = STAGES if stages is None else stages
     facts, missing, results, run_ids = log.environment(), _missing(runtime), [], []
+    lines = lines or folder / "rows.jsonl"
     for stage in stages:
         if missing and stage != "facts":
             result = {"status": "not_measured", "reason": missing, "seconds": 0.0, "rows": []}
         else:
-            result = run_stage(stage, runtime, folder, stages[stage].timeout_s)
+            result = run_stage(stage, runtime, folder, stages[stage].timeout_s, lines)
         about = {"stage": stage, "says": stages[stage].says} | result
         row = {"command": f"first-light {stage}", "status": LOGGED[about["status"]]}
         row |= {"reason": about["reason"], "runtime": name}
@@ -86,10 +90,10 @@ def _missing(runtime: str) -> str | None:
     return None
 
 
-def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float) -> dict:
-    """The rows of one stage, its status and, where it failed, why; what its processes wrote on
-    stderr goes to a file beside them."""
-    lines, start, deaths, notes = folder / f"{stage}.jsonl", time.monotonic(), [], []
+def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: Path) -> dict:
+    """The rows of one stage, its status and, where it failed, why; each row goes to the file `lines`
+    too, what the stage's processes wrote on stderr to one in `folder`."""
+    start, deaths, notes = time.monotonic(), [], []
     job = {"stage": stage, "runtime": runtime, "folder": str(folder), "lines": str(lines)}
     cases, rows = STAGES[stage].cases(), []
     while len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1:
@@ -99,12 +103,12 @@ def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float) -> dict:
             timeout_s=round(left, 1),
         )
         notes += outcome.value or outcome.lines
-        rows = read_lines(lines)
+        rows = read_lines(lines, stage)
         if outcome.failure is not None and len(rows) < len(cases):
             died = cases[len(rows)] | {"status": "failed", "reason": outcome.failure}
-            write_line(lines, died)
+            write_line(lines, {"stage": stage} | died)
             deaths.append(outcome.failure)
-            rows = read_lines(lines)
+            rows = read_lines(lines, stage)
     if len(rows) < len(cases):
         deaths.append(
             f"{len(cases) - len(rows)} of {len(cases)} cases not reached in {timeout_s} s"
@@ -119,15 +123,16 @@ def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float) -> dict:
     }
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a file of JSON lines; a last line that was cut off is taken away."""
+def read_lines(path: Path, stage: str) -> list[dict]:
+    """A stage's rows in a file of JSON lines; a last line that was cut off is taken away."""
     if not path.exists():
         return []
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    rows = [json.loads(line) for line in whole.splitlines()]
+    return [row for row in rows if row.pop("stage") == stage]
 
 
 def _not_measured(results: list[dict]) -> list[dict]:
@@ -140,6 +145,8 @@ def _not_measured(results: list[dict]) -> list[dict]:
         for row in stage["rows"]:
             if row["status"] != "ok":
                 missing[stage["stage"], row["reason"]] = None
+            if row.get("energy_reason"):
+                missing[f"{stage['stage']}, energy", row["energy_reason"]] = None
     return [{"what": what, "reason": reason} for what, reason in missing]
 
 

@@ -35,13 +35,17 @@ def stage_main(job: dict) -> list[str]:
     """In a process of its own: the cases of a stage from `skip` on, a line of JSON for each.
 
     Args:
-        job: {stage, runtime, folder, lines (the file they are appended to), skip}.
+        job: {stage, runtime, folder, lines (the file they are appended to, with their stage), skip}.
 
     Returns:
         What Core ML wrote on stderr.
     """
     stage, here = STAGES[job["stage"]], Job(job["runtime"], Path(job["folder"]))
-    for case in stage.cases()[job["skip"] :]:
+    cases, pause = stage.cases(), Pause()
+    if job["skip"] and _on_engine(cases[job["skip"] - 1], here):  # a process died of that one
+        pause.begin()
+    for case in cases[job["skip"] :]:
+        paused_s = pause.wait() if _on_engine(case, here) else 0.0
         start, written = time.perf_counter(), os.fstat(2).st_size
         try:
             row = {"status": "ok", "reason": None} | stage.measure(case, here)
@@ -52,8 +56,38 @@ def stage_main(job: dict) -> list[str]:
         if row["status"] == "ok" and (errors := process.invalidating(messages)):
             row |= {"status": "invalid", "reason": errors[0]}
         row["seconds"] = round(time.perf_counter() - start, 3)
-        write_line(Path(job["lines"]), case | row)
+        if paused_s:
+            row["paused_s"] = round(paused_s, 1)
+        write_line(Path(job["lines"]), {"stage": job["stage"]} | case | row)
+        if row["status"] != "ok" and _on_engine(case, here):
+            pause.begin()
     return process.core_ml_messages()
+
+
+def _on_engine(case: dict, job: Job) -> bool:
+    """Whether Core ML may run a case on the Neural Engine."""
+    return job.runtime == "coreml" and case.get("units") in ("CPU_AND_NE", "ALL")
+
+
+class Pause:
+    """Time that the Neural Engine gets after a failed compilation, before the next case that may
+    use it: `PAUSE_S` each, `PAUSES_S` in all, so that a stage ends in time where all cases fail."""
+
+    PAUSE_S, PAUSES_S = 15.0, 120.0  # the first as reported in public, the second chosen
+
+    def __init__(self):
+        self.until, self.left = 0.0, self.PAUSES_S
+
+    def begin(self) -> None:
+        """A case on the Neural Engine has just failed."""
+        self.until = time.monotonic() + self.PAUSE_S
+
+    def wait(self) -> float:
+        """Sleeps for what is left of a pause; returns the seconds."""
+        seconds = min(self.left, max(0.0, self.until - time.monotonic()))
+        time.sleep(seconds)
+        self.left -= seconds
+        return seconds
 
 
 def fact_cases() -> list[dict]:

@@ -6,29 +6,23 @@ from pathlib import Path
 
 import pandas as pd
 
-from workbench import log
 from workbench.ane import placement
 from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.firstlight import EXPERIMENT, rungs
 from workbench.firstlight.job import Job
 from workbench.runtime import Model, named
-from workbench.sweep import plans, runs
+from workbench.sweep import ioreport, plans, runs
 
 CALLS, WARMUP_CALLS = 300, 3
 SECONDS_PER_TIMING = 8.0  # a case of the stage `timing` ends there, whatever its calls
 SOAK_CALLS, SOAK_SECONDS = 400, 30.0
-STATE = "thermal", "thermal_pressure", "low_power", "power_source", "swap_bytes"
-
-
-def machine_state() -> dict:
-    """What changes on a machine while it measures, now."""
-    return {name: value for name, value in log.environment().items() if name in STATE}
 
 
 def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float) -> pd.DataFrame:
-    """Wall, native and CPU milliseconds of repeated calls of T tokens, warm-ups left out, and the
-    seconds since the first; ends after `seconds`, whatever `calls`."""
+    """Wall, native and CPU milliseconds (of this thread) of repeated calls of T tokens, warm-ups
+    left out, and the seconds from the first one's start to each one's end; ends after `seconds`,
+    whatever `calls`."""
     state = model.make_state() if model.shard.states else None
     room = bundle.manifest.options.max_seq_len // T
     cycle = [
@@ -37,14 +31,14 @@ def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float)
     rows, begin = [], None
     for call in range(-WARMUP_CALLS, calls):
         begin = begin or (time.perf_counter() if call >= 0 else None)
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), time.thread_time()
         model.predict(cycle[call % len(cycle)], state)
-        end, used = time.perf_counter(), time.process_time() - cpu
+        end, used = time.perf_counter(), time.thread_time() - cpu
         if call >= 0:
             rows.append(((end - start) * 1e3, model.last_native_ms, used * 1e3, end - begin))
         if begin and end - begin > seconds:
             break
-    frame = pd.DataFrame(rows, columns=["wall_ms", "native_ms", "cpu_ms", "at_s"])
+    frame = pd.DataFrame(rows, columns=["wall_ms", "native_ms", "cpu_ms", "elapsed_s"])
     return frame.astype(float)
 
 
@@ -59,15 +53,14 @@ def timing_cases() -> list[dict]:
 
 def measure_timing(case: dict, job: Job) -> dict:
     """Calls of one shard of 1, 2 or 4 layers of 0.5B dimensions: wall, Core ML's own duration, CPU
-    time."""
-    before = machine_state()
+    time, and the Neural Engine's energy."""
     source = rungs.seeded_checkpoint("half_b", job.folder, num_hidden_layers=4)
     shape = {"t": "fixed", "t_max": case["T"], "layers_per_shard": case["layers"]}
     bundle = rungs.exported(source, job.folder, compress="int8-tensor", **shape)
     shard = bundle.shards("layers")[0]
     model = job.model(bundle, shard, case["units"])
-    samples = time_calls(bundle, model, case["T"], CALLS, SECONDS_PER_TIMING)
-    return _timed(case, job, bundle, shard, samples, before) | _loading(model)
+    samples, about = _metered(bundle, model, case["T"], CALLS, SECONDS_PER_TIMING)
+    return _timed(case, job, bundle, shard, samples, about) | _loading(model)
 
 
 def soak_cases() -> list[dict]:
@@ -76,15 +69,26 @@ def soak_cases() -> list[dict]:
 
 def measure_soak(case: dict, job: Job) -> dict:
     """A compressed shard with state, called as fast as it goes: is it as fast at the end?"""
-    before, rung = machine_state(), rungs.ladder()[case["rung"]]
+    rung = rungs.ladder()[case["rung"]]
     bundle = rungs.bundle_of(rung, job.folder)
     shard = rungs.shard_of(rung, bundle)
     model = job.model(bundle, shard, case["units"])
-    samples = time_calls(bundle, model, 1, SOAK_CALLS, SOAK_SECONDS)
+    samples, about = _metered(bundle, model, 1, SOAK_CALLS, SOAK_SECONDS)
     quarter = max(1, len(samples) // 4)
     first, last = samples["wall_ms"][:quarter].median(), samples["wall_ms"][-quarter:].median()
-    row = _timed(case | {"T": 1}, job, bundle, shard, samples, before) | _loading(model)
+    row = _timed(case | {"T": 1}, job, bundle, shard, samples, about) | _loading(model)
     return row | {"first_quarter_ms": first, "last_quarter_ms": last}
+
+
+def _metered(
+    bundle: Bundle, model: Model, T: int, calls: int, seconds: float
+) -> tuple[pd.DataFrame, dict]:
+    """`time_calls`, and columns of `runs` that say the machine's state before them and the Neural
+    Engine's energy and active time during them, with the `reason` where one of these is None."""
+    before = runs.state_before()
+    with ioreport.metered() as energy:
+        samples = time_calls(bundle, model, T, calls, seconds)
+    return samples, before | energy
 
 
 def _loading(model: Model) -> dict:
@@ -92,29 +96,32 @@ def _loading(model: Model) -> dict:
 
 
 def _timed(
-    case: dict, job: Job, bundle: Bundle, shard: Shard, samples: pd.DataFrame, before: dict
+    case: dict, job: Job, bundle: Bundle, shard: Shard, samples: pd.DataFrame, about: dict
 ) -> dict:
-    """A row of times, after its samples are logged as a run of their own; `before` is the machine's
-    state before them."""
+    """A row of times, after its samples are logged as a run of their own; `about` as from
+    `_metered`."""
+    reason = about.pop("reason")
     columns, note = _planned(job, bundle.root, shard.name, case["units"])
-    config = {"case": case, "before": before, "after": machine_state()} | note
-    phases = {"call": "wall_ms", "native": "native_ms", "cpu": "cpu_ms"}
-    long = pd.concat(
-        pd.DataFrame({"phase": phase, "value": samples[name], "order": range(len(samples))})
-        for phase, name in phases.items()
+    config = {"case": case} | note
+    if reason:
+        config["energy"] = f"not measured: {reason}"
+    calls = samples.rename(columns={"wall_ms": "value"}).assign(
+        phase="call", order=range(len(samples)), shard=shard.name, repetition=0
     )
-    long = long.dropna(subset="value").assign(
-        shard=shard.name, repetition=0, T=case["T"], unit="ms", warmup=False
-    )
+    calls = calls.assign(T=case["T"], unit="ms", warmup=False)
     row = runs.describe(bundle) | runs.executed(job.runtime, "declared", False, case["units"], {})
     row |= {"command": "first-light times", "T": case["T"]}
     run_id = runs.record_run(
-        EXPERIMENT, row | columns | {"config": config}, root=job.folder / "log", samples=long
+        EXPERIMENT,
+        row | about | columns | {"config": config},
+        root=job.folder / "log",
+        samples=calls,
     )
-    medians = {name: median(samples[name]) for name in phases.values()}
+    medians = {name: median(samples[name]) for name in ("wall_ms", "native_ms", "cpu_ms")}
+    energy = runs.pick(about, "ane_joules", "ane_active_ms") | {"energy_reason": reason}
     p90 = float(samples["wall_ms"].quantile(0.9))
     share = {"ane_ops_share": columns.get("ane_ops_share"), "invalid": columns.get("reason")}
-    return medians | {"wall_p90_ms": p90, "calls": len(samples), "run_id": run_id} | share
+    return medians | {"wall_p90_ms": p90, "calls": len(samples), "run_id": run_id} | share | energy
 
 
 @cache

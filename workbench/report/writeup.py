@@ -165,12 +165,15 @@ def write_exhibit(
 
 
 def figure_subject(runs: pd.DataFrame) -> str:
-    """The checkpoints, compressions, lengths and machines of rows of `runs` in a line, for the subtitle of a figure."""
+    """The checkpoints, compressions, lengths and machines of rows of `runs` in a line, for the subtitle of a figure; and
+    whether any ran over the stand-in, or has a simulated placement."""
     texts = []
     for column, text in FIGURE_SUBJECT.items():
         values = with_machines(runs)[column].dropna().drop_duplicates().sort_values().tolist()
         shown = values if len(values) <= 3 else [values[0], "…", values[-1]]
         texts += [text.format(", ".join(map(str, shown)))] if values else []
+    texts += ["stand-in, not Core ML"] * bool((runs["runtime"] == "stand-in").any())
+    texts += ["simulated"] * bool((runs["placement_source"] == "simulated").any())
     return " · ".join(texts)
 
 

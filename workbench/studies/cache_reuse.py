@@ -22,7 +22,7 @@ from workbench.check.gates import GREEN, NOT_RUN, RED, Gate
 from workbench.decode import Decoder, Record, Snapshot
 from workbench.decode.snapshot import trimmable
 from workbench.errors import InputError
-from workbench.prompt_cache import Store
+from workbench.prompt_cache import Store, formats
 from workbench.prompt_cache.formats import FORMATS, group
 
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
@@ -165,15 +165,16 @@ def _reference(
     decoder.prefill(ids[:-1])
     states = {key: state.read(key)[0] for state in decoder.states for key in state.shard.states}
     session = decoder.snapshot()
-    for state in decoder.states:  # every K and V row goes through four bits in place
-        for key in filter(is_cache, state.shard.states):
-            state.write(key, four_bits(state.read(key)))
-    cold["q4"] = greedy(decoder, ids[-1], max_new)[0]
     if trimmable(decoder.manifest, len(ids)):
-        decoder.begin()
-        decoder.prefill(ids[:-1])
         decoder.decode_one_token(ids[-1])
         session = decoder.snapshot()
+        decoder.begin()
+        decoder.prefill(ids[:-1])
+    for state in decoder.states:  # K and V rows go through four bits in place, where q4 takes them
+        for key in filter(is_cache, state.shard.states):
+            if four_bit_error(session.states[key]) <= formats.OUTLIER:
+                state.write(key, four_bits(state.read(key)))
+    cold["q4"] = greedy(decoder, ids[-1], max_new)[0]
     for format, store in stores.items():
         store.save(name, session, format)
     return Reference(name, ids, cold, states)
@@ -373,6 +374,14 @@ def four_bits(rows: np.ndarray) -> np.ndarray:
     step = _fp16_beyond((most - low) / np.float32(15), np.inf)
     codes = np.divide(grouped - low, step, out=np.zeros_like(grouped), where=step > 0).round()
     return (low + codes * step).reshape(rows.shape).astype(rows.dtype)
+
+
+def four_bit_error(rows: np.ndarray) -> float:
+    """RMS of what four bits change in rows [H, tokens, D], over that of what differs from token to token."""
+    rows = rows.astype(np.float32)
+    change, spread = four_bits(rows) - rows, rows - rows.mean(1, keepdims=True)
+    error, scale = (float(np.sqrt(np.mean(values**2))) for values in (change, spread))
+    return error / scale if scale else float(error > 0)
 
 
 def _grouped(rows: np.ndarray) -> np.ndarray:

@@ -77,6 +77,8 @@ class Ladder:
             {(r["rung"], r["units"]): r for r in records if r["ask"] == ask}
             for ask in ("run", "plan")
         )
+        timing = light.rows.get("timing", pd.DataFrame())
+        self.energy = timing.reindex(columns=["units", "status", "ane_joules", "energy_reason"])
 
     def ok(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
         """Whether a rung ran there and computed what portable computes."""
@@ -250,13 +252,15 @@ def _cpu_fails(ladder: Ladder) -> tuple[bool | None, list[str]]:
 def _state_rejected(ladder: Ladder) -> tuple[bool | None, list[str]]:
     pair = ("state", "range")
     answers = [ladder.ok(n, "CPU_ONLY") for n in pair] + [ladder.rejected(n) for n in pair]
-    return _all(*answers), list(pair)
+    answer = _all(*answers)
+    return answer, list(pair) if answer else []
 
 
 def _range_alone_off(ladder: Ladder) -> tuple[bool | None, list[str]]:
     on = ladder.on_engine("range")
     off = True if ladder.rejected("range") else None if on is None else not on
-    return _all(ladder.on_engine("state-t4"), off), ["state-t4", "range"]
+    answer = _all(ladder.on_engine("state-t4"), off)
+    return answer, ["state-t4", "range"] if answer else []
 
 
 def _write_decides(ladder: Ladder) -> tuple[bool | None, list[str]]:
@@ -300,7 +304,13 @@ def _runs_there(ladder: Ladder) -> tuple[bool | None, list[str]]:
     on = {rung: ladder.on_engine(rung) for rung, _ in ladder.plans}
     known = [rung for rung, answer in on.items() if answer is not None]
     there = [rung for rung in known if on[rung]]
-    return (bool(there) if known else None), there
+    if not there:
+        return (False if known else None), []
+    energy = ladder.energy.query("units == 'CPU_AND_NE' and status == 'ok'")
+    if energy["ane_joules"].max() > 0:
+        return True, there
+    reasons = energy["energy_reason"].dropna().unique() if len(energy) else ["nothing was timed"]
+    return None, [f"energy {UNKNOWN}: {reason}" for reason in reasons]
 
 
 DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
@@ -342,8 +352,8 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
     ),
     ("GREEN at T = 1, RED at T > 1", "chapter 5's hazard", "fixed T", _wrong_for_t),
     (
-        "GREEN and planned on the Neural Engine",
-        "the first real measurement, once its energy is measured too",
+        "GREEN, planned on the Neural Engine, and energy used there",
+        "the first real measurement",
         "publish cold, warm, sustained",
         _runs_there,
     ),
@@ -351,13 +361,15 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
 
 
 def decisions(light: Light, most: int = 6) -> pd.DataFrame:
-    """The decision table: result, seen (yes, no or not measured), where, means, next; at most so many rungs are named."""
+    """The decision table: result, seen (yes, no or not measured), where (or why it was not), means, next; at most so many
+    rungs are named."""
     rows, ladder = [], Ladder(light)
     for result, means, step, decide in DECISIONS:
         seen, where = decide(ladder)
         word = {True: "yes", False: "no", None: UNKNOWN}[seen]
         more = f" and {len(where) - most} more" if len(where) > most else ""
-        rows.append((result, word, ", ".join(where[:most]) + more if seen else "", means, step))
+        shown = "" if seen is False else ", ".join(where[:most]) + more
+        rows.append((result, word, shown, means, step))
     return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
 
 
