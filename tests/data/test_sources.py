@@ -83,7 +83,8 @@ def test_what_other_exporters_packages_compute_names_a_commit_and_every_fault_a_
     assert list(rows) == columns
     assert (rows[columns[:5]] != "").all(axis=None)
     assert rows["commit"].str.fullmatch("[0-9a-f]{8}").all()
-    assert ((rows["fault"] != "") == (rows["cause"] != "")).all() and (rows["fault"] != "").sum() == 4
+    faulty = rows["fault"] != ""
+    assert (faulty == (rows["cause"] != "")).all() and faulty.sum() == 4
 
 
 def test_the_readme_lists_every_file():
