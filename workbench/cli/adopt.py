@@ -10,6 +10,8 @@ from workbench.check import gates
 from workbench.cli.common import Json, gate_lines, parse_ids, red_first, show
 from workbench.errors import InputError
 
+PANEL = "Check"
+
 
 def adopt_command(
     packages: Annotated[list[Path] | None, Argument(metavar="PACKAGES…")] = None,
