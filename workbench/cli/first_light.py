@@ -9,6 +9,8 @@ from workbench.cli.export import check_writable
 
 OUT = Path("build/first-light.zip")
 
+PANEL = "Machine, memory, placement, cost"
+
 
 def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json = False) -> None:
     """Six stages of measurements on Core ML, at most 15 minutes, and one file to send back. Nothing is
