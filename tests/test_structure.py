@@ -60,6 +60,7 @@ MAY_IMPORT = {
         "bundle",
     },
     "studies": {
+        "adopt",
         "firstlight",
         "sweep",
         "log",

@@ -14,6 +14,7 @@ BUNDLE, CONFIG = "bundle.json", "config.json"
 FOREIGN = "foreign.yaml"  # describes packages of another exporter
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
+ADOPTED = "validate, check, decode, reuse, explain, trace and residency take them"
 EXPORT = "run: workbench export CHECKPOINT BUNDLE"
 
 
@@ -31,8 +32,7 @@ def bundle(path: str | Path) -> Path:
         around = next((folder for folder in path.parents if (folder / BUNDLE).is_file()), None)
         step = f"give the folder {around}" if around else f"{EXPORT}; trace takes a package"
     elif adopted(path):
-        actual = f"adopted packages ({FOREIGN})"
-        step = "validate, check, decode, reuse, explain, trace and residency take them"
+        actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif (path / CONFIG).is_file():
         actual = "a Hugging Face checkpoint"
         step = f"run: workbench export {path} BUNDLE, and give BUNDLE"
@@ -63,6 +63,8 @@ def checkpoint(path: str | Path) -> Path:
         actual, step = "a bundle", "give the checkpoint that it was exported from"
     elif is_package(path) or path.suffix == ".mlmodelc":
         actual, step = "a Core ML model", "give the checkpoint that it was made from"
+    elif adopted(path):
+        actual, step = f"adopted packages ({FOREIGN})", ADOPTED
     elif _is_gguf(path):
         actual = "GGUF weights"
         step = "download the model's safetensors: hf download ORG/NAME --local-dir FOLDER"

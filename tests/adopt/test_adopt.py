@@ -306,6 +306,35 @@ def test_a_command_that_takes_bundles_alone_says_what_lies_there(adoptions):
     assert "adopted packages" in problem
 
 
+@pytest.mark.parametrize(
+    "words", ["memory", "evaluate --ids x", "export build/x", "golden --out x"]
+)
+def test_what_takes_no_adopted_packages_says_what_does(adoptions, words):
+    name, *others = words.split()
+    problem = command(name, adoptions.folder("host"), *others, code=2)
+    assert "adopted packages" in problem and "validate, check, decode" in problem
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "validate --record",
+        "validate --tasks x",
+        "validate --only portable",
+        "check --memory 16G",
+        "explain --record --checkpoint x",
+        "trace --record",
+        "residency --record",
+        "decode --literal --prompt-ids 1",
+        "reuse --batch-bundle x",
+    ],
+)
+def test_an_option_for_bundles_alone_is_refused_not_ignored(adoptions, words):
+    name, option, *others = words.split()
+    problem = command(name, adoptions.folder("host"), option, *others, code=2)
+    assert problem.startswith(f"{option}: found packages without a bundle")
+
+
 @pytest.mark.parametrize("style", ["recipe", "chunks"])
 def test_a_mask_of_minus_infinity_is_no_fault(adoptions, style):
     result = command("trace", adoptions.folder(style), "--json")

@@ -77,6 +77,16 @@ def test_published_decode_speeds_name_model_machine_and_source():
     ).all()
 
 
+def test_what_other_exporters_packages_compute_names_a_commit_and_every_fault_a_cause():
+    rows = read("other_exporters")
+    columns = ["exporter", "commit", "package", "executed", "against_hf", "fault", "cause"]
+    assert list(rows) == columns
+    assert (rows[columns[:5]] != "").all(axis=None)
+    assert rows["commit"].str.fullmatch("[0-9a-f]{8}").all()
+    faulty = rows["fault"] != ""
+    assert (faulty == (rows["cause"] != "")).all() and faulty.sum() == 4
+
+
 def test_the_readme_lists_every_file():
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert {f"`{path.name}`" in readme for path in FOLDER.glob("*.csv")} == {True}

@@ -119,6 +119,12 @@ def test_a_missing_cell_is_hatched_and_not_crossed():
     assert ax.patch.get_hatch() and legend(ax) == ["not measured"] and not crossed(ax)
 
 
+@pytest.mark.parametrize(("boundary", "lines"), [(4, [[4, 4]]), (99, []), (None, [])])
+def test_a_boundary_is_a_line_before_its_position(boundary, lines):
+    ax = plots.fidelity_heatmap(fidelity(), T=1, boundary=boundary)
+    assert [list(line.get_xdata()) for line in ax.lines] == lines
+
+
 @pytest.mark.parametrize("metric", ["1-cosine", "max_abs", "psnr_db"])
 def test_a_result_that_is_not_finite_is_black_and_crossed_without_any_threshold(metric):
     data = fidelity()

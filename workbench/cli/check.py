@@ -23,6 +23,7 @@ from workbench.cli.common import (
     Tokens,
     Units,
     another,
+    bundles_only,
     gate_lines,
     load_golden,
     look_at,
@@ -72,6 +73,7 @@ def check_command(
     if paths.adopted(bundle):
         from workbench.cli.adopt import check_adopted
 
+        bundles_only(memory=memory, prefill_bundle=prefill_bundle)
         return check_adopted(bundle, golden, runtime, compute_units, json)
     opened = workbench.Bundle.open(bundle)
     look_at(golden, None)
@@ -123,6 +125,9 @@ def validate_command(
     if paths.adopted(bundle):
         from workbench.cli.adopt import validate_adopted
 
+        bundles_only(prompt=prompt, text=text, tokens=tokens, all_t=all_t, tasks=tasks)
+        bundles_only(prefill_bundle=prefill_bundle, only=only, record=log)
+        bundles_only(max_kl=max_kl != gates.MAX_KL)
         how = runtime, compute_units, precision, json
         return validate_adopted(bundle, checkpoint, golden, prompt_ids, *how)
     opened = workbench.Bundle.open(bundle)

@@ -154,6 +154,19 @@ def prompt_of(golden: Path | None, prompt_ids: str | None, V: int, **prompt) -> 
     return ids_for(prompt_ids, V, **prompt)
 
 
+def bundles_only(**options) -> None:
+    """Refuses the first option that is given beside packages without a bundle, which do not take
+    it."""
+    for name, value in options.items():
+        if value:
+            raise InputError(
+                f"--{name.replace('_', '-')}",
+                "packages without a bundle",
+                "a bundle",
+                "leave the option out",
+            )
+
+
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:
     """Refuses a path of a golden or a checkpoint that is none, before anything heavy is imported."""
     if golden:

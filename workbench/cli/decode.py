@@ -15,6 +15,7 @@ from workbench.cli.common import (
     PromptOf,
     RuntimeName,
     Units,
+    bundles_only,
     look_at,
     prompt_of,
     red_first,
@@ -59,6 +60,8 @@ def decode_command(
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
     adopted = paths.adopted(bundle)
+    if adopted:
+        bundles_only(golden=golden, chat=chat, literal=literal, prefill_bundle=prefill_bundle)
     folders = () if adopted else (bundle, prefill_bundle)
     bundles = [workbench.Bundle.open(path) for path in folders if path]
     if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
@@ -120,6 +123,7 @@ def reuse_command(
     if paths.adopted(bundle):
         from workbench.cli.adopt import reuse_adopted
 
+        bundles_only(batch_bundle=batch_bundle)
         return reuse_adopted(bundle, runtime, compute_units, precision, json)
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse

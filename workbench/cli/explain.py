@@ -23,6 +23,7 @@ from workbench.cli.common import (
     Tokens,
     Units,
     another,
+    bundles_only,
     gate_lines,
     load_golden,
     look_at,
@@ -118,6 +119,7 @@ def explain_command(
     if paths.adopted(bundle):
         from workbench.cli.adopt import explain_adopted
 
+        bundles_only(record=log)
         return explain_adopted(bundle, checkpoint, json)
     opened = workbench.Bundle.open(bundle)
     paths.checkpoint(checkpoint)
@@ -162,15 +164,17 @@ def trace_command(
     elif adopted:
         from workbench.cli.adopt import traced
 
+        bundles_only(golden=golden, inputs=inputs, function=function, position=position, record=log)
         ranges = traced(source, prompt_ids)
     else:
+        bundles_only(record=log)
         from workbench.adopt import probe
 
         values = probe.inputs(source, function, position)
         values |= _package_inputs(inputs, source, function) if inputs else {}
         ranges = trace.trace_package(source, values, function=function)
     result = ranges.json()
-    if log and bundle:
+    if log:
         _record(bundle, "trace", result)
     worst = [
         f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{trace.place(w)}"

@@ -7,7 +7,7 @@ from typer import Argument
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Log, Memory, RuntimeName, Units, record, show
+from workbench.cli.common import Json, Log, Memory, RuntimeName, Units, bundles_only, record, show
 from workbench.errors import InputError
 
 PANEL = "Machine, memory, placement, cost"
@@ -97,6 +97,7 @@ def residency_command(
         function: Only this function of a package.
     """
     if packages := _packages(bundle):
+        bundles_only(record=log)
         return show(*_package_residency(packages, chip, function, json))
     opened = workbench.Bundle.open(bundle)
     from workbench.ane import placement, roofline

@@ -64,7 +64,7 @@ def convert(
     if options.preset != FP16:
         excluded = {path for path, _ in module.named_parameters()} - compressed
         _compress(pipeline, options.preset, [f"{path}_to_fp16" for path in excluded])
-    with quiet(), _no_progress(), torch.no_grad():
+    with quiet(), no_progress(), torch.no_grad():
         Builder.name_count.clear()  # coremltools numbers the names it makes up through the life of the process
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
         try:
@@ -107,7 +107,7 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
             )
         descriptor.add_function(str(program), "main", name)
     descriptor.default_function_name = next(iter(programs))
-    with quiet(), _no_progress():
+    with quiet(), no_progress():
         Builder.name_count.clear()
         utils.save_multifunction(descriptor, str(package))
     pin(package)
@@ -139,7 +139,7 @@ def lean():
         gc.unfreeze()
 
 
-def _no_progress():
+def no_progress():
     """coremltools draws its bars with tqdm and has no switch for them."""
     import tqdm
 

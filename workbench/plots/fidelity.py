@@ -52,7 +52,7 @@ class View:
     the rows' own ``budget`` (what rounding alone costs) an ``error`` may be; the colours then span the values. `limits` fix the colour scale, so that
     figures compare: two values, ``fixed`` (those of the metric) or ``data`` (those of the values); values outside take the
     colour of the nearer end. `tokens[position]` names the positions where there
-    are at most 64.
+    are at most 64. `boundary` is a position before which a line is drawn, such as the end of a window.
     """
 
     tensor: str = "update"
@@ -62,6 +62,7 @@ class View:
     budget: float | None = None
     tokens: Sequence[str] | None = None
     limits: tuple[float, float] | str | None = None
+    boundary: int | None = None
 
     def measured(self, fidelity: pd.DataFrame) -> pd.DataFrame:
         """The rows of this tensor and mode, at any T."""
@@ -141,6 +142,8 @@ class View:
             ax.tick_params(axis="x", rotation=90)
             for text in ax.get_xticklabels():
                 text.set_parse_math(False)
+        if self.boundary in list(positions):
+            ax.axvline(list(positions).index(self.boundary), color="white", linewidth=1)
         if self.tensor == "logits":  # they belong to no layer
             ax.set(ylabel="", yticks=[])
         y, x = np.nonzero(crossed.eq(True).to_numpy())
