@@ -125,7 +125,8 @@ def _subtitle(figure: Figure, about: str) -> str:
         whole = about.replace(" ", "\N{NO-BREAK SPACE}").replace(
             "\N{NO-BREAK SPACE}·\N{NO-BREAK SPACE}", " · "
         )
-        lines = textwrap.wrap(whole, int(17 * figure.get_figwidth()))  # letters
+        letters = int(17 * figure.get_figwidth())
+        lines = textwrap.wrap(whole, letters, break_on_hyphens=False)
         figure.suptitle("\n".join([title, *lines]), x=0.01, ha="left", fontsize=7.5)
     return title
 

@@ -40,7 +40,7 @@ class Explorer(Panel):
     """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split into causes; speed.
 
     The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len that it lacks the nearest
-    one, which the title names; the Run button measures the rest of the grid, the shown setting first. The line below the
+    one, which the message names; the Run button measures the rest of the grid, the shown setting first. The line below the
     picture has the figures of the cell under the pointer, else of the one that is chosen: by clicking on it or on a line of
     the list.
 
