@@ -24,6 +24,8 @@ C, E = 3, 4
 class Expert:
     """Expert e multiplies by e + 1; counts its calls and their columns."""
 
+    last_native_ms = None
+
     def __init__(self, shard, calls):
         self.factor, self.calls = shard.rows[0] + 1, calls
 
