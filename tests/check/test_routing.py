@@ -1,5 +1,6 @@
 """Layers go on with the golden's choice of experts; another choice is judged by itself, and only near-ties may be one."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,8 @@ from workbench.check import fidelity, golden
 from workbench.check.price import HALF_ULP, Budget, measure_budget
 from workbench.check.validate import ROUTING_FACTOR, routing, validate
 from workbench.models.checkpoint import Checkpoint
+
+DATA = Path(__file__).parents[2] / "data"
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +89,43 @@ def test_only_what_rounding_moves_may_be_chosen_differently(share, verdict, turn
     assert (
         "1 of 3" in gate.reason and "layer 1, position 1" in gate.reason and "0.9000" in gate.reason
     )
+
+
+@pytest.mark.parametrize(("run", "verdict"), [("chained", "GREEN"), ("isolated at T = 1", "RED")])
+def test_a_chained_choice_may_move_as_far_as_errors_of_the_layers_before_add_up(run, verdict):
+    reference = SimpleNamespace(expert=np.array([[0, 1]]), margin=np.array([[0.5, 0.2]]))
+    alone, added_up = (
+        SimpleNamespace(expert=reference.expert, margin=reference.margin + move)
+        for move in (MOVE, 0.15)
+    )
+    row = {"layer": 0, "position": 1, "run": run, "differs": True, "margin": 0.2}
+    gate = routing(pd.DataFrame([row]), reference, Budget(alone, added_up), {"cosine_min": 0.9})
+    assert gate.verdict == verdict
+
+
+def test_forced_experts_are_used_and_the_router_s_own_choice_is_recorded(exports):
+    checkpoint = Checkpoint(exports.checkpoint("zaya", num_hidden_layers=2, num_experts=2))
+    ids = prompt(109, 6)
+    free = golden.make_golden(checkpoint, ids)
+
+    def forced(expert: np.ndarray) -> golden.Golden:
+        model = golden.empty_model(checkpoint.config)
+        golden.force_experts(model, expert)
+        return golden.make_golden(checkpoint, ids, model=model)
+
+    np.testing.assert_array_equal(forced(free.expert).hidden, free.hidden)
+    other = forced((free.expert + 1) % 3)
+    np.testing.assert_array_equal(other.expert[0], free.expert[0])
+    assert np.abs(other.update[0] - free.update[0]).max(axis=-1).min() > 1e-3
+
+
+def test_a_trained_checkpoint_in_four_bits_is_sound(exports):
+    """Rounded to four bits, choices of its last layer turn that an isolated layer would not."""
+    checkpoint = Checkpoint(DATA / "tiny-zaya")
+    bundle = exports.bundle(checkpoint.path, compress="int4-block32", max_seq_len=32)
+    reference = golden.make_golden(checkpoint, prompt(checkpoint.config.vocab_size, 24))
+    budget = measure_budget(bundle, checkpoint, reference)
+    gates = {
+        g.name: g for g in validate(Decoder(bundle, "portable"), reference, budget=budget).gates
+    }
+    assert gates["routing"].verdict == "GREEN" and gates["routing"].value > 0

@@ -350,6 +350,24 @@ def _without_pictures(config):
     return transformers.Qwen3Config(**fields | {"rope_parameters": rope})
 
 
+def force_experts(model: nn.Module, expert: np.ndarray) -> None:
+    """Makes every layer of Hugging Face's model use the classes `expert` [L, n], the one past the experts skipping them,
+    with the probabilities that its own router gives them; goldens go on recording the router's own choice."""
+    for layer, classes in zip(model.model.layers, expert, strict=True):
+        chosen = torch.from_numpy(np.array(classes, np.int64))[:, None]
+
+        def choose(module, args, output, chosen=chosen):
+            logits, _, _, *rest = output
+            probabilities = torch.softmax(logits, -1).gather(-1, chosen)
+            skipped = chosen == logits.shape[-1] - 1
+            experts = chosen.masked_fill(skipped, 0)
+            return (logits, probabilities.masked_fill(skipped, 0), experts, *rest)
+
+        for module in layer.modules():
+            if hasattr(module, "balancing_biases"):
+                module.register_forward_hook(choose)
+
+
 def whole_prompt(checkpoint: Checkpoint):
     """Hugging Face's model in fp32 with all its weights loaded."""
     import transformers

@@ -18,7 +18,7 @@ from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, metrics
 from workbench.check.fidelity import ForwardPass
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden, empty_model, make_golden, stored_weights
+from workbench.check.golden import Golden, empty_model, force_experts, make_golden, stored_weights
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -32,7 +32,7 @@ BUDGET_FACTOR = 6.0
 @dataclass(frozen=True)
 class Budget:
     """Goldens of the stored weights and a rounded stream: every layer fed the source golden's
-    input, and all in a row."""
+    input, and all in a row, with the source golden's choice of experts as in a chained pass."""
 
     isolated: Golden
     chained: Golden
@@ -86,6 +86,8 @@ def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Bu
 
     def run(*fed: np.ndarray | None) -> Golden:
         model = _rounding_model(checkpoint, scale)
+        if golden.expert is not None:
+            force_experts(model, golden.expert)
         return make_golden(checkpoint, golden.ids, weights, "budget", *fed, model=model)
 
     x = _rounded(torch.from_numpy(golden.x), scale).numpy()

@@ -41,8 +41,7 @@ from workbench.models.checkpoint import Checkpoint
 NEED_DECODER = ("host", "program", "scores", "causality")
 BUG_GATES = ("interface", "weights", *NEED_DECODER)
 # Times what rounding moves the scores by. They are rounded inside the router too, which the budget
-# leaves out. A chained run adds up errors of the layers before, which it leaves out as well: random
-# draws stay below 0.9, trained ZAYA in four bits reaches 3.6 and is RED though it is sound.
+# leaves out; docs/verdict.md has the worst sound bundle.
 ROUTING_FACTOR = 2.0
 
 
@@ -238,16 +237,21 @@ def routing(
     read layers that went on with the golden's choice.
 
     Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own model by so much; where
-    the golden's lie further apart than `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's.
+    the golden's lie further apart than `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's. In a
+    chained run errors of the layers before add up, in the budget's as well.
     """
     differ = choices[choices["differs"]]
     reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
     if budget is None:
         return gates.not_run("routing", f"needs --checkpoint; {reason}")
-    again = budget.isolated
-    after = np.where(again.expert == golden.expert, again.margin, -again.margin)
-    moves = np.abs(golden.margin - after).max(axis=1) + HALF_ULP  # [L]
-    ratios = differ["margin"] / moves[differ["layer"]]
+    moves = {}  # by whether the layers are chained, [L]
+    for chained, again in ((True, budget.chained), (False, budget.isolated)):
+        after = np.where(again.expert == golden.expert, again.margin, -again.margin)
+        moves[chained] = np.abs(golden.margin - after).max(axis=1) + HALF_ULP
+    limits = np.where(
+        differ["run"] == "chained", *(moves[c][differ["layer"]] for c in (True, False))
+    )
+    ratios = differ["margin"] / limits
     if len(differ):
         worst = differ.loc[ratios.idxmax()]
         place = f"layer {worst['layer']}, position {worst['position']}, {worst['run']}"
