@@ -11,14 +11,22 @@ from workbench.models.checkpoint import random
 from workbench.runtime import named, resolve
 
 NAME = "random-qwen2-layer"
+LAYER = {  # of Qwen2.5-0.5B; no head is timed
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 4096,
+}
 COLUMNS = ["name", "runtime", "tokens_per_s", "call_ms", "n", "ane_ops_share", "ane_cost_share"]
 
 
 def measure_real_layer(
-    runtime: str, dims: Mapping, folder: Path, *, experiment: str, **run
+    runtime: str, changes: Mapping, folder: Path, *, experiment: str, **run
 ) -> pd.DataFrame:
-    """One row: a layer of random weights and the dimensions `dims` (transformers' names), measured
-    on CPU_AND_NE by a sweep with the options `run`, with the Neural Engine's shares and the
+    """One row: a layer of random weights and Qwen2.5-0.5B's dimensions with `changes`
+    (transformers' names), measured on CPU_AND_NE by a sweep with the options `run`, with the Neural Engine's shares and the
     `result` in words. Nothing is measured on the portable runtime.
 
     Args:
@@ -28,7 +36,7 @@ def measure_real_layer(
     if name == "portable":
         result = "not measured: there is no Core ML here"
         return pd.DataFrame([{"name": NAME, "runtime": name, "result": result}])
-    source = random(folder / NAME, "qwen2", **dims)
+    source = random(folder / NAME, "qwen2", **LAYER | changes)
     grid = sweep.make_grid(
         {
             "checkpoint": str(source),
