@@ -125,5 +125,5 @@ def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     median_range(ax, samples, "context", "ms", "temperature")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")
     ax.xaxis.minorticks_off()
-    count = counts_in_words(samples, ["context", "temperature"])
-    return heading(ax, f"time to the first token, median and range, {count}")
+    count = counts_in_words(samples.groupby(["context", "temperature"]).size())
+    return heading(ax, f"time to the first token, median and range, n = {count}")

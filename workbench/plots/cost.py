@@ -59,8 +59,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
     if len(units) != 1:
         raise ValueError(f"speed: found units {sorted(units)}; needs samples of one unit and phase")
     what = {"tok/s": "decode speed", "ms": "time of a call"}.get(units[0], units[0])
-    count = counts_in_words(timed if len(timed) else invalid, ["max_seq_len", lines])
-    title = on_machine(f"{what}, median and range, {count}", samples)
+    counts = (timed if len(timed) else invalid).groupby(["max_seq_len", lines]).size()
+    title = on_machine(f"{what}, median and range, n = {counts_in_words(counts)}", samples)
     ax = axes(ax, COLUMN, 2.6)
     ordered = timed.astype({"value": float, "max_seq_len": int}).sort_values(lines, kind="stable")
     median_range(ax, ordered, "max_seq_len", "value", lines, f"{lines} = {{}}", base=2)
@@ -259,7 +259,7 @@ def speed_against_fidelity(
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
     if "n" in points:
-        title += f", medians of {_runs_in_words(points['n'])}"
+        title += f", medians; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
     for verdict, (marker, colour) in _VERDICTS.items():
         part = valid[valid["verdict"] == verdict]
@@ -287,13 +287,6 @@ def speed_against_fidelity(
     ax.grid()
     keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
     return heading(ax, on_machine(title, configurations), keys)
-
-
-def _runs_in_words(counts: pd.Series) -> str:
-    least, most = counts.min(), counts.max()
-    if least != most:
-        return f"{least} to {most} runs"
-    return f"{least} runs" if least > 1 else "one run"
 
 
 def pareto_front(points: pd.DataFrame) -> pd.DataFrame:

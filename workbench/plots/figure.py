@@ -258,11 +258,10 @@ def median_range(
     ax.grid(axis="y")
 
 
-def counts_in_words(samples: pd.DataFrame, by: Sequence[str]) -> str:
-    """How many samples each point of a figure stands on, such as "n = 5" or "n = 9 to 24"."""
-    counts = samples.groupby(list(by)).size()
+def counts_in_words(counts: pd.Series) -> str:
+    """Numbers of samples, one for each point of a figure, as "5" or "9 to 24"."""
     least, most = counts.min(), counts.max()
-    return f"n = {least}" if least == most else f"n = {least} to {most}"
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def pivot_in_order(rows: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
