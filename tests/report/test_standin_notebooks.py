@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.lab import commit
+from studies.test_real_layer import DIMS
 from test_notebooks import ROOT, SMALL
 
 from workbench import log
@@ -23,15 +24,7 @@ def print(*words, **options):
     _print(*words, **options)
 builtins.print = print
 """
-LAYER = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 64,
-}
-CHANGED = {"34": {"REAL": LAYER, "LAYERS_PER_SHARD": [1], "MAX_SEQ_LEN": [16], "T": [1]}}
+CHANGED = {"34": {"REAL": DIMS, "LAYERS_PER_SHARD": [1], "MAX_SEQ_LEN": [16], "T": [1]}}
 WHOLE = [
     pytest.param(number, marks=pytest.mark.exhaustive)
     for number in ("05", "30", "31", "33", "34", "35")

@@ -29,7 +29,7 @@ head = llama.head
 
 
 def plan(config) -> Plan:
-    """The plan's configuration has Llama's names for what this one calls otherwise."""
+    """The plan of an LFM 2 model; its configuration is given Llama's names for the fields that LFM 2 names differently."""
     if others := set(config.layer_types) - {"conv", "full_attention"}:
         refuse(config, f"layer types {sorted(others)}", "conv or full_attention")
     if "full_attention" not in config.layer_types:
