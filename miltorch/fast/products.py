@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from miltorch.fast import kernels
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.ops.convolution import FEW_COLUMNS
+from miltorch.ops.linear import panel_product
 from miltorch.program import Op, Ref
 
 
@@ -24,10 +24,13 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         rows = x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])
-        if self.weight.dtype == np.uint16 and len(rows) >= FEW_COLUMNS:
-            y = F.linear(rows.float(), torch.from_numpy(self.weight.view(np.float16)).float())
-        else:
+        if len(rows) < FEW_COLUMNS:
             y = kernels.product(self.weight, self.scale, rows)
+        elif self.weight.dtype == np.uint16:
+            y = panel_product(rows.float(), torch.from_numpy(self.weight.view(np.float16)))
+        else:
+            scale = torch.from_numpy(self.scale)[:, None]
+            y = panel_product(rows.float(), torch.from_numpy(self.weight), scale)
         y = (y if self.bias is None else y + self.bias).half()
         y = (
             y.reshape(x.shape[0], -1, len(self.weight))

@@ -4,12 +4,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from miltorch.ops.linear import TERMS, narrow_matmul
+from miltorch.ops.linear import TERMS, narrow_matmul, panel_product
 from miltorch.ops.registry import bounded, operation, padded
 
-FEW_COLUMNS = (
-    32  # rows that a product with fp16 weights takes before one with float32 copies overtakes it
-)
+FEW_COLUMNS = 12  # rows for which a product that reads fp16 or int8 weights is the faster one
 
 
 def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
@@ -59,8 +57,7 @@ def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> tor
             return y.reshape(B, N, R)
     if narrow:
         return narrow_matmul(rows, weight.float().T)
-    more = -N % 4 if N > 1 else 0  # libraries take 4 rows faster than 2 or 3
-    return F.linear(F.pad(rows, (0, 0, 0, more)), weight.float())[:, :N]
+    return panel_product(rows.flatten(0, 1), weight).reshape(B, N, R)
 
 
 def _conv(narrow: bool):

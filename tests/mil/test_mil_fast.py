@@ -16,6 +16,7 @@ from miltorch.fast import bytecode, kernels, patterns, products
 from miltorch.fast import program as fast
 from miltorch.fast.matching import PatternGraph
 from miltorch.fast.program import FastProgram
+from miltorch.ops import linear
 from workbench import Decoder
 from workbench.errors import InputError
 
@@ -333,6 +334,24 @@ def test_fp16_products_use_weights_as_they_are():
         np.testing.assert_allclose(
             found, rows.double().numpy() @ weight.astype(float).T, rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8])
+@pytest.mark.parametrize("panel", [1, 131, 1 << 19])  # a row at a time, two, all
+def test_a_product_by_panels_is_the_whole_product(dtype, panel, monkeypatch):
+    monkeypatch.setattr(linear, "PANEL", panel)
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(0, 30, (7, 130)).astype(dtype), rng.normal(size=(20, 130))
+    scale = rng.uniform(1e-3, 1e-1, (7, 1)).astype(np.float32) if dtype is np.int8 else None
+    dense = weight if scale is None else (weight * scale).astype(np.float16)
+    product = linear.panel_product(
+        torch.from_numpy(x.astype(np.float32))
+        .T.contiguous()
+        .T,  # columns first, as layers give them
+        torch.from_numpy(weight),
+        None if scale is None else torch.from_numpy(scale),
+    )
+    np.testing.assert_allclose(product.numpy(), x @ dense.T.astype(float), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 40), (3, 40), (6, 40), (2, 900)])

@@ -22,6 +22,7 @@ from workbench.sweep import timing
 
 DEPTHS = (64, 448)
 SIZES = (256, 512, 1024, 2048, 4096)  # max_seq_len as it grows
+PROMPT = 448  # tokens of a timed prefill
 STEPS = 8  # timed calls of one contestant in one round
 
 
@@ -69,6 +70,44 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
             bench_row(f"{name} peak memory", peak, "bytes", "stored", [bundle.bytes]),
         ]
     return rows
+
+
+def bench_prefill(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
+    """A prompt of `PROMPT` tokens in calls of T = 1, 4 and t_max tokens, and Hugging Face's model (fp32, fp16 and bf16, one
+    call, its own cache), on all cores of the machine. Timed: token ids to the logits of the last one.
+
+    Returns:
+        tok/s of each bundle and T beside every peer.
+    """
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(torch.multiprocessing.cpu_count())
+    ids = [7] * PROMPT
+    contestants = {}
+    for name, bundle in bundles.items():
+        decoder = Decoder(bundle, "portable", fast=True)
+        for T in (1, 4, bundle.manifest.options.t_max):
+            contestants[f"{name} T={T}"] = partial(_prefill, decoder, ids, T)
+    ours = list(contestants)
+    for dtype in ("float32", "float16", "bfloat16"):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+        call = partial(model, torch.tensor([ids]), logits_to_keep=1)
+        contestants[f"HF {dtype}"] = torch.inference_mode()(call)
+    for call in contestants.values():
+        call()  # compiles kernels and fills caches
+    samplers = {
+        name: lambda call=call: PROMPT / seconds(call) for name, call in contestants.items()
+    }
+    rates = in_turn(samplers, rounds)
+    return [
+        bench_row(f"prefill {name}", rates[name], "tok/s", peer, rates[peer])
+        for name, peer in product(ours, contestants.keys() - set(ours))
+    ]
+
+
+def _prefill(decoder: Decoder, ids: list[int], T: int) -> None:
+    decoder.begin()
+    decoder.prefill(ids, T)
 
 
 def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:

@@ -57,6 +57,7 @@ def show_rows(rows: list[dict], json: bool, **more) -> None:
 def decode_benchmark(
     moe: bool = False,
     growth: bool = False,
+    prefill: bool = False,
     layers: int | None = None,
     rounds: Rounds = 5,
     folder: Folder = BUILD,
@@ -69,6 +70,7 @@ def decode_benchmark(
     Args:
         moe: Routed against dense experts on ZAYA1's real layer dimensions.
         growth: ms per call over max_seq_len and T, on two layers.
+        prefill: A prompt of 448 tokens in calls of 1, 4 and 64, against Hugging Face's model.
         layers: Decoder layers of the stack: 24, with --moe or --growth 2.
     """
     from workbench.benchmarks import decode
@@ -89,7 +91,8 @@ def decode_benchmark(
             kind: bundle(max_seq_len=512, t_max=64, compress=kind)
             for kind in ("fp16", "int8-tensor")
         }
-        rows = decode.bench_decode(bundles, checkpoint.path, rounds=rounds)
+        run = decode.bench_prefill if prefill else decode.bench_decode
+        rows = run(bundles, checkpoint.path, rounds=rounds)
     show_rows(rows, json)
 
 
