@@ -4,7 +4,7 @@ import errno
 import gc
 import tempfile
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import cache, partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -115,12 +115,18 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 
 @contextmanager
 def lean():
-    """Lowers two costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
+    """Lowers four costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
     the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
-    small one's time; here it looks only at the objects of the conversion."""
+    small one's time; here it looks only at the objects of the conversion. It validates and prints the program after each
+    of a hundred passes; here it is validated after the last of a pipeline. It solves the same equations between sizes
+    again after many passes; here each once."""
+    import sympy
+    from coremltools.converters.mil.mil import Program
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
     original = FP16ComputePrecision.fp16_overflow
+    pipeline, solve = PassPipelineManager.apply_pipeline, sympy.solve
 
     def overflow(op) -> bool:
         inputs = [x if isinstance(x, list | tuple) else [x] for x in op.inputs.values()]
@@ -131,9 +137,25 @@ def lean():
         beyond = (not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights)
         return any(beyond) and original(op)
 
+    def apply(program, passes) -> None:
+        validate = patch.object(Program, "validate", lambda *_, **__: None)
+        with validate, patch.object(Program, "__str__", object.__repr__):
+            pipeline(program, passes)
+        program.validate()
+
+    @cache
+    def solved(equation, symbol) -> list[dict]:
+        return solve([equation], [symbol], dict=True)
+
     gc.freeze()
     try:
-        with patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)):
+        with (
+            patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)),
+            patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply)),
+            patch.object(
+                sympy, "solve", lambda equations, symbols, **_: solved(*equations, *symbols)
+            ),
+        ):
             yield
     finally:
         gc.unfreeze()
