@@ -115,18 +115,13 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 
 @contextmanager
 def lean():
-    """Lowers four costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
+    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
     the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
-    small one's time; here it looks only at the objects of the conversion. It validates and prints the program after each
-    of a hundred passes; here it is validated after the last of a pipeline. It solves the same equations between sizes
-    again after many passes; here each once."""
-    import sympy
-    from coremltools.converters.mil.mil import Program
+    small one's time; here it looks only at the objects of the conversion. Half of what is left is `seldom_validated` and
+    `solved_once`."""
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
-    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
     original = FP16ComputePrecision.fp16_overflow
-    pipeline, solve = PassPipelineManager.apply_pipeline, sympy.solve
 
     def overflow(op) -> bool:
         inputs = [x if isinstance(x, list | tuple) else [x] for x in op.inputs.values()]
@@ -137,28 +132,53 @@ def lean():
         beyond = (not (v.max() <= MAX_FP16 and v.min() >= -MAX_FP16) for v in weights)
         return any(beyond) and original(op)
 
-    def apply(program, passes) -> None:
-        validate = patch.object(Program, "validate", lambda *_, **__: None)
-        with validate, patch.object(Program, "__str__", object.__repr__):
-            pipeline(program, passes)
-        program.validate()
-
-    @cache
-    def solved(equation, symbol) -> list[dict]:
-        return solve([equation], [symbol], dict=True)
-
     gc.freeze()
     try:
-        with (
-            patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)),
-            patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply)),
-            patch.object(
-                sympy, "solve", lambda equations, symbols, **_: solved(*equations, *symbols)
-            ),
-        ):
+        search = patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow))
+        with search, seldom_validated(), solved_once():
             yield
     finally:
         gc.unfreeze()
+
+
+def seldom_validated():
+    """Within, coremltools validates a program once behind each of its three pipelines, and not behind each of their
+    hundred passes; text for a log that nobody sees is not made."""
+    from coremltools.converters.mil.mil import Function, Program
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
+
+    original = PassPipelineManager.apply_pipeline
+
+    def apply(program, passes) -> None:
+        with (
+            patch.object(Program, "validate", lambda *_, **__: None),
+            patch.object(Program, "__str__", object.__repr__),
+            patch.object(Function, "__str__", object.__repr__),
+        ):
+            original(program, passes)
+        program.validate()
+
+    return patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply))
+
+
+def solved_once():
+    """Within, sympy solves an equation for one size once, whatever the size's name: coremltools asks again for every
+    reshape after every pass, with a new name each time."""
+    import sympy
+
+    original, any_size = sympy.solve, sympy.Symbol("any_size")
+
+    @cache
+    def solutions(equation) -> list:
+        return [found[any_size] for found in original([equation], [any_size], dict=True)]
+
+    def solve(equations, sizes, **how):
+        (equation,), (size,) = equations, sizes
+        if size.assumptions0 != any_size.assumptions0:
+            return original(equations, sizes, **how)
+        return [{size: value} for value in solutions(equation.xreplace({size: any_size}))]
+
+    return patch.object(sympy, "solve", solve)
 
 
 def no_progress():
