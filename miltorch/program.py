@@ -14,7 +14,7 @@ import numpy as np
 
 from miltorch.blob import BlobFile, unpack_bits
 from miltorch.errors import InputError
-from miltorch.quiet import coremltools
+from miltorch.quiet import messages
 
 MAX_SPEC_BYTES = 1 << 30
 # MIL DataType name → NumPy dtype of one element (sub-byte integers are held one per byte)
@@ -160,9 +160,6 @@ def spec_path(package: Path) -> Path:
 
 def read_spec(package: Path):
     """The Model protobuf of a package; refuses Git LFS pointers, other model types and undecodable bytes."""
-    coremltools()
-    from coremltools.proto import Model_pb2
-
     path = spec_path(package)
     if path.stat().st_size > MAX_SPEC_BYTES:
         _refuse(path, f"a model description of {path.stat().st_size} bytes")
@@ -170,7 +167,7 @@ def read_spec(package: Path):
     if data.startswith(b"version https://git-lfs"):
         _refuse(path, "a Git LFS pointer", "the model file itself", "run: git lfs pull")
     try:
-        spec = Model_pb2.Model.FromString(data)
+        spec = messages("Model_pb2").Model.FromString(data)
     except Exception as problem:  # protobuf's DecodeError type differs between its implementations
         _refuse(path, f"bytes that are no model ({type(problem).__name__})")
     kind = spec.WhichOneof("Type")
@@ -214,9 +211,7 @@ class _Reader:
 
     def __init__(self, package: Path):
         self.package, self.files = package, {}
-        from coremltools.proto import MIL_pb2
-
-        self.dtype_name = MIL_pb2.DataType.Name
+        self.dtype_name = messages("MIL_pb2").DataType.Name
 
     def program(self, name, function, described) -> Program:
         block = function.block_specializations[function.opset]

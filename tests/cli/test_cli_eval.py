@@ -2,10 +2,12 @@
 
 import json
 
+import in_process
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from workbench.check import units
 from workbench.cli.app import app
 from workbench.errors import InputError
 
@@ -55,7 +57,8 @@ def test_an_uncompressed_bundle_has_no_quantization(llama):
     assert all(row["quantization"] == 0 for row in found["layers"])
 
 
-def test_matrix_names_every_arithmetic_and_what_was_not_measured(llama):
+def test_matrix_names_every_arithmetic_and_what_was_not_measured(llama, monkeypatch):
+    monkeypatch.setattr(units, "validate_units", in_process.validate_units)
     checkpoint, plain, _ = llama
     code, found = call("matrix", plain.root, "--checkpoint", checkpoint, "--prompt-ids", "1,2,3,4")
     assert (code, found["verdict"], found["device_measured"]) == (0, "GREEN", False)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import in_process
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -190,12 +191,15 @@ def test_flushed_subnormals_and_messages_on_stdout_are_seen(job):
 # --- stages that end otherwise --------------------------------------------------------------------
 
 
-def test_a_stage_that_is_killed_and_runs_out_of_time_keeps_its_rows(tmp_path):
+def test_a_stage_that_is_killed_and_runs_out_of_time_keeps_its_rows(tmp_path, monkeypatch):
+    clock = iter([0, 0, 0, 31, 31])  # the time is up after two processes
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     found = measure.run_stage("binding", "stand-in:kill", tmp_path, 30, tmp_path / "rows")
     rows = found["rows"]
     assert found["status"] == "failed" and "killed by SIGKILL" in found["reason"]
     assert "cases not reached in 30 s" in found["reason"]
     assert [row["status"] for row in rows[:12]] == ["ok"] * 11 + ["failed"]
+    assert len(rows) > 12 and rows[-1]["reason"] == "killed by SIGKILL"
     assert rows[11]["case"] == "input float32" and rows[11]["reason"] == "killed by SIGKILL"
 
 
@@ -489,6 +493,7 @@ def test_what_is_shipped_is_whole_says_what_it_is_and_names_nobody(name, runtime
 def test_the_command_shows_what_it_writes_and_the_log_takes_it(tmp_path, monkeypatch):
     chosen = {name: stages.STAGES[name] for name in ("facts", "golden")}
     monkeypatch.setattr(measure, "STAGES", chosen)
+    monkeypatch.setattr(measure.process, "call", in_process.call)
     out = tmp_path / "out" / "light.zip"
     ran = CliRunner().invoke(app, ["first-light", "--out", str(out), "--json"])
     assert ran.exit_code == 0, ran.output

@@ -1,12 +1,12 @@
 """The stand-in for Core ML: its verdicts are portable's without one illegal call, and each fault
 that it plays ends in the row, the message and the exit code that a Mac's would."""
 
-import importlib
 import json
 import subprocess
 import sys
 from contextlib import contextmanager
 
+import in_process
 import numpy as np
 import pytest
 
@@ -237,7 +237,7 @@ def name_of(fault: str) -> str:
     return f"stand-in:{fault}" if fault else "stand-in"
 
 
-IN_PROCESSES = "", "kill", "plan-aborts"  # for the others, starting a process is all that it adds
+IN_PROCESSES = "kill", "plan-aborts"  # for the others, starting a process is all that it adds
 
 
 @contextmanager
@@ -247,14 +247,8 @@ def fewer_processes():
 
     def call_here(function: str, argument: dict, **options) -> process.Outcome:
         run = argument.get("run", {"runtime": f"stand-in:{argument.get('fault')}"})
-        if run["runtime"].partition(":")[2] in IN_PROCESSES:
-            return call(function, argument, **options)
-        module, name = function.split(":")
-        try:
-            value = getattr(importlib.import_module(module), name)(argument)
-        except InputError as problem:
-            return process.Outcome(failure=str(problem))
-        return process.Outcome(json.loads(json.dumps(value)))
+        start = call if run["runtime"].partition(":")[2] in IN_PROCESSES else in_process.call
+        return start(function, argument, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "call", call_here)
@@ -314,8 +308,9 @@ def test_invalid_cells_are_done_and_failed_ones_are_not(swept):
 
 
 def test_the_units_of_a_bundle_that_one_of_them_rejects(source, bundle):
+    reference = golden.make_golden(source, IDS)
     found = units.validate_units(
-        bundle, golden.make_golden(source, IDS), runtime="stand-in:load14-ne", Ts=[1]
+        bundle, reference, runtime="stand-in:load14-ne", Ts=[1], start=in_process.launch
     ).set_index("unit")
     assert found.loc["CPU_AND_NE", "verdict"] == "DIED"
     assert "error code: -14" in found.loc["CPU_AND_NE", "reason"]

@@ -1,9 +1,11 @@
 """One layer of real dimensions on the Neural Engine: its result says what ran."""
 
+import in_process
 import pytest
 
 from workbench import log
 from workbench.studies.real_layer import measure_real_layer
+from workbench.sweep import process
 
 DIMS = {
     "hidden_size": 64,
@@ -29,6 +31,7 @@ def test_a_layer_is_measured_for_the_neural_engine_or_says_why_not(
     runtime, share, words, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)  # a log and bundles of its own
+    monkeypatch.setattr(process, "call", in_process.call)
     (row,) = measure_real_layer(runtime, DIMS, tmp_path, experiment="34", **RUN).to_dict("records")
     assert words in row["result"] and row["runtime"] == runtime.partition(":")[0]
     assert row.get("ane_ops_share") == share

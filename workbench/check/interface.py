@@ -10,6 +10,7 @@ from itertools import combinations
 from math import prod
 
 from miltorch.program import read_spec
+from miltorch.quiet import messages
 from workbench.bundle import Bundle, Options, Shard
 from workbench.bundle.manifest import Manifest
 from workbench.bundle.names import (
@@ -297,21 +298,17 @@ def _checkpoint(m: Manifest, checkpoint: Checkpoint) -> Iterator[str]:
 
 def _tensor(message) -> tuple[str, list[int | None]]:
     """dtype and sizes of a tensor type; a size left open is None."""
-    from coremltools.proto import MIL_pb2
-
     tensor = message.tensorType
     sizes = [
         d.constant.size if d.WhichOneof("dimension") == "constant" else None
         for d in tensor.dimensions
     ]
-    return MIL_pb2.DataType.Name(tensor.dataType), sizes
+    return messages("MIL_pb2").DataType.Name(tensor.dataType), sizes
 
 
 def _dtype(array) -> str:
     """dtype of an array in a description, as the program spells it."""
-    from coremltools.proto import FeatureTypes_pb2
-
-    return FeatureTypes_pb2.ArrayFeatureType.ArrayDataType.Name(array.dataType)
+    return messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name(array.dataType)
 
 
 def _sizes(shape: list, t_max: int, fixed: bool) -> list[int | None]:

@@ -4,7 +4,7 @@ import errno
 import gc
 import tempfile
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import cache, partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -115,9 +115,10 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 
 @contextmanager
 def lean():
-    """Lowers two costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
+    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
     the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
-    small one's time; here it looks only at the objects of the conversion."""
+    small one's time; here it looks only at the objects of the conversion. Half of what is left is `seldom_validated` and
+    `solved_once`."""
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 
     original = FP16ComputePrecision.fp16_overflow
@@ -133,10 +134,51 @@ def lean():
 
     gc.freeze()
     try:
-        with patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow)):
+        search = patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow))
+        with search, seldom_validated(), solved_once():
             yield
     finally:
         gc.unfreeze()
+
+
+def seldom_validated():
+    """Within, coremltools validates a program once behind each of its three pipelines, and not behind each of their
+    hundred passes; text for a log that nobody sees is not made."""
+    from coremltools.converters.mil.mil import Function, Program
+    from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
+
+    original = PassPipelineManager.apply_pipeline
+
+    def apply(program, passes) -> None:
+        with (
+            patch.object(Program, "validate", lambda *_, **__: None),
+            patch.object(Program, "__str__", object.__repr__),
+            patch.object(Function, "__str__", object.__repr__),
+        ):
+            original(program, passes)
+        program.validate()
+
+    return patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply))
+
+
+def solved_once():
+    """Within, sympy solves an equation for one size once, whatever the size's name: coremltools asks again for every
+    reshape after every pass, with a new name each time."""
+    import sympy
+
+    original, any_size = sympy.solve, sympy.Symbol("any_size")
+
+    @cache
+    def solutions(equation) -> list:
+        return [found[any_size] for found in original([equation], [any_size], dict=True)]
+
+    def solve(equations, sizes, **how):
+        (equation,), (size,) = equations, sizes
+        if size.assumptions0 != any_size.assumptions0:
+            return original(equations, sizes, **how)
+        return [{size: value} for value in solutions(equation.xreplace({size: any_size}))]
+
+    return patch.object(sympy, "solve", solve)
 
 
 def no_progress():

@@ -10,7 +10,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from miltorch.quiet import coremltools
+from miltorch.quiet import messages
 
 DATE_KEY, DATE = "com.github.apple.coremltools.conversion_date", "1970-01-01"
 MODEL, WEIGHTS = "Data/com.apple.CoreML/model.mlmodel", "Data/com.apple.CoreML/weights/weight.bin"
@@ -43,10 +43,7 @@ def pin(package: Path) -> None:
 
 def read_package(package: Path):
     """The Model protobuf of a package that this export wrote."""
-    coremltools()
-    from coremltools.proto import Model_pb2
-
-    return Model_pb2.Model.FromString((package / MODEL).read_bytes())
+    return messages("Model_pb2").Model.FromString((package / MODEL).read_bytes())
 
 
 def serialize(spec) -> bytes:

@@ -12,7 +12,7 @@ import torch
 
 import miltorch
 from miltorch.interpret import Hook
-from miltorch.quiet import coremltools
+from miltorch.quiet import messages
 from workbench.bundle import Bundle, Shard
 from workbench.runtime.base import State, attribute, check_inputs, check_interface
 
@@ -51,7 +51,7 @@ class PortableModel:
         self.shard, self.precision, self._hook = shard, precision, None
         self.function = function
         self.t_max = shard.functions.get(function, bundle.manifest.options.t_max)
-        coremltools()  # import first, so that the load time excludes it
+        messages("Model_pb2")  # import first, so that the load time excludes it
         start = time.perf_counter()
         self.package = bundle.package(shard)
         _read_ahead(self.package)
