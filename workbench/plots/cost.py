@@ -169,15 +169,23 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
 
 @style()
 def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
-    ax = axes(ax, PAGE, 1.7)
-    labels = [f"{row.part} ({row.ms:.3g} ms)" for row in parts.itertuples()]
-    totals = _stack(ax, pd.DataFrame([parts["ms"].to_list()], columns=labels))
-    ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, totals[0]))
+    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each named above its start."""
+    ax = axes(ax, PAGE, 1.1 + 0.15 * len(parts))
+    left = 0.0
+    for place, row in enumerate(parts.itertuples(), 1):
+        height = 0.5 + 0.25 * (len(parts) - place)
+        ax.barh(0, row.ms, 0.6, left, edgecolor="white", linewidth=0.5)
+        ax.plot([left, left], [-0.3, height], color="0.4", linewidth=0.6, marker="", zorder=0)
+        note(ax, f"{row.part}, {row.ms:.3g} ms", left, height)
+        left += row.ms
+    ax.set(
+        xlabel="ms per token, all layers",
+        yticks=[],
+        xlim=(0, left),
+        ylim=(-0.35, height + 0.25 * len(parts)),
+    )
     ax.spines["left"].set_visible(False)
-    ax.set_title("time of a token by part of the layers", pad=30)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
-    return ax
+    return heading(ax, "time of a token by part of the layers")
 
 
 @style()
