@@ -256,8 +256,9 @@ def speed_against_fidelity(
     both faster and nearer than.
 
     `configurations`: ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and ``kl_mean`` (nats) or, where that was not
-    measured, ``worst_cosine``; one row each. Points of the line are named after ``name``. `max_kl` is the user's limit. A
-    column ``machine`` goes into the title and must name one, a column ``n`` says how many runs a point stands on. Rows that a
+    measured, ``worst_cosine``; one row each. Points of the line and the fastest of each ``compress`` are named after ``name``.
+    `max_kl` is the user's limit. A column ``machine`` goes into the title and must name one, a column ``n`` says how many runs
+    a point stands on, ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows that a
     column ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
     """
     priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
@@ -267,8 +268,12 @@ def speed_against_fidelity(
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
     if "n" in points:
-        title += f", medians; runs: {counts_in_words(points['n'])}"
+        what = "median and range" if "slowest" in points else "medians"
+        title += f", {what}; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
+    if "slowest" in valid:
+        ends = valid[["slowest", "fastest"]].astype(float)
+        ax.vlines(valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8)
     for verdict, (marker, colour) in _VERDICTS.items():
         part = valid[valid["verdict"] == verdict]
         if len(part):
@@ -283,7 +288,11 @@ def speed_against_fidelity(
         ring(
             ax, front["cost"].iloc[-1], front["tokens_per_s"].iloc[-1], label="fastest that passes"
         )
-    for row in front.to_dict("records") if "name" in front else ():
+    named = front
+    if "compress" in valid:
+        fastest = valid.sort_values("tokens_per_s").drop_duplicates("compress", keep="last")
+        named = pd.concat([front, fastest]).drop_duplicates("name")
+    for row in named.to_dict("records") if "name" in named else ():
         text = textwrap.fill(row["name"], 34)
         note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
     if max_kl is not None and priced:
