@@ -320,6 +320,17 @@ def test_speed_compares_any_setting():
     assert legend(ax) == ["compress = fp16", "compress = lut4"]
 
 
+def test_two_paths_stand_side_by_side_on_one_scale():
+    rows = pd.DataFrame({"max_seq_len": [16, 32] * 2, "value": [1.0, 1.1, 5.0, 9.0], "T": 1})
+    rows = rows.assign(unit="ms", path=["decode path"] * 2 + ["every operation"] * 2)
+    figure = plots.speed_beside(rows, by="path")
+    left, right = figure.axes
+    assert [ax.get_title("left") for ax in figure.axes] == ["decode path", "every operation"]
+    assert left.get_ylim() == right.get_ylim() and right.get_ylim()[1] > 9
+    assert left.containers[0].lines[0].get_ydata().tolist() == [1.0, 1.1]
+    assert "time of a call, median and range, n = 1" in figure.get_suptitle()
+
+
 def test_speed_refuses_to_mix_units():
     with pytest.raises(ValueError, match="ms.*tok/s"):
         plots.speed(pd.concat([samples(), samples(unit="ms")]))

@@ -50,6 +50,20 @@ def test_gates_of_several_prompts_name_theirs_and_what_is_of_the_bundle_is_there
     assert alone.reason == "prompt [1]: mean"
 
 
+def test_the_program_s_cost_against_length_and_T_stands_in_words_beside_the_decode_path_s():
+    settings = {"max_seq_len": [16, 16, 64, 64], "T": [1, 4, 1, 4], "machine": "M4"}
+    fast, literal = (
+        pd.DataFrame(settings | {"value": values, "run_id": "r", "unit": "ms", "invalid": None})
+        for values in ([1.0, 2.0, 1.0, 2.0], [2.0, 3.0, 6.0, 9.0])
+    )
+    both = conclusions.both_paths(fast, literal)
+    assert both.groupby("path", sort=False)["value"].sum().tolist() == [6.0, 20.0]
+    decode, program = conclusions.path_conclusion(both).splitlines()
+    assert decode.startswith("decode path: ") and "1.00 times" in decode and "2.00 times" in decode
+    assert "every operation of the program: " in program
+    assert "3.00 times the time of one at 16" in program and "1.50 times that of T = 1" in program
+
+
 @pytest.mark.parametrize(("rounds", "said"), [(1, True), (2, True), (3, False)])
 def test_a_ranking_of_fewer_than_three_rounds_says_so(rounds, said):
     found = pd.DataFrame(

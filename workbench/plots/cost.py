@@ -77,6 +77,19 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
+def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
+    """`speed` in a panel for each value of the column `by`, with one scale; all other columns as there."""
+    groups = list(samples.groupby(by, sort=False))
+    figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
+    for ax, (name, rows) in zip(panels, groups):
+        title = speed(rows, lines=lines, ax=ax).get_title("left")
+        ax.set_title(name)
+    panels[0].set_ylim(0, 1.05 * samples["value"].max())
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    return figure
+
+
+@style()
 def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
     """Milliseconds of calls over the time since the first one, a line per value of the column `lines`: medians of at most 60
     equal stretches of time, in a band from their 10th to their 90th percentile.

@@ -83,6 +83,27 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
+    """Samples of calls on the decode path and of the literal program, with a column `path`."""
+    named = {"decode path": fast, "every operation of the program": literal}
+    rows = pd.concat([rows.assign(path=name) for name, rows in named.items()])
+    return rows[["run_id", "machine", "max_seq_len", "T", "value", "unit", "invalid", "path"]]
+
+
+def path_conclusion(calls: pd.DataFrame) -> str:
+    """What a longer cache and more tokens cost a call on each path, a line each, from medians in ms."""
+    lines = []
+    for path, rows in valid(calls).groupby("path", sort=False):
+        ms = rows.groupby(["max_seq_len", "T"])["value"].median()
+        (short, few), (long, many) = ms.index.min(), ms.index.max()
+        lines.append(
+            f"{path}: at T = {few}, a call at max_seq_len {long} takes "
+            f"{ms[long, few] / ms[short, few]:.2f} times the time of one at {short}; "
+            f"at {long}, one of T = {many} {ms[long, many] / ms[long, few]:.2f} times that of T = {few}."
+        )
+    return "\n".join(lines)
+
+
 def choice_conclusion(found: pd.DataFrame) -> str:
     """Which configuration of a sweep to take on its one machine, what the fastest of all would cost, and what each axis is
     worth."""
