@@ -4,7 +4,7 @@ BIN = .venv/bin
 # Idle OpenMP threads spin; the small tensors of the tests and of the small checkpoints gain nothing from a second one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lab bench judge prove fuzz clean
+.PHONY: run test lab docs bench judge prove fuzz clean
 
 run: .venv/ready
 	$(BIN)/workbench run 05 34 --set EXTRACT=true
@@ -14,6 +14,10 @@ test: .venv/ready
 
 lab: .venv/ready
 	$(BIN)/jupyter lab notebooks --FileContentsManager.pre_save_hook=workbench.report.lab.without_outputs
+
+# the API out of the docstrings: build/docs/index.html
+docs: .venv/ready
+	$(BIN)/python docs/api.py
 
 bench: .venv/ready
 	$(BIN)/workbench bench decode

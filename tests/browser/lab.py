@@ -147,6 +147,7 @@ class Notebook:
 
     def __init__(self, page, address: str, path: Path, shots: Path):
         self.page, self.path, self.shots = page, path, shots
+        self.seconds = {}  # from each action on a widget to what it shows then
         shots.mkdir(parents=True, exist_ok=True)
         page.goto(f"{address}/lab/tree/notebooks/{path.name}?reset", wait_until="load")
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
@@ -217,22 +218,54 @@ class Widget:
             box.locator("img.workbench-picture").first,
         )
 
-    def changes(self, action) -> None:
-        """Does `action` and waits until the picture is another one."""
-        before = self.picture.get_attribute("src")
-        action()
-        _wait(
-            lambda: self.notebook.errors() or self.picture.get_attribute("src") != before,
-            60,
-            "the picture did not change",
+    def shown(self) -> list:
+        """The address of the picture, once it is drawn, and the message above it."""
+        return self.box.evaluate(
+            """async box => {
+                const image = box.querySelector("img.workbench-picture");
+                await image.decode().catch(() => null);  // another one comes meanwhile
+                return [image.src, box.querySelector(".widget-html-content")?.innerText];
+            }"""
         )
-        assert not self.notebook.errors(), self.notebook.errors()
+
+    def changes(self, action, name: str = "other") -> None:
+        """Does `action`, named `name` among the notebook's times, and waits until another picture is drawn, or
+        another message."""
+        before, start = self.shown(), time.monotonic()
+        action()
+        errors = self.notebook.page.locator(".workbench-error")
+        _wait(
+            lambda: errors.count() or self.shown() != before,
+            60,
+            f"{name}: neither the picture nor the message changed",
+            every=0.02,
+        )
+        self.notebook.seconds.setdefault(name, []).append(time.monotonic() - start)
+        assert not errors.count(), errors.all_inner_texts()
+
+    def controls(self) -> list[str]:
+        """Names of the sliders and dropdowns that are on the page and can be moved now."""
+        kinds = self.box.locator(".widget-dropdown:not(:has(:disabled)), .widget-hslider")
+        return [kind.inner_text().split("\n")[0] for kind in kinds.all() if kind.is_visible()]
+
+    def move(self, name: str) -> None:
+        """Moves a control to another stop, a dropdown back again; what is shown follows each time."""
+        select = self.box.locator(f".widget-dropdown:has(label:text-is('{name}')) select")
+        if select.count():
+            chosen, count = select.first.evaluate("s => [s.selectedIndex, s.options.length]")
+            for index in ((chosen + 1) % count, chosen):
+                self.changes(lambda index=index: self.select(name, index=index), name)
+            return
+        handle = self._handle(name)
+        at, most = (float(handle.get_attribute(f"aria-value{end}")) for end in ("now", "max"))
+        self.changes(lambda: self.move_slider(name, 1 if at < most else -1), name)
+
+    def _handle(self, name: str):
+        return self.box.locator(f".widget-hslider:has(label:text-is('{name}')) .noUi-handle").first
 
     def move_slider(self, name: str, steps: int = 1) -> None:
         """Moves a slider with the keyboard."""
-        handle = self.box.locator(
-            f".widget-hslider:has(label:text-is('{name}')) .noUi-handle"
-        ).first
+        handle = self._handle(name)
         handle.scroll_into_view_if_needed()
         handle.focus()
         for _ in range(abs(steps)):

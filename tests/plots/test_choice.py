@@ -54,6 +54,22 @@ def test_what_another_beats_in_speed_and_cost_is_not_on_the_line_of_the_best():
     assert "KL" in ax.get_xlabel()
 
 
+def test_the_fastest_of_every_compression_is_named_and_runs_have_a_range():
+    rows = configurations(["GREEN"] * 4).assign(
+        kl_mean=[0.01, 0.01, 0.02, 0.02],
+        name=["a", "b", "c", "d"],
+        compress=["fp16", "fp16", "lut4", "lut4"],
+        slowest=[39.0, 29.0, 19.0, 9.0],
+        fastest=[41.0, 31.0, 21.0, 11.0],
+        n=3,
+    )
+    ax = plots.speed_against_fidelity(rows)
+    assert [text.get_text() for text in ax.texts] == ["a", "c"]
+    (ranges,) = (c.get_segments() for c in ax.collections)
+    assert [[y for _, y in ends] for ends in ranges] == [[v - 1, v + 1] for v in (40, 30, 20, 10)]
+    assert "median and range; runs: 3" in ax.get_title("left")
+
+
 def test_where_none_passes_none_is_ringed():
     assert set(lines(plots.speed_against_fidelity(configurations(["RED", "RED"])))) == {"RED"}
 

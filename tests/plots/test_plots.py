@@ -241,8 +241,8 @@ def test_update_bars_mark_what_fails_and_show_the_blind_hidden_state_beside():
     )
     ax = plots.update_cosine_bars(data, threshold=0.97)
     assert [bar.get_width() for bar in ax.patches] == [0.49, 0.999]
-    assert [bool(bar.get_hatch()) for bar in ax.patches] == [True, False]
     assert [text.get_text() for text in ax.texts] == ["0.4900 ×", "0.9990"]
+    assert ax.get_xlim()[1] < 1.1  # a cosine ends at 1
     assert ticks(ax.yaxis) == ["rope", "all"]
     rings = next(line for line in ax.lines if line.get_marker() == "o")
     assert rings.get_xdata().tolist() == [0.958, 1.0]
@@ -318,6 +318,17 @@ def test_speed_compares_any_setting():
         pd.concat([samples(compress="fp16"), samples(compress="lut4")]), lines="compress"
     )
     assert legend(ax) == ["compress = fp16", "compress = lut4"]
+
+
+def test_two_paths_stand_side_by_side_on_one_scale():
+    rows = pd.DataFrame({"max_seq_len": [16, 32] * 2, "value": [1.0, 1.1, 5.0, 9.0], "T": 1})
+    rows = rows.assign(unit="ms", path=["decode path"] * 2 + ["every operation"] * 2)
+    figure = plots.speed_beside(rows, by="path")
+    left, right = figure.axes
+    assert [ax.get_title("left") for ax in figure.axes] == ["decode path", "every operation"]
+    assert left.get_ylim() == right.get_ylim() and right.get_ylim()[1] > 9
+    assert left.containers[0].lines[0].get_ydata().tolist() == [1.0, 1.1]
+    assert "time of a call, median and range, n = 1" in figure.get_suptitle()
 
 
 def test_speed_refuses_to_mix_units():
@@ -510,6 +521,20 @@ def test_the_split_of_a_layer_has_a_bar_and_a_figure_for_every_part():
         "total": "0.02",
     }
     assert ax.get_title("left") == "error of layer 1, split"
+
+
+def test_a_part_of_a_split_has_the_colour_of_its_line():
+    parts = pd.DataFrame({"layer": [0], "precision": [1e-3], "total": [1e-2]})
+    (line,) = (ln for ln in plots.error_parts(parts).lines if ln.get_label() == "precision")
+    first, _ = plots.layer_parts(parts, layer=0).patches
+    assert first.get_facecolor() == matplotlib.colors.to_rgba(line.get_color())
+
+
+def test_the_parts_of_a_token_are_named_beside_the_bar():
+    parts = pd.DataFrame({"part": ["probe", "rest", "moe"], "ms": [0.3, 4.2, 1.6]})
+    ax = plots.parts_bar(parts)
+    assert [t.get_text() for t in ax.texts] == ["probe, 0.3 ms", "rest, 4.2 ms", "moe, 1.6 ms"]
+    assert not ax.get_legend() and not any(bar.get_hatch() for bar in ax.patches)
 
 
 def test_a_ratio_without_an_interval_is_hollow():

@@ -557,6 +557,8 @@ def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
         grid, root=tmp_path / "log", bundles=tmp_path, progress=False, measure="on_shim:measure"
     )
     assert (counts["done"], counts["failed"], counts["invalid"]) == (2, 1, 1)
+    reasons = {"failed: killed by SIGABRT", "invalid: E5RT: ANECCompile() FAILED (11)"}
+    assert set(counts["reasons"]) == reasons
     runs = log.load("runs", root=tmp_path / "log").set_index("T")
     assert (runs.loc[3, "status"], runs.loc[3, "reason"]) == (
         "invalid",

@@ -116,3 +116,6 @@ def test_figures_show_what_the_tables_say(masks):
     )
     drawn = plots.headroom(rows, x="norm", lines="order")
     assert [list(line.get_ydata()) for line in drawn.get_lines()] == [[3.0, -1.0], [5.0, 4.0]]
+    on_log = plots.headroom(rows.assign(norm=[0, 2, 0, 2]), x="norm", lines="order", log=True)
+    assert [label.get_text() for label in on_log.get_xticklabels()] == ["0", "2"]
+    assert all(len(line.get_xdata()) == 2 and min(line.get_xdata()) > 0 for line in on_log.lines)

@@ -105,7 +105,7 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     failed = log.load("runs", root=tmp_path / "log", where={"status": "failed"}).set_index("T")
     assert failed.loc[1, "reason"] == "killed by SIGSEGV"
     assert "max_seq_len = 16" in failed.loc[2, "reason"]
-    assert set(counts["reasons"]) == set(failed["reason"])
+    assert set(counts["reasons"]) == set("failed: " + failed["reason"])
     assert json.loads(failed.loc[1, "config"])["stderr"][0] == "ANECCompile() FAILED"
     assert failed["setting"].notna().all() and (failed["max_seq_len"] == 16).all()
     retried = sweep.sweep(
@@ -183,11 +183,11 @@ def test_a_checkpoint_that_differs_on_the_machine_that_measures_is_refused(grid,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"exprot": {}}, "exprot"),
+        ({"exprot": {}}, "exprot.*one of the keys checkpoint, "),
         ({"export": {"max_sequence": [1]}}, "max_sequence"),
         ({"export": {"compress": ["int3"]}}, "compress"),
         ({"run": {"T": []}}, "run.T"),
-        ({"run": {"deep": [1]}}, "run.deep"),
+        ({"run": {"deep": [1]}}, "run.deep.*one of the keys .*depth"),
         ({"run": {"runtime": ["cuda"]}}, "run.runtime"),
         ({"run": {"hints": [{"reshapeFrequency": "Often"}]}}, "reshapeFrequency"),
         ({"run": {"rounds": 0}}, "run.rounds"),
@@ -220,6 +220,9 @@ def test_a_cell_that_no_bundle_could_run_is_refused_before_any_is(change, words,
 def test_a_file_that_is_no_text_is_no_grid(tmp_path):
     (tmp_path / "grid.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="a YAML file"):
+        sweep.load_grid(tmp_path / "grid.yaml")
+    (tmp_path / "grid.yaml").write_text("export: {t_max: [2]\n")
+    with pytest.raises(InputError, match="line 2, column 1"):
         sweep.load_grid(tmp_path / "grid.yaml")
 
 

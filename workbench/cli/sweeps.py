@@ -36,7 +36,7 @@ def sweep_command(
         sweep.load_grid(grid), root=log_dir, scheduler=scheduler, progress=not json
     )
     counts = ", ".join(f"{k} {v}" for k, v in result.items() if k != "reasons")
-    show(result, json, [counts, *(f"failed: {reason}" for reason in result["reasons"])])
+    show(result, json, [counts, *result["reasons"]])
     if result["failed"]:
         raise Exit(1)
 
@@ -82,7 +82,10 @@ def log_command(
         echo(rows.to_json(orient="records", date_format="iso"))
     elif rows.empty:
         folder = log_dir or workbench.log.default_root()
-        echo(f"no row of {table} in the log at {folder}" + (" fits" if where else ""))
+        echo(
+            f"no row of {table} in the log at {folder}"
+            + (" fits" if where else "; --log names another")
+        )
     else:
         rows = rows.dropna(axis="columns", how="all")
         echo(rows.to_string(index=False, max_colwidth=32))

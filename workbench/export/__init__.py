@@ -36,6 +36,7 @@ from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import Plan
 
+__all__ = ["export", "options", "read_plan", "versions"]
 # no room left: on the disk, for this user, in one file
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 THREADS = 2  # stamping is bound by memory and disk: more gain little
@@ -167,6 +168,7 @@ def _stopped(bundle: str | Path, problem: OSError) -> InputError:
 
 
 def versions() -> dict[str, str]:
+    """Versions of the packages that a bundle's bytes and values depend on, by name."""
     from importlib.metadata import version
 
     names = "coremltools", "numpy", "torch", "transformers", "workbench"

@@ -17,6 +17,7 @@ from workbench.plots.cost import (
     roofline,
     speed,
     speed_against_fidelity,
+    speed_beside,
 )
 from workbench.plots.difference import fidelity_difference
 from workbench.plots.fidelity import (
@@ -59,6 +60,7 @@ __all__ = [
     "save",
     "speed",
     "speed_against_fidelity",
+    "speed_beside",
     "style",
     "update_cosine_bars",
     "writer",

@@ -97,7 +97,7 @@ def _together(verdicts: pd.Series) -> str:
 @style()
 def failure_patterns(results: pd.DataFrame) -> Figure:
     """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``, ``path``, ``result`` (ok
-    or FAIL); the first hypothesis is set apart."""
+    or FAIL), one session for each cell; the first hypothesis is set apart."""
     words = results["hypothesis"].str.replace("_", " ")
     results = results.assign(hypothesis=words.replace("none", "no fault planted"))
     names, contexts = results["hypothesis"].drop_duplicates(), sorted(results["context"].unique())
@@ -111,9 +111,8 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
         ax.tick_params(axis="x", rotation=60)
         ax.axhline(1, color="black", linewidth=1.2)
         ax.set(title=f"context {context}", xlabel="", ylabel="")
-    figure.suptitle(
-        "✗: not the tokens and logits of the session decoded alone", x=0.02, ha="left", fontsize=9
-    )
+    title = "✗: not the tokens and logits of the session decoded alone; one session a cell"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=9)
     return figure
 
 

@@ -77,6 +77,19 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 
 @style()
+def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
+    """`speed` in a panel for each value of the column `by`, with one scale; all other columns as there."""
+    groups = list(samples.groupby(by, sort=False))
+    figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
+    for ax, (name, rows) in zip(panels, groups):
+        title = speed(rows, lines=lines, ax=ax).get_title("left")
+        ax.set_title(name)
+    panels[0].set_ylim(0, 1.05 * samples["value"].max())
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    return figure
+
+
+@style()
 def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
     """Milliseconds of calls over the time since the first one, a line per value of the column `lines`: medians of at most 60
     equal stretches of time, in a band from their 10th to their 90th percentile.
@@ -169,15 +182,23 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
 
 @style()
 def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each labelled and hatched."""
-    ax = axes(ax, PAGE, 1.7)
-    labels = [f"{row.part} ({row.ms:.3g} ms)" for row in parts.itertuples()]
-    totals = _stack(ax, pd.DataFrame([parts["ms"].to_list()], columns=labels))
-    ax.set(xlabel="ms per token, all layers", yticks=[], xlim=(0, totals[0]))
+    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each named above its start."""
+    ax = axes(ax, PAGE, 1.1 + 0.15 * len(parts))
+    left = 0.0
+    for place, row in enumerate(parts.itertuples(), 1):
+        height = 0.5 + 0.25 * (len(parts) - place)
+        ax.barh(0, row.ms, 0.6, left, edgecolor="white", linewidth=0.5)
+        ax.plot([left, left], [-0.3, height], color="0.4", linewidth=0.6, marker="", zorder=0)
+        note(ax, f"{row.part}, {row.ms:.3g} ms", left, height)
+        left += row.ms
+    ax.set(
+        xlabel="ms per token, all layers",
+        yticks=[],
+        xlim=(0, left),
+        ylim=(-0.35, height + 0.25 * len(parts)),
+    )
     ax.spines["left"].set_visible(False)
-    ax.set_title("time of a token by part of the layers", pad=30)
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2)
-    return ax
+    return heading(ax, "time of a token by part of the layers")
 
 
 @style()
@@ -248,8 +269,9 @@ def speed_against_fidelity(
     both faster and nearer than.
 
     `configurations`: ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and ``kl_mean`` (nats) or, where that was not
-    measured, ``worst_cosine``; one row each. Points of the line are named after ``name``. `max_kl` is the user's limit. A
-    column ``machine`` goes into the title and must name one, a column ``n`` says how many runs a point stands on. Rows that a
+    measured, ``worst_cosine``; one row each. Points of the line and the fastest of each ``compress`` are named after ``name``.
+    `max_kl` is the user's limit. A column ``machine`` goes into the title and must name one, a column ``n`` says how many runs
+    a point stands on, ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows that a
     column ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
     """
     priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
@@ -259,8 +281,12 @@ def speed_against_fidelity(
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
     if "n" in points:
-        title += f", medians; runs: {counts_in_words(points['n'])}"
+        what = "median and range" if "slowest" in points else "medians"
+        title += f", {what}; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
+    if "slowest" in valid:
+        ends = valid[["slowest", "fastest"]].astype(float)
+        ax.vlines(valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8)
     for verdict, (marker, colour) in _VERDICTS.items():
         part = valid[valid["verdict"] == verdict]
         if len(part):
@@ -275,7 +301,11 @@ def speed_against_fidelity(
         ring(
             ax, front["cost"].iloc[-1], front["tokens_per_s"].iloc[-1], label="fastest that passes"
         )
-    for row in front.to_dict("records") if "name" in front else ():
+    named = front
+    if "compress" in valid:
+        fastest = valid.sort_values("tokens_per_s").drop_duplicates("compress", keep="last")
+        named = pd.concat([front, fastest]).drop_duplicates("name")
+    for row in named.to_dict("records") if "name" in named else ():
         text = textwrap.fill(row["name"], 34)
         note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
     if max_kl is not None and priced:

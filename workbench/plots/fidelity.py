@@ -35,6 +35,7 @@ from workbench.plots.figure import (
 MAX_TOKEN_LABELS = 64
 SAME = 0.01  # parts of their value in which cells of several T may differ and be drawn as one
 PARTS = ("storage", "reauthoring", "quantization", "precision", "runtime")
+_PART_COLOURS = dict(zip(PARTS, PALETTE))  # the same in every figure
 METRICS = {
     "1-cosine": ("1 − cosine", LogNorm, (1e-6, 1e-1)),
     "error": ("relative RMS error", LogNorm, (1e-6, 1e0)),
@@ -275,24 +276,24 @@ def update_cosine_bars(
     """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of the hidden state.
 
     `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and ``cosine``; one bar
-    per ingredient, in the order given. Bars that fail `threshold` are hatched and their figure is crossed.
+    per ingredient, in the order given. The figures of bars below `threshold` are crossed.
     """
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
     ax = axes(ax, PAGE * 0.8, 0.8 + 0.28 * len(table))
     bars = ax.barh(
         table.index, table["update"], 0.6, color="#56B4E9", edgecolor="#0072B2", label="update"
     )
-    for bar, (row, value) in zip(bars, table["update"].items()):
-        hatch, cross = ("////", " ×") if value < threshold else (None, "")
-        bar.set_hatch(hatch)
-        ax.text(1.08, row, f"{value:.4f}{cross}", va="center")
+    beside = ax.get_yaxis_transform()
+    for row, value in table["update"].items():
+        cross = " ×" if value < threshold else ""
+        ax.text(1.02, row, f"{value:.4f}{cross}", va="center", transform=beside)
     limit = f"limit {threshold:.4g} (×: below)"
     keys = [bars, ax.axvline(threshold, color="black", linewidth=1, linestyle="--", label=limit)]
     if "hidden" in table:
         ring = {"color": "black", "markerfacecolor": "white", "label": "hidden state"}
         keys += ax.plot(table["hidden"], table.index, "o", **ring)
     ax.invert_yaxis()
-    ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)) - 0.03, 1.3))
+    ax.set(xlabel="cosine", xlim=(min(0.0, table.min(axis=None)) - 0.03, 1.03))
     ax.tick_params(axis="y", length=0)
     return heading(ax, "one ingredient left out", keys)
 
@@ -314,8 +315,8 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
     ax.plot(lines.index, lines["total"], label="total", **total)
     for name, line in lines.drop(columns="total").items():
         look = {}
-        if name in PARTS:  # the same colour and mark in every figure
-            look = {"color": PALETTE[PARTS.index(name)], "marker": "os^Dv"[PARTS.index(name)]}
+        if name in PARTS:
+            look = {"color": _PART_COLOURS[name], "marker": "os^Dv"[PARTS.index(name)]}
         if (line > 0).any():
             ax.plot(line.index, line, label=name, **look)
         else:
@@ -337,7 +338,7 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
     ax = axes(ax, 4.5, 0.9 + 0.25 * len(row))
     least = row[row > 0].min() / 10
     lengths = row.where(row > 0, least)
-    ax.barh(row.index, lengths, 0.6, color=np.where(row.index == "total", "0.4", "#0072B2"))
+    ax.barh(row.index, lengths, 0.6, color=[_PART_COLOURS.get(part, "0.6") for part in row.index])
     for name, value in row.items():
         note(ax, "not measured" if pd.isna(value) else f"{value:.2g}", lengths[name], name)
     ax.set(xscale="log", xlabel="relative RMS error", xlim=(least, 8 * row.max()))

@@ -29,9 +29,12 @@ def headroom(
 ) -> Axes:
     """Headroom in bits over the column `x`, one line per value of the column `lines`; at 0 and below, fp16 overflows.
 
-    `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn.
+    `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn. On a log scale
+    zero has a place of its own, left of all others.
     """
-    ax = axes(ax, PAGE, 2.8)
+    ax, at = axes(ax, PAGE, 2.8), sorted(rows[x].unique())
+    if log and at[0] == 0:
+        rows = rows.assign(**{x: rows[x].astype(float).replace(0, at[1] / 2)})
     for name, line in rows.groupby(lines, sort=False):
         least = line.groupby(x)["headroom_bits"].min()
         ax.plot(least.index, least, label=str(name))
@@ -40,8 +43,7 @@ def headroom(
     ax.text(0.01, 0.02, "beyond 65504: inf", transform=ax.transAxes, va="bottom", bbox=ON_LINES)
     ax.set(xlabel=xlabel or x, ylabel="headroom (bits)", xscale="log" if log else "linear")
     if log:  # at the values that were measured, not at powers of ten
-        at = sorted(rows[x].unique())
-        ax.set_xticks(at, labels=[f"{value:g}" for value in at])
+        ax.set_xticks(sorted(rows[x].unique()), labels=[f"{value:g}" for value in at])
         ax.xaxis.minorticks_off()
     ax.set_ylim(bottom=low)
     ax.grid(axis="y")

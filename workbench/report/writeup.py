@@ -149,7 +149,8 @@ def write_exhibit(
         draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
         stem = place / "figures" / name
         run_ids = runs_of(row)
-        measured_here = runs is not None and "chip" not in data  # else other machines' figures
+        # else other machines' figures, or arithmetic on another model's sizes
+        measured_here = runs is not None and "chip" not in data and row["plot"] != "memory_bar"
         about = figure_subject(runs[runs["run_id"].isin(run_ids)]) if measured_here else ""
         return plots.save(
             lambda: draw(data, **options), stem, run_ids=run_ids, alt=caption, about=about
@@ -322,8 +323,9 @@ def _setup(runs: pd.DataFrame, parameters: dict) -> str:
     ]
     runs = with_machines(runs)
     values = {c: ", ".join(sorted(runs[c].dropna().astype(str).unique())) for c in columns}
-    values |= {f"parameter {name}": str(value) for name, value in parameters.items()}
-    table = pd.DataFrame(values.items(), columns=["setting", "value"]).replace("", "not measured")
+    values = {name: value or "not measured" for name, value in values.items()}
+    values |= {f"parameter {name}": str(value) or "(empty)" for name, value in parameters.items()}
+    table = pd.DataFrame(values.items(), columns=["setting", "value"])
     return "## Setup\n\n" + table.to_markdown(index=False)
 
 

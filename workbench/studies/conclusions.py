@@ -1,5 +1,7 @@
 """The tables and sentences of single notebooks, out of what each measured; reads no log and draws nothing."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,9 @@ import pandas as pd
 from workbench.ane import roofline
 from workbench.ane.memory import kv_bytes
 from workbench.bundle import Bundle, Options
+from workbench.check.gates import Gate
 from workbench.log.machine import only_machine
+from workbench.log.stats import MIN_ROUNDS
 from workbench.studies import cache_bug
 from workbench.studies.cache_reuse import Matrix
 
@@ -39,11 +43,12 @@ def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The isolated fidelity rows furthest from the golden."""
-    judged = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
-    columns = ["layer", "position", "T", "tensor", "cosine", "psnr_db", "max_abs", "finite"]
-    ranked = judged.sort_values("cosine", na_position="first", ignore_index=True)
-    return ranked[columns].head(count)
+    """The isolated cells (layer, position, tensor) furthest from the golden, each at its worst T."""
+    isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
+    ranked = isolated.sort_values("cosine", na_position="first", ignore_index=True)
+    ranked = ranked.drop_duplicates(["layer", "position", "tensor"]).head(count)
+    columns = ["layer", "position", "T", "tensor", "1 − cosine", "psnr_db", "max_abs", "finite"]
+    return ranked.assign(**{"1 − cosine": 1 - ranked["cosine"]})[columns]
 
 
 def valid(rows: pd.DataFrame) -> pd.DataFrame:
@@ -78,6 +83,27 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
+    """Samples of calls on the decode path and of the literal program, with a column `path`."""
+    named = {"decode path": fast, "every operation of the program": literal}
+    rows = pd.concat([rows.assign(path=name) for name, rows in named.items()])
+    return rows[["run_id", "machine", "max_seq_len", "T", "value", "unit", "invalid", "path"]]
+
+
+def path_conclusion(calls: pd.DataFrame) -> str:
+    """What a longer cache and more tokens cost a call on each path, a line each, from medians in ms."""
+    lines = []
+    for path, rows in valid(calls).groupby("path", sort=False):
+        ms = rows.groupby(["max_seq_len", "T"])["value"].median()
+        (short, few), (long, many) = ms.index.min(), ms.index.max()
+        lines.append(
+            f"{path}: at T = {few}, a call at max_seq_len {long} takes "
+            f"{ms[long, few] / ms[short, few]:.2f} times the time of one at {short}; "
+            f"at {long}, one of T = {many} {ms[long, many] / ms[long, few]:.2f} times that of T = {few}."
+        )
+    return "\n".join(lines)
+
+
 def choice_conclusion(found: pd.DataFrame) -> str:
     """Which configuration of a sweep to take on its one machine, what the fastest of all would cost, and what each axis is
     worth."""
@@ -96,6 +122,9 @@ def choice_conclusion(found: pd.DataFrame) -> str:
         f"Fastest of {len(passing)} configurations that pass (of {len(found)}) on {machine}: {summary(best)}"
     ]
     lines += [f"Faster, and not passing: {summary(first)}"] if first["verdict"] != "GREEN" else []
+    if found["n"].min() < MIN_ROUNDS:
+        runs = f"{found['n'].min()} of the {MIN_ROUNDS} runs that a ranking needs"
+        lines.insert(0, f"Preliminary: some configuration has {runs}.")
     axes = [*Options.model_fields, *_WAYS]
     for axis in [c for c in found if c in axes and found[c].nunique(dropna=False) > 1]:
         speeds = (
@@ -154,13 +183,26 @@ def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str
 
 
 def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """Worst and mean isolated update cosine of each layer, one pair of columns per prompt."""
-    cosines = {
-        prompt: rows.query("mode == 'isolated' and tensor == 'update'").groupby("layer")["cosine"]
-        for prompt, rows in results.items()
-    }
-    columns = {prompt: cosine.agg(worst="min", mean="mean") for prompt, cosine in cosines.items()}
+    """Worst and mean 1 − cosine of each layer's isolated update, one pair of columns per prompt."""
+    columns = {}
+    for prompt, rows in results.items():
+        updates = rows.query("mode == 'isolated' and tensor == 'update'")
+        distance = (1 - updates["cosine"]).groupby(updates["layer"])
+        columns[prompt] = distance.agg(worst="max", mean="mean")
     return pd.concat(columns, axis=1)
+
+
+def gates_by_prompt(gates: dict[str, Iterable[Gate]]) -> list[Gate]:
+    """The gates of several prompts: those that look at the bundle alone are there once, all others
+    name their prompt in the reason."""
+    listed = [(prompt, gate) for prompt, some in gates.items() for gate in some]
+    prompts = Counter(gate for _, gate in listed)
+    alone = {gate for gate, count in prompts.items() if 1 < count == len(gates)}
+    named = [
+        gate if gate in alone else replace(gate, reason=f"prompt {prompt}: {gate.reason}")
+        for prompt, gate in listed
+    ]
+    return list(dict.fromkeys(named))
 
 
 def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:

@@ -46,7 +46,7 @@ def sweep(
 
     Returns:
         {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and why cells
-        failed; cells that ran, and not on the unit that they were meant for, are done and invalid.
+        failed or are invalid; cells that ran, and not on the unit that they were meant for, are done and invalid.
     """
     from tqdm.auto import tqdm
 
@@ -76,9 +76,10 @@ def sweep(
                 row = log.load("runs", root=root, where={"run_id": run_id}).iloc[0]
                 status = row["status"]
                 counts["done" if status in runs.MEASURED else "failed"] += last
-                if last and status not in runs.MEASURED and row["reason"] not in counts["reasons"]:
-                    counts["reasons"].append(row["reason"])
                 counts["invalid"] += last and status == "invalid"
+                reason = f"{status}: {row['reason']}"
+                if last and status != "ok" and reason not in counts["reasons"]:
+                    counts["reasons"].append(reason)
                 bar.update(last)
                 if last:
                     on_cell()

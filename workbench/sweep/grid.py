@@ -24,7 +24,7 @@ from workbench import export as exporting
 from workbench import log, paths
 from workbench.bundle import Options
 from workbench.bundle.bundle import read_manifest
-from workbench.bundle.manifest import Manifest
+from workbench.bundle.manifest import Manifest, first_fault
 from workbench.check.gates import MAX_KL
 from workbench.check.golden import Golden
 from workbench.errors import InputError
@@ -152,9 +152,8 @@ def load_grid(path: str | Path) -> Grid:
         ValueError,
         yaml.YAMLError,
     ) as problem:  # ValueError: not UTF-8, or a date that is none
-        raise InputError(
-            f"grid {path}", type(problem).__name__, "a YAML file", "see README: sweeps"
-        ) from None
+        reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
+        raise InputError(f"grid {path}", reason, "a YAML file", "see README: sweeps") from None
     return make_grid(mapping, f"grid {path}")
 
 
@@ -163,10 +162,13 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
     try:
         grid = Grid.model_validate(mapping)
     except ValidationError as problem:
-        first = problem.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the grid"
+        where, first = first_fault(problem, "the grid")
+        needed = first["msg"]
+        if first["type"] == "extra_forbidden":
+            part = {0: Grid, 1: Run}.get(where.count("."), Hints)
+            needed = f"one of the keys {', '.join(part.model_fields)}"
         raise InputError(
-            subject, f"{where}: {first.get('input')!r}", first["msg"], "see README: sweeps"
+            subject, f"{where}: {first.get('input')!r}", needed, "see README: sweeps"
         ) from None
     if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
         raise InputError(

@@ -105,7 +105,7 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     first, those that only invalid runs measured last.
 
     Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``, ``runtime``, ``tokens_per_s`` and
-    ``call_ms`` (medians over runs of their medians), ``call_p90_ms`` (the same of their 90th percentiles), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
+    ``call_ms`` (medians over runs of their medians), ``slowest`` and ``fastest`` (the runs' range of tok/s), ``call_p90_ms`` (the same of their 90th percentiles), ``n`` runs, and of its bundle ``worst_cosine`` (of isolated updates, any
     T), ``kl_mean`` (nats) and ``verdict``: RED where another gate than the user's limit is, or the mean KL is above the
     grid's `max_kl`; ``invalid`` is the reason where no run is valid; ``ane_ops_share`` and ``ane_cost_share`` are the
     Neural Engine's shares (null: no plan). For `machine` see `stored_tables`.
@@ -128,6 +128,8 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     rows = by_run.assign(p90=p90["call"]).groupby(keys, dropna=False)
     rows = rows.agg(
         tokens_per_s=("tokens_per_s", "median"),
+        slowest=("tokens_per_s", "min"),
+        fastest=("tokens_per_s", "max"),
         call_ms=("call", "median"),
         call_p90_ms=("p90", "median"),
         n=("call", "size"),
@@ -153,6 +155,8 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
         "runtime",
         "bundle",
         "tokens_per_s",
+        "slowest",
+        "fastest",
         "call_ms",
         "call_p90_ms",
         "n",
