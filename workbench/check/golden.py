@@ -54,6 +54,11 @@ class Golden:
         """What each layer adds, [L, n, C]."""
         return self.hidden - self.x
 
+    def rows(self, tensor: str, layer: int) -> np.ndarray:
+        """`hidden`, `update`, `k` or `v` of one layer, [n, W]."""
+        value = getattr(self, tensor)[layer]
+        return by_position(value) if tensor in ("k", "v") else value
+
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
         from safetensors.numpy import save_file
@@ -93,6 +98,11 @@ class Golden:
                 "a file that workbench golden wrote",
                 "run: workbench golden CHECKPOINT",
             ) from None
+
+
+def by_position(cache: np.ndarray) -> np.ndarray:
+    """Cache rows [H_kv, n, D] → [n, H_kv · D]."""
+    return cache.transpose(1, 0, 2).reshape(cache.shape[1], -1)
 
 
 def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:

@@ -22,9 +22,15 @@ from workbench.bundle.names import (
     TAIL_SELECT,
     X,
 )
-from workbench.check import gates
+from workbench.check import gates, metrics
 from workbench.check.fidelity import default_ts
-from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model, final_norm
+from workbench.check.golden import (
+    LOGIT_ROWS,
+    assign_parameter,
+    empty_model,
+    final_norm,
+    head_weight,
+)
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -54,9 +60,8 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
             *_embedding_errors(decoder, checkpoint, base),
             *_head_errors(decoder, checkpoint, base),
         ]
-    value, place = max(errors, key=lambda error: np.nan_to_num(error[0], nan=np.inf))
-    reason = f"rope, masks, addresses of every position and T, embedding, head; worst: {place}"
-    return gates.at_most("host", float(value), LIMIT, reason)
+    reason = "rope, masks, addresses of every position and T, embedding, head; worst: "
+    return gates.all_at_most("host", errors, LIMIT, reason)
 
 
 class LayerKind:
@@ -66,13 +71,9 @@ class LayerKind:
     def __init__(self, base, layer: int, S: int):
         from transformers import masking_utils
 
-        self.window = _window(base, layer)
-        mask = (
-            masking_utils.sliding_window_causal_mask_function(self.window)
-            if self.window
-            else masking_utils.causal_mask_function
-        )
-        self._mask = mask
+        self._mask = masking_utils.causal_mask_function
+        if window := _window(base, layer):
+            self._mask = masking_utils.sliding_window_causal_mask_function(window)
         positions = torch.arange(S)[None]
         cos, sin = base.rotary_emb(torch.zeros(1), positions, **_rope_key(base, layer))
         self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
@@ -99,11 +100,8 @@ def _attending(decoder: Decoder, base) -> list:
 
 def _window(base, layer: int) -> int | None:
     """Tokens that a layer attends to; some families have one configuration for all layers."""
-    attention, everywhere = (
-        base.layers[layer].self_attn,
-        getattr(base.config, "sliding_window", None),
-    )
-    return getattr(attention, "sliding_window", everywhere)
+    everywhere = getattr(base.config, "sliding_window", None)
+    return getattr(base.layers[layer].self_attn, "sliding_window", everywhere)
 
 
 def _is_turned(base, layer: int) -> bool:
@@ -135,20 +133,14 @@ def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
 
 def _call_errors(decoder: Decoder, kinds: list[tuple[str, LayerKind]]) -> Iterator[Error]:
     """The worst error of every input over all calls."""
+    shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     worst: dict[str, Error] = {}
-    shapes = {
-        name: shape
-        for model in decoder.layers
-        for name, shape in model.shard.inputs.items()
-        if name != X
-    }
     for offsets, counts, T in _calls(decoder):
         inputs = decoder.host.inputs(offsets, counts, T)
+        at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
         for name, shape in shapes.items():
-            error = _input_error(name, shape, inputs, kinds, offsets, counts, T)
-            if name not in worst or not error <= worst[name][0]:
-                at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
-                worst[name] = (error, f"{name} at {at}")
+            error = _input_error(name, shape, inputs, kinds, offsets, counts, T), f"{name} at {at}"
+            worst[name] = gates.worst([worst.get(name, error), error])
     yield from worst.values()
 
 
@@ -242,17 +234,15 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
     base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
     taken = final_norm(base).register_forward_pre_hook(lambda _, args: entering.append(args[0]))
     base.embed_tokens.padding_idx = None
-    scale, V = np.float32(2.0**decoder.manifest.residual_exponent), decoder.manifest.dims.V
-    for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
-        rows = _checkpoint_rows(checkpoint, "embed_tokens.weight", ids)
+    scale = np.float32(2.0**decoder.manifest.residual_exponent)
+    name = f"{checkpoint.prefix}embed_tokens.weight"
+    for ids, rows in _checkpoint_rows(decoder, checkpoint, name):
         assign_parameter(base, "embed_tokens.weight", rows)
         base(input_ids=torch.arange(len(ids))[:, None], use_cache=False)
         reference = entering.pop()[:, 0].numpy()
-        actual = decoder.bundle.embed(ids[None])[0] * scale
-        rms = np.sqrt((np.float64(reference) ** 2).mean(1, keepdims=True))
-        errors = np.abs(np.float64(actual) - reference).max(1) / np.maximum(rms[:, 0], 1e-30)
-        worst = int(np.nan_to_num(errors, nan=np.inf).argmax())
-        yield errors[worst], f"embedding of token {ids[worst]}"
+        errors = metrics.max_abs(reference, decoder.bundle.embed(ids[None])[0] * scale)
+        errors = errors / np.maximum(metrics.rms(reference), 1e-30)
+        yield gates.worst(zip(errors, (f"embedding of token {i}" for i in ids), strict=True))
     taken.remove()
     base.layers = layers
 
@@ -263,15 +253,13 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     A row is another one when its logits are wrong by half of themselves and by more than three
     times what compression makes of most rows; how well each weight is stored is not asked here.
     """
-    V, C = decoder.manifest.dims.V, decoder.manifest.dims.C
-    tied = checkpoint.config.tie_word_embeddings
-    probes = np.random.default_rng(0).standard_normal((PROBES, C)).astype(np.float32)
+    probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
+    probes = probes.astype(np.float32)
     normed = final_norm(base)(torch.from_numpy(probes))
     hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
-    for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
-        name = "embed_tokens.weight" if tied else "lm_head.weight"
-        reference = (normed @ _checkpoint_rows(checkpoint, name, ids).T).numpy()
+    for ids, rows in _checkpoint_rows(decoder, checkpoint, head_weight(checkpoint)):
+        reference = (normed @ rows.T).numpy()
         size = np.sqrt((reference**2).mean(0))
         for actual in logits[:, :, ids]:
             error = np.sqrt(((np.float64(actual) - reference) ** 2).mean(0))
@@ -281,10 +269,12 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
             yield (unlike[worst] * (unlike[worst] > UNLIKE), f"row {ids[worst]} of the head")
 
 
-def _checkpoint_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> torch.Tensor:
-    """Consecutive rows of a tensor as fp16 holds them."""
-    prefix = "" if name == "lm_head.weight" else checkpoint.prefix
-    return checkpoint.tensor(prefix + name, slice(int(ids[0]), int(ids[-1]) + 1)).half().float()
+def _checkpoint_rows(decoder: Decoder, checkpoint: Checkpoint, name: str) -> Iterator[tuple]:
+    """(token ids, the rows of a tensor of the vocabulary as fp16 holds them), slice by slice."""
+    V = decoder.manifest.dims.V
+    for start in range(0, V, LOGIT_ROWS):
+        ids = np.arange(start, min(start + LOGIT_ROWS, V))
+        yield ids, checkpoint.tensor(name, slice(start, start + len(ids))).half().float()
 
 
 def _largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:

@@ -168,16 +168,15 @@ class ProgramPass(fidelity.Pass):
             floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
             frames.append(_rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at))
         end = start + len(trace.T)
-        for state in self.decoder.states:
-            for name in state.shard.states:
-                actual = np.asarray(state.read(name)[seq], np.float32)
-                expected = [
-                    positions.expected_value(actual.shape, name, s.after, end)
-                    for s in (stretch, nudged)
-                ]
-                layer, leaf = split_layer(name)
-                errors = _state_errors(*expected, actual, end)
-                frames.append(_rows(leaf, layer, *errors, trace.T.max()))
+        for state, name in self.decoder.named_states:
+            actual = np.asarray(state.read(name)[seq], np.float32)
+            expected = [
+                positions.expected_value(actual.shape, name, s.after, end)
+                for s in (stretch, nudged)
+            ]
+            layer, leaf = split_layer(name)
+            errors = _state_errors(*expected, actual, end)
+            frames.append(_rows(leaf, layer, *errors, trace.T.max()))
         rows = pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
         if not self.isolated:  # errors of the layers before, and of the layer itself, add up
             rows["error"] /= rows["layer"].replace(-1, len(golden.x)) + 1

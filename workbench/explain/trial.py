@@ -108,7 +108,7 @@ def changed_model(config, variant: Variant, count: int):
     """Within, the model of a variant, without weights: its first `count` layers."""
     config = copy.deepcopy(config)
     for name, value in variant.config.items():
-        setattr(config, name, value)
+        setattr(config, name, copy.deepcopy(value))
     model = golden.empty_model(config)
     model.model.layers = model.model.layers[:count]
     variant.model(model.model)
@@ -136,4 +136,4 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
 
 
 def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt((np.float64(values) ** 2).mean()))
+    return float(metrics.rms(values.ravel()))

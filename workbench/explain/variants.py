@@ -6,8 +6,7 @@ biases, order of heads and layers. The variant whose updates, K, V and embedding
 the cause; where none is, the fault is another.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pandas as pd
@@ -47,33 +46,56 @@ def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = Fals
     Raises:
         InputError: a bundle of another checkpoint.
     """
+    trial, ropes = Trial(bundle, checkpoint), [rope.inv_freq for rope in bundle.manifest.rope]
+    errors = try_variants(trial.errors, checkpoint, ropes, trial.order, progress=progress)
+    if min(errors.values()) > FITS:
+        tables = _own_tables(bundle.manifest, checkpoint)
+        errors[tables.name] = float(trial.errors(tables, bundle.manifest.dims.L).max())
+    return ranking(errors)
+
+
+def try_variants(
+    errors: Callable[[Variant, int], np.ndarray],
+    checkpoint: Checkpoint,
+    ropes: list[list[float]],
+    order: dict[int, int],
+    fits: float = FITS,
+    progress: bool = False,
+) -> dict[str, float]:
+    """The largest error of the model as configured, over all layers, and unless that is within
+    `fits`, of each of its `variants`, by name: over the first layers, of the best over all.
+
+    Args:
+        errors: (variant, count) → errors, the last `count` of them those of the first layers.
+    """
     from tqdm.auto import tqdm
 
-    trial, L = Trial(bundle, checkpoint), bundle.manifest.dims.L
-    own = trial.errors(Variant(CONFIGURED), L)
-    errors = {CONFIGURED: float(own.max())}
-    if errors[CONFIGURED] > FITS:
-        wrong = np.flatnonzero(own[1:] > FITS)
-        few = first_layers(checkpoint.config, wrong.tolist())
-        ropes = [rope.inv_freq for rope in bundle.manifest.rope]
-        listed = variants(checkpoint, ropes, trial.order, wrong)
-        tried = {variant.name: variant for variant in listed}
-        for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-            errors[name] = float(trial.errors(tried[name], few).max())
-        best = min(tried, key=errors.get)
-        if few < L and errors[best] <= FITS:
-            errors[best] = float(trial.errors(tried[best], L).max())
-        if errors[best] > FITS:
-            tables = _own_tables(bundle.manifest, checkpoint)
-            errors[tables.name] = float(trial.errors(tables, L).max())
+    L = checkpoint.config.num_hidden_layers
+    configured = errors(Variant(CONFIGURED), L)
+    worst = {CONFIGURED: float(configured.max())}
+    if worst[CONFIGURED] <= fits:
+        return worst
+    wrong = np.flatnonzero(configured[-L:] > fits)
+    few = first_layers(checkpoint.config, wrong.tolist())
+    tried = {variant.name: variant for variant in variants(checkpoint, ropes, order, wrong)}
+    for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
+        worst[name] = float(errors(tried[name], few).max())
+    best = min(tried, key=worst.get)
+    if few < L and worst[best] <= fits:
+        worst[best] = float(errors(tried[best], L).max())
+    return worst
+
+
+def ranking(errors: dict[str, float]) -> pd.DataFrame:
+    """`name` and `relative_rms` of every variant, best first."""
     frame = pd.DataFrame({"name": errors.keys(), "relative_rms": errors.values()})
     return frame.sort_values("relative_rms", kind="stable", ignore_index=True)
 
 
-def fitting(frame: pd.DataFrame) -> str | None:
-    """The best variant, if its error is within rounding."""
+def fitting(frame: pd.DataFrame, fits: float = FITS) -> str | None:
+    """The best variant, if its error is within `fits` (default: rounding)."""
     best = frame.iloc[0]
-    return str(best["name"]) if best["relative_rms"] <= FITS else None
+    return str(best["name"]) if best["relative_rms"] <= fits else None
 
 
 def conclusion(fits: str | None) -> str:
@@ -140,7 +162,36 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
     or, where a model has several, for one."""
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
-    kinds = sorted(parameters) if nested else [None]
+    tables = {kind: parameters[kind] for kind in sorted(parameters)}
+    tables = tables if nested else {None: parameters}
+    seen = [tables]
+    for name, change in _rope_changes(tables.values(), ropes).items():
+        for chosen in [*tables, None] if len(tables) > 1 else tables:
+            changed = {
+                kind: table | change if chosen in (kind, None) else table
+                for kind, table in tables.items()
+            }
+            if changed not in seen:
+                seen.append(changed)
+                where = f" in {chosen}" if chosen else ""
+                settings = changed if nested else changed[None]
+                yield Variant(name + where, {"rope_parameters": settings})
+    for name, rotation in (
+        ("rope pairs interleaved", _rotation(interleaved=True)),
+        ("rope turned the other way", _rotation(turn=-1.0)),
+        ("rope left out", _rotation(turn=0.0)),
+    ):
+        yield Variant(name, functions={"apply_rotary_pos_emb": rotation})
+    flags = getattr(checkpoint.config, "no_rope_layers", None)
+    if flags and not all(flags):
+        yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
+        yield Variant(
+            "layers with and without rope exchanged", {"no_rope_layers": [1 - f for f in flags]}
+        )
+
+
+def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str, dict]:
+    """What to change in a table of `rope_parameters`, by the name of the variant."""
     thetas, factors = [*THETAS], [*FACTORS]
     for theta, factor in map(_fitted, ropes):
         thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
@@ -150,40 +201,16 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
     for factor in factors:
         changes[f"rope scaling linear {factor:.7g}"] = {"rope_type": "linear", "factor": factor}
         changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
-    scaled = [t for t in (parameters.values() if nested else [parameters]) if "yarn" in t.values()]
-    for table in scaled:
-        changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
-        for factor in factors:
-            changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
-    for table in parameters.values() if nested else [parameters]:
+    for table in tables:
+        if "yarn" in table.values():
+            changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
+            for factor in factors:
+                changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
         if "factor" in table:
             theta = table["rope_theta"] * table["factor"]
             name = f"rope scaling replaced by theta × factor, theta {theta:.7g}"
             changes[name] = {"rope_type": "default", "rope_theta": theta}
-    seen = [parameters]
-    for name, change in changes.items():
-        for chosen in [*kinds, None] if len(kinds) > 1 else kinds:
-            tables = copy.deepcopy(parameters)
-            for kind in kinds:
-                if chosen in (kind, None):
-                    (tables[kind] if nested else tables).update(change)
-            if tables not in seen:
-                seen.append(tables)
-                where = f" in {chosen}" if nested and chosen else ""
-                yield Variant(name + where, {"rope_parameters": tables})
-    yield Variant(
-        "rope pairs interleaved", functions={"apply_rotary_pos_emb": _rotation(interleaved=True)}
-    )
-    yield Variant(
-        "rope turned the other way", functions={"apply_rotary_pos_emb": _rotation(turn=-1.0)}
-    )
-    yield Variant("rope left out", functions={"apply_rotary_pos_emb": _rotation(turn=0.0)})
-    flags = getattr(checkpoint.config, "no_rope_layers", None)
-    if flags and not all(flags):
-        yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
-        yield Variant(
-            "layers with and without rope exchanged", {"no_rope_layers": [1 - f for f in flags]}
-        )
+    return changes
 
 
 def _fitted(inv_freq: list[float]) -> tuple[float, float]:
@@ -326,15 +353,15 @@ def _window_variants(config) -> Iterator[Variant]:
     window = getattr(config, "sliding_window", None)
     if not window or (kinds and not any("sliding" in kind for kind in kinds)):
         return
-    for name, value in (
-        (f"window {window // 2}, a half", window // 2),
-        (f"window {2 * window}, twice as much", 2 * window),
-        (f"window {window - 1}, one less", window - 1),
-        (f"window {window + 1}, one more", window + 1),
-        ("no window", 1 << 30),
+    for size, text in (
+        (window // 2, "a half"),
+        (2 * window, "twice as much"),
+        (window - 1, "one less"),
+        (window + 1, "one more"),
     ):
-        if value > 0:
-            yield Variant(name, {"sliding_window": value})
+        if size > 0:
+            yield Variant(f"window {size}, {text}", {"sliding_window": size})
+    yield Variant("no window", {"sliding_window": 1 << 30})
     if len(kinds) == 2:
         exchanged = [kinds[kinds[0] == kind] for kind in config.layer_types]
         yield Variant("layers with and without window exchanged", {"layer_types": exchanged})

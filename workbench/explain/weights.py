@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 
 from workbench.bundle import Bundle, Shard
+from workbench.bundle.names import split_layer
 from workbench.check.golden import Golden
 from workbench.decode import Decoder
 from workbench.explain import error
@@ -62,9 +63,9 @@ class WeightTrial:
                 stored = model.executable.constant(constant)
                 fp16 = self._fp16(model.shard, tensor, stored)
                 if not torch.equal(fp16, stored):
-                    layer, _, kind = tensor.partition("layers.")[2].partition(".")
+                    layer, kind = split_layer(tensor)
                     for program in each_function([model]):
-                        yield kind, int(layer), program.executable, constant, fp16
+                        yield kind, layer, program.executable, constant, fp16
 
     def _fp16(self, shard: Shard, tensor: str, stored: torch.Tensor) -> torch.Tensor:
         """The checkpoint's values that a constant stores, rounded to fp16, in the constant's shape."""
@@ -78,9 +79,8 @@ class WeightTrial:
         with ExitStack() as undo:
             for kind, layer, executable, constant, fp16 in list(self._tensors()):
                 if (layer, kind) in tensors:
-                    undo.callback(
-                        replace, executable, constant, executable.body.constants[constant]
-                    )
+                    stored = executable.body.constants[constant]
+                    undo.callback(replace, executable, constant, stored)
                     replace(executable, constant, swap(fp16))
             yield
 
@@ -88,13 +88,11 @@ class WeightTrial:
 def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
     old = executable.body.constants[constant]
-    executable.body.constants[constant] = value = value.to(
-        old.dtype
-    )  # fp16 where the steps compute with it so
+    value = value.to(old.dtype)  # fp16 where the steps compute with it so
+    executable.body.constants[constant] = value
     for step in executable.body.steps:
-        step.constants.update(
-            {name: value for name, constant in step.constants.items() if constant is old}
-        )
+        for name, current in step.constants.items():
+            step.constants[name] = value if current is old else current
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -106,11 +104,8 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     errors, rows = weights.errors(), []
     for kind in weights.kinds:
         with weights.swapped({(layer, kind) for layer in range(len(errors))}):
-            rows += [
-                (layer, kind, *pair)
-                for layer, pair in enumerate(zip(errors, weights.errors(), strict=True))
-            ]
-    frame = pd.DataFrame(rows, columns=["layer", "tensor", "error", "without"])
+            rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
+    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"]).reset_index()
     frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(frame["error"] > 0, 0.0)
     return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(drop=True)
 
