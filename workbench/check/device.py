@@ -59,13 +59,12 @@ class Reference:
     def load(cls, path: Path) -> "Reference":
         from safetensors import safe_open
 
+        parts = {part: {} for part in PARTS}
         with safe_open(path, framework="np") as file:
-            arrays, key = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
-        parts = {
-            part: {n.partition("/")[2]: a for n, a in arrays.items() if n.startswith(f"{part}/")}
-            for part in PARTS
-        }
-        return cls(**parts, key=key[METADATA])
+            for name in file.keys():
+                part, _, tensor = name.partition("/")
+                parts[part][tensor] = file.get_tensor(name)
+            return cls(**parts, key=file.metadata()[METADATA])
 
 
 def make_reference(bundle: Bundle, golden: Golden) -> Reference:

@@ -65,15 +65,10 @@ class Golden:
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {
-            name: np.ascontiguousarray(a)
-            for name, a in vars(self).items()
-            if isinstance(a, np.ndarray)
-        }
-        write_whole(
-            path,
-            lambda file: save_file(arrays, file.name, {"workbench-golden": json.dumps(self.meta)}),
-        )
+        values = {name: a for name, a in vars(self).items() if isinstance(a, np.ndarray)}
+        arrays = {name: np.ascontiguousarray(a) for name, a in values.items()}
+        meta = {"workbench-golden": json.dumps(self.meta)}
+        write_whole(path, lambda file: save_file(arrays, file.name, meta))
         return path
 
     @classmethod
@@ -192,6 +187,8 @@ def make_golden(
     runs (default: `empty_model` of the checkpoint's configuration). Without `head` the logits
     are nan and take no memory.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint(checkpoint)
     reference = ReferenceModel(checkpoint, weights, label, model)
     reference.replace_inputs(fed, fed_router)
     return reference.run(ids, reference.cache(), head)
@@ -203,20 +200,17 @@ class ReferenceModel:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | str | Path,
+        checkpoint: Checkpoint,
         weights: WeightReader | None = None,
         label: str = "source",
         model: nn.Module | None = None,
         record: bool = True,
     ):
-        self.checkpoint = (
-            checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-        )
-        self.weights, self.label = weights, label
+        self.checkpoint, self.weights, self.label = checkpoint, weights, label
         self.normed: np.ndarray | None = None  # [.., n, C], what the last call's logits are made of
-        model = model or empty_model(self.checkpoint.config)
-        self.config, self.base, prefix = model.config, model.model, self.checkpoint.prefix
-        read = weights or self.checkpoint.tensor
+        model = model or empty_model(checkpoint.config)
+        self.config, self.base, prefix = model.config, model.model, checkpoint.prefix
+        read = weights or checkpoint.tensor
         self.base.embed_tokens.padding_idx = None
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):

@@ -99,10 +99,8 @@ def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
     leaves each."""
 
     def enter(layer, args, kwargs):
-        name, x = (None, args[0]) if args else ("hidden_states", kwargs["hidden_states"])
-        if name is None:
-            return (_rounded(x, scale), *args[1:]), kwargs
-        return args, kwargs | {name: _rounded(x, scale)}
+        x, *rest = args or (kwargs.pop("hidden_states"),)
+        return (_rounded(x, scale), *rest), kwargs
 
     def leave(layer, args, output):
         if isinstance(output, tuple):

@@ -16,7 +16,7 @@ from torch import nn
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
 from workbench.check import golden
-from workbench.explain.trial import Trial, Variant
+from workbench.explain.trial import Change, Trial, Variant
 from workbench.models.checkpoint import Checkpoint
 
 CONFIGURED = "as configured"
@@ -30,6 +30,7 @@ QK_NORMS = (
     ("query_layernorm", "key_layernorm"),
     ("q_layernorm", "k_layernorm"),
 )
+Pair = Callable[[torch.Tensor, torch.Tensor], tuple]  # of q and k
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -37,6 +38,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+def _same(*values):
+    return values
 
 
 def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> pd.DataFrame:
@@ -177,7 +182,7 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
                 settings = changed if nested else changed[None]
                 yield Variant(name + where, {"rope_parameters": settings})
     for name, rotation in (
-        ("rope pairs interleaved", _rotation(interleaved=True)),
+        ("rope pairs interleaved", _interleaved),
         ("rope turned the other way", _rotation(turn=-1.0)),
         ("rope left out", _rotation(turn=0.0)),
     ):
@@ -221,30 +226,30 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
     return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
 
 
-def _rotation(interleaved: bool = False, turn: float = 1.0, before=None, after=None) -> Callable:
-    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves, or turns
-    another way (0: not at all); `before(q, k)` makes what it turns, `after(q, k)` gets the
-    result."""
+def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> Change:
+    """The model's own rotation of q and k turned `turn` times as far the same way; `before(q, k)`
+    makes what is rotated, `after(q, k)` gets the result."""
 
-    def rotate(x, cos, sin):
-        width = cos.shape[-1]
-        x, rest = x[..., :width], x[..., width:]
-        if interleaved:
-            cos, sin = (t[..., : width // 2].repeat_interleave(2, -1) for t in (cos, sin))
-            turned = torch.stack([-x[..., 1::2], x[..., 0::2]], -1).flatten(-2)
-        else:
-            turned = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
-        if turn == 0:
-            return torch.cat([x, rest], -1)
-        return torch.cat([x * cos + turned * sin * turn, rest], -1)
+    def change(rotate):
+        def rotation(q, k, cos, sin):
+            cos = cos if turn else torch.ones_like(cos)
+            return after(*rotate(*before(q, k), cos, sin * turn))
 
-    def apply(q, k, cos, sin, unsqueeze_dim=1):
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        q, k = before(q, k) if before else (q, k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return after(q, k) if after else (q, k)
+        return rotation
 
-    return apply
+    return change
+
+
+def _interleaved(rotate: Callable) -> Callable:
+    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves."""
+
+    def rotation(q, k, cos, sin):
+        order, width = torch.arange(q.shape[-1]), cos.shape[-1]
+        order[:width] = order[:width].reshape(-1, 2).T.flatten()
+        rotated = rotate(q[..., order], k[..., order], cos, sin)
+        return tuple(x[..., order.argsort()] for x in rotated)
+
+    return rotation
 
 
 def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
@@ -384,7 +389,7 @@ def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
             seen.add(scale)
             yield Variant(f"attention scale {name}", model=_attribute(("scaling",), scale))
     if config.num_key_value_heads not in (1, H):
-        tiled = {"repeat_kv": lambda x, count: x.repeat(1, count, 1, 1)}
+        tiled = {"repeat_kv": lambda own: lambda x, count: x.repeat(1, count, 1, 1)}
         yield Variant("key/value heads tiled over the query heads", functions=tiled)
     own = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
     from transformers.activations import ACT2FN
