@@ -148,7 +148,7 @@ def _results(decoder: Decoder, golden: Golden) -> dict[str, np.ndarray]:
     for name, caches in (("k", trace.k), ("v", trace.v)):
         for layer, cache in caches.items():
             results[f"{name}.{layer}"] = by_position(cache)
-    last = golden.hidden[-1] / np.float32(2.0**decoder.manifest.residual_exponent)
+    last = golden.hidden[-1] / decoder.manifest.stream_scale
     with decoder.set_aside():
         hidden = np.tile(last.T, (options.batch, 1, 1))
         results["logits"] = decoder.logits(hidden)[0]

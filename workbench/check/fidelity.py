@@ -121,9 +121,7 @@ class Pass:
     ):
         self.decoder, self.goldens, self.isolated, self.forced = decoder, goldens, isolated, forced
         self.starts = np.array(starts or [0] * len(goldens))
-        self.scale = np.float32(
-            2.0**decoder.manifest.residual_exponent
-        )  # the bundle holds hidden / scale
+        self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
         self.inputs = [golden.x / self.scale for golden in goldens]  # [L, n, C]
         if isolated and decoder.precision != "exact":
             with np.errstate(over="ignore"):

@@ -55,7 +55,7 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     with torch.inference_mode():
         kinds = _layer_kinds(decoder, base)
         errors = [
-            *_frequency_errors(decoder, base),
+            *_frequency_errors(decoder, kinds),
             *_call_errors(decoder, kinds),
             *_embedding_errors(decoder, checkpoint, base),
             *_head_errors(decoder, checkpoint, base),
@@ -66,18 +66,25 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
 
 class LayerKind:
     """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S, D_rotary / 2]
-    and `visible(queries, keys)` of positions."""
+    of `inv_freq`, and `visible(queries, keys)` of positions.
 
-    def __init__(self, base, layer: int, S: int):
+    `index` is the first of these layers, `layer` its entry in the manifest, `layer_type` the name
+    of its rotary table (None: there is but one), `window` how many tokens it attends to (None:
+    all); layers that are not `turned` have no rotary embeddings.
+    """
+
+    def __init__(self, base, S: int, index: int, layer, layer_type, window, turned: bool):
         from transformers import masking_utils
 
+        self.index, self.layer = index, layer
         self._mask = masking_utils.causal_mask_function
-        if window := _window(base, layer):
+        if window:
             self._mask = masking_utils.sliding_window_causal_mask_function(window)
-        positions = torch.arange(S)[None]
-        cos, sin = base.rotary_emb(torch.zeros(1), positions, **_rope_key(base, layer))
+        prefix, which = (f"{layer_type}_", [layer_type]) if layer_type else ("", [])
+        self.inv_freq = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy() * turned
+        cos, sin = base.rotary_emb(torch.zeros(1), torch.arange(S)[None], *which)
         self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
-        if not _is_turned(base, layer):
+        if not turned:
             self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
 
     def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -85,53 +92,32 @@ class LayerKind:
         return self._mask(0, 0, q, k).numpy()
 
 
-def _rope_key(base, layer: int) -> dict[str, str]:
-    """How the rotary module is asked for a layer's table, where it has several."""
-    if "layer_type" in inspect.signature(base.rotary_emb.forward).parameters:
-        return {"layer_type": base.config.layer_types[layer]}
-    return {}
+def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
+    """The kinds of layers with attention, those of another rope table in the manifest apart."""
+    by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
+    everywhere = getattr(base.config, "sliding_window", None)  # in families that have but one
+    kinds, S = {}, decoder.options.max_seq_len
+    for index, layer in enumerate(decoder.manifest.layers):
+        if hasattr(base.layers[index], "self_attn"):
+            attention = base.layers[index].self_attn
+            layer_type = base.config.layer_types[index] if by_type else None
+            window = getattr(attention, "sliding_window", everywhere)
+            kind = layer_type, window, bool(getattr(attention, "use_rope", True))
+            if (layer.rope, *kind) not in kinds:
+                kinds[layer.rope, *kind] = LayerKind(base, S, index, layer, *kind)
+    return list(kinds.values())
 
 
-def _attending(decoder: Decoder, base) -> list:
-    """(index, the manifest's entry) of layers in which Hugging Face's model has attention."""
-    layers = enumerate(decoder.manifest.layers)
-    return [(i, layer) for i, layer in layers if hasattr(base.layers[i], "self_attn")]
-
-
-def _window(base, layer: int) -> int | None:
-    """Tokens that a layer attends to; some families have one configuration for all layers."""
-    everywhere = getattr(base.config, "sliding_window", None)
-    return getattr(base.layers[layer].self_attn, "sliding_window", everywhere)
-
-
-def _is_turned(base, layer: int) -> bool:
-    """Whether a layer has rotary embeddings at all."""
-    return bool(getattr(base.layers[layer].self_attn, "use_rope", True))
-
-
-def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
-    """(suffix of a layer's inputs, what Hugging Face applies to that layer), each pair once."""
-    layers = {}
-    for index, layer in _attending(decoder, base):
-        kind = *_rope_key(base, index).values(), _window(base, index), _is_turned(base, index)
-        layers.setdefault((layer.suffix, *kind), index)
-    S = decoder.options.max_seq_len
-    return [(suffix, LayerKind(base, index, S)) for (suffix, *_), index in layers.items()]
-
-
-def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
+def _frequency_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """Inverse frequencies of the manifest, relative: the slowest turn too little to show in cos."""
-    ropes = {rope.name: rope for rope in decoder.manifest.rope}
-    for index, layer in _attending(decoder, base):
-        prefix = "".join(f"{key}_" for key in _rope_key(base, index).values())
-        reference = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy()
-        reference = reference * _is_turned(base, index)
-        frequencies, scale = np.float32(ropes[layer.rope].inv_freq), np.abs(reference)
-        error = _largest(frequencies, reference, np.where(scale, scale, 1.0))
-        yield (error, f"inv_freq of layer {index}")
+    ropes = {rope.name: np.float32(rope.inv_freq) for rope in decoder.manifest.rope}
+    for kind in kinds:
+        scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
+        error = _largest(ropes[kind.layer.rope], kind.inv_freq, scale)
+        yield (error, f"inv_freq of layer {kind.index}")
 
 
-def _call_errors(decoder: Decoder, kinds: list[tuple[str, LayerKind]]) -> Iterator[Error]:
+def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """The worst error of every input over all calls."""
     shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     worst: dict[str, Error] = {}
@@ -186,9 +172,10 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
     errors = [
-        _kind_error(kind, name.removesuffix(suffix), *sequence)
-        for suffix, kind in kinds
-        if name in (ROPE_COS + suffix, ROPE_SIN + suffix, ATTN_MASK + suffix)
+        _kind_error(kind, own, *sequence)
+        for kind in kinds
+        for own in (ROPE_COS, ROPE_SIN, ATTN_MASK)
+        if name == own + kind.layer.suffix
         for sequence in sequences
     ]
     return max(errors, default=np.inf)
@@ -234,7 +221,7 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
     base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
     taken = final_norm(base).register_forward_pre_hook(lambda _, args: entering.append(args[0]))
     base.embed_tokens.padding_idx = None
-    scale = np.float32(2.0**decoder.manifest.residual_exponent)
+    scale = decoder.manifest.stream_scale
     name = f"{checkpoint.prefix}embed_tokens.weight"
     for ids, rows in _checkpoint_rows(decoder, checkpoint, name):
         assign_parameter(base, "embed_tokens.weight", rows)
@@ -256,7 +243,7 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
     probes = probes.astype(np.float32)
     normed = final_norm(base)(torch.from_numpy(probes))
-    hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
+    hidden = probes.T / decoder.manifest.stream_scale
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
     for ids, rows in _checkpoint_rows(decoder, checkpoint, head_weight(checkpoint)):
         reference = (normed @ rows.T).numpy()

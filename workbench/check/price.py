@@ -81,7 +81,7 @@ class Price:
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
     """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle`
     stores."""
-    scale = 2.0**bundle.manifest.residual_exponent
+    scale = bundle.manifest.stream_scale
     weights = stored_weights(checkpoint, bundle)
 
     def run(*fed: np.ndarray | None) -> Golden:

@@ -185,7 +185,7 @@ class ProgramPass(fidelity.Pass):
 
 def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[pd.DataFrame]:
     """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state."""
-    scale = np.float32(2.0**decoder.manifest.residual_exponent)
+    scale = decoder.manifest.stream_scale
     n = len(stretches[0].golden.ids)
     last = slice(max(0, n - T), n)
     hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])

@@ -106,11 +106,13 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
+        portable = decoder if decoder and decoder.runtime == "portable" else exact
+        if exact is None and portable and portable.precision == "exact":
+            exact = portable
         exact = exact or Decoder(bundle, "portable", "exact")
-        tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
-        results.append(host.host_gate(tried, checkpoint))
+        results.append(host.host_gate(portable or exact, checkpoint))
         results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
-        results.append(causality.causality_gate(tried))
+        results.append(causality.causality_gate(portable or exact))
     except InputError as problem:
         names = BUG_GATES[len(results) :]
         if results[0].verdict != gates.RED:
@@ -168,46 +170,30 @@ def validate(
         only: no second copy of the bundle is loaded as portable: what needs one is not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
-    same = fidelity.of_this_checkpoint(decoder, golden)
+    bundle, foreign = decoder.bundle, "the bundle was exported from another checkpoint"
     if checkpoint is None:
-        bugs = stored_gates(decoder.bundle)
+        bugs = stored_gates(bundle)
     elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
-        reason = "the bundle was exported from another checkpoint"
-        bugs = [gates.not_run(name, reason) for name in BUG_GATES]
-        checkpoint = None
+        bugs, checkpoint = [gates.not_run(name, foreign) for name in BUG_GATES], None
     else:
-        if exact is None and (decoder.runtime, decoder.precision) == ("portable", "exact"):
-            exact = decoder
-        bugs = bug_gates(
-            decoder.bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
-        )
+        bugs = bug_gates(bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress)
     rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)
     if checkpoint and budget is None:
-        budget = measure_budget(decoder.bundle, checkpoint, golden)
+        budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
-    result = Validation(
-        _with_errors(rows, price.rows),
-        [*bugs, same, _finite(rows)],
-        metrics.compare_logits(golden.logits, chained.logits),
-        chained.logits,
-        bugs,
-        price,
-    )
-    choices = fidelity.choices(
-        {f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden
-    )
+    checks = [*bugs, fidelity.of_this_checkpoint(decoder, golden), _finite(rows)]
+    runs, free_logits = {f"isolated at T = {T}": trace for T, trace in traces.items()}, None
+    choices = fidelity.choices(runs | {"chained": chained}, golden)
     if len(choices):
         free = fidelity.run_golden(decoder, golden, list(traces), "chained", forced=False)
-        result.free_logits = metrics.compare_logits(golden.logits, free.logits)
-        result.gates.append(routing(choices, golden, budget, result.free_logits))
-    result.gates += [
-        rangedim.drift_gate(
-            decoder, traces, golden, reference.drift if reference else {} if only else None
-        ),
-        _device(decoder, golden, reference, only),
-        *price_gates(result.price, max_kl),
-    ]
-    return result
+        free_logits = metrics.compare_logits(golden.logits, free.logits)
+        checks.append(routing(choices, golden, budget, free_logits))
+    drifts = reference.drift if reference else {} if only else None
+    checks.append(rangedim.drift_gate(decoder, traces, golden, drifts))
+    checks += [_device(decoder, golden, reference, only), *price_gates(price, max_kl)]
+    logits = metrics.compare_logits(golden.logits, chained.logits)
+    rows = _with_errors(rows, price.rows)
+    return Validation(rows, checks, logits, chained.logits, bugs, price, free_logits)
 
 
 def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:

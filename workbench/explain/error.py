@@ -149,7 +149,7 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(np.float64)
     if mode == "isolated":
         return after - trace.x
-    embedded = decoder.bundle.embed(source.ids[None]) * 2.0**decoder.manifest.residual_exponent
+    embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale
     return after - np.concatenate([embedded, after[:-1]])
 
 

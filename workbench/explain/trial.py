@@ -48,7 +48,7 @@ class Trial:
         self.source = golden.make_golden(checkpoint, self.ids, self.read, "stored", head=False)
         decoder = Decoder(bundle, "portable", "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
-        scale = 2.0**bundle.manifest.residual_exponent
+        scale = bundle.manifest.stream_scale
         self.embedded = bundle.embed(self.source.ids[None])[0] * scale
         self.order = self._order()
 
