@@ -20,9 +20,8 @@ def causality_gate(decoder: Decoder) -> Gate:
     experts, fixed = decoder.experts, decoder.experts.fixed
     with decoder.set_aside():
         try:
-            experts.fixed = (
-                True  # an expert's shapes, hence its sums, must not depend on the last token
-            )
+            # an expert's shapes, hence its sums, must not depend on the last token
+            experts.fixed = True
             for trial, (start, T) in enumerate(_calls(decoder)):
                 seq = trial % decoder.options.batch
                 for name, before, after in _pair(decoder, start, T, seq, rng):

@@ -132,9 +132,9 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         if name not in slices:
             return checkpoint.tensor(name).half().float()
         first, *rest = (part.reshape(-1, *shape[1:]) for part in slices[name])
-        return (
-            first.reshape(shape) if first.numel() == np.prod(shape) else torch.cat([first, *rest])
-        )  # the final norm is whole
+        if first.numel() == np.prod(shape):  # every head slice has the whole final norm
+            return first.reshape(shape)
+        return torch.cat([first, *rest])
 
     return read
 

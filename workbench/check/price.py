@@ -202,5 +202,6 @@ def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 def summarize_kl(kl: Sequence[float]) -> dict[str, float]:
     """Mean, median, 99th percentile and maximum."""
-    figures = {"mean": np.mean(kl), "median": np.median(kl), "p99": np.percentile(kl, 99)}
-    return {name: float(value) for name, value in (figures | {"max": np.max(kl)}).items()}
+    figures = {"mean": np.mean(kl), "median": np.median(kl)}
+    figures |= {"p99": np.percentile(kl, 99), "max": np.max(kl)}
+    return {name: float(value) for name, value in figures.items()}

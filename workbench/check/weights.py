@@ -35,19 +35,14 @@ from workbench.check.gates import Gate
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-LIMIT = (
-    1.05  # parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2
-)
-TABLE_LIMIT = (
-    1.001  # distance over the nearest entry's, and squared error over that of the best table
-)
+# Parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2.
+LIMIT = 1.05
+# Distance over the nearest entry's, and squared error over that of the best table.
+TABLE_LIMIT = 1.001
 FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
-DAMAGED = (
-    KeyError,
-    IndexError,
-    ValueError,
-)  # what operands that do not fit raise; InputError is one
+# What operands that do not fit raise; InputError is a ValueError.
+DAMAGED = (KeyError, IndexError, ValueError)
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # what the host applies to embeddings: gate `host` compares it with the checkpoint's
 HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
@@ -87,7 +82,8 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
         problems += constants.uncovered()
         for tensor in shard.weights:
             try:
-                values, rows = checkpoint_values(checkpoint, shard, tensor, constants)
+                size = constants.size(tensor)
+                values, rows = checkpoint_values(checkpoint, shard, tensor, size)
                 deviations += constants.deviations(tensor, values)
                 covered.setdefault(tensor, set()).update(rows)
             except DAMAGED as problem:
@@ -194,14 +190,14 @@ class Constants:
 
 
 def checkpoint_values(
-    checkpoint: Checkpoint, shard: Shard, tensor: str, constants: Constants
+    checkpoint: Checkpoint, shard: Shard, tensor: str, size: int
 ) -> tuple[torch.Tensor, range]:
-    """The checkpoint's values of what `shard` stores of `tensor`, float32 [rows, columns] with
-    their offset, and which rows of the tensor they are.
+    """The checkpoint's values of what `shard` stores of `tensor`, `size` elements, float32 [rows,
+    columns] with their offset, and which rows of the tensor they are.
     """
     if tensor not in checkpoint:
         raise _refusal(tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint")
-    shape, size = checkpoint.shape(tensor), constants.size(tensor)
+    shape = checkpoint.shape(tensor)
     rows = None if size == prod(shape) else slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
         raise _refusal(tensor, f"{size} stored values", f"those of shape {shape}")

@@ -23,11 +23,8 @@ from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
-ORDER = (
-    "exact",
-    "declared",
-    "narrow",
-)  # a departure is the difference of `declared` from the same call in `exact`
+# A departure is the difference of `declared` from the same call in `exact`, which comes first.
+ORDER = ("exact", "declared", "narrow")
 MAX_MASK = 1 << 22  # elements of a constant that is looked through for infs
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
@@ -206,9 +203,8 @@ class Departure:
         if not sources or not infs.any():
             return
         if op.kind not in MOVES:
-            with suppress(
-                RuntimeError
-            ):  # other shapes: which element comes from which is not known
+            # other shapes: which element comes from which is not known
+            with suppress(RuntimeError):
                 infs &= torch.stack([source.expand(x.shape) for source in sources]).any(0)
         self.inherited[shard, value] = infs
 

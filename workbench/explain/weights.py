@@ -7,15 +7,15 @@ one pass tries the same tensor in all of them.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from math import prod
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle, Shard
+from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
 from workbench.check.golden import Golden
+from workbench.check.weights import checkpoint_values
 from workbench.decode import Decoder
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
@@ -61,17 +61,12 @@ class WeightTrial:
         for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
             for tensor, constant in model.shard.weights.items():
                 stored = model.executable.constant(constant)
-                fp16 = self._fp16(model.shard, tensor, stored)
+                values, _ = checkpoint_values(self.checkpoint, model.shard, tensor, stored.numel())
+                fp16 = values.half().float().reshape(stored.shape)
                 if not torch.equal(fp16, stored):
                     layer, kind = split_layer(tensor)
                     for program in each_function([model]):
                         yield kind, layer, program.executable, constant, fp16
-
-    def _fp16(self, shard: Shard, tensor: str, stored: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's values that a constant stores, rounded to fp16, in the constant's shape."""
-        whole = prod(self.checkpoint.shape(tensor)) == stored.numel()
-        values = self.checkpoint.tensor(tensor, None if whole else slice(*shard.rows))
-        return (values + shard.offsets.get(tensor, 0.0)).half().float().reshape(stored.shape)
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
