@@ -70,9 +70,9 @@ def _call(decoder: Decoder, ids: np.ndarray, start: int, states: dict, seq: int)
     B, T = ids.shape
     for state, name in decoder.named_states:
         value = states[name].astype(state.read(name).dtype)
-        if is_cache(name):
-            value[:, :, start:] = 0  # rows that no token has yet
-        state.write(name, value if start else np.zeros_like(value))
+        if is_cache(name) or not start:
+            value[:, :, start:] = 0  # rows that no token has yet; all of a new sequence's
+        state.write(name, value)
     counts = np.full(B, T)
     io = decoder.host.inputs(np.full(B, start), counts, T)
     io[X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))

@@ -196,16 +196,12 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
     that Hugging Face's mask shows and no row holds any more counts as a whole error.
     """
     count, n = rows.shape
-    if not count:
-        return 0.0
-    written = np.arange(max(0, offset + count - n), offset + count)
-    stored = np.full(n, -1)
-    stored[written % n] = written
-    queries = np.arange(offset, offset + count)
-    visible = kind.visible(queries, stored) & (stored >= 0)
-    if written[0] and kind.visible(queries, np.arange(written[0])).any():
+    end = offset + count
+    queries, lost = np.arange(offset, end), np.arange(end - n)
+    if kind.visible(queries, lost).any():
         return 1.0
-    return _largest(rows / MASKED, ~visible)
+    stored = end - 1 - (end - 1 - np.arange(n)) % n  # negative where no token is yet
+    return _largest(rows / MASKED, ~(kind.visible(queries, stored) & (stored >= 0)))
 
 
 def _write_error(mask: np.ndarray, offset: int, count: int) -> float:
