@@ -138,12 +138,10 @@ class Cause:
 def explain(adopted: Adopted, checkpoint: Checkpoint, progress: bool = False) -> Cause:
     """Which variant of Hugging Face's model the packages compute, called with the fewest tokens;
     and where calls of more tokens leave it."""
-    from tqdm.auto import tqdm
-
     adapter = Adapter(adopted, checkpoint, "portable", "exact")
     reader, _ = stored_weights(adapter, checkpoint)
     ids, T = passes.prompt(adapter, checkpoint), min(adapter.tiles)
-    own, L = passes.run(adapter, ids, T), checkpoint.config.num_hidden_layers
+    own = passes.run(adapter, ids, T)
 
     def errors(variant: trial.Variant, count: int) -> np.ndarray:
         """Worst relative RMS of K and V of the first `count` layers."""
@@ -157,23 +155,11 @@ def explain(adopted: Adopted, checkpoint: Checkpoint, progress: bool = False) ->
                 head=False,
             )
         pairs = [[(getattr(other, n)[i], getattr(own, n)[i]) for n in "kv"] for i in range(count)]
-        return np.array([max(metrics.relative_rms(*pair) for pair in layer) for layer in pairs])
+        worst = [max(metrics.relative_rms(*pair) for pair in layer) for layer in pairs]
+        return np.nan_to_num(worst, nan=np.inf)
 
-    configured = errors(trial.Variant(variants.CONFIGURED), L)
-    errors_of = {variants.CONFIGURED: float(configured.max())}
-    if errors_of[variants.CONFIGURED] > FITS:
-        wrong = np.flatnonzero(configured > FITS)
-        few = variants.first_layers(checkpoint.config, wrong.tolist())
-        tried = {v.name: v for v in variants.variants(checkpoint, [], {}, wrong)}
-        for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-            errors_of[name] = float(np.nan_to_num(errors(tried[name], few), nan=np.inf).max())
-        best = min(tried, key=errors_of.get)
-        if few < L and errors_of[best] <= FITS:
-            errors_of[best] = float(errors(tried[best], L).max())
-    frame = pd.DataFrame({"name": errors_of.keys(), "relative_rms": errors_of.values()})
-    frame = frame.sort_values("relative_rms", kind="stable", ignore_index=True)
-    best = frame.iloc[0]
-    fits = str(best["name"]) if best["relative_rms"] <= FITS else None
+    frame = variants.ranking(variants.try_variants(errors, checkpoint, [], {}, FITS, progress))
+    fits = variants.fitting(frame, FITS)
     passed = {T: own} | {t: passes.run(adapter, ids, t) for t in adapter.tiles if t <= len(ids)}
     checks = [adopted_gates.causality(adapter), adopted_gates.same_for_every_T(adapter, passed)]
     faults = [f"{g.name}: {g.reason}" for g in checks if g.verdict == gates.RED]

@@ -259,14 +259,14 @@ def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
     return pd.DataFrame([{"shard": w.name, "ms": calibrated().ms(w, chip(on))} for w in works])
 
 
-def by_chip(works: Sequence[Work], T: int = 1) -> pd.DataFrame:
-    """chip, ms of one call and tok/s of T tokens a call, predicted, host time left out; weights: the format stored and that
+def by_chip(works: Sequence[Work]) -> pd.DataFrame:
+    """chip, ms of one call and tok/s of one token a call, predicted, host time left out; weights: the format stored and that
     streamed, and MiB of them a call; whether a value spills (null: not known of this chip); which rates were assumed."""
-    table, every = pd.DataFrame({"chip": sorted(chips())}), [chip(n) for n in sorted(chips())]
-    table["ms"] = [predict_ms(works, name)["ms"].sum() for name in table["chip"]]
-    table["tokens_per_s"] = T * 1e3 / table["ms"]
-    table["weights"] = [_weights(works[0], on) for on in every]
-    table["streamed_mib"] = [sum(streamed_bytes(w, on) for w in works) / 2**20 for on in every]
-    largest = max(works, key=lambda work: work.largest_bytes)
-    table["spills"] = pd.Series([spills(largest, on) for on in every], dtype=object)
-    return table.assign(assumed=[", ".join(on.assumed) for on in every])
+    rows, largest = [], max(works, key=lambda work: work.largest_bytes)
+    for name, on in sorted(chips().items()):
+        ms = predict_ms(works, name)["ms"].sum()
+        row = {"chip": name, "ms": ms, "tokens_per_s": 1e3 / ms, "weights": _weights(works[0], on)}
+        row["streamed_mib"] = sum(streamed_bytes(work, on) for work in works) / 2**20
+        row["spills"], row["assumed"] = spills(largest, on), ", ".join(on.assumed)
+        rows.append(row)
+    return pd.DataFrame(rows).astype({"spills": object})

@@ -282,6 +282,11 @@ class Manifest(ManifestModel):
     residual_exponent: int = 0  # `x` and `hidden` of every shard are 2^-exponent of the model's
     shards: list[Shard]
 
+    @property
+    def stream_scale(self) -> float:
+        """What `x` and `hidden` of every shard are divided by, a power of two."""
+        return 2.0**self.residual_exponent
+
     @model_validator(mode="after")
     def _whole(self):
         L, V, shards = self.dims.L, self.dims.V, self.shards

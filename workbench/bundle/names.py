@@ -9,23 +9,18 @@ import re
 
 X, HIDDEN = "x", "hidden"  # [B, C, T, 1]: input of a shard, output of decoder layers
 LOGITS = "logits_k"  # [B, rows, T, 1]: one slice of the vocabulary
-ROPE_COS, ROPE_SIN = (
-    "rope_cos",
-    "rope_sin",
-)  # [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
+# [B, 1, T, D_rotary / 2]; plus the suffix of the layer's rope table
+ROPE_COS, ROPE_SIN = "rope_cos", "rope_sin"
 ATTN_MASK = "attn_mask"  # [B, 1, T, S], added to scores; plus the suffix
-KV_WRITE_MASK = (
-    "kv_write_mask"  # [B, 1, S, T], one-hot columns: the cache row that each token takes
-)
+# [B, 1, S, T], one-hot columns: the cache row that each token takes
+KV_WRITE_MASK = "kv_write_mask"
 POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slice
 # [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's valid
 # columns and, where these are fewer, among the n that a state holds
 TAIL_SELECT, TAIL_KEEP = "tail_select", "tail_keep"
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
-BASE, EXPERT_IN = (
-    "base",
-    "expert_in",
-)  # [B, C, T, 1]: the layer's output without its expert, the expert's input
+# [B, C, T, 1]: the layer's output without its expert, the expert's input
+BASE, EXPERT_IN = "base", "expert_in"
 ROUTER_PROBS, ROUTER_SCORES = "router_probs", "router_scores"  # [B, E + 1, T, 1]
 EXPERT_WEIGHT, ACC = "expert_weight", "acc"  # [B, 1, T, 1], [B, C, T, 1]: inputs of an expert shard
 K_STATE, V_STATE = "k_state", "v_state"  # [B, H_kv, S, D]

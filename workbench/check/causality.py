@@ -20,9 +20,8 @@ def causality_gate(decoder: Decoder) -> Gate:
     experts, fixed = decoder.experts, decoder.experts.fixed
     with decoder.set_aside():
         try:
-            experts.fixed = (
-                True  # an expert's shapes, hence its sums, must not depend on the last token
-            )
+            # an expert's shapes, hence its sums, must not depend on the last token
+            experts.fixed = True
             for trial, (start, T) in enumerate(_calls(decoder)):
                 seq = trial % decoder.options.batch
                 for name, before, after in _pair(decoder, start, T, seq, rng):
@@ -57,9 +56,8 @@ def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple
     other = ids.copy()
     other[seq, -1] = (ids[seq, -1] + rng.integers(1, max(2, V))) % V
     states = {
-        name: rng.standard_normal(entry.shape)
-        for model in decoder.layers
-        for name, entry in model.shard.states.items()
+        name: rng.standard_normal(state.shard.states[name].shape)
+        for state, name in decoder.named_states
     }
     results = [_call(decoder, tokens, start, states, seq) for tokens in (ids, other)]
     for name, value in results[0].items():
@@ -70,12 +68,11 @@ def _call(decoder: Decoder, ids: np.ndarray, start: int, states: dict, seq: int)
     """What one call leaves that its last column of sequence `seq` must not change, by name."""
     decoder.begin()
     B, T = ids.shape
-    for state in decoder.states:
-        for name in state.shard.states:
-            value = states[name].astype(state.read(name).dtype)
-            if is_cache(name):
-                value[:, :, start:] = 0  # rows that no token has yet
-            state.write(name, value if start else np.zeros_like(value))
+    for state, name in decoder.named_states:
+        value = states[name].astype(state.read(name).dtype)
+        if is_cache(name) or not start:
+            value[:, :, start:] = 0  # rows that no token has yet; all of a new sequence's
+        state.write(name, value)
     counts = np.full(B, T)
     io = decoder.host.inputs(np.full(B, start), counts, T)
     io[X] = decoder.plane(decoder.bundle.embed(ids).transpose(0, 2, 1))
@@ -90,13 +87,11 @@ def _call(decoder: Decoder, ids: np.ndarray, start: int, states: dict, seq: int)
     for index, model in enumerate(decoder.layers):
         io = decoder.run_layers(index, io, counts)
         keep(f"output of {model.shard.name}", io[X])
-    for state in decoder.states:
-        for name in state.shard.states:
-            value = state.read(name)
-            if is_cache(name):
-                value[seq, :, (start + T - 1) % value.shape[2]] = 0
-            else:
-                value[seq] = 0
-            results[name] = value
+    for state, name in decoder.named_states:
+        value = results[name] = state.read(name)
+        own = value[seq]
+        if is_cache(name):
+            own = own[:, (start + T - 1) % value.shape[2]]
+        own[:] = 0
     keep("logits", decoder.logits(io[X].reshape(B, -1, T)).transpose(0, 2, 1))
     return results

@@ -68,19 +68,21 @@ def evaluate(
         InputError: a window longer than max_seq_len, fewer than two tokens, a golden of another
             checkpoint or text.
     """
-    ids = check_ids(ids, decoder.manifest.dims.V)
-    exported, reference_hash = decoder.manifest.checkpoint["sha256"], _checkpoint_hash(reference)
-    if reference_hash not in (None, exported):
+    ids, golden = check_ids(ids, decoder.manifest.dims.V), isinstance(reference, Golden)
+    exported = decoder.manifest.checkpoint["sha256"]
+    other = reference.meta["checkpoint"] if golden else reference and reference.sha256
+    if other not in (None, exported):
         raise InputError(
-            "--checkpoint" if isinstance(reference, Checkpoint) else "--golden",
-            f"one of another checkpoint, {reference_hash[:12]}",
+            "--golden" if golden else "--checkpoint",
+            f"one of another checkpoint, {other[:12]}",
             f"the one that the bundle was exported from, {exported[:12]}",
             "give that one",
         )
-    if isinstance(reference, Golden):
+    if golden:
         _check_golden(ids, reference, window or stride)
-        ids = ids[: len(reference.ids)]
-    spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride, reference))
+        window = len(reference.ids)
+        ids = ids[:window]
+    spans = windows(len(ids), *_check_sizes(decoder, len(ids), window, stride))
     path = folder / f"{decoder.bundle.root.name}-{_key(decoder, ids, spans, reference)}.rows"
     busy = InputError(
         str(path),
@@ -152,15 +154,14 @@ def _reference_logits(
     reference: ReferenceModel | Golden | None, ids: np.ndarray, group: list[Span]
 ) -> Iterator[np.ndarray | None]:
     """The reference's logits [count, V] for each window of a group; None where there is none."""
-    hidden = None
     if isinstance(reference, ReferenceModel):
         sequences = np.stack([ids[begin : end - 1] for begin, _, end in group])
-        hidden = reference.last_hidden(sequences, use_cache=False)
-    for index, (_, first, end) in enumerate(group):
-        if hidden is None:
-            yield reference and reference.logits[first - 1 : end - 1]
-        else:
-            yield reference.logits(hidden[index, first - end :])
+        _, first, end = group[0]
+        for hidden in reference.last_hidden(sequences, use_cache=False):
+            yield reference.logits(hidden[first - end :])
+        return
+    for _, first, end in group:
+        yield reference and reference.logits[first - 1 : end - 1]
 
 
 def _score(targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None) -> np.ndarray:
@@ -213,18 +214,12 @@ def _figures(means: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _check_sizes(
-    decoder: Decoder,
-    n: int,
-    window: int | None,
-    stride: int | None,
-    reference: Checkpoint | Golden | None,
+    decoder: Decoder, n: int, window: int | None, stride: int | None
 ) -> tuple[int, int]:
     """Window and stride with their defaults."""
     S = decoder.options.max_seq_len
     if n < 2:
         raise InputError("text", f"{n} tokens", "at least two", "give a longer text")
-    if isinstance(reference, Golden):
-        window = n
     window = S if window is None else window
     if window > S or window < 2:
         raise InputError(
@@ -242,12 +237,6 @@ def _check_sizes(
             "choose a stride below the window",
         )
     return window, stride
-
-
-def _checkpoint_hash(reference: Checkpoint | Golden | None) -> str | None:
-    if isinstance(reference, Golden):
-        return reference.meta["checkpoint"]
-    return reference and reference.sha256
 
 
 def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:

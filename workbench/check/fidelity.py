@@ -8,7 +8,7 @@ Choosing an expert is discontinuous: rounding that changes the order of two scor
 portable runtime therefore records each choice and goes on with the golden's; choices have a gate of their own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ import torch
 from workbench.bundle import Options
 from workbench.bundle.names import K_STATE, ROUTER_SCORES, ROUTER_STATE, V_STATE, X
 from workbench.check import gates, metrics
-from workbench.check.golden import Golden
+from workbench.check.golden import Golden, by_position
 from workbench.decode import Decoder
 from workbench.errors import InputError
 
@@ -44,6 +44,16 @@ class ForwardPass:
     logits: np.ndarray | None = None
     experts: dict[int, np.ndarray] = field(default_factory=dict)
     router: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+        """(tensor, layer, positions [m], values [m, W]) of every layer's `hidden` and `update`, and
+        of the `k` and `v` that were there at the end."""
+        for layer, hidden in self.hidden.items():
+            for tensor, values in (("hidden", hidden), ("update", hidden - self.x[layer])):
+                yield tensor, layer, np.arange(len(values)), values
+        for tensor in ("k", "v"):
+            for layer, cache in getattr(self, tensor).items():
+                yield tensor, layer, self.cached[layer], by_position(cache)[self.cached[layer]]
 
 
 def default_ts(options: Options) -> list[int]:
@@ -111,9 +121,7 @@ class Pass:
     ):
         self.decoder, self.goldens, self.isolated, self.forced = decoder, goldens, isolated, forced
         self.starts = np.array(starts or [0] * len(goldens))
-        self.scale = np.float32(
-            2.0**decoder.manifest.residual_exponent
-        )  # the bundle holds hidden / scale
+        self.scale = decoder.manifest.stream_scale  # the bundle holds hidden / scale
         self.inputs = [golden.x / self.scale for golden in goldens]  # [L, n, C]
         if isolated and decoder.precision != "exact":
             with np.errstate(over="ignore"):
@@ -163,12 +171,10 @@ class Pass:
             for index, model in enumerate(decoder.layers):
                 first, last = model.shard.layers
                 if self.isolated:
-                    io[X] = self.columns(self.of_layer(self.inputs, first, spans), width)
+                    io[X] = self.columns(self.inputs, first, spans, width)
                     if self.goldens[0].router is not None and first:
                         routers = [golden.router for golden in self.goldens]
-                        io[ROUTER_STATE] = self.columns(
-                            self.of_layer(routers, first - 1, spans), width
-                        )
+                        io[ROUTER_STATE] = self.columns(routers, first - 1, spans, width)
                 io = decoder.run_layers(index, io, counts)
                 self.record("hidden", last - 1, spans, io[X] * self.scale)
                 if ROUTER_STATE in io:
@@ -198,8 +204,8 @@ class Pass:
         self.record("hidden", layer, spans, hidden.numpy() * self.scale)
         if not self.isolated:
             return None
-        rows = self.of_layer(self.inputs, layer + 1, spans)
-        return [torch.from_numpy(self.columns(rows, hidden.shape[2:].numel()))]
+        width = hidden.shape[2:].numel()
+        return [torch.from_numpy(self.columns(self.inputs, layer + 1, spans, width))]
 
     def expert_choice(
         self, layer: int, spans: list[slice], scores: torch.Tensor
@@ -227,20 +233,15 @@ class Pass:
             )
             target[span] = rows
 
-    @staticmethod
-    def of_layer(arrays: Sequence[np.ndarray], layer: int, spans: list[slice]) -> list[np.ndarray]:
-        return [array[layer, span] for array, span in zip(arrays, spans, strict=True)]
-
-    def columns(self, rows: Sequence[np.ndarray], width: int) -> np.ndarray:
-        """[count, C] per sequence → the bundle's plane [B, C, width, 1], zero beyond each count."""
-        padded = [np.pad(r.astype(np.float32), ((0, width - len(r)), (0, 0))).T for r in rows]
-        return self.decoder.plane(np.stack(padded))
-
-
-def host_inputs(decoder: Decoder, position: int, T: int) -> tuple[dict[str, np.ndarray], int]:
-    """Masks and tables of a call of T tokens at `position` in every sequence, and the call's width in columns."""
-    B, width = decoder.options.batch, decoder.options.width(T)
-    return decoder.host.inputs(np.full(B, position), np.full(B, T), width), width
+    def columns(
+        self, arrays: Sequence[np.ndarray], layer: int, spans: list[slice], width: int
+    ) -> np.ndarray:
+        """Positions `spans` of one layer of each sequence's [L, n, C] → the bundle's plane [B, C,
+        width, 1], zero beyond each span."""
+        planes = np.zeros((len(spans), arrays[0].shape[2], width), np.float32)
+        for plane, array, span in zip(planes, arrays, spans, strict=True):
+            plane[:, : span.stop - span.start] = array[layer, span].T
+        return self.decoder.plane(planes)
 
 
 def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> None:
@@ -263,18 +264,13 @@ def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> N
 def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
     """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are constant ones (mode, runtime …); `T`
     is that of each position's call unless it is among them."""
-    parts = []
-    for layer, hidden in trace.hidden.items():
-        parts += [
-            _rows(layer, "hidden", golden.hidden[layer], hidden),
-            _rows(layer, "update", golden.update[layer], hidden - trace.x[layer]),
-        ]
-    for name, caches, reference in (("k", trace.k, golden.k), ("v", trace.v, golden.v)):
-        for layer, cache in caches.items():
-            flat = [a.transpose(1, 0, 2).reshape(a.shape[1], -1) for a in (reference[layer], cache)]
-            parts.append(_rows(layer, name, *flat).iloc[trace.cached[layer]])
+    parts = [
+        _rows(layer, tensor, at, golden.rows(tensor, layer)[at], values)
+        for tensor, layer, at, values in trace.rows()
+    ]
     if trace.logits is not None:
-        parts.append(_rows(-1, "logits", golden.logits, trace.logits))
+        everywhere = np.arange(len(trace.T))
+        parts.append(_rows(-1, "logits", everywhere, golden.logits, trace.logits))
     rows = pd.concat(parts, ignore_index=True)
     return rows.assign(T=trace.T[rows["position"]]).assign(**columns)
 
@@ -322,12 +318,11 @@ def worst_row(rows: pd.DataFrame) -> pd.Series:
     return rows.loc[rows["cosine"].fillna(-2).idxmin()]
 
 
-def _rows(layer: int, tensor: str, reference: np.ndarray, actual: np.ndarray) -> pd.DataFrame:
-    figures = {
-        f.__name__: f(reference, actual) for f in (metrics.cosine, metrics.psnr_db, metrics.max_abs)
-    }
-    about = {"layer": layer, "position": np.arange(len(actual)), "tensor": tensor}
-    return pd.DataFrame(about | figures | {"finite": np.isfinite(actual).all(-1)})
+def _rows(layer: int, tensor: str, position, reference, actual: np.ndarray) -> pd.DataFrame:
+    about = {"layer": layer, "position": position, "tensor": tensor}
+    figures = (metrics.cosine, metrics.psnr_db, metrics.max_abs)
+    about |= {figure.__name__: figure(reference, actual) for figure in figures}
+    return pd.DataFrame(about | {"finite": np.isfinite(actual).all(-1)})
 
 
 def measure_fidelity(

@@ -43,6 +43,19 @@ def at_most(name: str, value: float, threshold: float, reason: str) -> Gate:
     return Gate(name, GREEN if value <= threshold else RED, value, threshold, reason)
 
 
+def worst(figures: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The largest of (figure, place); nan is larger than any number."""
+    return max(figures, key=lambda figure: (math.isnan(figure[0]), figure[0]))
+
+
+def all_at_most(
+    name: str, figures: Iterable[tuple[float, str]], threshold: float, reason: str
+) -> Gate:
+    """`at_most` of the worst figure, with its place at the end of the reason."""
+    value, place = worst(figures)
+    return at_most(name, float(value), threshold, reason + place)
+
+
 def holds(name: str, true: bool, reason: str) -> Gate:
     return Gate(name, GREEN if true else RED, float(true), 1.0, reason)
 

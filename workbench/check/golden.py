@@ -54,21 +54,21 @@ class Golden:
         """What each layer adds, [L, n, C]."""
         return self.hidden - self.x
 
+    def rows(self, tensor: str, layer: int) -> np.ndarray:
+        """`hidden`, `update`, `k` or `v` of one layer, [n, W]."""
+        value = getattr(self, tensor)[layer]
+        return by_position(value) if tensor in ("k", "v") else value
+
     def save(self, path: str | Path) -> Path:
         """Writes one safetensors file, whole or not at all."""
         from safetensors.numpy import save_file
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {
-            name: np.ascontiguousarray(a)
-            for name, a in vars(self).items()
-            if isinstance(a, np.ndarray)
-        }
-        write_whole(
-            path,
-            lambda file: save_file(arrays, file.name, {"workbench-golden": json.dumps(self.meta)}),
-        )
+        values = {name: a for name, a in vars(self).items() if isinstance(a, np.ndarray)}
+        arrays = {name: np.ascontiguousarray(a) for name, a in values.items()}
+        meta = {"workbench-golden": json.dumps(self.meta)}
+        write_whole(path, lambda file: save_file(arrays, file.name, meta))
         return path
 
     @classmethod
@@ -93,6 +93,11 @@ class Golden:
                 "a file that workbench golden wrote",
                 "run: workbench golden CHECKPOINT",
             ) from None
+
+
+def by_position(cache: np.ndarray) -> np.ndarray:
+    """Cache rows [H_kv, n, D] → [n, H_kv · D]."""
+    return cache.transpose(1, 0, 2).reshape(cache.shape[1], -1)
 
 
 def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
@@ -127,9 +132,9 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         if name not in slices:
             return checkpoint.tensor(name).half().float()
         first, *rest = (part.reshape(-1, *shape[1:]) for part in slices[name])
-        return (
-            first.reshape(shape) if first.numel() == np.prod(shape) else torch.cat([first, *rest])
-        )  # the final norm is whole
+        if first.numel() == np.prod(shape):  # every head slice has the whole final norm
+            return first.reshape(shape)
+        return torch.cat([first, *rest])
 
     return read
 
@@ -182,6 +187,8 @@ def make_golden(
     runs (default: `empty_model` of the checkpoint's configuration). Without `head` the logits
     are nan and take no memory.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint(checkpoint)
     reference = ReferenceModel(checkpoint, weights, label, model)
     reference.replace_inputs(fed, fed_router)
     return reference.run(ids, reference.cache(), head)
@@ -193,20 +200,17 @@ class ReferenceModel:
 
     def __init__(
         self,
-        checkpoint: Checkpoint | str | Path,
+        checkpoint: Checkpoint,
         weights: WeightReader | None = None,
         label: str = "source",
         model: nn.Module | None = None,
         record: bool = True,
     ):
-        self.checkpoint = (
-            checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-        )
-        self.weights, self.label = weights, label
+        self.checkpoint, self.weights, self.label = checkpoint, weights, label
         self.normed: np.ndarray | None = None  # [.., n, C], what the last call's logits are made of
-        model = model or empty_model(self.checkpoint.config)
-        self.config, self.base, prefix = model.config, model.model, self.checkpoint.prefix
-        read = weights or self.checkpoint.tensor
+        model = model or empty_model(checkpoint.config)
+        self.config, self.base, prefix = model.config, model.model, checkpoint.prefix
+        read = weights or checkpoint.tensor
         self.base.embed_tokens.padding_idx = None
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):

@@ -56,20 +56,18 @@ def prompt_lengths(source: Decoder, target: Decoder) -> list[int]:
 def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
     """States of `target` that are not those of `source` after `length` tokens: rows by position,
     zeros in all others."""
-    theirs = {n: state.read(n) for state in source.states for n in state.shard.states}
-    wrong = []
-    for state in target.states:
-        for name in state.shard.states:
-            ours, other = state.read(name), theirs[name]
-            expected = np.zeros_like(ours)
-            if is_cache(name):
-                rows, others = ours.shape[2], other.shape[2]
-                positions = np.arange(max(0, length - min(rows, others)), length)
-                expected[:, :, positions % rows] = other[:, :, positions % others]
-            else:
-                expected[:] = other
-            if not np.array_equal(ours, expected):
-                wrong.append(f"{name} differs")
+    theirs, wrong = {name: state.read(name) for state, name in source.named_states}, []
+    for state, name in target.named_states:
+        ours, other = state.read(name), theirs[name]
+        expected = np.zeros_like(ours)
+        if is_cache(name):
+            rows, others = ours.shape[2], other.shape[2]
+            positions = np.arange(max(0, length - min(rows, others)), length)
+            expected[:, :, positions % rows] = other[:, :, positions % others]
+        else:
+            expected[:] = other
+        if not np.array_equal(ours, expected):
+            wrong.append(f"{name} differs")
     return wrong
 
 
@@ -77,8 +75,7 @@ def wrong_address(target: Decoder, length: int) -> list[str]:
     """Caches in which one more token behind `length` changes another row than that of its position
     (that of a layer without weights stays zero), or all of them if none changes."""
     wrong, written = [], set()
-    names = [(state, name) for state in target.states for name in state.shard.states]
-    caches = [(state, name, state.read(name)) for state, name in names if is_cache(name)]
+    caches = [(s, name, s.read(name)) for s, name in target.named_states if is_cache(name)]
     target.advance(_prompts(target, 1), 1)
     for state, name, before in caches:
         row = length % before.shape[2]

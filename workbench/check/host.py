@@ -22,9 +22,15 @@ from workbench.bundle.names import (
     TAIL_SELECT,
     X,
 )
-from workbench.check import gates
+from workbench.check import gates, metrics
 from workbench.check.fidelity import default_ts
-from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model, final_norm
+from workbench.check.golden import (
+    LOGIT_ROWS,
+    assign_parameter,
+    empty_model,
+    final_norm,
+    head_weight,
+)
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -49,34 +55,36 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     with torch.inference_mode():
         kinds = _layer_kinds(decoder, base)
         errors = [
-            *_frequency_errors(decoder, base),
+            *_frequency_errors(decoder, kinds),
             *_call_errors(decoder, kinds),
             *_embedding_errors(decoder, checkpoint, base),
             *_head_errors(decoder, checkpoint, base),
         ]
-    value, place = max(errors, key=lambda error: np.nan_to_num(error[0], nan=np.inf))
-    reason = f"rope, masks, addresses of every position and T, embedding, head; worst: {place}"
-    return gates.at_most("host", float(value), LIMIT, reason)
+    reason = "rope, masks, addresses of every position and T, embedding, head; worst: "
+    return gates.all_at_most("host", errors, LIMIT, reason)
 
 
 class LayerKind:
     """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S, D_rotary / 2]
-    and `visible(queries, keys)` of positions."""
+    of `inv_freq`, and `visible(queries, keys)` of positions.
 
-    def __init__(self, base, layer: int, S: int):
+    `index` is the first of these layers, `layer` its entry in the manifest, `layer_type` the name
+    of its rotary table (None: there is but one), `window` how many tokens it attends to (None:
+    all); layers that are not `turned` have no rotary embeddings.
+    """
+
+    def __init__(self, base, S: int, index: int, layer, layer_type, window, turned: bool):
         from transformers import masking_utils
 
-        self.window = _window(base, layer)
-        mask = (
-            masking_utils.sliding_window_causal_mask_function(self.window)
-            if self.window
-            else masking_utils.causal_mask_function
-        )
-        self._mask = mask
-        positions = torch.arange(S)[None]
-        cos, sin = base.rotary_emb(torch.zeros(1), positions, **_rope_key(base, layer))
+        self.index, self.layer = index, layer
+        self._mask = masking_utils.causal_mask_function
+        if window:
+            self._mask = masking_utils.sliding_window_causal_mask_function(window)
+        prefix, which = (f"{layer_type}_", [layer_type]) if layer_type else ("", [])
+        self.inv_freq = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy() * turned
+        cos, sin = base.rotary_emb(torch.zeros(1), torch.arange(S)[None], *which)
         self.cos, self.sin = (table[0, :, : table.shape[-1] // 2].numpy() for table in (cos, sin))
-        if not _is_turned(base, layer):
+        if not turned:
             self.cos, self.sin = np.ones_like(self.cos), np.zeros_like(self.sin)
 
     def visible(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -84,71 +92,41 @@ class LayerKind:
         return self._mask(0, 0, q, k).numpy()
 
 
-def _rope_key(base, layer: int) -> dict[str, str]:
-    """How the rotary module is asked for a layer's table, where it has several."""
-    if "layer_type" in inspect.signature(base.rotary_emb.forward).parameters:
-        return {"layer_type": base.config.layer_types[layer]}
-    return {}
+def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
+    """The kinds of layers with attention, those of another rope table in the manifest apart."""
+    by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
+    everywhere = getattr(base.config, "sliding_window", None)  # in families that have but one
+    kinds, S = {}, decoder.options.max_seq_len
+    for index, layer in enumerate(decoder.manifest.layers):
+        if hasattr(base.layers[index], "self_attn"):
+            attention = base.layers[index].self_attn
+            layer_type = base.config.layer_types[index] if by_type else None
+            window = getattr(attention, "sliding_window", everywhere)
+            kind = layer_type, window, bool(getattr(attention, "use_rope", True))
+            if (layer.rope, *kind) not in kinds:
+                kinds[layer.rope, *kind] = LayerKind(base, S, index, layer, *kind)
+    return list(kinds.values())
 
 
-def _attending(decoder: Decoder, base) -> list:
-    """(index, the manifest's entry) of layers in which Hugging Face's model has attention."""
-    layers = enumerate(decoder.manifest.layers)
-    return [(i, layer) for i, layer in layers if hasattr(base.layers[i], "self_attn")]
-
-
-def _window(base, layer: int) -> int | None:
-    """Tokens that a layer attends to; some families have one configuration for all layers."""
-    attention, everywhere = (
-        base.layers[layer].self_attn,
-        getattr(base.config, "sliding_window", None),
-    )
-    return getattr(attention, "sliding_window", everywhere)
-
-
-def _is_turned(base, layer: int) -> bool:
-    """Whether a layer has rotary embeddings at all."""
-    return bool(getattr(base.layers[layer].self_attn, "use_rope", True))
-
-
-def _layer_kinds(decoder: Decoder, base) -> list[tuple[str, LayerKind]]:
-    """(suffix of a layer's inputs, what Hugging Face applies to that layer), each pair once."""
-    layers = {}
-    for index, layer in _attending(decoder, base):
-        kind = *_rope_key(base, index).values(), _window(base, index), _is_turned(base, index)
-        layers.setdefault((layer.suffix, *kind), index)
-    S = decoder.options.max_seq_len
-    return [(suffix, LayerKind(base, index, S)) for (suffix, *_), index in layers.items()]
-
-
-def _frequency_errors(decoder: Decoder, base) -> Iterator[Error]:
+def _frequency_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """Inverse frequencies of the manifest, relative: the slowest turn too little to show in cos."""
-    ropes = {rope.name: rope for rope in decoder.manifest.rope}
-    for index, layer in _attending(decoder, base):
-        prefix = "".join(f"{key}_" for key in _rope_key(base, index).values())
-        reference = getattr(base.rotary_emb, f"{prefix}inv_freq").numpy()
-        reference = reference * _is_turned(base, index)
-        frequencies, scale = np.float32(ropes[layer.rope].inv_freq), np.abs(reference)
-        error = _largest(frequencies, reference, np.where(scale, scale, 1.0))
-        yield (error, f"inv_freq of layer {index}")
+    ropes = {rope.name: np.float32(rope.inv_freq) for rope in decoder.manifest.rope}
+    for kind in kinds:
+        scale = np.where(kind.inv_freq, np.abs(kind.inv_freq), 1.0)
+        error = _largest(ropes[kind.layer.rope], kind.inv_freq, scale)
+        yield (error, f"inv_freq of layer {kind.index}")
 
 
-def _call_errors(decoder: Decoder, kinds: list[tuple[str, LayerKind]]) -> Iterator[Error]:
+def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """The worst error of every input over all calls."""
+    shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     worst: dict[str, Error] = {}
-    shapes = {
-        name: shape
-        for model in decoder.layers
-        for name, shape in model.shard.inputs.items()
-        if name != X
-    }
     for offsets, counts, T in _calls(decoder):
         inputs = decoder.host.inputs(offsets, counts, T)
+        at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
         for name, shape in shapes.items():
-            error = _input_error(name, shape, inputs, kinds, offsets, counts, T)
-            if name not in worst or not error <= worst[name][0]:
-                at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
-                worst[name] = (error, f"{name} at {at}")
+            error = _input_error(name, shape, inputs, kinds, offsets, counts, T), f"{name} at {at}"
+            worst[name] = gates.worst([worst.get(name, error), error])
     yield from worst.values()
 
 
@@ -194,9 +172,10 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
     errors = [
-        _kind_error(kind, name.removesuffix(suffix), *sequence)
-        for suffix, kind in kinds
-        if name in (ROPE_COS + suffix, ROPE_SIN + suffix, ATTN_MASK + suffix)
+        _kind_error(kind, own, *sequence)
+        for kind in kinds
+        for own in (ROPE_COS, ROPE_SIN, ATTN_MASK)
+        if name == own + kind.layer.suffix
         for sequence in sequences
     ]
     return max(errors, default=np.inf)
@@ -217,16 +196,12 @@ def _mask_error(kind: LayerKind, rows: np.ndarray, offset: int) -> float:
     that Hugging Face's mask shows and no row holds any more counts as a whole error.
     """
     count, n = rows.shape
-    if not count:
-        return 0.0
-    written = np.arange(max(0, offset + count - n), offset + count)
-    stored = np.full(n, -1)
-    stored[written % n] = written
-    queries = np.arange(offset, offset + count)
-    visible = kind.visible(queries, stored) & (stored >= 0)
-    if written[0] and kind.visible(queries, np.arange(written[0])).any():
+    end = offset + count
+    queries, lost = np.arange(offset, end), np.arange(end - n)
+    if kind.visible(queries, lost).any():
         return 1.0
-    return _largest(rows / MASKED, ~visible)
+    stored = end - 1 - (end - 1 - np.arange(n)) % n  # negative where no token is yet
+    return _largest(rows / MASKED, ~(kind.visible(queries, stored) & (stored >= 0)))
 
 
 def _write_error(mask: np.ndarray, offset: int, count: int) -> float:
@@ -242,17 +217,15 @@ def _embedding_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterato
     base.layers = torch.nn.ModuleList()  # nothing between the embedding and the final norm
     taken = final_norm(base).register_forward_pre_hook(lambda _, args: entering.append(args[0]))
     base.embed_tokens.padding_idx = None
-    scale, V = np.float32(2.0**decoder.manifest.residual_exponent), decoder.manifest.dims.V
-    for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
-        rows = _checkpoint_rows(checkpoint, "embed_tokens.weight", ids)
+    scale = decoder.manifest.stream_scale
+    name = f"{checkpoint.prefix}embed_tokens.weight"
+    for ids, rows in _checkpoint_rows(decoder, checkpoint, name):
         assign_parameter(base, "embed_tokens.weight", rows)
         base(input_ids=torch.arange(len(ids))[:, None], use_cache=False)
         reference = entering.pop()[:, 0].numpy()
-        actual = decoder.bundle.embed(ids[None])[0] * scale
-        rms = np.sqrt((np.float64(reference) ** 2).mean(1, keepdims=True))
-        errors = np.abs(np.float64(actual) - reference).max(1) / np.maximum(rms[:, 0], 1e-30)
-        worst = int(np.nan_to_num(errors, nan=np.inf).argmax())
-        yield errors[worst], f"embedding of token {ids[worst]}"
+        errors = metrics.max_abs(reference, decoder.bundle.embed(ids[None])[0] * scale)
+        errors = errors / np.maximum(metrics.rms(reference), 1e-30)
+        yield gates.worst(zip(errors, (f"embedding of token {i}" for i in ids), strict=True))
     taken.remove()
     base.layers = layers
 
@@ -263,15 +236,13 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     A row is another one when its logits are wrong by half of themselves and by more than three
     times what compression makes of most rows; how well each weight is stored is not asked here.
     """
-    V, C = decoder.manifest.dims.V, decoder.manifest.dims.C
-    tied = checkpoint.config.tie_word_embeddings
-    probes = np.random.default_rng(0).standard_normal((PROBES, C)).astype(np.float32)
+    probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
+    probes = probes.astype(np.float32)
     normed = final_norm(base)(torch.from_numpy(probes))
-    hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
+    hidden = probes.T / decoder.manifest.stream_scale
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
-    for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):
-        name = "embed_tokens.weight" if tied else "lm_head.weight"
-        reference = (normed @ _checkpoint_rows(checkpoint, name, ids).T).numpy()
+    for ids, rows in _checkpoint_rows(decoder, checkpoint, head_weight(checkpoint)):
+        reference = (normed @ rows.T).numpy()
         size = np.sqrt((reference**2).mean(0))
         for actual in logits[:, :, ids]:
             error = np.sqrt(((np.float64(actual) - reference) ** 2).mean(0))
@@ -281,10 +252,12 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
             yield (unlike[worst] * (unlike[worst] > UNLIKE), f"row {ids[worst]} of the head")
 
 
-def _checkpoint_rows(checkpoint: Checkpoint, name: str, ids: np.ndarray) -> torch.Tensor:
-    """Consecutive rows of a tensor as fp16 holds them."""
-    prefix = "" if name == "lm_head.weight" else checkpoint.prefix
-    return checkpoint.tensor(prefix + name, slice(int(ids[0]), int(ids[-1]) + 1)).half().float()
+def _checkpoint_rows(decoder: Decoder, checkpoint: Checkpoint, name: str) -> Iterator[tuple]:
+    """(token ids, the rows of a tensor of the vocabulary as fp16 holds them), slice by slice."""
+    V = decoder.manifest.dims.V
+    for start in range(0, V, LOGIT_ROWS):
+        ids = np.arange(start, min(start + LOGIT_ROWS, V))
+        yield ids, checkpoint.tensor(name, slice(start, start + len(ids))).half().float()
 
 
 def _largest(actual: np.ndarray, reference: np.ndarray, scale=1.0) -> float:

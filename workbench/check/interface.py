@@ -33,7 +33,6 @@ FUNCTION = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
 OUTSIDE = ".gate."  # matrices of routers stay fp16 under every preset
 SHOWN = 8  # differences that the reason names
-MATRICES = {"conv": "weight"}  # operation → the operand that compression is for
 SIZES = {"hidden_size": "C", "num_attention_heads": "H", "num_key_value_heads": "H_kv"}
 SIZES |= {"num_hidden_layers": "L", "vocab_size": "V"}
 
@@ -52,10 +51,12 @@ def interface_gate(bundle: Bundle, checkpoint: Checkpoint | None = None) -> Gate
     if checkpoint is not None:
         asked = "tokens, tokenizer and sizes are the checkpoint's"
         differences += _checkpoint(bundle.manifest, checkpoint)
-    fine = f"manifest, description and program agree in {len(bundle.manifest.shards)} packages; "
-    more = [f"and {len(differences) - SHOWN} more"] if len(differences) > SHOWN else []
-    gate = gates.none("interface", [*differences[:SHOWN], *more], fine + asked, sep="; ")
-    return Gate("interface", gate.verdict, float(len(differences)), 0.0, gate.reason)
+    count, packages = len(differences), len(bundle.manifest.shards)
+    reason = f"manifest, description and program agree in {packages} packages; {asked}"
+    if differences:
+        more = [f"and {count - SHOWN} more"] if count > SHOWN else []
+        reason = "; ".join([*differences[:SHOWN], *more])
+    return gates.at_most("interface", float(count), 0.0, reason)
 
 
 def _options(m: Manifest) -> Iterator[str]:
@@ -78,18 +79,22 @@ def _options(m: Manifest) -> Iterator[str]:
     if any(rows != numbers for rows in experts) or bool(numbers) != (o.moe == "routed"):
         yield f"moe = {o.moe} over experts {experts[:2]}"
     for shard in blocks:
-        attending = [i for i in range(*shard.layers) if m.layers[i].attends]
-        if (POS in shard.inputs) != (o.kv_write == "slice" and bool(attending)) or (
-            o.kv_write == "slice" and any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
-        ):
-            yield f"kv_write = {o.kv_write} over inputs {', '.join(shard.inputs)} of {shard.name}"
-        tensors = {entry.tensor for entry in shard.states.values()}
-        packed = all(tensor.startswith((KV_STATE, SIDE_STATE)) for tensor in tensors)
-        if packed != (o.states == "packed"):
-            yield f"states = {o.states} over {', '.join(sorted(tensors))} of {shard.name}"
-        for i in attending:
-            for name in {f"layers.{i}.{K_STATE}", f"layers.{i}.{V_STATE}"} - shard.states.keys():
-                yield f"{shard.name}: no state {name}"
+        yield from _block_options(m, shard)
+
+
+def _block_options(m: Manifest, shard: Shard) -> Iterator[str]:
+    """The same of one shard of layers: how it writes its caches, and how it names its states."""
+    o, attending = m.options, [i for i in range(*shard.layers) if m.layers[i].attends]
+    slices, masks = o.kv_write == "slice", any(n.startswith(KV_WRITE_MASK) for n in shard.inputs)
+    if (POS in shard.inputs) != (slices and bool(attending)) or (slices and masks):
+        yield f"kv_write = {o.kv_write} over inputs {', '.join(shard.inputs)} of {shard.name}"
+    tensors = {entry.tensor for entry in shard.states.values()}
+    packed = all(tensor.startswith((KV_STATE, SIDE_STATE)) for tensor in tensors)
+    if packed != (o.states == "packed"):
+        yield f"states = {o.states} over {', '.join(sorted(tensors))} of {shard.name}"
+    for name in (f"layers.{i}.{leaf}" for i in attending for leaf in (K_STATE, V_STATE)):
+        if name not in shard.states:
+            yield f"{shard.name}: no state {name}"
 
 
 def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
@@ -123,35 +128,28 @@ def _function(shard: Shard, function, described, t_max: int, o: Options) -> Iter
     types = {out.name: out.type for op in block.operations for out in op.outputs}
     operands = {p.name: p.type for p in function.inputs}
     types = operands | types
-    fixed = o.t == "fixed" or t_max == 1
     inputs = {n: _tensor(t) for n, t in operands.items() if t.WhichOneof("type") != "stateType"}
     states = {n: _tensor(t.stateType.wrappedType) for n, t in operands.items() if n not in inputs}
     outputs = {n: _tensor(types[n]) if n in types else ("nothing", []) for n in block.outputs}
-    yield from _names("inputs", shard.inputs, described.input, inputs)
-    yield from _names("outputs", shard.outputs, described.output, outputs)
-    tensors = {entry.tensor for entry in shard.states.values()}
-    yield from _names("states", tensors, described.state, states)
-
-    for value in described.input:
-        if value.name in shard.inputs and value.name in inputs:
-            yield from _input(value, shard.inputs[value.name], inputs[value.name], t_max, fixed)
-    for value in described.output:
-        if value.name in shard.outputs and value.name in outputs:
-            yield from _output(value, shard.outputs[value.name], outputs[value.name], t_max, fixed)
-    for value in described.state:
-        if value.name in tensors and value.name in states:
-            yield from _state(value, states[value.name], shard)
+    tensors = {entry.tensor: shard for entry in shard.states.values()}
+    interfaces = (
+        ("input", shard.inputs, described.input, inputs, _input),
+        ("output", shard.outputs, described.output, outputs, _output),
+        ("state", tensors, described.state, states, _state),
+    )
+    for kind, declared, values, packaged, _ in interfaces:
+        names = {"description": sorted(v.name for v in values), "program": sorted(packaged)}
+        for place, there in names.items():
+            if there != sorted(declared):
+                yield f"{kind}s {sorted(declared)} in the manifest, {there} in the {place}"
+    low = t_max if o.t == "fixed" else 1
+    for _, declared, values, packaged, differences in interfaces:
+        for value in values:
+            name = value.name
+            if name in declared and name in packaged:
+                yield from differences(value, declared[name], packaged[name], low, t_max)
     yield from _taps(shard, types)
     yield from _compression(shard, block, o.preset)
-
-
-def _names(what: str, declared, described, packaged) -> Iterator[str]:
-    """Differences between the names in manifest, description and program, each of them once."""
-    texts = [sorted(declared), sorted(v.name for v in described), sorted(packaged)]
-    if texts[0] != texts[1]:
-        yield f"{what} {texts[0]} in the manifest, {texts[1]} in the description"
-    if texts[0] != texts[2]:
-        yield f"{what} {texts[0]} in the manifest, {texts[2]} in the program"
 
 
 def _taps(shard: Shard, types: dict) -> Iterator[str]:
@@ -171,40 +169,43 @@ def _taps(shard: Shard, types: dict) -> Iterator[str]:
             yield f"the tap of layer {layer}, {name}, is no value like {HIDDEN}"
 
 
-def _input(value, shape: list, packaged: tuple, t_max: int, fixed: bool) -> Iterator[str]:
+def _input(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
     """Differences between an input's description, its type in the program and the `shape` in the
-    manifest.
+    manifest, for T from `low` to `high`.
     """
     array, name = value.type.multiArrayType, f"input {value.name}"
-    expected = ("INT32" if value.name == POS else "FLOAT16", _sizes(shape, t_max, fixed))
+    dtype = "INT32" if value.name == POS else "FLOAT16"
+    yield from _type(name, dtype, shape, array, packaged, low, high)
+    sizes, flexible = list(array.shape), array.WhichOneof("ShapeFlexibility")
+    expected = list(zip(_sizes(shape, low), _sizes(shape, high)))
+    ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
+    if len(sizes) != len(shape) or any(not a <= n <= b for n, (a, b) in zip(sizes, expected)):
+        yield f"{name} is described as {sizes}, not {shape}"
+    if flexible == "shapeRange" and ranges != expected:
+        yield f"{name} takes sizes {ranges}, not {expected}"
+    elif flexible != "shapeRange" and (flexible or any(a != b for a, b in expected)):
+        yield f"{name} has {flexible or 'no shape range'} for T from 1 to {high}"
+
+
+def _output(value, shape: list, packaged: tuple, low: int, high: int) -> Iterator[str]:
+    """The same of an output, the description of which may leave its shape out."""
+    array, name = value.type.multiArrayType, f"output {value.name}"
+    yield from _type(name, "FLOAT16", shape, array, packaged, low, high)
+    if list(array.shape) not in ([], _sizes(shape, high)):
+        yield f"{name} is described as {list(array.shape)}, not {shape}"
+
+
+def _type(name, dtype: str, shape: list, array, packaged: tuple, low, high) -> Iterator[str]:
+    """Differences of a value's dtype and, in the program, its sizes: those of T are open there
+    where it varies."""
+    expected = dtype, _sizes(shape, high if low == high else None)
     if packaged != expected:
         yield f"{name} is {packaged} in the program, not {expected}"
-    if _dtype(array) != expected[0]:
-        yield f"{name} is described as {_dtype(array)}, not {expected[0]}"
-    sizes, flexible = list(array.shape), array.WhichOneof("ShapeFlexibility")
-    low = [(t_max if fixed else 1) if n == "T" else n for n in shape]
-    high = [t_max if n == "T" else n for n in shape]
-    ranges = [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges]
-    if len(sizes) != len(shape) or any(not a <= n <= b for a, n, b in zip(low, sizes, high)):
-        yield f"{name} is described as {sizes}, not {shape}"
-    if flexible == "shapeRange" and ranges != list(zip(low, high)):
-        yield f"{name} takes sizes {ranges}, not {list(zip(low, high))}"
-    elif flexible != "shapeRange" and (low != high or flexible):
-        yield f"{name} has {flexible or 'no shape range'} for T from 1 to {t_max}"
+    if _dtype(array) != dtype:
+        yield f"{name} is described as {_dtype(array)}, not {dtype}"
 
 
-def _output(value, shape: list, packaged: tuple, t_max: int, fixed: bool) -> Iterator[str]:
-    """The same of an output, the description of which may leave its shape out."""
-    array, expected = value.type.multiArrayType, ("FLOAT16", _sizes(shape, t_max, fixed))
-    if packaged != expected:
-        yield f"output {value.name} is {packaged} in the program, not {expected}"
-    if _dtype(array) != "FLOAT16":
-        yield f"output {value.name} is described as {_dtype(array)}, not FLOAT16"
-    elif list(array.shape) and list(array.shape) != _sizes(shape, t_max, True):
-        yield f"output {value.name} is described as {list(array.shape)}, not {shape}"
-
-
-def _state(value, packaged: tuple, shard: Shard) -> Iterator[str]:
+def _state(value, shard: Shard, packaged: tuple, *_) -> Iterator[str]:
     """The same of a state tensor, and whether the manifest's logical states fill it."""
     array = value.type.stateType.arrayType
     described = (_dtype(array), list(array.shape))
@@ -238,18 +239,18 @@ def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
     routers = {value for name, value in shard.weights.items() if OUTSIDE in name}
     matrices = set()
     for op in block.operations:
-        for bound in op.inputs[MATRICES[op.type]].arguments if op.type in MATRICES else ():
+        for bound in op.inputs["weight"].arguments if op.type == "conv" else ():
             maker = makers.get(bound.name)
             shape = _tensor(maker.outputs[0].type)[1] if maker else []
             if shape[2:] == [1, 1] and min(shape[:2]) > 1 and bound.name not in routers:
                 matrices.add(bound.name)
-    for op in block.operations:
-        name = op.outputs[0].name if op.outputs else ""
+    for name, op in makers.items():
         actual = _stored_as(op)
-        shape = _tensor(op.outputs[0].type)[1] if op.outputs else []
-        if name in matrices and actual != _expected(preset, shape):
-            yield f"{name} is stored as {actual}, not {_expected(preset, shape)} of {preset.name}"
-        if name not in matrices and op.type.startswith("constexpr_"):
+        if name in matrices:
+            expected = _expected(preset, _tensor(op.outputs[0].type)[1])
+            if actual != expected:
+                yield f"{name} is stored as {actual}, not {expected} of {preset.name}"
+        elif op.type.startswith("constexpr_"):
             yield f"{name} is stored as {actual}, though {preset.name} is for matrices alone"
         if name in shard.weights.values() and op.type == "const" and actual != ("const", "FLOAT16"):
             yield f"{name} is stored as {actual}, not FLOAT16"
@@ -311,6 +312,6 @@ def _dtype(array) -> str:
     return messages("FeatureTypes_pb2").ArrayFeatureType.ArrayDataType.Name(array.dataType)
 
 
-def _sizes(shape: list, t_max: int, fixed: bool) -> list[int | None]:
-    """A shape of the manifest as the program has it: T is open, or t_max where it is fixed."""
-    return [(t_max if fixed else None) if n == "T" else n for n in shape]
+def _sizes(shape: list, T: int | None) -> list[int | None]:
+    """A shape of the manifest with its T."""
+    return [T if n == "T" else n for n in shape]

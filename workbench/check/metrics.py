@@ -10,9 +10,8 @@ def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
         norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-        value = np.where(
-            norms > 0, (a * b).sum(-1) / np.where(norms > 0, norms, 1), ~a.any(-1) & ~b.any(-1)
-        )
+        products = (a * b).sum(-1) / np.where(norms > 0, norms, 1)
+        value = np.where(norms > 0, products, ~a.any(-1) & ~b.any(-1))
     return np.where(np.isfinite(b).all(-1), value, np.nan)
 
 
@@ -59,9 +58,8 @@ def near_tie(reference: np.ndarray, actual: np.ndarray) -> bool:
 
 def compare_logits(reference: np.ndarray, actual: np.ndarray) -> dict[str, float]:
     """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean overlap of the top five, worst KL, worst cosine."""
-    rows = list(
-        zip(reference, actual, strict=True)
-    )  # one at a time: a row of a vocabulary fits the cache, all do not
+    # one at a time: a row of a vocabulary fits the cache, all do not
+    rows = list(zip(reference, actual, strict=True))
     same = [np.argmax(a) == np.argmax(b) or near_tie(a, b) for a, b in rows]
     k = min(5, reference.shape[-1])
     tops = [[np.argpartition(-x, k - 1)[:k] for x in pair] for pair in rows]

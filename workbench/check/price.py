@@ -81,7 +81,7 @@ class Price:
 def measure_budget(bundle: Bundle, checkpoint: Checkpoint, golden: Golden) -> Budget:
     """Runs Hugging Face's model twice over the golden's tokens with the weights that `bundle`
     stores."""
-    scale = 2.0**bundle.manifest.residual_exponent
+    scale = bundle.manifest.stream_scale
     weights = stored_weights(checkpoint, bundle)
 
     def run(*fed: np.ndarray | None) -> Golden:
@@ -99,10 +99,8 @@ def _rounding_model(checkpoint: Checkpoint, scale: float) -> nn.Module:
     leaves each."""
 
     def enter(layer, args, kwargs):
-        name, x = (None, args[0]) if args else ("hidden_states", kwargs["hidden_states"])
-        if name is None:
-            return (_rounded(x, scale), *args[1:]), kwargs
-        return args, kwargs | {name: _rounded(x, scale)}
+        x, *rest = args or (kwargs.pop("hidden_states"),)
+        return (_rounded(x, scale), *rest), kwargs
 
     def leave(layer, args, output):
         if isinstance(output, tuple):
@@ -124,27 +122,23 @@ def _rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
 def measure_price(
     decoder: Decoder,
     golden: Golden,
-    checkpoint: Checkpoint | None = None,
     *,
     passes: tuple[dict[int, ForwardPass], ForwardPass] | None = None,
     budget: Budget | None = None,
 ) -> Price:
-    """What `decoder` costs against `golden`; with the `checkpoint` also the budget.
+    """What `decoder` costs against `golden`, beside the `budget` where there is one.
 
     Args:
         passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity` returns them
             (default: they are run now).
-        budget: the result of `measure_budget` (default: measured now, where there is a checkpoint).
+        budget: the result of `measure_budget`.
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]
-    if budget is None and checkpoint is not None:
-        budget = measure_budget(decoder.bundle, checkpoint, golden)
-    rows = price_rows(decoder, golden, isolated, budget)
     same = np.argmax(golden.logits, -1) == np.argmax(chained.logits, -1)
     return Price(
         _kl(golden.logits, chained.logits),
         float(np.mean(same)),
-        rows,
+        price_rows(decoder, golden, isolated, budget),
         _kl(golden.logits, budget.chained.logits) if budget else None,
     )
 
@@ -175,30 +169,24 @@ def price_rows(
     choice, are left out."""
     near_ties, parts = fidelity.near_ties(decoder, golden), []
     for T, trace in isolated.items():
-        for layer, hidden in trace.hidden.items():
-            clear = np.ones(len(hidden), bool) if trace.experts else ~near_ties[layer]
-            rounded = budget and budget.isolated.update[layer]
-            rows = _errors(golden.update[layer], hidden - trace.x[layer], rounded)
-            parts.append(rows[clear].assign(layer=layer, T=T, tensor="update"))
-        for name, caches in (("k", trace.k), ("v", trace.v)):
-            for layer, cache in caches.items():
-                rounded = budget and np.float16(getattr(budget.isolated, name)[layer])
-                rows = _errors(*map(_by_position, (getattr(golden, name)[layer], cache, rounded)))
-                cached = rows.iloc[trace.cached[layer]]
-                parts.append(cached.assign(layer=layer, T=T, tensor=name))
+        for tensor, layer, at, values in trace.rows():
+            if tensor == "update" and not trace.experts:
+                clear = ~near_ties[layer]
+                at, values = at[clear], values[clear]
+            if tensor != "hidden":
+                rounded = budget and budget.isolated.rows(tensor, layer)[at]
+                if budget and tensor != "update":
+                    rounded = np.float16(rounded)
+                errors = _errors(golden.rows(tensor, layer)[at], values, rounded)
+                parts.append(errors.assign(position=at, layer=layer, T=T, tensor=tensor))
     return pd.concat(parts, ignore_index=True)
 
 
-def _by_position(cache: np.ndarray | None) -> np.ndarray | None:
-    """Cache rows [H_kv, n, D] → [n, H_kv · D]."""
-    return None if cache is None else cache.transpose(1, 0, 2).reshape(cache.shape[1], -1)
-
-
 def _errors(reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | None) -> pd.DataFrame:
-    """Per position of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and
-    half an ulp together."""
+    """Per row of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and half
+    an ulp together."""
     scale, error = metrics.rms(reference), metrics.rms(reference, actual)
-    rows = pd.DataFrame({"position": np.arange(len(scale)), "error": metrics.over(error, scale)})
+    rows = pd.DataFrame({"error": metrics.over(error, scale)})
     if rounded is None:
         return rows.assign(budget=np.nan, ratio=np.nan)
     budget = metrics.rms(reference, rounded)
@@ -214,5 +202,6 @@ def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
 
 def summarize_kl(kl: Sequence[float]) -> dict[str, float]:
     """Mean, median, 99th percentile and maximum."""
-    figures = {"mean": np.mean(kl), "median": np.median(kl), "p99": np.percentile(kl, 99)}
-    return {name: float(value) for name, value in (figures | {"max": np.max(kl)}).items()}
+    figures = {"mean": np.mean(kl), "median": np.median(kl)}
+    figures |= {"p99": np.percentile(kl, 99), "max": np.max(kl)}
+    return {name: float(value) for name, value in figures.items()}

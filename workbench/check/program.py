@@ -3,17 +3,17 @@
 Both sides run in float32, so one limit holds for every compression and family: what is left is the order of sums.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from workbench.bundle.names import ATTN_MASK, split_layer
-from workbench.check import fidelity, gates
+from workbench.check import fidelity, gates, metrics
 from workbench.check import reach as positions
 from workbench.check.gates import Gate
-from workbench.check.reach import Reach, Stretch
+from workbench.check.reach import Stretch
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -32,17 +32,12 @@ def program_gates(
     decoder: Decoder,
     checkpoint: Checkpoint,
     *,
-    reach: Reach | None = None,
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Gates `program` and `scores` of a portable decoder in `exact` arithmetic.
-
-    Args:
-        reach: positions (default: `plan_reach`).
-        Ts: tokens a call (default: as `validate`).
-    """
-    errors, scores = program_errors(decoder, checkpoint, plan=reach, Ts=Ts, progress=progress)
+    """Gates `program` and `scores` of a portable decoder in `exact` arithmetic; arguments as those
+    of `program_errors`."""
+    errors, scores = program_errors(decoder, checkpoint, Ts=Ts, progress=progress)
     worst = errors.loc[errors["error"].idxmax()]
     place = f"{worst['mode']}, sequence {worst['seq']}, position {worst['position']}"
     if worst["layer"] >= 0:
@@ -58,7 +53,6 @@ def program_errors(
     decoder: Decoder,
     checkpoint: Checkpoint,
     *,
-    plan: Reach | None = None,
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, "Scores"]:
@@ -67,30 +61,31 @@ def program_errors(
     Isolated, every layer is fed Hugging Face's input: all positions in calls of the smallest T, in calls of the largest, and
     in calls of the others in turn; scaled inputs in calls of the largest. Chained, each layer is fed the one before, in calls
     of every T in turn. Where T alternates, sequences of a batch take different ones if the bundle allows it.
+
+    Args:
+        Ts: tokens a call (default: as `validate`).
     """
     from tqdm.auto import tqdm
 
-    options = decoder.options
-    plan = plan or positions.plan_reach(decoder.manifest)
+    options, plan = decoder.options, positions.plan_reach(decoder.manifest)
     Ts = list(Ts or fidelity.default_ts(options))
     *places, scaled = positions.reach_stretches(decoder.bundle, checkpoint, plan)
-    runs = [(scaled, max(Ts), True)]
+    ends, between = sorted({min(Ts), max(Ts)}), sorted(Ts)[1:-1]
+    runs = [(scaled, ends[-1:], True)]
     for place in places:
-        runs += [(place, T, True) for T in sorted({min(Ts), max(Ts)})]
-        runs += [(place, between, True)] if (between := sorted(Ts)[1:-1]) else []
+        runs += [(place, sizes, True) for sizes in (*([T] for T in ends), between) if sizes]
         runs.append((place, Ts, False))
     scores, frames = Scores(), []
     with decoder.set_aside():
-        for sequences, T, isolated in tqdm(
+        for sequences, sizes, isolated in tqdm(
             runs, desc=f"program, {plan}", unit="pass", disable=not progress
         ):
             positions.write_states(decoder, sequences)
             one = ProgramPass(decoder, sequences, isolated, scores)
-            one.run(T, ragged=options.kv_write == "mask")
+            one.run(sizes, ragged=options.kv_write == "mask")
             frames += [one.errors(seq) for seq in range(options.batch)]
-            if isolated:
-                for size in [T] if isinstance(T, int) else T:
-                    frames += head_errors(decoder, sequences, size)
+            for size in sizes if isolated else ():
+                frames += head_errors(decoder, sequences, size)
     return pd.concat(frames, ignore_index=True), scores
 
 
@@ -154,106 +149,83 @@ class ProgramPass(fidelity.Pass):
 
     def errors(self, seq: int) -> pd.DataFrame:
         """Errors of everything that one sequence computed, one row each; chained ones per layer that they come from."""
-        golden, trace = self.goldens[seq], self.traces[seq]
-        frames = []
-
-        def add(tensor: str, layer: int, error: np.ndarray, position=None, T=None) -> None:
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "tensor": tensor,
-                        "layer": layer,
-                        "position": trace_positions if position is None else position,
-                        "T": trace.T if T is None else T,
-                        "error": error,
-                    }
-                )
-            )
-
-        trace_positions = self.starts[seq] + np.arange(len(trace.T))
-        nudged = self.stretches[seq].nudged.get(self.mode, self.stretches[seq])
+        golden, trace, stretch = self.goldens[seq], self.traces[seq], self.stretches[seq]
+        nudged, start = stretch.nudged.get(self.mode, stretch), stretch.start
+        again, at, frames = nudged.golden, (start + np.arange(len(trace.T)), trace.T), []
         for layer, hidden in trace.hidden.items():
-            expected = golden.hidden[layer]
-            floor = _floor(expected, nudged.golden.hidden[layer])
+            floor = _floor(golden.hidden[layer], again.hidden[layer])
+            name, expected, actual = "hidden", golden.hidden[layer], hidden
             if self.isolated:
-                update = hidden - trace.x[layer]
-                add("update", layer, _errors(golden.update[layer], update, floor))
-            else:
-                add("hidden", layer, _errors(expected, hidden, floor))
+                name, expected, actual = "update", golden.update[layer], hidden - trace.x[layer]
+            frames.append(_rows(name, layer, _errors(expected, actual, floor), *at))
         for layer, router in trace.router.items():
-            floor = _floor(golden.router[layer], nudged.golden.router[layer])
-            add("router", layer, _errors(golden.router[layer], router, floor))
+            floor = _floor(golden.router[layer], again.router[layer])
+            frames.append(_rows("router", layer, _errors(golden.router[layer], router, floor), *at))
         for layer, experts in trace.experts.items():
             differs = experts[:, 0] != golden.expert[layer]
-            add("expert", layer, np.where(differs, golden.margin[layer], 0.0))
+            frames.append(_rows("expert", layer, differs * golden.margin[layer], *at))
         if trace.logits is not None:
-            floor = np.maximum(self.stretches[seq].logit_rms - _rms(golden.logits), 0.0)
-            floor += _floor(golden.logits, nudged.golden.logits)
-            add("logits", -1, _errors(golden.logits, trace.logits, floor))
-        for name, expected, actual, again in self.states(seq, nudged):
+            floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
+            frames.append(_rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at))
+        end = start + len(trace.T)
+        for state, name in self.decoder.named_states:
+            actual = np.asarray(state.read(name)[seq], np.float32)
+            expected = [
+                positions.expected_value(actual.shape, name, s.after, end)
+                for s in (stretch, nudged)
+            ]
             layer, leaf = split_layer(name)
-            add(leaf, layer, *_state_errors(expected, actual, again, self.end(seq)), trace.T.max())
+            errors = _state_errors(*expected, actual, end)
+            frames.append(_rows(leaf, layer, *errors, trace.T.max()))
         rows = pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
         if not self.isolated:  # errors of the layers before, and of the layer itself, add up
             rows["error"] /= rows["layer"].replace(-1, len(golden.x)) + 1
         return rows
 
-    def end(self, seq: int) -> int:
-        """Tokens in the cache after the pass."""
-        return int(self.starts[seq]) + len(self.traces[seq].T)
-
-    def states(self, seq: int, nudged: Stretch) -> Iterator[tuple]:
-        """(name, expected, actual, nudged value) of every state of one sequence."""
-        for state in self.decoder.states:
-            for name in state.shard.states:
-                actual = np.asarray(state.read(name)[seq], np.float32)
-                expected, again = [
-                    positions.expected_value(actual.shape, name, s.after, self.end(seq))
-                    for s in (self.stretches[seq], nudged)
-                ]
-                yield name, expected, actual, again
-
 
 def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[pd.DataFrame]:
     """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state."""
-    scale = np.float32(2.0**decoder.manifest.residual_exponent)
-    T = min(T, len(stretches[0].golden.ids))
-    hidden = np.stack([stretch.last[-T:].T / scale for stretch in stretches])
+    scale = decoder.manifest.stream_scale
+    n = len(stretches[0].golden.ids)
+    last = slice(max(0, n - T), n)
+    hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])
     frames = []
-    for seq, logits in enumerate(decoder.logits(hidden)):
-        golden, start = stretches[seq].golden, stretches[seq].start
-        position = start + len(golden.ids) - T + np.arange(T)
-        floor = np.maximum(stretches[seq].logit_rms[-T:] - _rms(golden.logits[-T:]), 0.0)
-        error = _errors(golden.logits[-T:], logits, floor)
-        frames.append(
-            pd.DataFrame(
-                {"tensor": "logits", "layer": -1, "position": position, "T": T, "error": error}
-            ).assign(seq=seq, mode="isolated")
-        )
+    for seq, (stretch, logits) in enumerate(zip(stretches, decoder.logits(hidden), strict=True)):
+        error = _errors(stretch.golden.logits[last], logits, _logit_floor(stretch)[last])
+        position = stretch.start + np.arange(n)[last]
+        rows = _rows("logits", -1, error, position, len(position))
+        frames.append(rows.assign(seq=seq, mode="isolated"))
     return frames
 
 
-def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int):
+def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> pd.DataFrame:
+    """One row per position."""
+    columns = {"tensor": tensor, "layer": layer, "position": position, "T": T, "error": error}
+    return pd.DataFrame(columns)
+
+
+def _state_errors(expected: np.ndarray, again: np.ndarray, actual: np.ndarray, end: int):
     """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a token must be zeros."""
     rows = expected.shape[-2]
-    flat = [np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)]
-    floor = np.where(flat[0].any(1), _floor(flat[0], flat[2]), _rms(flat[0].ravel()))
-    position = end - 1 - (end - 1 - np.arange(rows)) % rows
-    return _errors(*flat[:2], floor), position
+    expected, again, actual = (
+        np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, again, actual)
+    )
+    floor = np.where(expected.any(1), _floor(expected, again), metrics.rms(expected.ravel()))
+    return _errors(expected, actual, floor), end - 1 - (end - 1 - np.arange(rows)) % rows
 
 
-def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray | float = 0.0):
+def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray):
     """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where it is no number."""
-    difference, scale = _rms(actual - reference), _rms(reference) + floor
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(difference == 0, 0.0, difference / scale)
+    ratio = metrics.over(metrics.rms(actual - reference), metrics.rms(reference) + floor)
     return np.nan_to_num(ratio, nan=np.inf)
 
 
 def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
     """What `_errors` adds to the scale so that rounding of the stream is no error."""
-    return STEPS / LIMIT * np.maximum(_rms(nudged - reference), STEP * _rms(reference))
+    step = np.maximum(metrics.rms(nudged - reference), STEP * metrics.rms(reference))
+    return STEPS / LIMIT * step
 
 
-def _rms(values: np.ndarray) -> np.ndarray:
-    return np.sqrt(np.mean(np.square(values, dtype=np.float64), -1))
+def _logit_floor(stretch: Stretch) -> np.ndarray:
+    """The same of logits that are smaller than their rows of the head can make them; see `Stretch`."""
+    return np.maximum(stretch.logit_rms - metrics.rms(stretch.golden.logits), 0.0)

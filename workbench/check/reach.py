@@ -95,23 +95,23 @@ def plan_reach(manifest: Manifest) -> Reach:
     return Reach(max(head, unit), tail, starts)
 
 
-def reach_prompts(manifest: Manifest, plan: Reach, seed: int = 0) -> np.ndarray:
+def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:
     """Token ids [B, head + tail], other ones for every sequence, behind the checkpoint's BOS where it has one."""
     shape = (len(plan.starts), plan.head + plan.tail)
-    ids = np.random.default_rng(seed).integers(0, manifest.dims.V, shape)
+    ids = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
     if manifest.tokens.bos is not None:
         ids[:, 0] = manifest.tokens.bos
     return ids
 
 
 def reach_stretches(
-    bundle: Bundle, checkpoint: Checkpoint, plan: Reach, seed: int = 0
-) -> list[list[Stretch]]:
+    bundle: Bundle, checkpoint: Checkpoint, plan: Reach
+) -> list[tuple[Stretch, ...]]:
     """The heads of all sequences, their tails if there are any, and their scaled inputs, as Hugging Face's model with the
     weights that `bundle` stores computes them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
     head_rms = float(reference.weights(head_weight(checkpoint)).square().mean().sqrt())
-    prompts = reach_prompts(bundle.manifest, plan, seed)
+    prompts = reach_prompts(bundle.manifest, plan)
     unit = bundle.manifest.options.t_max if bundle.manifest.options.t == "fixed" else 1
     rows = []
     for seq, (ids, start) in enumerate(zip(prompts, plan.starts, strict=True)):
@@ -119,11 +119,11 @@ def reach_stretches(
         first = _stretch(reference, head_rms, ids[: plan.head], cache)
         row = [first]
         if plan.tail:
-            before = _filled(cache, first.after, start, np.random.default_rng([seed, seq]))
+            before = _filled(cache, first.after, start, np.random.default_rng([0, seq]))
             row.append(_stretch(reference, head_rms, ids[plan.head :], cache, start, before))
         count = max(min(SCALES, plan.head) // unit * unit, unit)
         rows.append([*row, _scaled(reference, head_rms, first.golden, count)])
-    return [list(stretches) for stretches in zip(*rows, strict=True)]
+    return list(zip(*rows, strict=True))
 
 
 def _stretch(
@@ -184,10 +184,7 @@ def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> 
 
 
 def _joined(states: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {
-        name: np.concatenate([states[name], new], 1) if name in states else new
-        for name, new in rows.items()
-    }
+    return {n: np.concatenate([states.get(n, new[:, :0]), new], 1) for n, new in rows.items()}
 
 
 def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
@@ -204,13 +201,10 @@ def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
 def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
     """Fresh states of the decoder that hold what each sequence has before its stretch."""
     decoder.begin()
-    for state in decoder.states if any(stretch.start for stretch in stretches) else ():
-        for name in state.shard.states:
-            values = [
-                expected_value(state.shard.states[name].shape[1:], name, s.before, s.start)
-                for s in stretches
-            ]
-            state.write(name, np.stack(values))
+    for state, name in decoder.named_states if any(s.start for s in stretches) else ():
+        shape = state.shard.states[name].shape[1:]
+        values = [expected_value(shape, name, s.before, s.start) for s in stretches]
+        state.write(name, np.stack(values))
 
 
 def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: int) -> np.ndarray:

@@ -78,10 +78,9 @@ def validate_units(
     verdicts, logits = ({row["unit"]: row[name] for row in rows} for name in ("verdict", "logits"))
     declared = logits.get("portable declared")
     for row in rows:
-        comparable = declared is not None and row["logits"] is not None
-        row["kl_portable"] = (
-            float(metrics.kl(declared, row["logits"]).max()) if comparable else None
-        )
+        pair = declared, row["logits"]
+        missing = any(logits is None for logits in pair)
+        row["kl_portable"] = None if missing else float(metrics.kl(*pair).max())
         fault = row["verdict"] != gates.GREEN and not only
         row["blame"] = blame(row["runtime"], verdicts) if fault else None
     return pd.DataFrame(rows, columns=COLUMNS)
@@ -99,6 +98,7 @@ def unit_row(
     """One unit's row without the comparisons with others: the output of a child process, or how it died."""
     name, _ = named(runtime)
     row = {"unit": f"portable {unit}" if name == "portable" else unit, "runtime": name}
+    row |= {"min_cosine": None, "kl_max": None, "logits": None}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "logits.npy"
         command = [sys.executable, "-m", "workbench.check.units", str(bundle.root), str(golden)]
@@ -106,19 +106,9 @@ def unit_row(
         child = start(command)
         logits = np.load(out) if out.exists() else None
     if child.returncode:
-        how = (
-            f"signal {-child.returncode}"
-            if child.returncode < 0
-            else f"exit code {child.returncode}"
-        )
-        reason = f"{how}: {last_message((child.stderr or '').splitlines())}"
-        return row | {
-            "verdict": "DIED",
-            "min_cosine": None,
-            "kl_max": None,
-            "logits": None,
-            "reason": reason,
-        }
+        code, last = child.returncode, last_message((child.stderr or "").splitlines())
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return row | {"verdict": "DIED", "reason": f"{how}: {last}"}
     result = json.loads(child.stdout.splitlines()[-1])
     red = [f"{g['name']}: {g['reason']}" for g in result["gates"] if g["verdict"] == gates.RED]
     return row | {
@@ -137,20 +127,15 @@ def blame(runtime: str, verdicts: dict[str, str]) -> str:
         return "program or weights"
     if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:
         return "precision"
-    return (
-        "the unit's arithmetic, within what narrow sums would do"
-        if verdicts["portable narrow"] != gates.GREEN
-        else "runtime"
-    )
+    if verdicts["portable narrow"] != gates.GREEN:
+        return "the unit's arithmetic, within what narrow sums would do"
+    return "runtime"
 
 
 def units_verdict(table: pd.DataFrame) -> str:
     """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only serves `blame`."""
-    return (
-        gates.GREEN
-        if (table.loc[table["unit"] != "portable narrow", "verdict"] == gates.GREEN).all()
-        else gates.RED
-    )
+    verdicts = table.loc[table["unit"] != "portable narrow", "verdict"]
+    return gates.GREEN if (verdicts == gates.GREEN).all() else gates.RED
 
 
 def units_main(

@@ -38,8 +38,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-NEED_DECODER = ("host", "program", "scores", "causality")
-BUG_GATES = ("interface", "weights", *NEED_DECODER)
+BUG_GATES = ("interface", "weights", "host", "program", "scores", "causality")
 # Times what rounding moves the scores by. They are rounded inside the router too, which the budget
 # leaves out; docs/verdict.md has the worst sound bundle.
 ROUTING_FACTOR = 2.0
@@ -67,9 +66,9 @@ class Validation:
     @property
     def worst(self) -> dict:
         """The isolated update or cache row that is furthest from the golden."""
-        row = _worst(self.rows, "update", "k", "v")
-        names = ("layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs")
-        return {n: row[n].item() if hasattr(row[n], "item") else row[n] for n in names}
+        row = fidelity.worst_row(_isolated(self.rows, "update", "k", "v"))
+        names = ["layer", "position", "T", "tensor", "mode", "cosine", "psnr_db", "max_abs"]
+        return row[names].to_dict()
 
     def json(self) -> dict:
         updates = _isolated(self.rows, "update")["cosine"].fillna(-1.0)
@@ -107,11 +106,13 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
+        portable = decoder if decoder and decoder.runtime == "portable" else exact
+        if exact is None and portable and portable.precision == "exact":
+            exact = portable
         exact = exact or Decoder(bundle, "portable", "exact")
-        tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
-        results.append(host.host_gate(tried, checkpoint))
+        results.append(host.host_gate(portable or exact, checkpoint))
         results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
-        results.append(causality.causality_gate(tried))
+        results.append(causality.causality_gate(portable or exact))
     except InputError as problem:
         names = BUG_GATES[len(results) :]
         if results[0].verdict != gates.RED:
@@ -142,8 +143,8 @@ def stored_gates(bundle: Bundle) -> list[Gate]:
     old = (bundle.root / verdict.NAME).is_file()
     of = "is of another bundle or by other gates" if old else "is missing"
     reason = f"needs --checkpoint: the bundle's {verdict.NAME} {of}"
-    names = ("weights", *NEED_DECODER)
-    return [interface.interface_gate(bundle), *(gates.not_run(name, reason) for name in names)]
+    unasked = [gates.not_run(name, reason) for name in BUG_GATES[1:]]
+    return [interface.interface_gate(bundle), *unasked]
 
 
 def validate(
@@ -169,46 +170,30 @@ def validate(
         only: no second copy of the bundle is loaded as portable: what needs one is not_run without a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
-    same = fidelity.of_this_checkpoint(decoder, golden)
+    bundle, foreign = decoder.bundle, "the bundle was exported from another checkpoint"
     if checkpoint is None:
-        bugs = stored_gates(decoder.bundle)
+        bugs = stored_gates(bundle)
     elif checkpoint.sha256 != decoder.manifest.checkpoint["sha256"]:
-        reason = "the bundle was exported from another checkpoint"
-        bugs = [gates.not_run(name, reason) for name in BUG_GATES]
-        checkpoint = None
+        bugs, checkpoint = [gates.not_run(name, foreign) for name in BUG_GATES], None
     else:
-        if exact is None and (decoder.runtime, decoder.precision) == ("portable", "exact"):
-            exact = decoder
-        bugs = bug_gates(
-            decoder.bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
-        )
+        bugs = bug_gates(bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress)
     rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress=progress)
     if checkpoint and budget is None:
-        budget = measure_budget(decoder.bundle, checkpoint, golden)
+        budget = measure_budget(bundle, checkpoint, golden)
     price = measure_price(decoder, golden, passes=(traces, chained), budget=budget)
-    result = Validation(
-        _with_errors(rows, price.rows),
-        [*bugs, same, gates.holds("finite", bool(rows["finite"].all()), _nonfinite(rows))],
-        metrics.compare_logits(golden.logits, chained.logits),
-        chained.logits,
-        bugs,
-        price,
-    )
-    choices = fidelity.choices(
-        {f"isolated at T = {T}": t for T, t in traces.items()} | {"chained": chained}, golden
-    )
+    checks = [*bugs, fidelity.of_this_checkpoint(decoder, golden), _finite(rows)]
+    runs, free_logits = {f"isolated at T = {T}": trace for T, trace in traces.items()}, None
+    choices = fidelity.choices(runs | {"chained": chained}, golden)
     if len(choices):
         free = fidelity.run_golden(decoder, golden, list(traces), "chained", forced=False)
-        result.free_logits = metrics.compare_logits(golden.logits, free.logits)
-        result.gates.append(routing(choices, golden, budget, result.free_logits))
-    result.gates += [
-        rangedim.drift_gate(
-            decoder, traces, golden, reference.drift if reference else {} if only else None
-        ),
-        _device(decoder, golden, reference, only),
-        *price_gates(result.price, max_kl),
-    ]
-    return result
+        free_logits = metrics.compare_logits(golden.logits, free.logits)
+        checks.append(routing(choices, golden, budget, free_logits))
+    drifts = reference.drift if reference else {} if only else None
+    checks.append(rangedim.drift_gate(decoder, traces, golden, drifts))
+    checks += [_device(decoder, golden, reference, only), *price_gates(price, max_kl)]
+    logits = metrics.compare_logits(golden.logits, chained.logits)
+    rows = _with_errors(rows, price.rows)
+    return Validation(rows, checks, logits, chained.logits, bugs, price, free_logits)
 
 
 def _with_errors(rows: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
@@ -244,17 +229,14 @@ def routing(
     reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
     if budget is None:
         return gates.not_run("routing", f"needs --checkpoint; {reason}")
-    moves = {}  # by whether the layers are chained, [L]
-    for chained, again in ((True, budget.chained), (False, budget.isolated)):
+    moves = []  # of the differing choices, by rounding: chained, isolated
+    for again in (budget.chained, budget.isolated):
         after = np.where(again.expert == golden.expert, again.margin, -again.margin)
-        moves[chained] = np.abs(golden.margin - after).max(axis=1) + HALF_ULP
-    limits = np.where(
-        differ["run"] == "chained", *(moves[c][differ["layer"]] for c in (True, False))
-    )
-    ratios = differ["margin"] / limits
+        of_layer = np.abs(golden.margin - after).max(axis=1) + HALF_ULP
+        moves.append(of_layer[differ["layer"]])
+    ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
     if len(differ):
-        worst = differ.loc[ratios.idxmax()]
-        place = f"layer {worst['layer']}, position {worst['position']}, {worst['run']}"
+        place = "layer {layer}, position {position}, {run}".format(**differ.loc[ratios.idxmax()])
         reason += f"; largest margin over what rounding moves it by: {place}"
     reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
     value = float(ratios.max()) if len(differ) else 0.0
@@ -264,26 +246,13 @@ def routing(
 def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
     """Isolated rows that gates read: updates where the router had a clear choice, and all cache rows."""
     isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
-    return isolated[~_tied(isolated)]
+    # updates that may be another expert's, where the runtime does not show the choice
+    return isolated[~(isolated.get("routing_tie", False) & (isolated["tensor"] == "update"))]
 
 
-def _tied(rows: pd.DataFrame) -> pd.Series:
-    """Updates that may be another expert's, where the runtime does not show the choice."""
-    return rows.get("routing_tie", False) & (rows["tensor"] == "update")
-
-
-def _worst(rows: pd.DataFrame, *tensors: str) -> pd.Series:
-    return fidelity.worst_row(_isolated(rows, *tensors))
-
-
-def _row_place(row: pd.Series) -> str:
-    return f"layer {row['layer']}, position {row['position']}, T = {row['T']}, {row['tensor']}"
-
-
-def _nonfinite(rows: pd.DataFrame) -> str:
-    bad = rows[~rows["finite"]]
-    return (
-        f"{len(bad)} rows hold inf or nan, first: {_row_place(bad.iloc[0])}"
-        if len(bad)
-        else "every value is finite"
-    )
+def _finite(rows: pd.DataFrame) -> Gate:
+    bad, reason = rows[~rows["finite"]], "every value is finite"
+    if len(bad):
+        place = "layer {layer}, position {position}, T = {T}, {tensor}".format(**bad.iloc[0])
+        reason = f"{len(bad)} rows hold inf or nan, first: {place}"
+    return gates.holds("finite", not len(bad), reason)

@@ -4,9 +4,10 @@ lack the checkpoint."""
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from workbench.bundle import Bundle
 from workbench.check.gates import Gate
@@ -57,12 +58,6 @@ def load(bundle: Bundle) -> list[Gate] | None:
         contents = json.loads((bundle.root / NAME).read_text())
         if (contents["version"], contents["bundle"]) != (gates_version(), bundle.identity):
             return None
-        names = [field.name for field in fields(Gate)]
-        return [Gate(*(_number(gate[name]) for name in names)) for gate in contents["gates"]]
+        return TypeAdapter(list[Gate]).validate_python(contents["gates"])  # "nan" is nan again
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _number(value):
-    """What `Gate.json` wrote as the name of a number that JSON lacks is that number again."""
-    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -19,7 +19,7 @@ which is taken off first.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isnan, prod
 
 import numpy as np
@@ -35,19 +35,14 @@ from workbench.check.gates import Gate
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-LIMIT = (
-    1.05  # parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2
-)
-TABLE_LIMIT = (
-    1.001  # distance over the nearest entry's, and squared error over that of the best table
-)
+# Parts of the allowed loss: 1 but for float32 arithmetic; a step too many is at least 2.
+LIMIT = 1.05
+# Distance over the nearest entry's, and squared error over that of the best table.
+TABLE_LIMIT = 1.001
 FEW = 10  # constants of fewer elements belong to the program, which gate `program` runs
 PIECE = 1 << 20  # weights compared at a time
-DAMAGED = (
-    KeyError,
-    IndexError,
-    ValueError,
-)  # what operands that do not fit raise; InputError is one
+# What operands that do not fit raise; InputError is a ValueError.
+DAMAGED = (KeyError, IndexError, ValueError)
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # what the host applies to embeddings: gate `host` compares it with the checkpoint's
 HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
@@ -87,7 +82,8 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
         problems += constants.uncovered()
         for tensor in shard.weights:
             try:
-                values, rows = checkpoint_values(checkpoint, shard, tensor, constants)
+                size = constants.size(tensor)
+                values, rows = checkpoint_values(checkpoint, shard, tensor, size)
                 deviations += constants.deviations(tensor, values)
                 covered.setdefault(tensor, set()).update(rows)
             except DAMAGED as problem:
@@ -98,13 +94,13 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
             problems += uncovered_tensor(bundle, checkpoint, tensor)
     worst = max(deviations, key=lambda d: d.excess, default=Deviation("", inf, LIMIT, "no weights"))
     problems += [f"{d.place}: {d.value:.4g} {d.unit}" for d in deviations if not d.excess <= 1]
-    reason = (
+    fine = (
         f"{len(deviations)} stored tensors of {len(tensors)} in the checkpoint; "
         f"worst: {worst.place}, {worst.value:.4g} {worst.unit}; embeddings: gate host"
     )
-    verdict = gates.RED if problems else gates.GREEN
-    reason = "; ".join(problems[:8]) + (" …" if problems[8:] else "") if problems else reason
-    return Gate("weights", verdict, worst.value, worst.limit, reason)
+    shown = "; ".join(problems[:8]) + " …" * bool(problems[8:])
+    gate = gates.none("weights", [shown] if problems else [], fine)
+    return replace(gate, value=worst.value, threshold=worst.limit)
 
 
 class Constants:
@@ -132,14 +128,14 @@ class Constants:
         offset.
         """
         op, place = self.op(tensor), f"{self.shard.name}: {tensor}"
-        stored = self._dense(tensor, op).reshape(values.shape)
+        stored = torch.from_numpy(self._dense(tensor, op)).reshape(values.shape)
         if op.kind == "const":
-            ratio = worst_ratio(stored, values, half_ulp)
+            ratio = worst_ratio(stored, values, lambda values, rows: half_ulp(values))
             return [Deviation(place, ratio, LIMIT, "halves of an fp16 unit")]
         if self.preset.is_integer:
             ratio = integer_ratio(stored, values.half(), self.preset)
             return [Deviation(place, ratio, LIMIT, f"half steps of {self.preset.name}")]
-        table = torch.from_numpy(self._value(op, "lut").reshape(-1).astype(np.float32))
+        table = torch.from_numpy(self._value(op, "lut").reshape(-1))
         nearest, error = table_ratios(stored, values.half(), table)
         return [
             Deviation(place, nearest, TABLE_LIMIT, "distances to the nearest entry"),
@@ -160,48 +156,48 @@ class Constants:
                 problems.append(f"{self.shard.name}: {op.kind} {name} holds no checkpoint tensor")
         return problems
 
-    def _formula(self, op: Op) -> str | None:
-        """Which constant of the model, that no checkpoint holds, `op` is."""
+    def _formula(self, op: Op) -> bool:
+        """Whether `op` is a constant of the model that no checkpoint holds: the first layer's scale
+        of the router state before it, zeros, or the numbers of the expert classes."""
         value = op.inputs.get("val")
         if op.kind != "const" or value is None or ROUTER_STATE not in self.shard.inputs:
-            return None
+            return False
         value, before = np.ravel(value), self.shard.inputs[ROUTER_STATE][1]
-        if self.shard.layers[0] == 0 and len(value) == before and not value.any():
-            return "the first layer's scale of the router state before it, zeros"
-        if np.array_equal(value, np.arange(len(value))):
-            return "numbers of the expert classes"
-        return None
+        first = self.shard.layers[0] == 0 and len(value) == before
+        return (first and not value.any()) or np.array_equal(value, np.arange(len(value)))
 
-    def _dense(self, tensor: str, op: Op) -> torch.Tensor:
-        """The stored values, float32, flat: dequantized, but not rounded to fp16 again."""
+    def _dense(self, tensor: str, op: Op) -> np.ndarray:
+        """The stored values, float32: dequantized, but not rounded to fp16 again."""
         if op.kind == "const":
-            return torch.from_numpy(self._value(op, "val").astype(np.float32).reshape(-1))
+            return self._value(op, "val")
         if op.kind == "constexpr_blockwise_shift_scale" and self.preset.is_integer:
-            data = self._value(op, "data").astype(np.float32)
+            data = self._value(op, "data")
             if "offset" in op.inputs:
-                data -= _spread(self._value(op, "offset").astype(np.float32), data.shape)
-            data *= _spread(self._value(op, "scale").astype(np.float32), data.shape)
-            return torch.from_numpy(data.reshape(-1))
-        lut = self._value(op, "lut") if "lut" in op.inputs else np.zeros(0)
-        if op.kind == "constexpr_lut_to_dense" and lut.size == 1 << self.preset.bits:
-            entries = torch.from_numpy(lut.reshape(-1).astype(np.float32))
-            return entries[torch.from_numpy(self._value(op, "indices").reshape(-1)).int()]
+                data -= _spread(self._value(op, "offset"), data.shape)
+            data *= _spread(self._value(op, "scale"), data.shape)
+            return data
+        if op.kind == "constexpr_lut_to_dense":
+            table = self._value(op, "lut").ravel()
+            if len(table) == 1 << self.preset.bits:
+                return table[self._value(op, "indices", np.uint8)]
         raise _refusal(tensor, f"stored as {op.kind}", f"what {self.preset.name} makes")
 
-    def _value(self, op: Op, role: str) -> np.ndarray:
+    def _value(self, op: Op, role: str, dtype: type = np.float32) -> np.ndarray:
+        """A copy of an operand of a constant."""
         value = op.inputs[role]
-        return self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
+        value = self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
+        return np.array(value, dtype)
 
 
 def checkpoint_values(
-    checkpoint: Checkpoint, shard: Shard, tensor: str, constants: Constants
+    checkpoint: Checkpoint, shard: Shard, tensor: str, size: int
 ) -> tuple[torch.Tensor, range]:
-    """The checkpoint's values of what `shard` stores of `tensor`, float32 [rows, columns] with
-    their offset, and which rows of the tensor they are.
+    """The checkpoint's values of what `shard` stores of `tensor`, `size` elements, float32 [rows,
+    columns] with their offset, and which rows of the tensor they are.
     """
     if tensor not in checkpoint:
         raise _refusal(tensor, "no such tensor in the checkpoint", "a tensor of the checkpoint")
-    shape, size = checkpoint.shape(tensor), constants.size(tensor)
+    shape = checkpoint.shape(tensor)
     rows = None if size == prod(shape) else slice(*shard.rows)
     if size != prod(checkpoint.shape(tensor, rows)):
         raise _refusal(tensor, f"{size} stored values", f"those of shape {shape}")
@@ -258,11 +254,13 @@ def half_ulp(values: torch.Tensor) -> torch.Tensor:
 
 
 def worst_ratio(stored: torch.Tensor, values: torch.Tensor, room) -> float:
-    """Largest |stored − values| over room(values), of [rows, columns]; nan if a value is nan."""
+    """Largest |stored − values| over room(values of some rows, these rows), of [rows, columns]; nan
+    if a value is nan."""
     worst = [0.0]
-    for a, b in _pieces(*stored.shape):
-        off, allowed = (stored[a:b] - values[a:b].float()).abs(), room(values[a:b].float())
-        worst.append(float(torch.where(off == 0, 0.0, off / allowed).max()))
+    for rows in _pieces(*stored.shape):
+        some = values[rows].float()
+        off = (stored[rows] - some).abs()
+        worst.append(float(torch.where(off == 0, 0.0, off / room(some, rows)).max()))
     return float(np.max(worst))
 
 
@@ -275,15 +273,13 @@ def integer_ratio(stored: torch.Tensor, rounded: torch.Tensor, preset: Preset) -
     peak = torch.maximum(rounded.amax(1), -rounded.amin(1)).float()[:, None]
     if preset.granularity == "per_tensor":
         peak = peak.amax().expand(len(rounded), 1)
-    steps, worst = (peak / largest).half().float(), [0.0]
-    for a, b in _pieces(*stored.shape):
+    steps = (peak / largest).half().float()
 
-        def room(values: torch.Tensor, step: torch.Tensor = steps[a:b]) -> torch.Tensor:
-            size = values.abs()
-            return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
+    def room(values: torch.Tensor, rows: slice) -> torch.Tensor:
+        step, size = steps[rows], values.abs()
+        return step / 2 + size * 2.0**-11 + (size - largest * step).clamp(min=0)
 
-        worst.append(worst_ratio(stored[a:b], rounded[a:b], room))
-    return float(np.max(worst))
+    return worst_ratio(stored, rounded, room)
 
 
 def table_ratios(
@@ -295,8 +291,8 @@ def table_ratios(
     entries = table.sort().values
     middles = (entries[1:] + entries[:-1]) / 2
     worst, error, rounding = [0.0], 0.0, 0.0
-    for a, b in _pieces(*stored.shape):
-        used, values = stored[a:b], rounded[a:b].float()
+    for rows in _pieces(*stored.shape):
+        used, values = stored[rows], rounded[rows].float()
         nearest = entries[torch.bucketize(values, middles)]
         off, least = (used - values).abs(), (nearest - values).abs()
         room = least + half_ulp(used) + half_ulp(nearest)
@@ -319,9 +315,9 @@ def least_squared_error(values: torch.Tensor, count: int) -> float:
     return float((counts * (points - means[clusters]) ** 2).sum())
 
 
-def _pieces(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+def _pieces(rows: int, columns: int) -> Iterator[slice]:
     height = max(1, PIECE // max(1, columns))
-    return ((a, min(a + height, rows)) for a in range(0, rows, height))
+    return (slice(start, start + height) for start in range(0, rows, height))
 
 
 def _spread(factor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

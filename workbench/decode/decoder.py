@@ -34,7 +34,7 @@ from workbench.decode.snapshot import (
     without_rows,
 )
 from workbench.errors import InputError
-from workbench.runtime import Model
+from workbench.runtime import Model, State
 
 GREEDY = Sampling()
 
@@ -173,6 +173,11 @@ class Decoder:
             self.manifest, self.precision if self.runtime == "portable" else self.runtime
         )
 
+    @property
+    def named_states(self) -> list[tuple[State, str]]:
+        """(a shard's states, name of one of them), of every shard."""
+        return [(state, name) for state in self.states for name in state.shard.states]
+
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
         """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a list with one or None each).
 
@@ -194,9 +199,7 @@ class Decoder:
         ids = tuple(self.ids[checks.sequence(seq, self.options.batch)])
         assert self.offsets[seq] == len(ids), "positions that no token was run for"
         states = {
-            name: take(state.read(name)[seq], name, len(ids))
-            for state in self.states
-            for name in state.shard.states
+            name: take(state.read(name)[seq], name, len(ids)) for state, name in self.named_states
         }
         return Snapshot(ids, self.identity, states)
 

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bundle import Bundle
-from workbench.check import fidelity, gates, golden
+from workbench.check import fidelity, gates, golden, metrics
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -50,8 +50,9 @@ class Split:
         scale = _rms(self.reference)
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
-            frame[part] = _over(_rms(self.parts[part]), scale) if part in self.parts else None
-        frame["total"] = _over(_rms(self.total), scale)
+            measured = part in self.parts
+            frame[part] = metrics.over(_rms(self.parts[part]), scale) if measured else None
+        frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
         frame["cross"] = ((frame["total"] ** 2 - frame["rss"] ** 2) / squared).fillna(0.0)
@@ -59,37 +60,27 @@ class Split:
 
     def positions(self) -> pd.DataFrame:
         """Relative RMS of each measured part and of the total per layer and position."""
-        scale = _rms(self.reference, -1)  # [L, n]
-        layer, position = np.indices(scale.shape)
-        errors = {
-            name: _over(_rms(part, -1), scale).ravel()
-            for name, part in (self.parts | {"total": self.total}).items()
-        }
-        return pd.DataFrame({"layer": layer.ravel(), "position": position.ravel()} | errors)
+        scale = metrics.rms(self.reference)  # [L, n]
+        columns = dict(zip(("layer", "position"), np.indices(scale.shape), strict=True))
+        for name, part in (self.parts | {"total": self.total}).items():
+            columns[name] = metrics.over(metrics.rms(part), scale)
+        return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
 
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part table whose cells sum to 1."""
-        flat = np.stack([difference.ravel() for difference in self.parts.values()])
-        return pd.DataFrame(
-            flat @ flat.T / ((self.total**2).sum() or 1.0), list(self.parts), list(self.parts)
-        )
+        flat, names = np.stack([part.ravel() for part in self.parts.values()]), list(self.parts)
+        return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), names, names)
 
     @property
     def residual(self) -> float:
         """What the parts' sum and the total differ by, as relative RMS of the worst layer."""
         rest = sum(self.parts.values()) - self.total
-        return float(_over(_rms(rest), _rms(self.reference)).max())
+        return float(metrics.over(_rms(rest), _rms(self.reference)).max())
 
 
-def _rms(vectors: np.ndarray, axes=(1, 2)) -> np.ndarray:
-    """Root mean square over `axes`: [L, n, C] → [L]."""
-    return np.sqrt((vectors**2).mean(axes))
-
-
-def _over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """error / scale; no error at all is 0 even of an update that is zero."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(error == 0, 0.0, error / scale)
+def _rms(vectors: np.ndarray) -> np.ndarray:
+    """Root mean square of each layer: [L, n, C] → [L]."""
+    return metrics.rms(vectors.reshape(len(vectors), -1))
 
 
 def split_error(
@@ -114,15 +105,12 @@ def split_error(
 
     source, runtime = reference or golden.make_golden(checkpoint, ids), resolve(runtime)
     stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
-    names, stages = zip(
-        *tqdm(stages, desc="error", unit="stage", disable=not progress), strict=True
-    )
+    stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
-    for mode, *updates in zip(MODES, *stages, strict=True):
+    for mode, *updates in zip(MODES, *stages.values(), strict=True):
         updates = np.stack([source.update.astype(np.float64), *updates])
-        splits[mode] = Split(
-            updates[0], updates[-1], dict(zip(names, np.diff(updates, axis=0), strict=True))
-        )
+        parts = dict(zip(stages, np.diff(updates, axis=0), strict=True))
+        splits[mode] = Split(updates[0], updates[-1], parts)
     return splits
 
 
@@ -130,20 +118,16 @@ def _stages(
     checkpoint, bundle, source, T, runtime, compute_units
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
-    for part, weights in (
-        ("storage", golden.fp16_weights(checkpoint, bundle)),
-        ("quantization", golden.stored_weights(checkpoint, bundle)),
-    ):
+    for part, read in (("storage", golden.fp16_weights), ("quantization", golden.stored_weights)):
+        weights = read(checkpoint, bundle)
         goldens = [
             golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
             for fed in ((source.x, source.router), ())
         ]
         yield part, [stored.update.astype(np.float64) for stored in goldens]
-    for part, *how in (
-        ("reauthoring", "portable", "exact"),
-        ("precision", "portable", "declared"),
-        ("runtime", runtime, "declared"),
-    )[: 2 if runtime == "portable" else 3]:
+    runs = [("reauthoring", "portable", "exact"), ("precision", "portable", "declared")]
+    runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
+    for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
@@ -165,7 +149,7 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(np.float64)
     if mode == "isolated":
         return after - trace.x
-    embedded = decoder.bundle.embed(source.ids[None]) * 2.0**decoder.manifest.residual_exponent
+    embedded = decoder.bundle.embed(source.ids[None]) * decoder.manifest.stream_scale
     return after - np.concatenate([embedded, after[:-1]])
 
 
@@ -174,19 +158,13 @@ def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
     residual = max(split.residual for split in splits.values())
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
+    exact = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
+    added = "sum of the parts against the total, relative RMS"
     return [
         gates.at_most(
-            "reauthoring",
-            float(errors[worst]),
-            gates.REAUTHORING,
-            f"exact arithmetic on the stored weights against Hugging Face, relative RMS: layer {worst}",
+            "reauthoring", float(errors[worst]), gates.REAUTHORING, f"{exact}: layer {worst}"
         ),
-        gates.at_most(
-            "parts_telescope",
-            residual,
-            gates.TELESCOPE,
-            "sum of the parts against the total, relative RMS",
-        ),
+        gates.at_most("parts_telescope", residual, gates.TELESCOPE, added),
     ]
 
 

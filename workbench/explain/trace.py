@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +18,13 @@ import torch
 
 import miltorch
 from miltorch.interpret import MOVES
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
-ORDER = (
-    "exact",
-    "declared",
-    "narrow",
-)  # a departure is the difference of `declared` from the same call in `exact`
+# A departure is the difference of `declared` from the same call in `exact`, which comes first.
+ORDER = ("exact", "declared", "narrow")
 MAX_MASK = 1 << 22  # elements of a constant that is looked through for infs
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
@@ -87,21 +85,16 @@ class Ranges:
         """Where the first `inf` or `nan` occurred, in time."""
         times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
         times.pop(None, None)
-        return (
-            {name: getattr(times[min(times)], name) for name in ("shard", "op", "kind", "module")}
-            if times
-            else None
-        )
+        names = ("shard", "op", "kind", "module")
+        return {name: getattr(times[min(times)], name) for name in names} if times else None
 
     def frame(self) -> pd.DataFrame:
         """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs), inf for zeros, -inf
         where an inf was seen."""
         frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
-            frame["headroom_bits"] = np.where(
-                frame["infs"] > 0, -np.inf, np.log2(MAX_FP16 / frame["max_abs"])
-            )
-        return frame
+            bits = np.log2(MAX_FP16 / frame["max_abs"])
+        return frame.assign(headroom_bits=bits.mask(frame["infs"] > 0, -np.inf))
 
 
 @dataclass
@@ -130,16 +123,10 @@ class Trace:
             ("declared", "one rounding per result"),
             ("narrow", "sums rounded to fp16 every 32 terms"),
         ):
-            places = [
-                f"{what.replace('_', ' ')} at {place(at)}"
-                for what, at in self._first(precision).items()
-                if at
-            ]
-            results.append(
-                gates.none(
-                    f"{precision}_is_finite", places, f"{how}: every value is finite", f"{how}: "
-                )
-            )
+            firsts = self._first(precision).items()
+            places = [f"{what.replace('_', ' ')} at {place(at)}" for what, at in firsts if at]
+            fine = f"{how}: every value is finite"
+            results.append(gates.none(f"{precision}_is_finite", places, fine, f"{how}: "))
         return results
 
     def json(self) -> dict:
@@ -160,14 +147,13 @@ class Trace:
 
 def place(at: dict) -> str:
     """An operation in words: its MIL name, what it is, and the module it came from."""
-    return (
-        f"{at['op']} ({at['kind']}{', ' + at['module'] if at['module'] else ''}) of {at['shard']}"
-    )
+    source = ", ".join(filter(None, (at["kind"], at["module"])))
+    return f"{at['op']} ({source}) of {at['shard']}"
 
 
 def _source(shard: str, op, value: str, modules: dict[str, str]) -> dict[str, str]:
     """Where a result comes from: shard, MIL operation and its kind, source module."""
-    return {"shard": shard, "op": op.name, "kind": op.kind, "module": modules.get(value, "")}
+    return dict(shard=shard, op=op.name, kind=op.kind, module=modules.get(value, ""))
 
 
 def _floats(op, outputs) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,11 +175,8 @@ class Departure:
     def feed(self, shard: str, values: dict) -> None:
         """Notes infs of inputs or constants: what descends from them is no overflow."""
         for name, value in values.items():
-            if (
-                isinstance(value, torch.Tensor | np.ndarray)
-                and torch.as_tensor(value).is_floating_point()
-            ):
-                infs = torch.as_tensor(value).isinf()
+            if isinstance(value, torch.Tensor | np.ndarray):
+                infs = torch.as_tensor(value).isinf()  # integers have none
                 if infs.any():
                     self.inherited[shard, name] = infs
 
@@ -220,9 +203,8 @@ class Departure:
         if not sources or not infs.any():
             return
         if op.kind not in MOVES:
-            with suppress(
-                RuntimeError
-            ):  # other shapes: which element comes from which is not known
+            # other shapes: which element comes from which is not known
+            with suppress(RuntimeError):
                 infs &= torch.stack([source.expand(x.shape) for source in sources]).any(0)
         self.inherited[shard, value] = infs
 
@@ -237,23 +219,18 @@ class Departure:
             for value, x in _floats(op, outputs) if self.first is None else ():
                 if precision == "exact":
                     self.exact[shard, value] = x
-                elif (
-                    precision == "declared"
-                    and (reference := self.exact.pop((shard, value), None)) is not None
-                ):
+                elif precision == "declared" and (shard, value) in self.exact:
+                    reference = self.exact.pop((shard, value))
                     self._compare(_source(shard, op, value, modules), reference, x)
 
         return record_and_compare
 
     def _compare(self, source: dict[str, str], reference: torch.Tensor, x: torch.Tensor) -> None:
-        rounding, error = (
-            ROUNDING * float(reference.abs().max()),
-            float((x - reference).abs().max()),
-        )
+        rounding = ROUNDING * float(reference.abs().max())
+        error = float((x - reference).abs().max())
         if not error <= rounding and self.first is None:
-            self.first = source | {
-                "roundings": gates.jsonable(error / rounding if rounding else math.inf)
-            }
+            roundings = error / rounding if rounding else math.inf
+            self.first = source | {"roundings": gates.jsonable(roundings)}
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
@@ -264,12 +241,12 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) ->
     return trace_ranges(decoders, ids, tile)
 
 
-def trace_decoder(decoder: Decoder, ids: Sequence[int], tile: int | None = None) -> Ranges:
+def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a
     fresh state; the decoder's own sequences go on afterwards."""
     with decoder.set_aside():
         decoder.begin()
-        return trace_ranges({decoder.precision: decoder}, ids, tile).ranges[decoder.precision]
+        return trace_ranges({decoder.precision: decoder}, ids).ranges[decoder.precision]
 
 
 def trace_ranges(
@@ -282,15 +259,13 @@ def trace_ranges(
     """
     departure, ranges = Departure(), {p: Ranges() for p in decoders}
     size = tile or next(iter(decoders.values())).options.t_max
+
+    def hook(precision: str, shard: Shard):
+        return departure.hook(precision, ranges[precision], shard.name, shard.modules)
+
     with ExitStack() as hooks:
         for precision, decoder in decoders.items():
-            hooks.enter_context(
-                decoder.hooked(
-                    lambda shard, p=precision: departure.hook(
-                        p, ranges[p], shard.name, shard.modules
-                    )
-                )
-            )
+            hooks.enter_context(decoder.hooked(partial(hook, precision)))
         for start in range(0, len(ids), size):
             for decoder in decoders.values():
                 chunk = list(ids[start : start + size])
@@ -313,19 +288,15 @@ def trace_package(
     """
     program, name = miltorch.read(path, function), Path(path).stem
     rng = np.random.default_rng(seed)
-    tensors = {
-        n: torch.from_numpy(np.array(v))
-        for n, v in (_random_inputs(program, rng) | (inputs or {})).items()
-    }
+    values = _random_inputs(program, rng) | (inputs or {})
+    tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
     departure, ranges = Departure(), {p: Ranges() for p in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
         if precision == "exact":
-            departure.feed(name, tensors)
-            departure.feed(name, small_constants(executable))
-        executable.run(
-            tensors, executable.make_state(), departure.hook(precision, ranges[precision], name, {})
-        )
+            departure.feed(name, tensors | small_constants(executable))
+        hook = departure.hook(precision, ranges[precision], name, {})
+        executable.run(tensors, executable.make_state(), hook)
     return Trace(ranges, departure.first)
 
 

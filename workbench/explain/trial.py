@@ -15,6 +15,7 @@ from workbench.check import fidelity, golden, metrics
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
+Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
 UNLIKE = 0.5  # relative RMS of weights beyond which they are another layer's, not compressed ones
 STREAM_ULPS = 2.0**-22  # of the residual stream: rounding of `hidden`, which an update inherits
 
@@ -23,15 +24,15 @@ STREAM_ULPS = 2.0**-22  # of the residual stream: rounding of `hidden`, which an
 class Variant:
     """One way in which a model may differ from its checkpoint's configuration.
 
-    config: attributes of the configuration. model: changes the built model in place. functions: of
-    transformers' modelling file, by name. read: (name, its reader) → a weight. embedding: factor of
+    config: attributes of the configuration. model: changes the built model in place. functions:
+    what changes those of transformers' modelling file, by name. read: (name, its reader) → a weight. embedding: factor of
     what enters the first layer. order: layer → the checkpoint's layer whose weights it has.
     """
 
     name: str
     config: dict = field(default_factory=dict)
     model: Callable[[nn.Module], None] = lambda model: None
-    functions: dict[str, Callable] = field(default_factory=dict)
+    functions: dict[str, Change] = field(default_factory=dict)
     read: Callable[[str, golden.WeightReader], torch.Tensor] = lambda name, read: read(name)
     embedding: float = 1.0
     order: dict[int, int] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Trial:
         self.source = golden.make_golden(checkpoint, self.ids, self.read, "stored", head=False)
         decoder = Decoder(bundle, "portable", "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
-        scale = 2.0**bundle.manifest.residual_exponent
+        scale = bundle.manifest.stream_scale
         self.embedded = bundle.embed(self.source.ids[None])[0] * scale
         self.order = self._order()
 
@@ -108,7 +109,7 @@ def changed_model(config, variant: Variant, count: int):
     """Within, the model of a variant, without weights: its first `count` layers."""
     config = copy.deepcopy(config)
     for name, value in variant.config.items():
-        setattr(config, name, value)
+        setattr(config, name, copy.deepcopy(value))
     model = golden.empty_model(config)
     model.model.layers = model.model.layers[:count]
     variant.model(model.model)
@@ -117,11 +118,11 @@ def changed_model(config, variant: Variant, count: int):
 
 
 @contextmanager
-def _replaced(module, functions: dict[str, Callable]):
+def _replaced(module, changes: dict[str, Change]):
     """Within, some functions of a module are others."""
-    before = {name: getattr(module, name) for name in functions}
+    before = {name: getattr(module, name) for name in changes}
     try:
-        vars(module).update(functions)
+        vars(module).update({name: changes[name](own) for name, own in before.items()})
         yield
     finally:
         vars(module).update(before)
@@ -136,4 +137,4 @@ def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
 
 
 def _rms(values: np.ndarray) -> float:
-    return float(np.sqrt((np.float64(values) ** 2).mean()))
+    return float(metrics.rms(values.ravel()))

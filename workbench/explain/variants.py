@@ -6,8 +6,7 @@ biases, order of heads and layers. The variant whose updates, K, V and embedding
 the cause; where none is, the fault is another.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from torch import nn
 from workbench.bundle import Bundle
 from workbench.bundle.names import split_layer
 from workbench.check import golden
-from workbench.explain.trial import Trial, Variant
+from workbench.explain.trial import Change, Trial, Variant
 from workbench.models.checkpoint import Checkpoint
 
 CONFIGURED = "as configured"
@@ -31,6 +30,7 @@ QK_NORMS = (
     ("query_layernorm", "key_layernorm"),
     ("q_layernorm", "k_layernorm"),
 )
+Pair = Callable[[torch.Tensor, torch.Tensor], tuple]  # of q and k
 ACTIVATIONS = {"gelu": "exact GELU", "gelu_pytorch_tanh": "tanh GELU", "silu": "SiLU"}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -40,6 +40,10 @@ LLAMA3 = {
 }
 
 
+def _same(*values):
+    return values
+
+
 def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> pd.DataFrame:
     """Every variant's name and `relative_rms`, the worst of its layers' updates, K and V and of the
     embeddings, best first. Variants are tried on the first layers; the best on all of them.
@@ -47,33 +51,56 @@ def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = Fals
     Raises:
         InputError: a bundle of another checkpoint.
     """
+    trial, ropes = Trial(bundle, checkpoint), [rope.inv_freq for rope in bundle.manifest.rope]
+    errors = try_variants(trial.errors, checkpoint, ropes, trial.order, progress=progress)
+    if min(errors.values()) > FITS:
+        tables = _own_tables(bundle.manifest, checkpoint)
+        errors[tables.name] = float(trial.errors(tables, bundle.manifest.dims.L).max())
+    return ranking(errors)
+
+
+def try_variants(
+    errors: Callable[[Variant, int], np.ndarray],
+    checkpoint: Checkpoint,
+    ropes: list[list[float]],
+    order: dict[int, int],
+    fits: float = FITS,
+    progress: bool = False,
+) -> dict[str, float]:
+    """The largest error of the model as configured, over all layers, and unless that is within
+    `fits`, of each of its `variants`, by name: over the first layers, of the best over all.
+
+    Args:
+        errors: (variant, count) → errors, the last `count` of them those of the first layers.
+    """
     from tqdm.auto import tqdm
 
-    trial, L = Trial(bundle, checkpoint), bundle.manifest.dims.L
-    own = trial.errors(Variant(CONFIGURED), L)
-    errors = {CONFIGURED: float(own.max())}
-    if errors[CONFIGURED] > FITS:
-        wrong = np.flatnonzero(own[1:] > FITS)
-        few = first_layers(checkpoint.config, wrong.tolist())
-        ropes = [rope.inv_freq for rope in bundle.manifest.rope]
-        listed = variants(checkpoint, ropes, trial.order, wrong)
-        tried = {variant.name: variant for variant in listed}
-        for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
-            errors[name] = float(trial.errors(tried[name], few).max())
-        best = min(tried, key=errors.get)
-        if few < L and errors[best] <= FITS:
-            errors[best] = float(trial.errors(tried[best], L).max())
-        if errors[best] > FITS:
-            tables = _own_tables(bundle.manifest, checkpoint)
-            errors[tables.name] = float(trial.errors(tables, L).max())
+    L = checkpoint.config.num_hidden_layers
+    configured = errors(Variant(CONFIGURED), L)
+    worst = {CONFIGURED: float(configured.max())}
+    if worst[CONFIGURED] <= fits:
+        return worst
+    wrong = np.flatnonzero(configured[-L:] > fits)
+    few = first_layers(checkpoint.config, wrong.tolist())
+    tried = {variant.name: variant for variant in variants(checkpoint, ropes, order, wrong)}
+    for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
+        worst[name] = float(errors(tried[name], few).max())
+    best = min(tried, key=worst.get)
+    if few < L and worst[best] <= fits:
+        worst[best] = float(errors(tried[best], L).max())
+    return worst
+
+
+def ranking(errors: dict[str, float]) -> pd.DataFrame:
+    """`name` and `relative_rms` of every variant, best first."""
     frame = pd.DataFrame({"name": errors.keys(), "relative_rms": errors.values()})
     return frame.sort_values("relative_rms", kind="stable", ignore_index=True)
 
 
-def fitting(frame: pd.DataFrame) -> str | None:
-    """The best variant, if its error is within rounding."""
+def fitting(frame: pd.DataFrame, fits: float = FITS) -> str | None:
+    """The best variant, if its error is within `fits` (default: rounding)."""
     best = frame.iloc[0]
-    return str(best["name"]) if best["relative_rms"] <= FITS else None
+    return str(best["name"]) if best["relative_rms"] <= fits else None
 
 
 def conclusion(fits: str | None) -> str:
@@ -140,7 +167,36 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
     or, where a model has several, for one."""
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
-    kinds = sorted(parameters) if nested else [None]
+    tables = {kind: parameters[kind] for kind in sorted(parameters)}
+    tables = tables if nested else {None: parameters}
+    seen = [tables]
+    for name, change in _rope_changes(tables.values(), ropes).items():
+        for chosen in [*tables, None] if len(tables) > 1 else tables:
+            changed = {
+                kind: table | change if chosen in (kind, None) else table
+                for kind, table in tables.items()
+            }
+            if changed not in seen:
+                seen.append(changed)
+                where = f" in {chosen}" if chosen else ""
+                settings = changed if nested else changed[None]
+                yield Variant(name + where, {"rope_parameters": settings})
+    for name, rotation in (
+        ("rope pairs interleaved", _interleaved),
+        ("rope turned the other way", _rotation(turn=-1.0)),
+        ("rope left out", _rotation(turn=0.0)),
+    ):
+        yield Variant(name, functions={"apply_rotary_pos_emb": rotation})
+    flags = getattr(checkpoint.config, "no_rope_layers", None)
+    if flags and not all(flags):
+        yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
+        yield Variant(
+            "layers with and without rope exchanged", {"no_rope_layers": [1 - f for f in flags]}
+        )
+
+
+def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str, dict]:
+    """What to change in a table of `rope_parameters`, by the name of the variant."""
     thetas, factors = [*THETAS], [*FACTORS]
     for theta, factor in map(_fitted, ropes):
         thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
@@ -150,40 +206,16 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
     for factor in factors:
         changes[f"rope scaling linear {factor:.7g}"] = {"rope_type": "linear", "factor": factor}
         changes[f"rope scaling llama3 {factor:.7g}"] = LLAMA3 | {"factor": factor}
-    scaled = [t for t in (parameters.values() if nested else [parameters]) if "yarn" in t.values()]
-    for table in scaled:
-        changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
-        for factor in factors:
-            changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
-    for table in parameters.values() if nested else [parameters]:
+    for table in tables:
+        if "yarn" in table.values():
+            changes["yarn without its factor of cos and sin"] = table | {"attention_factor": 1.0}
+            for factor in factors:
+                changes[f"rope scaling yarn {factor:.7g}"] = table | {"factor": factor}
         if "factor" in table:
             theta = table["rope_theta"] * table["factor"]
             name = f"rope scaling replaced by theta × factor, theta {theta:.7g}"
             changes[name] = {"rope_type": "default", "rope_theta": theta}
-    seen = [parameters]
-    for name, change in changes.items():
-        for chosen in [*kinds, None] if len(kinds) > 1 else kinds:
-            tables = copy.deepcopy(parameters)
-            for kind in kinds:
-                if chosen in (kind, None):
-                    (tables[kind] if nested else tables).update(change)
-            if tables not in seen:
-                seen.append(tables)
-                where = f" in {chosen}" if nested and chosen else ""
-                yield Variant(name + where, {"rope_parameters": tables})
-    yield Variant(
-        "rope pairs interleaved", functions={"apply_rotary_pos_emb": _rotation(interleaved=True)}
-    )
-    yield Variant(
-        "rope turned the other way", functions={"apply_rotary_pos_emb": _rotation(turn=-1.0)}
-    )
-    yield Variant("rope left out", functions={"apply_rotary_pos_emb": _rotation(turn=0.0)})
-    flags = getattr(checkpoint.config, "no_rope_layers", None)
-    if flags and not all(flags):
-        yield Variant("rope in every layer", {"no_rope_layers": [1] * len(flags)})
-        yield Variant(
-            "layers with and without rope exchanged", {"no_rope_layers": [1 - f for f in flags]}
-        )
+    return changes
 
 
 def _fitted(inv_freq: list[float]) -> tuple[float, float]:
@@ -194,30 +226,30 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
     return float(f"{(first / last) ** (n / (n - 1)):.7g}"), float(f"{1 / first:.7g}")
 
 
-def _rotation(interleaved: bool = False, turn: float = 1.0, before=None, after=None) -> Callable:
-    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves, or turns
-    another way (0: not at all); `before(q, k)` makes what it turns, `after(q, k)` gets the
-    result."""
+def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> Change:
+    """The model's own rotation of q and k turned `turn` times as far the same way; `before(q, k)`
+    makes what is rotated, `after(q, k)` gets the result."""
 
-    def rotate(x, cos, sin):
-        width = cos.shape[-1]
-        x, rest = x[..., :width], x[..., width:]
-        if interleaved:
-            cos, sin = (t[..., : width // 2].repeat_interleave(2, -1) for t in (cos, sin))
-            turned = torch.stack([-x[..., 1::2], x[..., 0::2]], -1).flatten(-2)
-        else:
-            turned = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
-        if turn == 0:
-            return torch.cat([x, rest], -1)
-        return torch.cat([x * cos + turned * sin * turn, rest], -1)
+    def change(rotate):
+        def rotation(q, k, cos, sin):
+            cos = cos if turn else torch.ones_like(cos)
+            return after(*rotate(*before(q, k), cos, sin * turn))
 
-    def apply(q, k, cos, sin, unsqueeze_dim=1):
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        q, k = before(q, k) if before else (q, k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return after(q, k) if after else (q, k)
+        return rotation
 
-    return apply
+    return change
+
+
+def _interleaved(rotate: Callable) -> Callable:
+    """A rotation of q and k [B, H, T, D] that pairs neighbouring dims instead of halves."""
+
+    def rotation(q, k, cos, sin):
+        order, width = torch.arange(q.shape[-1]), cos.shape[-1]
+        order[:width] = order[:width].reshape(-1, 2).T.flatten()
+        rotated = rotate(q[..., order], k[..., order], cos, sin)
+        return tuple(x[..., order.argsort()] for x in rotated)
+
+    return rotation
 
 
 def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
@@ -326,15 +358,15 @@ def _window_variants(config) -> Iterator[Variant]:
     window = getattr(config, "sliding_window", None)
     if not window or (kinds and not any("sliding" in kind for kind in kinds)):
         return
-    for name, value in (
-        (f"window {window // 2}, a half", window // 2),
-        (f"window {2 * window}, twice as much", 2 * window),
-        (f"window {window - 1}, one less", window - 1),
-        (f"window {window + 1}, one more", window + 1),
-        ("no window", 1 << 30),
+    for size, text in (
+        (window // 2, "a half"),
+        (2 * window, "twice as much"),
+        (window - 1, "one less"),
+        (window + 1, "one more"),
     ):
-        if value > 0:
-            yield Variant(name, {"sliding_window": value})
+        if size > 0:
+            yield Variant(f"window {size}, {text}", {"sliding_window": size})
+    yield Variant("no window", {"sliding_window": 1 << 30})
     if len(kinds) == 2:
         exchanged = [kinds[kinds[0] == kind] for kind in config.layer_types]
         yield Variant("layers with and without window exchanged", {"layer_types": exchanged})
@@ -357,7 +389,7 @@ def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
             seen.add(scale)
             yield Variant(f"attention scale {name}", model=_attribute(("scaling",), scale))
     if config.num_key_value_heads not in (1, H):
-        tiled = {"repeat_kv": lambda x, count: x.repeat(1, count, 1, 1)}
+        tiled = {"repeat_kv": lambda own: lambda x, count: x.repeat(1, count, 1, 1)}
         yield Variant("key/value heads tiled over the query heads", functions=tiled)
     own = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
     from transformers.activations import ACT2FN

@@ -7,14 +7,15 @@ one pass tries the same tensor in all of them.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from math import prod
 
 import numpy as np
 import pandas as pd
 import torch
 
-from workbench.bundle import Bundle, Shard
+from workbench.bundle import Bundle
+from workbench.bundle.names import split_layer
 from workbench.check.golden import Golden
+from workbench.check.weights import checkpoint_values
 from workbench.decode import Decoder
 from workbench.explain import error
 from workbench.models.checkpoint import Checkpoint
@@ -60,17 +61,12 @@ class WeightTrial:
         for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
             for tensor, constant in model.shard.weights.items():
                 stored = model.executable.constant(constant)
-                fp16 = self._fp16(model.shard, tensor, stored)
+                values, _ = checkpoint_values(self.checkpoint, model.shard, tensor, stored.numel())
+                fp16 = values.half().float().reshape(stored.shape)
                 if not torch.equal(fp16, stored):
-                    layer, _, kind = tensor.partition("layers.")[2].partition(".")
+                    layer, kind = split_layer(tensor)
                     for program in each_function([model]):
-                        yield kind, int(layer), program.executable, constant, fp16
-
-    def _fp16(self, shard: Shard, tensor: str, stored: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's values that a constant stores, rounded to fp16, in the constant's shape."""
-        whole = prod(self.checkpoint.shape(tensor)) == stored.numel()
-        values = self.checkpoint.tensor(tensor, None if whole else slice(*shard.rows))
-        return (values + shard.offsets.get(tensor, 0.0)).half().float().reshape(stored.shape)
+                        yield kind, layer, program.executable, constant, fp16
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
@@ -78,9 +74,8 @@ class WeightTrial:
         with ExitStack() as undo:
             for kind, layer, executable, constant, fp16 in list(self._tensors()):
                 if (layer, kind) in tensors:
-                    undo.callback(
-                        replace, executable, constant, executable.body.constants[constant]
-                    )
+                    stored = executable.body.constants[constant]
+                    undo.callback(replace, executable, constant, stored)
                     replace(executable, constant, swap(fp16))
             yield
 
@@ -88,13 +83,11 @@ class WeightTrial:
 def replace(executable, constant: str, value: torch.Tensor) -> None:
     """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
     old = executable.body.constants[constant]
-    executable.body.constants[constant] = value = value.to(
-        old.dtype
-    )  # fp16 where the steps compute with it so
+    value = value.to(old.dtype)  # fp16 where the steps compute with it so
+    executable.body.constants[constant] = value
     for step in executable.body.steps:
-        step.constants.update(
-            {name: value for name, constant in step.constants.items() if constant is old}
-        )
+        for name, current in step.constants.items():
+            step.constants[name] = value if current is old else current
 
 
 def costs(weights: WeightTrial) -> pd.DataFrame:
@@ -106,11 +99,8 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
     errors, rows = weights.errors(), []
     for kind in weights.kinds:
         with weights.swapped({(layer, kind) for layer in range(len(errors))}):
-            rows += [
-                (layer, kind, *pair)
-                for layer, pair in enumerate(zip(errors, weights.errors(), strict=True))
-            ]
-    frame = pd.DataFrame(rows, columns=["layer", "tensor", "error", "without"])
+            rows.append(pd.DataFrame({"error": errors, "without": weights.errors()}))
+    frame = pd.concat(rows, keys=weights.kinds, names=["tensor", "layer"]).reset_index()
     frame["share"] = (1 - (frame["without"] / frame["error"]) ** 2).where(frame["error"] > 0, 0.0)
     return frame.sort_values(["layer", "share"], ascending=[True, False]).reset_index(drop=True)
 
