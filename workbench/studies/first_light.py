@@ -26,8 +26,8 @@ NOT_CORE_ML = "open: not Core ML, which would say "
 
 @dataclass(frozen=True)
 class Light:
-    """One first light out of the log: each stage's rows and how it ended (`stages`: stage, status, reason, seconds,
-    rows), and what it ran on."""
+    """One first light out of the log: each stage's rows and how it ended (`stages`: stage, status,
+    reason, seconds, rows), and what it ran on."""
 
     stages: pd.DataFrame
     rows: dict[str, pd.DataFrame]
@@ -44,8 +44,8 @@ class Light:
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
-    """Takes the zip at `path` of the project into the log, and reads it from there; where nothing is, the one that
-    came with the project, which ran over the stand-in."""
+    """Takes the zip at `path` of the project into the log, and reads it from there; where nothing
+    is, the one that came with the project, which ran over the stand-in."""
     file = project / path
     imported = archive.import_zip(file if file.exists() else project / STAND_IN, root)
     return read(log.load("runs", root, {"run_id": imported["runs"]}))
@@ -116,7 +116,8 @@ class Ladder:
         return pd.DataFrame(rows, columns=["rung", "column", "text", "good"])
 
     def table(self) -> pd.DataFrame:
-        """Every run of a rung, the rung that it stands over, its times and its distance from portable."""
+        """Every run of a rung, the rung that it stands over, its times and its distance from
+        portable."""
         columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
@@ -143,8 +144,9 @@ def timings(light: Light) -> pd.DataFrame:
 
 
 def dispatch(light: Light) -> pd.DataFrame:
-    """Milliseconds of a call against layers in a shard, with the line through them: setting, layers, ms, fit_ms, and the
-    line's dispatch_ms (at no layer) and layer_ms. Core ML's own duration where there is one."""
+    """Milliseconds of a call against layers in a shard, with the line through them: setting,
+    layers, ms, fit_ms, and the line's dispatch_ms (at no layer) and layer_ms. Core ML's own
+    duration where there is one."""
     columns = ["setting", "layers", "ms", "fit_ms", "dispatch_ms", "layer_ms"]
     rows = timings(light)
     rows = rows.assign(ms=rows["native_ms"].fillna(rows["wall_ms"]).astype(float))
@@ -158,7 +160,8 @@ def dispatch(light: Light) -> pd.DataFrame:
 
 
 def host_and_device(light: Light) -> pd.DataFrame:
-    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of the wall time."""
+    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of the wall
+    time."""
     rows = timings(light).dropna(subset="native_ms")
     parts = []
     for row in rows.to_dict("records"):
@@ -363,14 +366,14 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
 )
 
 
-def decisions(light: Light, most: int = 6) -> pd.DataFrame:
-    """The decision table: result, seen (yes, no or not measured), where (or why it was not), means, next; at most so many
-    rungs are named."""
+def decisions(light: Light) -> pd.DataFrame:
+    """The decision table: result, seen (yes, no or not measured), where (or why it was not), means,
+    next; at most six rungs are named."""
     rows, ladder = [], Ladder(light)
     for result, means, step, decide in DECISIONS:
         seen, where = decide(ladder)
-        more = f" and {len(where) - most} more" if len(where) > most else ""
-        shown = "" if seen is False else ", ".join(where[:most]) + more
+        more = f" and {len(where) - 6} more" if len(where) > 6 else ""
+        shown = "" if seen is False else ", ".join(where[:6]) + more
         rows.append((result, WORDS[seen], shown, means, step))
     return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
 
@@ -379,8 +382,8 @@ def decisions(light: Light, most: int = 6) -> pd.DataFrame:
 
 
 def light_gates(light: Light) -> list[Gate]:
-    """What holds on every machine: the same packages, the binding as its sources say, and on the CPU the values of the
-    portable runtime."""
+    """What holds on every machine: the same packages, the binding as its sources say, and on the
+    CPU the values of the portable runtime."""
     results, ladder = [], Ladder(light)
     rows = [row for row in ladder.runs.values() if row.get("as_shipped") is not None]
     if rows:
