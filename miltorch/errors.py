@@ -38,6 +38,12 @@ class InputError(ValueError):
         ]
 
 
+def check_choice(subject: str, value, choices, next_step: str = "name one of these") -> None:
+    """Raises an InputError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InputError(subject, repr(value), f"one of {', '.join(choices)}", next_step)
+
+
 def one_line(problem: object) -> str:
     """The text of a library's error in one line.
 

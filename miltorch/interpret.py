@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from miltorch.errors import InputError
+from miltorch.errors import InputError, check_choice
 from miltorch.ops import MAX_ELEMENTS, OPERATIONS, TUPLES
 from miltorch.ops.state import StateCell
 from miltorch.program import NUMPY, Block, Op, Program, Ref, Type, refs
@@ -240,10 +240,7 @@ def _agrees(shape: torch.Size, declared: tuple[int | None, ...]) -> bool:
 
 def check_precision(precision: str) -> None:
     """Raises an InputError unless `precision` is one of `PRECISIONS`."""
-    if precision not in PRECISIONS:
-        raise InputError(
-            "precision", repr(precision), f"one of {', '.join(PRECISIONS)}", "choose one of these"
-        )
+    check_choice("precision", precision, PRECISIONS, "choose one of these")
 
 
 def make_state(program: Program) -> dict[str, StateCell]:

@@ -53,6 +53,8 @@ def messages(name: str):
     the same definitions whichever module asks for them."""
     if _MESSAGES not in sys.modules:
         package = types.ModuleType(_MESSAGES)
-        package.__path__ = [str(Path(importlib.util.find_spec("coremltools").origin).parent / "proto")]
+        package.__path__ = [
+            str(Path(importlib.util.find_spec("coremltools").origin).parent / "proto")
+        ]
         sys.modules[_MESSAGES] = package
     return importlib.import_module(f"{_MESSAGES}.{name}")

@@ -1,5 +1,5 @@
-"""The error of the workbench, `miltorch.errors.InputError`, under the name that its parts import."""
+"""The error of the workbench, `miltorch.errors.InputError`, and its helpers under the names that its parts import."""
 
-from miltorch.errors import InputError, last_message, one_line
+from miltorch.errors import InputError, check_choice, last_message, one_line
 
-__all__ = ["InputError", "last_message", "one_line"]
+__all__ = ["InputError", "check_choice", "last_message", "one_line"]

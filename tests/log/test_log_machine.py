@@ -53,7 +53,7 @@ def test_a_mac_is_read_through_its_own_commands(commands):
 def test_what_the_system_does_not_tell_is_none(commands, monkeypatch):
     commands(dict.fromkeys(MAC, "exit 1"))
     monkeypatch.setattr(psutil, "sensors_battery", lambda: None)
-    monkeypatch.setattr(machine, "_proc_cpu", lambda: None)
+    monkeypatch.setattr(machine, "file_text", lambda path: None)
     here = log.environment()
     assert [here[name] for name in ("chip", "power_source", "thermal", "commit")] == [None] * 4
 

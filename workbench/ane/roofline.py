@@ -22,7 +22,7 @@ import miltorch
 from miltorch.graph import Graph
 from miltorch.program import Ref
 from workbench.bundle import PRESETS, Bundle, Shard
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 
 FIGURE_SOURCES = Path(__file__).parents[2] / "data" / "sources"
 CALIBRATED_ON = "M4 Max"
@@ -133,10 +133,7 @@ def _nearest(rates: dict[str, float], chip: str) -> float:
 
 
 def chip(name: str) -> Chip:
-    if name not in chips():
-        raise InputError(
-            "chip", repr(name), f"one of {', '.join(sorted(chips()))}", "name one of these"
-        )
+    check_choice("chip", name, sorted(chips()))
     return chips()[name]
 
 

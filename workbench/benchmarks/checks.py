@@ -1,4 +1,5 @@
-"""The cost of checks: a trace against a plain decode step, a validation against one Hugging Face forward.
+"""The cost of checks: a trace against a plain decode step, a validation against one Hugging Face
+forward.
 
 A bundle and its checkpoint in, rows of `workbench bench` out. Loading is not timed.
 """
@@ -17,8 +18,9 @@ from workbench.models.checkpoint import Checkpoint
 
 
 def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> list[dict]:
-    """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one arithmetic, and, per
-    token of a call of T, all that `workbench trace` does (exact, declared, narrow, and where declared leaves exact)."""
+    """ms of tracing beside ms of a plain decode step, `depth` tokens in the cache: one token in one
+    arithmetic, and, per token of a call of T, all that `workbench trace` does (exact, declared,
+    narrow, and where declared leaves exact)."""
     decoders = {p: Decoder(bundle, "portable", p) for p in ("exact", "declared", "narrow")}
     declared, ids = decoders["declared"], _random_ids(bundle, depth + T)
 
@@ -45,9 +47,9 @@ def tracing(bundle: Bundle, *, T: int = 4, depth: int = 16, rounds: int = 5) -> 
 def validating(
     bundle: Bundle, checkpoint: Checkpoint, *, positions: int = 64, Ts=(1, 2, 3, 4), rounds: int = 3
 ) -> list[dict]:
-    """ms of a validation against a golden (all layers, isolated and chained, every T), and of the gates that run a bundle's
-    program in `exact` arithmetic (`program` with its reach, `causality`), each beside one forward of Hugging Face's model
-    over as many tokens."""
+    """ms of a validation against a golden (all layers, isolated and chained, every T), and of the
+    gates that run a bundle's program in `exact` arithmetic (`program` with its reach, `causality`),
+    each beside one forward of Hugging Face's model over as many tokens."""
     ids = _random_ids(bundle, positions)
     decoder, exact = Decoder(bundle, "portable"), Decoder(bundle, "portable", "exact")
     reference = golden.make_golden(checkpoint, ids)

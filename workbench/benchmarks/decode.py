@@ -27,15 +27,18 @@ STEPS = 8  # timed calls of one contestant in one round
 
 
 def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
-    """One decode step of each bundle and of Hugging Face's model (fp32 and fp16, static cache), on all cores of the machine.
+    """One decode step of each bundle and of Hugging Face's model (fp32 and fp16, static cache), on
+    all cores of the machine.
 
-    Every round runs `STEPS` tokens of every contestant at every depth of `DEPTHS`, in turn; its median is one sample.
-    Peers hold random keys and values up to the depth, since a step's time does not depend on them. Timed: token id to
-    logits. Not timed: loading, prefill, picking the token.
+    Every round runs `STEPS` tokens of every contestant at every depth of `DEPTHS`, in turn; its
+    median is one sample. Peers hold random keys and values up to the depth, since a step's time
+    does not depend on them. Timed: token id to logits. Not timed: loading, prefill, picking the
+    token.
 
     Returns:
-        tok/s of each bundle beside either peer; for each bundle the bytes a step reads over the measured read
-        bandwidth (`floor`), the seconds it loads, and its peak memory in a process of its own, bytes.
+        tok/s of each bundle beside either peer; for each bundle the bytes a step reads over the
+        measured read bandwidth (`floor`), the seconds it loads, and its peak memory in a process of
+        its own, bytes.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     first = next(iter(bundles.values()))
@@ -111,7 +114,8 @@ def _prefill(decoder: Decoder, ids: list[int], T: int) -> None:
 
 
 def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
-    """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to t_max (at the smallest size).
+    """ms per call with a full cache as max_seq_len grows (T = 1), and as T grows up to t_max (at
+    the smallest size).
 
     Args:
         make: gives the bundle of one max_seq_len, t_max 64.
@@ -134,7 +138,8 @@ def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
 
 
 def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
-    """A call of T tokens from ids to logits at `depth`. The cache is filled once; a step's position goes back afterwards."""
+    """A call of T tokens from ids to logits at `depth`. The cache is filled once; a step's position
+    goes back afterwards."""
     ids = [[7] * T]
     if int(decoder.offsets[0]) != depth:
         decoder.begin()
@@ -148,7 +153,8 @@ def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
 
 
 def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Callable[[], object]]:
-    """depth → a step as `_our_step`, for Hugging Face's model with a static cache of S positions."""
+    """depth → a step as `_our_step`, for Hugging Face's model with a static cache of S
+    positions."""
     from transformers import AutoModelForCausalLM, StaticCache
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
@@ -173,7 +179,8 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
 
 
 def read_bandwidth() -> float:
-    """Bytes per second at which this machine reads memory, on torch's threads: the best of several passes over a GiB."""
+    """Bytes per second at which this machine reads memory, on torch's threads: the best of several
+    passes over a GiB."""
     data = torch.ones(1 << 27, dtype=torch.int64)
     return data.nbytes / min(seconds(data.sum) for _ in range(5))
 
@@ -185,7 +192,8 @@ def _peak(path: Path) -> int | None:
 
 
 def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> list[dict]:
-    """Routed against dense experts: ms per token in the MoE part of all layers, and bytes of expert weights read.
+    """Routed against dense experts: ms per token in the MoE part of all layers, and bytes of expert
+    weights read.
 
     Args:
         make: gives the bundle of one checkpoint for `moe` = dense or routed.
@@ -204,7 +212,8 @@ def moe(make: Callable[[str], Bundle], *, rounds: int = 5, calls: int = 4) -> li
 
 
 def moe_bytes(bundle: Bundle) -> int:
-    """Bytes of expert weights one token reads: every expert when dense, the largest one of each layer when routed."""
+    """Bytes of expert weights one token reads: every expert when dense, the largest one of each
+    layer when routed."""
     largest = {}
     for shard in bundle.shards("expert") or bundle.shards("layers"):
         names = {constant for tensor, constant in shard.weights.items() if ".experts." in tensor}

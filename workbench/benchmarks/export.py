@@ -1,8 +1,10 @@
-"""Export against its peers: the plain loop over coremltools, and the disk. Takes the export as a function to call.
+"""Export against its peers: the plain loop over coremltools, and the disk. Takes the export as a
+function to call.
 
-Every export runs in a process of its own, warmed up by a tiny export before the clock starts, so imports count for
-neither side. Peak memory is the process's resident maximum (`memory.peak_rss`): everything is counted in it, imports too;
-nothing is mapped from the checkpoint, which is read into buffers.
+Every export runs in a process of its own, warmed up by a tiny export before the clock starts, so
+imports count for neither side. Peak memory is the process's resident maximum (`memory.peak_rss`):
+everything is counted in it, imports too; nothing is mapped from the checkpoint, which is read into
+buffers.
 """
 
 import os
@@ -11,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workbench.benchmarks.stopwatch import apart, bench_row, seconds
-from workbench.errors import InputError
+from workbench.errors import check_choice
 
-# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of decoder layers
+# transformers' configuration keywords of Qwen/Qwen2.5-0.5B and Zyphra/ZAYA1-8B, and their number of
+# decoder layers
 MODELS = {
     "qwen2": (
         dict(
@@ -34,10 +37,7 @@ BUFFER = bytearray(1 << 20)
 
 def model(family: str) -> tuple[dict, int]:
     """Dimensions of a layer and its surroundings, and how many decoder layers the model has."""
-    if family not in MODELS:
-        raise InputError(
-            "--family", repr(family), f"one of {', '.join(MODELS)}", "choose one of them"
-        )
+    check_choice("--family", family, MODELS, "choose one of them")
     return MODELS[family]
 
 
@@ -47,8 +47,10 @@ def compare_exports(
     """Rows of stamped export against the disk and, given `layers`, against plain export.
 
     Args:
-        once: (checkpoint, target, plain, options) → `seconds`, `identity`, `bytes`, `split`, `peak_rss_bytes`, ….
-        layers: (checkpoint, folder, count, options) → seconds of single layers, `plain` and `stamped`.
+        once: (checkpoint, target, plain, options) → `seconds`, `identity`, `bytes`, `split`,
+            `peak_rss_bytes`, ….
+        layers: (checkpoint, folder, count, options) → seconds of single layers, `plain` and
+            `stamped`.
         folder: emptied, and removed in the end.
     """
     modes = {"stamped": False} | ({"plain": True} if layers else {})
@@ -94,7 +96,8 @@ def _empty(folder: Path) -> None:
 
 
 def forget(source: Path) -> None:
-    """Lets the system drop what it keeps of the checkpoint in memory, so that reading it is reading the disk."""
+    """Lets the system drop what it keeps of the checkpoint in memory, so that reading it is reading
+    the disk."""
     for path in source.glob("*.safetensors"):
         with path.open("rb") as file:
             if hasattr(os, "posix_fadvise"):
@@ -102,8 +105,8 @@ def forget(source: Path) -> None:
 
 
 def floor(source: Path, target: Path, count: int) -> dict[str, float]:
-    """Seconds to read the checkpoint once, and to write `count` bytes as the export writes them: without waiting for
-    the device."""
+    """Seconds to read the checkpoint once, and to write `count` bytes as the export writes them:
+    without waiting for the device."""
 
     def read():
         for path in source.glob("*.safetensors"):

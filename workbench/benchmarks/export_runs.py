@@ -1,4 +1,5 @@
-"""What `workbench bench export` runs in processes of its own: one whole export, and single layers."""
+"""What `workbench bench export` runs in processes of its own: one whole export, and single
+layers."""
 
 from pathlib import Path
 
@@ -17,7 +18,8 @@ WARM_UP = dict(
 
 
 def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dict:
-    """One export, timed after a tiny one has imported and warmed up everything; meant for a process of its own."""
+    """One export, timed after a tiny one has imported and warmed up everything; meant for a process
+    of its own."""
     import tempfile
     import time
 
@@ -44,7 +46,8 @@ def export_once(checkpoint: str, target: str, plain: bool, options: dict) -> dic
 
 
 def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> dict:
-    """Seconds of each of `count` decoder layers, converted and stamped in turn, one thread, after their template."""
+    """Seconds of each of `count` decoder layers, converted and stamped in turn, one thread, after
+    their template."""
     import time
     from contextlib import closing
 

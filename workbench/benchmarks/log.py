@@ -12,9 +12,11 @@ from workbench.log.store import append, load
 
 
 def rows(root: Path, runs: int, rounds: int) -> list[dict]:
-    """Rows of `workbench bench log`: `runs` loaded for the first time, and again; pandas' own reader is the peer.
+    """Rows of `workbench bench log`: `runs` loaded for the first time, and again; pandas' own
+    reader is the peer.
 
-    The first time reads every file, as the peer does each time; a later load reads the gathered rows.
+    The first time reads every file, as the peer does each time; a later load reads the gathered
+    rows.
     """
     folder = root / "runs"
     row = environment() | {

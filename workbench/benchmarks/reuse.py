@@ -1,7 +1,9 @@
-"""What a stored cache saves: time to the first token cold, warm and hot; bytes; bandwidths against a plain copy and a
-plain file. Every round times all of them in turn. Not timed: loading the bundle, the first token of a process.
+"""What a stored cache saves: time to the first token cold, warm and hot; bytes; bandwidths against
+a plain copy and a plain file. Every round times all of them in turn. Not timed: loading the bundle,
+the first token of a process.
 
-"warm" reads the snapshot from the file system, whose cache may hold it: it is a disk's time only when the disk is slow.
+"warm" reads the snapshot from the file system, whose cache may hold it: it is a disk's time only
+when the disk is slow.
 """
 
 import os
@@ -27,11 +29,13 @@ def bench_reuse(
     rounds: int = 5,
     progress: bool = False,
 ) -> list[dict]:
-    """Rows of `workbench bench reuse`; a context of n means a prompt of n tokens, n − 1 of them in the store.
+    """Rows of `workbench bench reuse`; a context of n means a prompt of n tokens, n − 1 of them in
+    the store.
 
-    Rows by context: `ttft_warm_ms_n`, `ttft_hot_ms_n` against cold. At the largest: `q4_bytes` against fp16;
-    `restore` and `snapshot` in bytes of the runtime's state per second against a copy of arrays of those sizes; `save`
-    and `read` in bytes of the file per second against a plain, synced file of that size.
+    Rows by context: `ttft_warm_ms_n`, `ttft_hot_ms_n` against cold. At the largest: `q4_bytes`
+    against fp16; `restore` and `snapshot` in bytes of the runtime's state per second against a copy
+    of arrays of those sizes; `save` and `read` in bytes of the file per second against a plain,
+    synced file of that size.
     """
     from tqdm.auto import tqdm
 
@@ -58,7 +62,8 @@ def bench_reuse(
 
 
 def samples(rows: list[dict]) -> pd.DataFrame:
-    """The raw times to the first token behind benchmark rows: ``temperature``, ``context``, ``ms``."""
+    """The raw times to the first token behind benchmark rows: ``temperature``, ``context``,
+    ``ms``."""
     times = []
     for row in (r for r in rows if r["name"].startswith("ttft_")):
         _, kind, _, context = row["name"].split("_")
@@ -68,8 +73,8 @@ def samples(rows: list[dict]) -> pd.DataFrame:
 
 
 def _ttft(decoder: Decoder, store: Store, ids: list[int], rounds: int) -> dict[str, list[float]]:
-    """ms from a prompt's ids to its first token, by temperature; the prefill that fills the store, one warm and one hot
-    start go before."""
+    """ms from a prompt's ids to its first token, by temperature; the prefill that fills the store,
+    one warm and one hot start go before."""
     decoder.begin()
     decoder.prefill(ids[:-1])
     store.save("session", decoder.snapshot())

@@ -1,4 +1,5 @@
-"""What every benchmark shares: the clock, rounds in which all contestants take their turn, and the row of results."""
+"""What every benchmark shares: the clock, rounds in which all contestants take their turn, and the
+row of results."""
 
 import statistics
 import time
@@ -17,7 +18,8 @@ def seconds(step: Callable[[], object]) -> float:
 def in_turn(
     samplers: Mapping[Hashable, Callable[[], float]], rounds: int
 ) -> dict[Hashable, list[float]]:
-    """The samples of every contestant by its key; each round takes one sample of each, in their order."""
+    """The samples of every contestant by its key; each round takes one sample of each, in their
+    order."""
     samples = {key: [] for key in samplers}
     for _ in range(rounds):
         for key, sample in samplers.items():
@@ -32,7 +34,8 @@ def bench_row(
     peer: str | None = None,
     peer_values: list[float] = (),
 ) -> dict:
-    """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer for rates)."""
+    """One row of `workbench bench`: medians of both sides, and peer / value for times (value / peer
+    for rates)."""
     value, peer_value, ratio = statistics.median(values), None, None
     if peer:
         peer_value = statistics.median(peer_values)

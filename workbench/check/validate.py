@@ -6,6 +6,7 @@ limit. What needs the checkpoint is kept in the bundle's verdict.json.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -134,6 +135,26 @@ def keep_verdict(bundle: Bundle, checkpoint: Checkpoint) -> None:
     """Runs the bug gates and keeps them in the bundle's verdict.json, unless it has one."""
     if verdict.load(bundle) is None:
         verdict.save(bundle, bug_gates(bundle, checkpoint))
+
+
+def validate_stored(
+    decoder: Decoder,
+    golden: Golden,
+    checkpoint: Checkpoint | None = None,
+    Ts: Sequence[int] | None = None,
+    *,
+    path: Path | None = None,
+    max_kl: float = gates.MAX_KL,
+) -> Validation:
+    """`validate` with all that is kept in files: given the checkpoint, the bug gates in the bundle's
+    verdict.json and the budget; given the golden's file at `path`, the device gate's reference beside it."""
+    bundle, budget, portable = decoder.bundle, None, None
+    if checkpoint:
+        keep_verdict(bundle, checkpoint)
+        budget = measure_budget(bundle, checkpoint, golden)
+    if path and decoder.runtime != "portable":
+        portable = device.stored_reference(bundle, golden, path)
+    return validate(decoder, golden, Ts, budget=budget, reference=portable, max_kl=max_kl)
 
 
 def stored_gates(bundle: Bundle) -> list[Gate]:

@@ -108,13 +108,9 @@ def residency_command(
     (name, fault), facts = named(resolve(runtime)), []
     planned = name != "portable"
     if planned:
-        programs = [
-            (shard.name, function)
-            for shard in opened.manifest.shards
-            for function in shard.functions or [None]
-        ]
         try:
-            placements = planned_placement(opened, programs, name, compute_units, fault=fault)
+            how = name, compute_units, fault
+            placements = planned_placement(opened, opened.manifest.shards, *how)
         except InputError as problem:
             planned, facts = False, [f"Predicted, since Core ML gave no plan: {problem}"]
     if not planned:

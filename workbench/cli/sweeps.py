@@ -138,27 +138,27 @@ def diff_command(
     from workbench.log.text import setting_lines
     from workbench.report.difference import run_difference
 
-    found = run_difference(run_a, run_b, log_dir, tensor)
-    paths = found.save(log_dir, out)
-    worst = found.cells.loc[found.cells["difference"].abs().idxmax()]
+    difference = run_difference(run_a, run_b, log_dir, tensor)
+    paths = difference.save(log_dir, out)
+    worst = difference.cells.loc[difference.cells["difference"].abs().idxmax()]
     result = {
         "tensor": tensor,
-        "metric": found.metric,
-        "T": list(found.Ts),
-        "cells": len(found.cells),
+        "metric": difference.metric,
+        "T": list(difference.Ts),
+        "cells": len(difference.cells),
         "largest": {name: worst[name].item() for name in ("layer", "position", "a", "b")},
-        "gates": found.gates.to_dict("records"),
-        "settings": found.settings.to_dict("records"),
+        "gates": difference.gates.to_dict("records"),
+        "settings": difference.settings.to_dict("records"),
         "figures": [str(path) for path in paths],
     }
     place = f"layer {worst['layer']:.0f}, position {worst['position']:.0f}"
     lines = [
-        *setting_lines(found.settings),
+        *setting_lines(difference.settings),
         "",
-        f"{tensor}, {found.metric}: {len(found.cells)} cells; largest difference at {place}: "
-        f"A {worst['a']:.3g}, B {worst['b']:.3g}",
+        f"{tensor}, {difference.metric}: {len(difference.cells)} cells; "
+        f"largest difference at {place}: A {worst['a']:.3g}, B {worst['b']:.3g}",
         *(f"{g['gate']:29}A {g['a']}, B {g['b']}" for g in result["gates"]),
-        *([] if len(found.gates) else ["no gate changed its verdict"]),
+        *([] if len(difference.gates) else ["no gate changed its verdict"]),
         *result["figures"],
     ]
     show(result, json, lines)

@@ -1,7 +1,8 @@
-"""The file that first light sends back: a result and its log in, one zip without a name of anybody's out, and into a
-log again.
+"""The file that first light sends back: a result and its log in, one zip without a name of
+anybody's out, and into a log again.
 
-Members: `result.json`, `log/TABLE/RUN.parquet`, `stderr/STAGE.txt`. Knows nothing of how anything was measured.
+Members: `result.json`, `log/TABLE/RUN.parquet`, `stderr/STAGE.txt`. Knows nothing of how anything
+was measured.
 """
 
 import io
@@ -32,7 +33,8 @@ STEP = "ask for the file again; nothing was imported"
 
 
 def members(result: dict, folder: Path) -> dict[str, bytes]:
-    """Name → contents of everything that the zip will hold, without user, host, home, serial number and UUID.
+    """Name → contents of everything that the zip will hold, without user, host, home, serial number
+    and UUID.
 
     Args:
         result: of `measure.first_light`, which worked in `folder`.
@@ -82,7 +84,8 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     """The result in a zip, and the files of its log: `table/run.parquet` → contents.
 
     Raises:
-        InputError: no such file, a damaged one, one of another kind or another schema; names the member.
+        InputError: no such file, a damaged one, one of another kind or another schema; names the
+            member.
     """
     path = Path(path)
     subject, needed = f"first light {path.name}", "a file that workbench first-light wrote"

@@ -1,4 +1,5 @@
-"""Each rung of the ladder on a compute unit: whether it compiles, loads and agrees, and Core ML's plan for it."""
+"""Each rung of the ladder on a compute unit: whether it compiles, loads and agrees, and Core ML's
+plan for it."""
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from workbench.firstlight import rungs
 from workbench.firstlight.job import Job
 from workbench.firstlight.times import median, time_calls
 from workbench.runtime import Model, named
+from workbench.sweep.plans import plan_job
 
 REPEATED_CALLS = 10  # of a rung, to compare its time on two units
 
@@ -55,9 +57,7 @@ def measure_rung(case: dict, job: Job) -> dict:
 
 def _plan(bundle: Bundle, shard: Shard, units: str, job: Job) -> dict:
     runtime, fault = named(job.runtime)
-    programs = [(shard.name, function) for function in shard.functions or [None]]
-    asked = {"bundle": str(bundle.root), "programs": programs, "runtime": runtime}
-    planned = placement.plan_main(asked | {"fault": fault, "compute_units": units})
+    planned = placement.plan_main(plan_job(bundle, [shard], runtime, units, fault))
     counts = {name: sum(p[name] or 0 for p in planned) for name in ("ops", "ane", "cpu", "gpu")}
     return counts | {"cost_ane": planned[0]["cost_ane"], "source": planned[0]["source"]}
 

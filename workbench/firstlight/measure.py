@@ -1,7 +1,8 @@
-"""First light from its first stage to its last: a runtime in, one result out, which `archive` packs.
+"""First light from its first stage to its last: a runtime in, one result out, which `archive`
+packs.
 
-Each stage runs in a process of its own. A process that dies costs the case that it was at, which becomes a `failed`
-row; the next process goes on behind it until the stage's time is up.
+Each stage runs in a process of its own. A process that dies costs the case that it was at, which
+becomes a `failed` row; the next process goes on behind it until the stage's time is up.
 """
 
 import json
@@ -91,8 +92,8 @@ def _missing(runtime: str) -> str | None:
 
 
 def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: Path) -> dict:
-    """The rows of one stage, its status and, where it failed, why; each row goes to the file `lines`
-    too, what the stage's processes wrote on stderr to one in `folder`."""
+    """The rows of one stage, its status and, where it failed, why; each row goes to the file
+    `lines` too, what the stage's processes wrote on stderr to one in `folder`."""
     start, deaths, notes = time.monotonic(), [], []
     job = {"stage": stage, "runtime": runtime, "folder": str(folder), "lines": str(lines)}
     cases, rows = STAGES[stage].cases(), []
@@ -151,8 +152,8 @@ def _not_measured(results: list[dict]) -> list[dict]:
 
 
 def check_runtime(runtime: str | None) -> str:
-    """The runtime of first light; refuses one that is neither Core ML nor its stand-in, or that this
-    machine has not."""
+    """The runtime of first light; refuses one that is neither Core ML nor its stand-in, or that
+    this machine has not."""
     if runtime is None:
         return default_runtime()
     if named(runtime)[0] not in ("coreml", "stand-in"):

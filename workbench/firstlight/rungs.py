@@ -1,5 +1,5 @@
-"""The shards of the ladder: names in, bundles exported from seeded integers, their calls, and the portable results
-that are shipped.
+"""The shards of the ladder: names in, bundles exported from seeded integers, their calls, and the
+portable results that are shipped.
 
 `rungs.yaml` is the table. Everything here is computed anew on any machine; knows nothing of stages.
 """
@@ -20,10 +20,11 @@ from workbench.bundle.names import X
 from workbench.check import metrics
 from workbench.check.price import HALF_ULP
 from workbench.decode.inputs import Host
-from workbench.export import export
+from workbench.export import options as export_options
 from workbench.export.package import WEIGHTS, read_package, serialize
-from workbench.models import checkpoint
+from workbench.models.checkpoint import Checkpoint, random
 from workbench.runtime import Model, load_shard
+from workbench.sweep.cell import bundle_for
 
 DATA = Path(__file__).parent / "shipped"
 DIGESTS, OUTPUTS = DATA / "packages.json", DATA / "outputs.npz"
@@ -56,8 +57,8 @@ def ladder() -> dict[str, Rung]:
 
 
 class Noise:
-    """Seeded values in [-1.75, 1.75), of variance 1: 11 bits of Philox each, so that fp16 holds them
-    and every machine makes the same."""
+    """Seeded values in [-1.75, 1.75), of variance 1: 11 bits of Philox each, so that fp16 holds
+    them and every machine makes the same."""
 
     def __init__(self, seed: int):
         self.bits = np.random.Philox(key=seed)
@@ -75,17 +76,14 @@ def seeded_checkpoint(name: str, folder: Path, **changed) -> Path:
     path = folder / "-".join([name, *map(str, changed.values())])
     if not path.exists():
         config = OF_EVERY_CHECKPOINT | _table()["checkpoints"][name] | changed
-        checkpoint.random(path, noise=Noise(0), **config)
+        random(path, noise=Noise(0), **config)
     return path
 
 
 def exported(source: Path, folder: Path, **options) -> Bundle:
     """The bundle of a checkpoint in `folder`, exported where it is missing."""
-    key = hashlib.sha256(json.dumps([source.name, options]).encode()).hexdigest()[:10]
-    path = folder / f"{source.name}-{key}"
-    if path.exists():
-        return Bundle.open(path)
-    return export(source, path, progress=False, **{"max_seq_len": 64} | options)
+    options = export_options(**{"max_seq_len": 64} | options)
+    return bundle_for(Checkpoint(source), options, folder)
 
 
 def bundle_of(rung: Rung, folder: Path) -> Bundle:
@@ -140,8 +138,8 @@ class Expected:
     distance: float
 
     def ratio(self, output: np.ndarray) -> float:
-        """Distance of another runtime's output over `distance`; more than `device.DEVICE_FACTOR` is too
-        far, as in the gate `device`."""
+        """Distance of another runtime's output over `distance`; more than `device.DEVICE_FACTOR` is
+        too far, as in the gate `device`."""
         error = float(np.sqrt(np.mean((np.float64(self.output) - output) ** 2)))
         return float(metrics.over(np.float64(error), np.float64(self.distance)))
 

@@ -1,5 +1,5 @@
-"""Makes the files that come with first light anew, where the export or the table of rungs has changed:
-`python -m workbench.firstlight.shipped`, on Linux, in a checkout."""
+"""Makes the files that come with first light anew, where the export or the table of rungs has
+changed: `python -m workbench.firstlight.shipped`, on Linux, in a checkout."""
 
 import json
 import tempfile
@@ -17,7 +17,8 @@ GOLDEN_TOKENS = 12
 
 
 def write_shipped(folder: Path) -> None:
-    """Writes digests and portable results of every rung, and the golden of data/tiny-llama; bundles go to `folder`."""
+    """Writes digests and portable results of every rung, and the golden of data/tiny-llama; bundles
+    go to `folder`."""
     digests, arrays = {}, {}
     for rung in rungs.ladder().values():
         bundle = rungs.bundle_of(rung, folder)

@@ -1,7 +1,9 @@
-"""The six stages of first light, each run in a process of its own: cases in, one JSON line per case out.
+"""The six stages of first light, each run in a process of its own: cases in, one JSON line per case
+out.
 
-A stage is a list of cases and a function that measures one of them. A line is written as soon as its case is done, so
-whatever kills the process costs the case that it was at. Knows nothing of the process that started it.
+A stage is a list of cases and a function that measures one of them. A line is written as soon as
+its case is done, so whatever kills the process costs the case that it was at. Knows nothing of the
+process that started it.
 """
 
 import os
@@ -13,13 +15,11 @@ from pathlib import Path
 
 from miltorch.quiet import coremltools
 from workbench import log
-from workbench.bundle import Bundle
 from workbench.check import device
 from workbench.check.golden import Golden
 from workbench.check.validate import validate
 from workbench.decode import Decoder
 from workbench.errors import InputError
-from workbench.export import export
 from workbench.firstlight import rungs
 from workbench.firstlight.binding import binding_cases, measure_binding
 from workbench.firstlight.job import Job, write_line
@@ -35,7 +35,8 @@ def stage_main(job: dict) -> list[str]:
     """In a process of its own: the cases of a stage from `skip` on, a line of JSON for each.
 
     Args:
-        job: {stage, runtime, folder, lines (the file they are appended to, with their stage), skip}.
+        job: {stage, runtime, folder, lines (the file they are appended to, with their stage),
+            skip}.
 
     Returns:
         What Core ML wrote on stderr.
@@ -115,9 +116,7 @@ def golden_cases() -> list[dict]:
 @cache
 def _tiny_llama(job: Job):
     source = log.project() / "data" / "tiny-llama"
-    path = job.folder / "tiny-llama"
-    options = {"max_seq_len": 64, "compress": "int8-tensor"}
-    bundle = Bundle.open(path) if path.exists() else export(source, path, progress=False, **options)
+    bundle = rungs.exported(source, job.folder, compress="int8-tensor")
     golden = Golden.load(GOLDEN)
     return bundle, golden, device.make_reference(bundle, golden)
 

@@ -1,8 +1,7 @@
-"""How long calls of one shard take: by its layers, and without a pause. Each setting is a run of the log."""
+"""How long calls of one shard take: by its layers, and without a pause. Each setting is a run of
+the log."""
 
 import time
-from functools import cache
-from pathlib import Path
 
 import pandas as pd
 
@@ -101,7 +100,7 @@ def _timed(
     """A row of times, after its samples are logged as a run of their own; `about` as from
     `_metered`."""
     reason = about.pop("reason")
-    columns, note = _planned(job, bundle.root, shard.name, case["units"])
+    columns, note = _planned(job, bundle, shard, case["units"])
     config = {"case": case} | note
     if reason:
         config["energy"] = f"not measured: {reason}"
@@ -124,17 +123,14 @@ def _timed(
     return medians | {"wall_p90_ms": p90, "calls": len(samples), "run_id": run_id} | share | energy
 
 
-@cache
-def _planned(job: Job, bundle: Path, shard: str, units: str) -> tuple[dict, dict]:
-    """Columns of `runs` that the plan of a shard decides, asked for in a process of its own; and why
-    there is none."""
+def _planned(job: Job, bundle: Bundle, shard: Shard, units: str) -> tuple[dict, dict]:
+    """Columns of `runs` that the plan of a shard decides, asked for in a process of its own; and
+    why there is none."""
     runtime, fault = named(job.runtime)
     if units != "CPU_AND_NE":
         return {}, {}
     try:
-        planned = plans.planned_placement(
-            Bundle.open(bundle), [(shard, None)], runtime, units, fault=fault, timeout_s=30
-        )
+        planned = plans.planned_placement(bundle, [shard], runtime, units, fault, 30)
     except InputError as problem:
         return {}, {"placement": str(problem)}
     reason = placement.off_engine(planned, units)

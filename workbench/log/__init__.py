@@ -1,8 +1,9 @@
-"""The experiment log: rows flow in from runs, DataFrames flow out to notebooks, reports and comparisons.
+"""The experiment log: rows flow in from runs, DataFrames flow out to notebooks, reports and
+comparisons.
 
-Append-only Parquet, one immutable file per run per table, so any number of processes write without a lock and a
-killed one leaves nothing half-written. Null means "not measured". Knows nothing of bundles, runtimes or how a figure
-came about.
+Append-only Parquet, one immutable file per run per table, so any number of processes write without
+a lock and a killed one leaves nothing half-written. Null means "not measured". Knows nothing of
+bundles, runtimes or how a figure came about.
 """
 
 from workbench.log.machine import environment

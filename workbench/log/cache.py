@@ -1,7 +1,9 @@
-"""A table's rows gathered in one file beside the many, so that ten thousand runs load as fast as one.
+"""A table's rows gathered in one file beside the many, so that ten thousand runs load as fast as
+one.
 
-The file is derived and disposable: it is used only while every file that its rows came from is there unchanged, and a log
-without it, or with one that cannot be read or written, loads the same rows more slowly.
+The file is derived and disposable: it is used only while every file that its rows came from is
+there unchanged, and a log without it, or with one that cannot be read or written, loads the same
+rows more slowly.
 """
 
 import json

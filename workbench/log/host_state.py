@@ -1,5 +1,5 @@
-"""The state of the machine that decides what a timing is worth: heat, power, memory, and what stands
-between this process and the hardware.
+"""The state of the machine that decides what a timing is worth: heat, power, memory, and what
+stands between this process and the hardware.
 
 The operating system is asked and nothing is guessed: a command that is missing or fails, and an
 answer that says nothing, are None. Each answer is read by one function of its text alone.
@@ -23,7 +23,8 @@ _FOOTPRINT = 16 + 7 * 8
 
 
 def host_state() -> dict:
-    """Columns of ``runs`` that say in which state this machine is now; None for what it does not say.
+    """Columns of ``runs`` that say in which state this machine is now; None for what it does not
+    say.
 
     Returns:
         model: the maker's name of the machine (``Mac16,5``).
@@ -40,26 +41,26 @@ def host_state() -> dict:
     """
     return {
         "model": command_output("sysctl", "-n", "hw.model")
-        or _text("/sys/class/dmi/id/product_name"),
+        or file_text("/sys/class/dmi/id/product_name"),
         "os_build": command_output("sw_vers", "-buildVersion")
         or f"{platform.release()} {platform.version()}".strip()
         or None,
         "power_source": power_source(command_output("pmset", "-g", "batt")) or _battery(),
         "low_power": low_power(
-            command_output("pmset", "-g"), _text("/sys/firmware/acpi/platform_profile")
+            command_output("pmset", "-g"), file_text("/sys/firmware/acpi/platform_profile")
         ),
         "thermal": command_output("pmset", "-g", "therm"),
         "thermal_pressure": pressure_name(thermal_level()),
         "performance_cores": number(command_output("sysctl", "-n", "hw.perflevel0.physicalcpu")),
         "efficiency_cores": number(command_output("sysctl", "-n", "hw.perflevel1.physicalcpu")),
         "virtual_machine": virtual_machine(
-            command_output("sysctl", "-n", "kern.hv_vmm_present"), _text("/proc/cpuinfo")
+            command_output("sysctl", "-n", "kern.hv_vmm_present"), file_text("/proc/cpuinfo")
         ),
         "rosetta": flag(command_output("sysctl", "-n", "sysctl.proc_translated")),
         "swap_bytes": psutil.swap_memory().used,
         "footprint_bytes": mac_footprint(_rusage())
         if sys.platform == "darwin"
-        else linux_footprint(_text("/proc/self/status")),
+        else linux_footprint(file_text("/proc/self/status")),
     }
 
 
@@ -82,8 +83,7 @@ def thermal_level() -> int | None:
 
 def pressure_level(text: str | None) -> int | None:
     """The level in ``com.apple.system.thermalpressurelevel 1``, notifyutil's answer."""
-    level = re.search(r"thermalpressurelevel (\d+)$", text or "")
-    return level and int(level[1])
+    return number(first_group(r"thermalpressurelevel (\d+)$", text))
 
 
 def pressure_name(level: int | None) -> str | None:
@@ -95,23 +95,22 @@ def pressure_name(level: int | None) -> str | None:
 
 def power_source(text: str | None) -> str | None:
     """``AC Power`` of ``Now drawing from 'AC Power'``, the answer of ``pmset -g batt``."""
-    source = re.search(r"drawing from '(.+?)'", text or "")
-    return source and source[1]
+    return first_group(r"drawing from '(.+?)'", text)
 
 
 def low_power(pmset: str | None, profile: str | None = None) -> bool | None:
     """Whether power is saved, from the answer of ``pmset -g`` (``lowpowermode 1``; ``powermode 1``
     on machines with three modes) or from Linux' platform profile."""
-    if mode := re.search(r"\b(?:low)?powermode (\d)", pmset or ""):
-        return mode[1] == "1"
+    if mode := first_group(r"\b(?:low)?powermode (\d)", pmset):
+        return mode == "1"
     return profile and profile == "low-power"
 
 
 def virtual_machine(hypervisor: str | None, cpuinfo: str | None = None) -> bool | None:
     """Whether a hypervisor is present: ``1`` of a Mac's ``kern.hv_vmm_present``, or the flag of
     Linux' /proc/cpuinfo, which exists on x86-64 alone."""
-    flags = re.search(r"^flags\s*:(.*)$", cpuinfo or "", re.MULTILINE)
-    return flag(hypervisor) if hypervisor else flags and "hypervisor" in flags[1].split()
+    flags = first_group(r"^flags\s*:(.*)$", cpuinfo)
+    return flag(hypervisor) if hypervisor else flags and "hypervisor" in flags.split()
 
 
 def flag(text: str | None) -> bool | None:
@@ -151,7 +150,13 @@ def _battery() -> str | None:
     return battery and {True: "AC Power", False: "Battery Power"}.get(battery.power_plugged)
 
 
-def _text(path: str) -> str | None:
+def first_group(pattern: str, text: str | None) -> str | None:
+    """The first group of the pattern's first match in any line of a text."""
+    match = re.search(pattern, text or "", re.MULTILINE)
+    return match and match[1]
+
+
+def file_text(path: str) -> str | None:
     """A file's text without the white space around it; None where it cannot be read or is empty."""
     try:
         return Path(path).read_text(errors="replace").strip() or None

@@ -1,13 +1,12 @@
-"""The machine and software that a run sees, as columns of the table `runs`, and the names by which rows are told apart:
-timings of two machines are never mixed.
+"""The machine and software that a run sees, as columns of the table `runs`, and the names by which
+rows are told apart: timings of two machines are never mixed.
 
-The operating system is asked and nothing is guessed: what it does not say is None. A chip's name does not say that a
-model ran on its Neural Engine.
+The operating system is asked and nothing is guessed: what it does not say is None. A chip's name
+does not say that a model ran on its Neural Engine.
 """
 
 import json
 import platform
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ import pandas as pd
 import psutil
 
 from workbench.errors import InputError
-from workbench.log.host_state import command_output, host_state
+from workbench.log.host_state import command_output, file_text, first_group, host_state
 from workbench.log.store import project_root
 
 MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
@@ -34,16 +33,17 @@ _PACKAGES = (
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine, now: `time` to `versions` below, and those
-    of `host_state`.
+    """The columns of ``runs`` that describe this machine, now: `time` to `versions` below, and
+    those of `host_state`.
 
-    ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps ``python`` and the
-    packages that decide a result to their versions.
+    ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps ``python`` and
+    the packages that decide a result to their versions.
     """
     return {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
-        "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string") or _proc_cpu(),
+        "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string")
+        or first_group(r"^model name\s*: (.+)$", file_text("/proc/cpuinfo")),
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "commit": _commit(),
@@ -52,14 +52,9 @@ def environment() -> dict:
     } | host_state()
 
 
-def _proc_cpu() -> str | None:
-    info = Path("/proc/cpuinfo")
-    line = info.is_file() and re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-    return line[1] if line else None
-
-
 def _commit() -> str | None:
-    """The checkout that this code runs from; None for an installed copy, whatever repository surrounds it."""
+    """The checkout that this code runs from; None for an installed copy, whatever repository
+    surrounds it."""
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
@@ -78,8 +73,8 @@ def _package(name: str) -> str | None:
 def machine_name(run: Mapping) -> str:
     """A machine in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16 cores``.
 
-    Two rows of `runs` are of one machine when their names are equal. What a row does not say is left out; memory is
-    rounded to GiB, since systems report a few pages more or less.
+    Two rows of `runs` are of one machine when their names are equal. What a row does not say is
+    left out; memory is rounded to GiB, since systems report a few pages more or less.
     """
     chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
     words = [

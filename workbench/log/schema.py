@@ -1,7 +1,8 @@
-"""What the log's tables hold: one explicit schema each, its allowed words, and how older files become current ones.
+"""What the log's tables hold: one explicit schema each, its allowed words, and how older files
+become current ones.
 
-A leaf of constants; knows neither files nor DataFrames. Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for
-``samples.value``, in the column ``unit``.
+A leaf of constants; knows neither files nor DataFrames. Units stand in the names (``_ms``, ``_db``,
+``_bytes``) or, for ``samples.value``, in the column ``unit``.
 """
 
 import json
@@ -30,9 +31,10 @@ def _schema(lines: str) -> pa.Schema:
 
 
 SCHEMAS: dict[str, pa.Schema] = {
-    # One row: what ran, on what, with which settings, and how it ended. Runs of one `setting` are its repetitions, each in
-    # a process of its own; `round` numbers them. `…_before` is what the machine said before the first measurement, the column
-    # without it what it said when the row was written (see `log.host_state`).
+    # One row: what ran, on what, with which settings, and how it ended. Runs of one `setting` are
+    # its repetitions, each in a process of its own; `round` numbers them. `…_before` is what the
+    # machine said before the first measurement, the column without it what it said when the row was
+    # written (see `log.host_state`).
     "runs": _schema("""
         text: run_id!
         time: time
@@ -54,9 +56,10 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:  max_seq_len t_max batch layers_per_shard bundle_bytes
         text: compress kv_write layout states moe t sliding functions
     """),
-    # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
-    # Of calls and their parts, `cpu_ms` is the calling thread's CPU time, `native_ms` Core ML's own (null elsewhere);
-    # `elapsed_s` is counted from the first call that was timed.
+    # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the
+    # place in its setting. Of calls and their parts, `cpu_ms` is the calling thread's CPU time,
+    # `native_ms` Core ML's own (null elsewhere); `elapsed_s` is counted from the first call that
+    # was timed.
     "samples": _schema("""
         text:  run_id!
         int:   repetition order
@@ -83,7 +86,8 @@ SCHEMAS: dict[str, pa.Schema] = {
         float: cosine psnr_db max_abs error budget
         bool:  finite routing_tie
     """),
-    # A figure (`plot` names the function that draws it) or a table of a write-up, with the data it shows.
+    # A figure (`plot` names the function that draws it) or a table of a write-up, with the data it
+    # shows.
     "exhibits": _schema("""
         text: run_id! name! caption! plot data! options!
     """),
@@ -115,8 +119,8 @@ def _settings_of_config(runs: pa.Table) -> pa.Table:
 
 
 def _state_before_of_config(runs: pa.Table) -> pa.Table:
-    """`runs` from version 2 to 3: what a sweep's `config` held of the machine before the run becomes
-    columns."""
+    """`runs` from version 2 to 3: what a sweep's `config` held of the machine before the run
+    becomes columns."""
     configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
     before = [config.get("before") or {} for config in configs]
     for name in ("thermal", "power_source"):
@@ -125,8 +129,8 @@ def _state_before_of_config(runs: pa.Table) -> pa.Table:
     return runs
 
 
-# Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new nullable column needs none: files
-# that lack it read as null there.
+# Table → functions; the i-th lifts an Arrow table from version i+1 to i+2. A new nullable column
+# needs none: files that lack it read as null there.
 MIGRATIONS: dict[str, tuple[Callable[[pa.Table], pa.Table], ...]] = {table: () for table in SCHEMAS}
 MIGRATIONS["runs"] = (_settings_of_config, _state_before_of_config)
 

@@ -25,8 +25,8 @@ _IDENTITY = re.compile(r'"(?:IOPlatformSerialNumber|IOPlatformUUID)" = "([^"]+)"
 
 
 def identifiers() -> set[str]:
-    """What names this machine or its user: user, folder of the user, host, and on a Mac serial number and hardware
-    UUID."""
+    """What names this machine or its user: user, folder of the user, host, and on a Mac serial
+    number and hardware UUID."""
     host = socket.gethostname()
     names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}
     try:
@@ -38,7 +38,8 @@ def identifiers() -> set[str]:
 
 
 def anonymous(value, names: Iterable[str]):
-    """A `scrubbed` value without the words `names`, in upper or lower case, and without UUIDs: each becomes ``…``."""
+    """A `scrubbed` value without the words `names`, in upper or lower case, and without UUIDs: each
+    becomes ``…``."""
     if isinstance(value, Mapping):
         return {anonymous(key, names): anonymous(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -35,11 +35,11 @@ _SAME += ["low_power", "rosetta"]
 def summary(samples: pd.DataFrame) -> pd.DataFrame:
     """One row per run and measurement of a ``samples`` frame, warm-ups left out.
 
-    Adds to ``run_id`` and the columns of `MEASUREMENT`: ``median``, ``p90`` (what nine of ten samples do not exceed) and
-    ``mad`` in the measurement's unit, ``n``; ``drift``,
-    the change from the first to the last sample as a fraction of the median (Theil–Sen slope); ``drifting``, true
-    when that exceeds 5% and Kendall's tau is significant at 5% (five samples at least); ``unstable``, true when the
-    largest value is more than 1.5 times the mean, pyperf's rule.
+    Adds to ``run_id`` and the columns of `MEASUREMENT`: ``median``, ``p90`` (what nine of ten
+    samples do not exceed) and ``mad`` in the measurement's unit, ``n``; ``drift``, the change from
+    the first to the last sample as a fraction of the median (Theil–Sen slope); ``drifting``, true
+    when that exceeds 5% and Kendall's tau is significant at 5% (five samples at least);
+    ``unstable``, true when the largest value is more than 1.5 times the mean, pyperf's rule.
     """
     groups = _timed(samples, "run_id", *MEASUREMENT).agg(list).reset_index()
     figures = [_describe(np.array(values)) for values in groups.pop("value")]
@@ -47,7 +47,8 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def flags(samples: pd.DataFrame) -> list[str]:
-    """In words, what makes a run's own samples doubtful: whole calls and rates that drift, or have far outliers."""
+    """In words, what makes a run's own samples doubtful: whole calls and rates that drift, or have
+    far outliers."""
     rows = summary(samples[samples["phase"].isin(["call", "tokens_per_s"])].assign(run_id="this"))
     drifts = [
         f"{row.phase} drifts by {row.drift:+.0%}" for row in rows.itertuples() if row.drifting
@@ -81,9 +82,10 @@ def _describe(values: np.ndarray) -> tuple:
 class Comparison:
     """Two settings side by side, each with every run that repeats it.
 
-    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASUREMENT` with ``n_a, n_b`` runs, the
-    medians over them ``median_a, median_b``, ``ratio`` (b over a), its interval ``low, high``, and ``note`` where there
-    is no interval. `indistinguishable`: how many measurements were left out because their interval holds 1.
+    `settings`: ``setting, a, b``, only those that differ. `measures`: the columns of `MEASUREMENT`
+    with ``n_a, n_b`` runs, the medians over them ``median_a, median_b``, ``ratio`` (b over a), its
+    interval ``low, high``, and ``note`` where there is no interval. `indistinguishable`: how many
+    measurements were left out because their interval holds 1.
     """
 
     settings: pd.DataFrame
@@ -92,17 +94,20 @@ class Comparison:
 
 
 def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
-    """Compares what two logged runs stand for: each run with all that repeat its setting on the same machine and code.
+    """Compares what two logged runs stand for: each run with all that repeat its setting on the
+    same machine and code.
 
-    A run is one process, and processes differ by more than calls within one do, so runs are the evidence: one value
-    each, its median over repetitions. The note is "not enough runs" with fewer than three rounds in which both were measured,
-    and where one was measured after the other, since a machine that warms up meanwhile would look like a difference.
+    A run is one process, and processes differ by more than calls within one do, so runs are the
+    evidence: one value each, its median over repetitions. The note is "not enough runs" with fewer
+    than three rounds in which both were measured, and where one was measured after the other, since
+    a machine that warms up meanwhile would look like a difference.
 
-    Times of two machines are not compared: such measures have both medians, no ratio and the note "two machines".
+    Times of two machines are not compared: such measures have both medians, no ratio and the note
+    "two machines".
 
-    The interval is Student's for the difference of mean logarithms, at a confidence that makes one false alarm in a
-    hundred comparisons, however many measurements a comparison holds (Bonferroni). Raises InputError when the log lacks
-    one of the runs.
+    The interval is Student's for the difference of mean logarithms, at a confidence that makes one
+    false alarm in a hundred comparisons, however many measurements a comparison holds (Bonferroni).
+    Raises InputError when the log lacks one of the runs.
     """
     runs = with_machines(load("runs", root)).drop(columns="software")
     first, second = (_row(run_id, runs) for run_id in (run_a, run_b))
@@ -123,7 +128,8 @@ def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
 
 
 def rounds(a: list[str], b: list[str]) -> int:
-    """How many interleaved repetitions two sets of runs hold: how often, in time, both had been run equally often."""
+    """How many interleaved repetitions two sets of runs hold: how often, in time, both had been run
+    equally often."""
     order = sorted([(run, 1) for run in a] + [(run, -1) for run in b])  # run ids sort by time
     return int((np.cumsum([side for _, side in order]) == 0).sum())
 
@@ -136,7 +142,8 @@ def _row(run_id: str, runs: pd.DataFrame) -> pd.Series:
 
 
 def _repeats(row: pd.Series, runs: pd.DataFrame) -> pd.DataFrame:
-    """The run and the good ones that repeat it: same setting, machine and code. A run without a setting repeats nothing."""
+    """The run and the good ones that repeat it: same setting, machine and code. A run without a
+    setting repeats nothing."""
     itself = runs["run_id"] == row["run_id"]
     if pd.isna(row["setting"]):
         return runs[itself]
@@ -147,7 +154,8 @@ def _repeats(row: pd.Series, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _settings(run: pd.Series) -> dict:
-    """What a run row says, without what identifies it; JSON columns opened to ``config.depth`` and the like."""
+    """What a run row says, without what identifies it; JSON columns opened to ``config.depth`` and
+    the like."""
     row = run.dropna().to_dict()
     for name in sorted(JSON_COLUMNS & row.keys()):
         row |= {f"{name}.{key}": value for key, value in json.loads(row.pop(name)).items()}
@@ -168,7 +176,8 @@ def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
 
 
 def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
-    """One value per run: the median over its repetitions of their medians, since calls of one sequence are no evidence."""
+    """One value per run: the median over its repetitions of their medians, since calls of one
+    sequence are no evidence."""
     each = _timed(samples, *MEASUREMENT, "run_id", "repetition").median()
     values = each.groupby([*MEASUREMENT, "run_id"], dropna=False).median()
     return values.groupby(MEASUREMENT, dropna=False).agg(list).reset_index()

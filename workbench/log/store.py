@@ -1,8 +1,9 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
-``<root>/shipped`` is a log as well: the runs that came with the project. What is loaded from a log includes them, and
-only publishing writes there. Every value is checked against the table's schema before anything is written; files of
-an older version are lifted while they are read and never rewritten.
+``<root>/shipped`` is a log as well: the runs that came with the project. What is loaded from a log
+includes them, and only publishing writes there. Every value is checked against the table's schema
+before anything is written; files of an older version are lifted while they are read and never
+rewritten.
 """
 
 import json
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 from workbench.files import write_whole
 from workbench.log import cache
 from workbench.log import schema as tables
@@ -33,7 +34,8 @@ _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
 def new_run_id() -> str:
-    """UTC time and random hex, e.g. ``20260131T094512123456Z-5f3a9c01``: sorts by time, unique without coordination."""
+    """UTC time and random hex, e.g. ``20260131T094512123456Z-5f3a9c01``: sorts by time, unique
+    without coordination."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
 
 
@@ -47,12 +49,14 @@ def project_root(start: Path) -> Path | None:
 
 
 def default_root() -> Path:
-    """``experiments/log`` of the checkout that the working directory is in (notebooks find it so), or of the directory."""
+    """``experiments/log`` of the checkout that the working directory is in (notebooks find it so),
+    or of the directory."""
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
 def project(root: Root = None) -> Path:
-    """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder that holds it."""
+    """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder
+    that holds it."""
     root = whole(root)
     folder = root.parent
     return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
@@ -67,12 +71,14 @@ def whole(root: Root = None) -> Path:
 def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None) -> Path:
     """Write one run's rows of one table and return the new file, whose stem is the run id.
 
-    `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a result that was
-    measured and is not finite says so in ``fidelity.finite``. JSON columns take mappings or their text. `run_id` (default: a
-    new one) is filled in; `root` defaults to `default_root()`.
+    `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a
+    result that was measured and is not finite says so in ``fidelity.finite``. JSON columns take
+    mappings or their text. `run_id` (default: a new one) is filled in; `root` defaults to
+    `default_root()`.
 
-    Raises InputError for an unknown table or column, a value that does not fit its column, no rows, or a run that this
-    table already has; OSError when the disk does not take the file. Nothing is left behind in either case.
+    Raises InputError for an unknown table or column, a value that does not fit its column, no rows,
+    or a run that this table already has; OSError when the disk does not take the file. Nothing is
+    left behind in either case.
     """
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
@@ -89,14 +95,15 @@ def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None)
 
 
 def load(table: str, root: Root = None, where: Mapping | str | None = None) -> pd.DataFrame:
-    """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not measured.
+    """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not
+    measured.
 
-    `where` maps columns to a value or a list of values to keep (None keeps what was not measured), or is a pandas query
-    such as ``"T == 4 and cosine < 0.97"``. Rows of the runs shipped under `root` are included. An absent log is an
-    empty one.
+    `where` maps columns to a value or a list of values to keep (None keeps what was not measured),
+    or is a pandas query such as ``"T == 4 and cosine < 0.97"``. Rows of the runs shipped under
+    `root` are included. An absent log is an empty one.
 
-    Raises InputError for an unknown table, column or value, and for a file that is torn, of an unknown version, or has
-    columns that the table has not.
+    Raises InputError for an unknown table, column or value, and for a file that is torn, of an
+    unknown version, or has columns that the table has not.
     """
     folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
@@ -138,9 +145,11 @@ def files(root: Path | str) -> dict[str, bytes]:
 
 
 def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
-    """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed is whole.
+    """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed
+    is whole.
 
-    Files that are there already are left alone, since a run's files never change. Returns the run id.
+    Files that are there already are left alone, since a run's files never change. Returns the run
+    id.
     """
     for name in sorted(contents, key=lambda name: name.startswith("runs/")):
         table, _, file = name.partition("/")
@@ -157,7 +166,8 @@ def _fingerprint(table: str) -> str:
 
 
 def _read(paths: Sequence[Path], table: str) -> pa.Table:
-    """The rows of some files in the current schema; whatever cannot be read faithfully is refused by name."""
+    """The rows of some files in the current schema; whatever cannot be read faithfully is refused
+    by name."""
     schema, current, older = SCHEMAS[table], [], [SCHEMAS[table].empty_table()]
     for path in paths:
         if lifts := MIGRATIONS[table][_file_version(path, table) - 1 :]:
@@ -174,9 +184,7 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
 
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
     """Where the log at `root` keeps the files of a table: its own, and those of shipped runs."""
-    if table not in SCHEMAS:
-        needed = f"one of {', '.join(SCHEMAS)}"
-        raise InputError("log table", repr(table), needed, "correct the name")
+    check_choice("log table", table, SCHEMAS, "correct the name")
     root = default_root() if root is None else Path(root)
     return root / table, root / SHIPPED / table
 
@@ -245,7 +253,8 @@ def _no_constant(name: str):
 
 
 def _file_version(path: Path, table: str) -> int:
-    """The version that a file was written with; refuses whatever this code cannot read faithfully."""
+    """The version that a file was written with; refuses whatever this code cannot read
+    faithfully."""
     subject, latest = f"log file {path}", tables.version(table)
     try:
         schema = pq.read_schema(path)

@@ -8,11 +8,13 @@ from workbench.errors import InputError
 from workbench.log.stats import MEASUREMENT, Comparison
 
 IDENTITIES = ("setting", "bundle", "bundle_hash", "bundle_bytes")
-"""Settings that say only that two runs are of two bundles, where the others say how these differ."""
+"""Settings that say only that two runs are of two bundles, where the others say how these
+differ."""
 
 
 def sorted_rows(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
-    """Rows in the order of a column, from the largest on where its name begins with "-"; what was not measured is last.
+    """Rows in the order of a column, from the largest on where its name begins with "-"; what was
+    not measured is last.
 
     Raises:
         InputError: no such column.
@@ -26,8 +28,9 @@ def sorted_rows(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """A comparison in lines of at most 100 columns: the settings that differ, without those that only identify a bundle
-    or setting; each measurement by what tells it from the others; what holds for all of them once."""
+    """A comparison in lines of at most 100 columns: the settings that differ, without those that
+    only identify a bundle or setting; each measurement by what tells it from the others; what holds
+    for all of them once."""
     settings = setting_lines(comparison.settings)
     omitted = f"{comparison.indistinguishable} measurements without a difference left out"
     rows = comparison.measures
@@ -63,7 +66,8 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def setting_lines(settings: pd.DataFrame) -> list[str]:
-    """The settings in which two runs differ, side by side; those that only identify a bundle or a setting stand alone."""
+    """The settings in which two runs differ, side by side; those that only identify a bundle or a
+    setting stand alone."""
     shown = settings[~settings["setting"].isin(IDENTITIES)]
     shown = (settings if shown.empty else shown).astype(str).map(shortened)
     return shown.to_string(index=False).splitlines() if len(shown) else ["no setting differs"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.bundle.names import MAX_FP16, is_cache
 from workbench.decode.snapshot import Snapshot
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 
 FORMATS = ("fp16", "q4")
 FORMAT_VERSION = "1"
@@ -38,10 +38,7 @@ class Encoded:
 
 def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
     """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or quantized."""
-    if format not in FORMATS:
-        raise InputError(
-            "snapshot format", repr(format), f"one of {', '.join(FORMATS)}", "choose one of these"
-        )
+    check_choice("snapshot format", format, FORMATS, "choose one of these")
     tensors, errors = {IDS: np.array(snapshot.ids, np.int32)}, {}
     for name, value in snapshot.states.items():
         parts = {name: value.copy()}

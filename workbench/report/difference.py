@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import log, plots
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 from workbench.log.schema import ALLOWED
 from workbench.log.store import Root
 from workbench.log.text import IDENTITIES, shortened
@@ -64,9 +64,7 @@ def run_difference(
     Raises:
         InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the tensor in common.
     """
-    if tensor not in ALLOWED["tensor"]:
-        needed = f"one of {', '.join(sorted(ALLOWED['tensor']))}"
-        raise InputError("--tensor", repr(tensor), needed, "name one of these")
+    check_choice("--tensor", tensor, sorted(ALLOWED["tensor"]))
     settings = log.compare(run_a, run_b, root).settings
     if (settings["setting"] == "checkpoint_hash").any():
         step = "name two runs of one checkpoint; workbench log --summary lists them"

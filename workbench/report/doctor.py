@@ -20,11 +20,8 @@ def examine(name: str | None = "auto") -> dict:
         name: the runtime to try: auto, or a stand-in for Core ML, which has no devices; None: what takes seconds is
             left out, and the version of macOS alone decides.
     """
-    from importlib.metadata import version
-
-    import psutil
-
     machine = log.environment()
+    versions = machine["versions"]
     available, devices, results = runtime.coreml_available(), None, None
     if available and name:
         outcome = process.call(
@@ -36,13 +33,13 @@ def examine(name: str | None = "auto") -> dict:
         available = results["CPU_ONLY"] == "ok"
     arm = platform.machine() == "arm64"
     return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
+        "platform": machine["platform"],
+        "python": versions["python"],
         "macos": platform.mac_ver()[0] or None,
         "chip": machine["chip"],
-        "memory_bytes": psutil.virtual_memory().total,
-        "coremltools": version("coremltools"),
-        "torch": version("torch"),
+        "memory_bytes": machine["memory_bytes"],
+        "coremltools": versions["coremltools"],
+        "torch": versions["torch"],
         "coreml_available": available,
         "ane_available": available
         and (arm if devices is None else "ane" in {device["kind"] for device in devices}),

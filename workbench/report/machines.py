@@ -1,13 +1,13 @@
 """All machines of the log in one table, beside what others published."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
 
 from workbench import log
 from workbench.log.machine import with_machines
-from workbench.sweep.runs import HOW, TIMES
+from workbench.sweep.results import VALIDATED, validated_costs
+from workbench.sweep.runs import TIMES
 
 SETTING = ("machine", "checkpoint", *TIMES, "status", "reason")
 COLD, WARM = ("compile", "cold_load"), ("load",)
@@ -37,11 +37,7 @@ def all_machines(root: Path | str | None = None) -> pd.DataFrame:
     for name, phases in (("cold_s", COLD), ("warm_s", WARM)):
         loading = samples[samples["phase"].isin(phases)].groupby("run_id")["value"].sum() / 1e3
         runs = runs.join(loading.rename(name), on="run_id")
-    runs["kl_mean"] = [_kl_mean(json.loads(text)) for text in runs["config"].fillna("{}")]
-    bundle = ["bundle_hash", *HOW]  # decides verdict and KL, on whichever machine
-    judged = runs[runs["verdict"].notna()].sort_values("run_id")
-    judged = judged.groupby(bundle, dropna=False)[["verdict", "kl_mean"]].last().reset_index()
-    runs = runs.drop(columns=["verdict", "kl_mean"]).merge(judged, "left", bundle)
+    runs = runs.drop(columns="verdict").merge(validated_costs(root), "left", VALIDATED)
     rows = runs.groupby(list(SETTING), dropna=False, sort=False).agg(
         verdict=("verdict", "last"),
         kl_mean=("kl_mean", "last"),
@@ -93,10 +89,3 @@ def published_speeds(root: Path | str | None = None) -> pd.DataFrame:
             "tokens_per_s": rows["value"].where(rates),
         }
     ).reindex(columns=list(SHOWN))
-
-
-def _kl_mean(config: dict) -> float | None:
-    """The mean KL that a run's `config` holds, as its price or as the value of the gate `max_kl`."""
-    price = (config.get("price") or {}).get("kl") or {}
-    gates = {gate["name"]: gate["value"] for gate in config.get("gates", [])}
-    return price.get("mean", gates.get("max_kl"))

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from pathlib import Path
 
 from workbench import log, report
 from workbench.errors import InputError
@@ -29,10 +30,7 @@ def run_notebook(
         InputError: the one that a cell raised.
         CellError: a cell failed in any other way.
     """
-    import nbclient
     import nbformat
-    from tqdm.auto import tqdm
-    from traitlets.config import Config
 
     root = log.default_root()
     project = log.project(root)
@@ -48,14 +46,44 @@ def run_notebook(
     notebook = nbformat.read(source, as_version=4)
     set_parameters(notebook, parameters or {})
     before = set(log.load("runs", root=root)["run_id"])
-    code = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
-    started = []  # cells
-    bar = tqdm(total=code, desc=name, unit="cell", disable=not progress)
     executed = project / "build" / "notebooks" / source.name
     executed.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as sockets:  # over TCP, every user here could listen
+    try:
+        _execute(notebook, source, f"(executed copy: {executed.relative_to(project)})", progress)
+    finally:
+        nbformat.write(notebook, executed)
+    runs = log.load("runs", root=root, where={"experiment": number})
+    new = ~runs["run_id"].isin(before)
+    concluded = max(runs[new & runs["command"].eq(f"notebook {number}")]["run_id"], default=None)
+    sources, exhibits = report.behind(number, root, concluded)
+    runs = runs[new | runs["run_id"].isin(sources["run_id"])]
+    path = (report.publish if publish else report.write_report)(number, root, concluded)
+    figures = [path.parent / "figures" / f"{row['name']}.png" for row in exhibits if row["plot"]]
+    return {
+        "experiment": name,
+        "verdict": _verdict(runs),
+        "executed": str(executed),
+        "figures": sorted(map(str, figures)),
+        "runs": sorted(runs["run_id"]),
+        "report": str(path),
+    }
+
+
+def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
+    """Runs the cells of the notebook at `source` in its folder; a failure's message ends in `copy`."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellControlSignal, DeadKernelError
+    from tqdm.auto import tqdm
+    from traitlets.config import Config
+
+    code = sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+    started = []  # cells
+    with (
+        tqdm(total=code, desc=source.stem, unit="cell", disable=not progress) as bar,
+        tempfile.TemporaryDirectory() as sockets,  # over TCP, every user here could listen
+    ):
         manager = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
-        client = nbclient.NotebookClient(
+        client = NotebookClient(
             notebook,
             config=Config(KernelManager=manager),
             timeout=1800,
@@ -65,32 +93,9 @@ def run_notebook(
         )
         try:
             client.execute()
-        except (
-            nbclient.exceptions.CellControlSignal,
-            nbclient.exceptions.DeadKernelError,
-        ) as problem:
-            copy = executed.relative_to(project)
-            where = f"{name}, cell [{len(started)}]"
-            raise _failure(problem, where, f"(executed copy: {copy})") from None
-        finally:
-            bar.close()
-            nbformat.write(notebook, executed)
-    runs = log.load("runs", root=root, where={"experiment": number})
-    new = ~runs["run_id"].isin(before)
-    concluded = max(runs[new & runs["command"].eq(f"notebook {number}")]["run_id"], default=None)
-    sources, exhibits = report.behind(number, root, concluded)
-    runs = runs[new | runs["run_id"].isin(sources["run_id"])]
-    path = (report.publish if publish else report.write_report)(number, root, concluded)
-    return {
-        "experiment": name,
-        "verdict": _verdict(runs),
-        "executed": str(executed),
-        "figures": sorted(
-            str(path.parent / "figures" / f"{row['name']}.png") for row in exhibits if row["plot"]
-        ),
-        "runs": sorted(runs["run_id"]),
-        "report": str(path),
-    }
+        except (CellControlSignal, DeadKernelError) as problem:
+            where = f"{source.stem}, cell [{len(started)}]"
+            raise _failure(problem, where, copy) from None
 
 
 def _failure(problem: Exception, where: str, copy: str) -> Exception:

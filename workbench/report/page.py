@@ -124,8 +124,8 @@ def _machines(root: Path | str | None) -> str:
 def _newest(runs: pd.DataFrame) -> dict:
     """The newest run with a verdict, or without one the newest."""
     runs = with_machines(runs).sort_values("run_id")
-    judged = runs[runs["verdict"].notna()]
-    newest = (runs if judged.empty else judged).iloc[-1]
+    validated = runs[runs["verdict"].notna()]
+    newest = (runs if validated.empty else validated).iloc[-1]
     return newest.astype(object).where(newest.notna(), None).to_dict()
 
 

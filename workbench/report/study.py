@@ -21,9 +21,7 @@ from workbench import log, paths, plots, report, sweep
 from workbench.ane.placement import suitable_units
 from workbench.bundle import Bundle
 from workbench.check import gates, golden, tasks
-from workbench.check.device import stored_reference
-from workbench.check.price import measure_budget
-from workbench.check.validate import Validation, keep_verdict, validate
+from workbench.check.validate import Validation, validate_stored
 from workbench.decode import Decoder
 from workbench.decode.transcript import encode_text
 from workbench.errors import InputError
@@ -58,15 +56,11 @@ class ExportedModel:
     ) -> Validation:
         """Bug gates, kept in the bundle's verdict.json, and the price against `reference` (default: `golden`); `max_kl` is
         the user's limit on its mean KL in nats."""
-        file, portable = None if reference else self.stored, None
+        file = None if reference else self.stored
         reference = reference or self.golden
-        keep_verdict(self.bundle, self.checkpoint)
-        budget = measure_budget(self.bundle, self.checkpoint, reference)
-        if self.decoder.runtime != "portable":
-            file = file or golden.golden_path(self.checkpoint, reference.ids, self.goldens)
-            portable = stored_reference(self.bundle, reference, file)
-        how = {"budget": budget, "reference": portable, "max_kl": max_kl}
-        return validate(self.decoder, reference, Ts, **how)
+        file = file or golden.golden_path(self.checkpoint, reference.ids, self.goldens)
+        how = {"path": file, "max_kl": max_kl}
+        return validate_stored(self.decoder, reference, self.checkpoint, Ts, **how)
 
     @cached_property
     def golden(self) -> golden.Golden:
@@ -97,27 +91,21 @@ class Study:
         self.experiment, self.root = report.experiment(number), log.default_root()
         self.project = log.project(self.root)
         data = self.project / "data"
-        self.bundles, self.goldens, self.tasks = (
-            data / "bundles",
-            data / "golden",
-            data / "tasks" / "heldout.jsonl",
-        )
+        self.bundles, self.goldens = data / "bundles", data / "golden"
+        self.tasks = data / "tasks" / "heldout.jsonl"
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
-
-        self.here = (
-            runs.here()
-        )  # this machine's name, as the log has it: times in a notebook stand beside it
+        # this machine's name, as the log has it: times in a notebook stand beside it
+        self.here = runs.here()
 
     @staticmethod
     def machine() -> Styler:
         """What this machine is, which runtime it uses, and what it cannot show."""
         facts = doctor.examine(None)
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
-        return tables.styled(
-            tables.listing({name: fact for name, fact in facts.items() if fact is not None})
-        )
+        seen = {name: fact for name, fact in facts.items() if fact is not None}
+        return tables.styled(tables.listing(seen))
 
     @staticmethod
     def scratch() -> Path:
@@ -150,13 +138,11 @@ class Study:
     def _ran_on(self, runtime: str, units: str) -> str:
         if runtime == "portable":
             return "the portable runtime"
+        name = "Core ML"
+        if runtime != "coreml":
+            name = "a stand-in for Core ML, which measures nothing,"
         small = units == "CPU_ONLY" and self.parameters.get("COMPUTE_UNITS") is None
-        name = (
-            "Core ML" if runtime == "coreml" else "a stand-in for Core ML, which measures nothing,"
-        )
-        return f"{name} on {units}" + (
-            ", its layers too small for the Neural Engine" if small else ""
-        )
+        return f"{name} on {units}" + ", its layers too small for the Neural Engine" * small
 
     @property
     def golden_file(self) -> str | None:
@@ -190,11 +176,10 @@ class Study:
         decoder = Decoder(bundle, precision=precision, fast=fast, **how)
         if self.golden_file:
             prompt = golden.Golden.load(self.golden_file).ids.tolist()
-        ids, tokens = (
-            self.prompt(source, prompt, text)
-            if isinstance(prompt, int)
-            else (prompt, token_texts(source, prompt))
-        )
+        if isinstance(prompt, int):
+            ids, tokens = self.prompt(source, prompt, text)
+        else:
+            ids, tokens = prompt, token_texts(source, prompt)
         stored = self.golden_file and Path(self.golden_file)
         return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens, how, stored)
 
@@ -228,12 +213,10 @@ class Study:
                 return paths.text(self.project / text)
         return text
 
-    def answers(
-        self, decoder: Decoder, checkpoint: Checkpoint, stride: int = 4
-    ) -> list[gates.Gate]:
-        """Every `stride`-th held-out question, asked of bundle and golden; not run without a tokenizer."""
+    def answers(self, decoder: Decoder, checkpoint: Checkpoint) -> list[gates.Gate]:
+        """Every fourth held-out question, asked of bundle and golden; not run without a tokenizer."""
         try:
-            return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::stride])
+            return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::4])
         except InputError as problem:
             return [gates.not_run("answers", f"{problem.subject}: {problem.actual}")]
 
@@ -251,16 +234,12 @@ class Study:
 
         `alt` is for those who cannot see the figure; `run_ids` are the runs behind data without a column ``run_id``.
         """
-        if draw.__name__ not in plots.__all__:
-            raise InputError(
-                f"figure {name}",
-                f"{draw.__name__}()",
-                "a function of workbench.plots",
-                "add it there",
-            )
-        self._exhibits["figure", name] = report.exhibit(
-            name, data, alt, draw.__name__, options, run_ids
-        )
+        plot = draw.__name__
+        if plot not in plots.__all__:
+            needed = "a function of workbench.plots"
+            raise InputError(f"figure {name}", f"{plot}()", needed, "add it there")
+        exhibit = report.exhibit(name, data, alt, plot, options, run_ids)
+        self._exhibits["figure", name] = exhibit
         draw(data, **options)
 
     def table(self, name: str, frame: pd.DataFrame, caption: str) -> Styler:

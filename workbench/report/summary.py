@@ -1,19 +1,17 @@
 """The log as one table, as llama-bench prints it: a row per configuration and test, its speed beside what it costs."""
 
-import numpy as np
 import pandas as pd
 
 from workbench import log
-from workbench.errors import InputError
+from workbench.errors import check_choice
 from workbench.log.machine import with_machines
 from workbench.log.store import Root
 from workbench.sweep import runs
-from workbench.sweep.results import kl_means
+from workbench.sweep.results import VALIDATED, validated_costs
 
 FORMATS = ("md", "csv", "tex", "json")
-_VALUES = ["bundle_hash", *runs.HOW]  # what fidelity and price belong to, on any machine
 _SETTING = ["checkpoint", "checkpoint_hash", "machine", "software", "status"]
-_SETTING += [*_VALUES, *runs.OPTIONS, "fast", "threads"]
+_SETTING += [*VALIDATED, *runs.OPTIONS, "fast", "threads"]
 _OWN_COLUMNS = ("checkpoint", "checkpoint_hash", "compress", "machine", "runtime", "status")
 _FIGURES = ["test", "tokens_per_s", "sd", "n", "runs", "worst_update", "kl_mean", "verdict"]
 
@@ -41,13 +39,12 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
         run_id=("run_id", "max"),
     )
     untimed = rows[~rows["run_id"].isin(rates["run_id"]) & rows["checkpoint"].notna()]
-    known = pd.Series(runs.values(untimed, _VALUES), untimed.index).isin(
-        runs.values(rates, _VALUES)
-    )
+    values = pd.Series(runs.values(untimed, VALIDATED), untimed.index)
+    known = values.isin(runs.values(rates, VALIDATED))
     untimed = untimed[(untimed["verdict"].notna() & ~known) | untimed["status"].ne("ok")]
     untimed = runs.newest(untimed, _SETTING)[[*_SETTING, "bundle_bytes", "run_id"]]
     table = pd.concat([timed.reset_index(), untimed], ignore_index=True)
-    table = table.merge(_costs(root), "left", _VALUES)
+    table = table.merge(validated_costs(root), "left", VALIDATED)
     table["verdict"] = table["verdict"].astype(object).where(table["status"] == "ok")
     table["verdict"] = table["verdict"].fillna(table["status"].replace("ok", "not_run"))
     shown = [c for c in _SETTING if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1]
@@ -78,29 +75,13 @@ def _test(sample: dict) -> str:
     return f"tg{n_gen}" + (f" T{T}" if T > 1 else "") + (f" @ d{depth}" if depth else "")
 
 
-def _costs(root: Root) -> pd.DataFrame:
-    """`worst_update`, `kl_mean` and `verdict` of each bundle and way to run it: its newest validation."""
-    every = log.load("runs", root=root, where={"status": "ok"})
-    every = every[every["verdict"].notna() & every["bundle_hash"].notna()]
-    validated = runs.newest(every, _VALUES)
-    fidelity = log.load("fidelity", root=root, where={"tensor": "update", "mode": "isolated"})
-    finite = fidelity["finite"].fillna(True).astype(bool)
-    worst = 1 - fidelity["cosine"].where(finite, -np.inf).groupby(fidelity["run_id"]).min()
-    validated = validated.assign(
-        worst_update=validated["run_id"].map(worst), kl_mean=kl_means(validated)
-    )
-    return validated[[*_VALUES, "worst_update", "kl_mean", "verdict"]]
-
-
 def text_table(rows: pd.DataFrame, format: str = "md") -> str:
     """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; CSV and JSON keep every number, the others round.
 
     Raises:
         InputError: an unknown format.
     """
-    if format not in FORMATS:
-        needed = f"one of {', '.join(FORMATS)}"
-        raise InputError("--format", repr(format), needed, "name one of these")
+    check_choice("--format", format, FORMATS)
     if format == "json":
         return rows.to_json(orient="records")
     if format == "csv":

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import log, plots
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 from workbench.log.machine import machine_names, with_machines
 from workbench.sweep.runs import TIMES
 
@@ -49,10 +49,7 @@ EXPERIMENTS = {name[:2]: Experiment(name[:2], name, text) for name, text in _QUE
 
 
 def experiment(number: str) -> Experiment:
-    if number not in EXPERIMENTS:
-        raise InputError(
-            "experiment", repr(number), f"one of {', '.join(EXPERIMENTS)}", "name one of these"
-        )
+    check_choice("experiment", number, EXPERIMENTS)
     return EXPERIMENTS[number]
 
 

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from workbench.bundle import Bundle, Shard
-from workbench.errors import InputError
+from workbench.errors import InputError, check_choice
 from workbench.runtime.base import Model, State
 
 RUNTIMES = ("auto", "portable", "coreml", "stand-in")
@@ -74,10 +74,7 @@ def resolve(runtime: str = "auto") -> str:
 
 def check_compute_units(name: str) -> None:
     """Refuses what is no name of Core ML's compute units."""
-    if name not in COMPUTE_UNITS:
-        raise InputError(
-            "compute units", repr(name), f"one of {', '.join(COMPUTE_UNITS)}", "choose one"
-        )
+    check_choice("compute units", name, COMPUTE_UNITS, "choose one")
 
 
 def load_shard(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from miltorch import faults, shim
-from workbench.errors import InputError
+from workbench.errors import check_choice
 from workbench.runtime.coreml import CoreMLModel
 
 FAULTS: dict[str, str] = {
@@ -23,8 +23,7 @@ _one_at_a_time = threading.RLock()  # what is replaced in coremltools is of the 
 
 def check_fault(fault: str) -> None:
     """Refuses a name that is no fault's."""
-    if fault not in FAULTS:
-        raise InputError("fault", repr(fault), f"one of {', '.join(FAULTS)}", "choose one")
+    check_choice("fault", fault, FAULTS, "choose one")
 
 
 @contextmanager

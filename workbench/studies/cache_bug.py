@@ -1,9 +1,11 @@
-"""The batch-2 cache bug report's hypotheses, planted: which pattern of failures would each of them give?
+"""The batch-2 cache bug report's hypotheses, planted: which pattern of failures would each of them
+give?
 
-The report's scenario: two requests load one stored session and decode together, from a warm or hot cache, on the
-streaming or the other path, at three contexts. Streaming takes the entry out of memory once both requests are
-submitted, the other path before each submission. Each hypothesis is a change to the store, the quantizer or the decoder,
-undone on leaving; `scenario` says which configurations then no longer compute what an unharmed run does.
+The report's scenario: two requests load one stored session and decode together, from a warm or hot
+cache, on the streaming or the other path, at three contexts. Streaming takes the entry out of
+memory once both requests are submitted, the other path before each submission. Each hypothesis is a
+change to the store, the quantizer or the decoder, undone on leaving; `scenario` says which
+configurations then no longer compute what an unharmed run does.
 """
 
 import tempfile
@@ -79,7 +81,8 @@ def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
 
 
 @hypothesis(
-    "aliased entry: memory hands out the stored arrays themselves, and a request clears what it has taken in"
+    "aliased entry: memory hands out the stored arrays themselves, "
+    "and a request clears what it has taken in"
 )
 def aliased_entry(replace: Replace, decoder: Decoder) -> None:
     def shared(encoded: formats.Encoded) -> Snapshot:
@@ -163,8 +166,9 @@ def scenario(
         new: tokens decoded by each request.
 
     Returns:
-        A row per hypothesis ("none" first), format, cache, path, context: `ok`, `first_token_ok`, `apart` (relative RMS
-        of the first token's logits against the session decoded alone), `reason`; `entry_ok`: the stored session survived.
+        A row per hypothesis ("none" first), format, cache, path, context: `ok`, `first_token_ok`,
+        `apart` (relative RMS of the first token's logits against the session decoded alone),
+        `reason`; `entry_ok`: the stored session survived.
     """
     from tqdm.auto import tqdm
 
@@ -187,26 +191,19 @@ def scenario(
                         result = _two_requests(store, together, ids[-1], path, reference)
                     store.cool()
                     states = store.load("session").states
-                result["entry_ok"] = all(
-                    np.array_equal(value, stored.states[n]) for n, value in states.items()
-                )
-                rows.append(
-                    {
-                        "hypothesis": name or "none",
-                        "format": format,
-                        "cache": cache,
-                        "path": path,
-                        "context": context,
-                        **result,
-                    }
-                )
+                alike = all(np.array_equal(states[n], stored.states[n]) for n in states)
+                row = {"hypothesis": name or "none", "format": format, "cache": cache}
+                row |= {"path": path, "context": context} | result | {"entry_ok": alike}
+                rows.append(row)
     return pd.DataFrame(rows)
 
 
 def _two_requests(
     store: Store, decoder: Decoder, token: int, path: str, reference: list[Record]
 ) -> dict:
-    """Every sequence restores the one session, then all decode; compared with the session decoded alone."""
+    """Every sequence restores the one session, then all decode; compared with the session decoded
+    alone."""
+    fault = {"ok": False, "first_token_ok": False, "apart": np.nan}
     try:
         decoder.begin()
         for seq in range(decoder.options.batch):
@@ -217,67 +214,48 @@ def _two_requests(
         store.cool("session")
         sequences = greedy(decoder, token, len(reference))
     except Exception as problem:  # a planted fault may raise anything
-        return {
-            "ok": False,
-            "first_token_ok": False,
-            "apart": np.nan,
-            "reason": f"{type(problem).__name__}: {problem}",
-        }
-    first, reasons = (
-        reference[0],
-        [differs(records, reference, arithmetic(decoder)) for records in sequences],
-    )
+        return fault | {"reason": f"{type(problem).__name__}: {problem}"}
+    reasons = [differs(records, reference, arithmetic(decoder)) for records in sequences]
+    first, others = reference[0], [records[0] for records in sequences]
     return {
         "ok": not any(reasons),
-        "first_token_ok": all(records[0].token == first.token for records in sequences),
+        "first_token_ok": all(other.token == first.token for other in others),
         "reason": next(filter(None, reasons), ""),
-        "apart": max(
-            metrics.relative_rms(first.logits, records[0].logits) for records in sequences
-        ),
+        "apart": max(metrics.relative_rms(first.logits, other.logits) for other in others),
     }
 
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
-    """Failures of q4 caches, which the report used, its own first: ``hypothesis``, ``context``, ``cache``, ``path``,
-    ``result`` (ok or FAIL). Contexts go by rank: the first is the report's 1024, the second its 2048."""
+    """Failures of q4 caches, which the report used, its own first: ``hypothesis``, ``context``,
+    ``cache``, ``path``, ``result`` (ok or FAIL). Contexts go by rank: the first is the report's
+    1024, the second its 2048."""
     q4 = rows[rows["format"] == "q4"]
     nominal = dict(zip(sorted(q4["context"].unique()), (1024, 2048)))
     report = q4[q4["hypothesis"] == "none"].assign(hypothesis="the report")
-    report["ok"] = [
-        (r.cache, r.path, nominal.get(r.context)) not in REPORTED_PATTERN
-        for r in report.itertuples()
-    ]
+    settings = zip(report["cache"], report["path"], report["context"].map(nominal))
+    report["ok"] = [setting not in REPORTED_PATTERN for setting in settings]
     both = pd.concat([report, q4], ignore_index=True)
     both["result"] = np.where(both["ok"], "ok", "FAIL")
     return both[["hypothesis", "context", "cache", "path", "result"]]
 
 
 def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
-    """Nothing fails unharmed, and every hypothesis fails somewhere: a scenario that shows no planted fault shows nothing."""
-    unharmed, failed = (
-        rows.loc[rows["hypothesis"] == "none", "ok"],
-        set(rows.loc[~rows["ok"], "hypothesis"]),
-    )
-    silent = ", ".join(name for name in HYPOTHESES if name not in failed)
+    """Nothing fails unharmed, and every hypothesis fails somewhere: a scenario that shows no
+    planted fault shows nothing."""
+    fails = ~rows.set_index("hypothesis")["ok"]
+    wrong, tried = int(fails["none"].sum()), len(fails["none"])
+    reason = f"{tried} configurations, {wrong} differ from the session decoded alone"
+    silent = [name for name in HYPOTHESES if not fails[name].any()]
+    fine = "every planted hypothesis fails in some configuration"
     return [
-        gates.holds(
-            "unharmed",
-            "none" not in failed,
-            f"{len(unharmed)} configurations, "
-            f"{(~unharmed).sum()} differ from the session decoded alone",
-        ),
-        gates.holds(
-            "faults_show",
-            not silent,
-            f"never seen: {silent}"
-            if silent
-            else "every planted hypothesis fails in some configuration",
-        ),
+        gates.holds("unharmed", not wrong, reason),
+        gates.none("faults_show", silent, fine, "never seen: "),
     ]
 
 
 def cache_bug_conclusion(rows: pd.DataFrame) -> str:
-    """Which configurations each hypothesis breaks, and how that compares with the report's table, in words."""
+    """Which configurations each hypothesis breaks, and how that compares with the report's table,
+    in words."""
     table = patterns(rows).pivot(
         index="hypothesis", columns=["context", "cache", "path"], values="result"
     )
@@ -295,10 +273,10 @@ def cache_bug_conclusion(rows: pd.DataFrame) -> str:
             f"{f', only {where}' if where else ''}; as reported in {agrees[name]} of {columns}."
         )
     best = agrees[list(HYPOTHESES)].max()
-    lines.append(
-        f"No hypothesis gives the report's pattern (the nearest agrees in {best} of {columns}): 'sole root cause' "
-        "does not follow from it."
-        if best < columns
-        else "One hypothesis gives the report's whole pattern."
-    )
+    answer = "One hypothesis gives the report's whole pattern."
+    if best < columns:
+        nearest = f"the nearest agrees in {best} of {columns}"
+        answer = f"No hypothesis gives the report's pattern ({nearest}): "
+        answer += "'sole root cause' does not follow from it."
+    lines.append(answer)
     return "\n".join(lines)

@@ -17,8 +17,8 @@ from workbench.bundle.bundle import MANIFEST_NAME
 from workbench.check import gates
 from workbench.check.fidelity import measure_fidelity
 from workbench.check.golden import Golden
-from workbench.check.price import measure_budget, price_rows
-from workbench.check.validate import Validation, keep_verdict, validate
+from workbench.check.price import price_rows
+from workbench.check.validate import Validation, validate_stored
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.export import options as export_options
@@ -37,8 +37,8 @@ def preset_prices(
 ) -> pd.DataFrame:
     """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top
     token, the verdict of the gates that ask for bugs, and that of all gates. Bundles are exported
-    into `bundles` with `options`, and run as `how` says (`runtime`, `compute_units`). A preset that the checkpoint's sizes do not allow has the reason
-    in place of a verdict."""
+    into `bundles` with `options`, and run as `how` says (`runtime`, `compute_units`). A preset that
+    the checkpoint's sizes do not allow has the reason in place of a verdict."""
     rows = []
     for preset in presets:
         try:
@@ -46,9 +46,7 @@ def preset_prices(
         except InputError as problem:
             rows.append({"compress": preset, "verdict": f"{problem.actual}: {problem.needed}"})
             continue
-        keep_verdict(bundle, checkpoint)
-        budget = measure_budget(bundle, checkpoint, golden)
-        result = validate(Decoder(bundle, **how or {}), golden, budget=budget, max_kl=max_kl)
+        result = validate_stored(Decoder(bundle, **how or {}), golden, checkpoint, max_kl=max_kl)
         rows.append(
             {
                 "compress": preset,
@@ -84,13 +82,12 @@ def price_table(result: Validation) -> pd.DataFrame:
     return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
 
 
-def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
-    """A copy of `bundle` in `folder` whose rotary frequencies are `factor` times what they should
-    be."""
+def plant_rope_fault(bundle: Bundle, folder: Path) -> Bundle:
+    """A copy of `bundle` in `folder` whose rotary frequencies are 2% too high."""
     copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     for rope in manifest["rope"]:
-        rope["inv_freq"] = [factor * frequency for frequency in rope["inv_freq"]]
+        rope["inv_freq"] = [1.02 * frequency for frequency in rope["inv_freq"]]
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     return Bundle.open(copy)
 
@@ -98,8 +95,8 @@ def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bund
 def fidelity_of_both(
     sound: Validation, planted: Bundle, golden: Golden, Ts: Iterable[int]
 ) -> pd.DataFrame:
-    """Errors of the updates of a sound bundle and of one with a planted fault, each layer fed the golden's input, beside the
-    sound one's budget: rows of `fidelity` with the column `bundle`."""
+    """Errors of the updates of a sound bundle and of one with a planted fault, each layer fed the
+    golden's input, beside the sound one's budget: rows of `fidelity` with the column `bundle`."""
     keys = ["layer", "position", "T", "tensor"]
     updates = sound.rows.query("tensor == 'update' and mode == 'isolated'")
     decoder = Decoder(planted)

@@ -1,4 +1,5 @@
-"""The tables and sentences of single notebooks, out of what each measured; reads no log and draws nothing."""
+"""The tables and sentences of single notebooks, out of what each measured; reads no log and draws
+nothing."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from workbench.bundle import Bundle, Options
 from workbench.check.gates import Gate
 from workbench.log.machine import only_machine
 from workbench.log.stats import MIN_ROUNDS
+from workbench.plots.figure import without_invalid
 from workbench.studies import cache_bug
 from workbench.studies.cache_reuse import Matrix
 
@@ -20,13 +22,15 @@ _WAYS = ("runtime", "precision", "fast", "compute_units", "hints", "depth")
 
 
 def source_figures(project: Path, pattern: str) -> pd.DataFrame:
-    """What the source of experiments 29 and 30 reports, where its column `source` matches `pattern`."""
+    """What the source of experiments 29 and 30 reports, where its column `source` matches
+    `pattern`."""
     table = pd.read_csv(project / "data" / "sources" / "experiment30.csv")
     return table[table["source"].str.contains(pattern)].fillna("")
 
 
 def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
-    """Records of the write probe as `plots.cache_rows` wants them: one row per call, layer and slot."""
+    """Records of the write probe as `plots.cache_rows` wants them: one row per call, layer and
+    slot."""
     probes = pd.DataFrame(records)
     probes["call"] = probes.groupby(["T", "pos"], sort=False).ngroup()
     rows = probes.merge(pd.Series(range(slots), name="slot"), how="cross")
@@ -37,7 +41,8 @@ def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
 
 
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
-    """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds `kv_bytes`'s keywords."""
+    """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds
+    `kv_bytes`'s keywords."""
     rows = [(name, "KV cache", kv_bytes(**case)) for name, case in cases.items()]
     return pd.DataFrame(rows, columns=["setting", "part", "bytes"])
 
@@ -51,32 +56,25 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     return ranked.assign(**{"1 − cosine": 1 - ranked["cosine"]})[columns]
 
 
-def valid(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of which no column `invalid` says that they are not what their settings say."""
-    return rows[rows["invalid"].isna()] if "invalid" in rows else rows
-
-
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
     machine, reasons = only_machine(pd.concat([rates, layers])), rates.get("invalid")
-    rates, layers = valid(rates), valid(layers)
+    (rates, _), (layers, _) = without_invalid(rates), without_invalid(layers)
     if rates.empty:
         return f"No valid run on {machine}: {'; '.join(reasons.dropna().unique())}."
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
-    (s_best, t_best), best = median.idxmax(), median.max()
-    lengths, Ts = (sorted(median.index.unique(n)) for n in ("max_seq_len", "T"))
-    lines = [
-        f"Fastest: {best:.0f} tok/s at max_seq_len {s_best}, T = {t_best} ({', '.join(sorted(rates['runtime'].unique()))}), on {machine}."
-    ]
-    for T in (Ts[0], Ts[-1]):
-        ratio = median[lengths[0], T] / median[lengths[-1], T]
-        lines.append(
-            f"At T = {T}, going from max_seq_len {lengths[0]} to {lengths[-1]} costs a factor of {ratio:.2f}."
-        )
-    ratio = median[lengths[-1], Ts[-1]] / median[lengths[-1], Ts[0]]
-    lines.append(
-        f"At max_seq_len {lengths[-1]}, T = {Ts[-1]} carries {ratio:.2f} times the tokens per second of T = {Ts[0]}."
-    )
+    (S, T), runtimes = median.idxmax(), ", ".join(sorted(rates["runtime"].unique()))
+    fastest = f"{median.max():.0f} tok/s at max_seq_len {S}, T = {T} ({runtimes}), on {machine}"
+    lines = [f"Fastest: {fastest}."]
+    lengths, Ts = median.index.unique("max_seq_len"), median.index.unique("T")
+    short, long, few, many = lengths.min(), lengths.max(), Ts.min(), Ts.max()
+    for T in (few, many):
+        ratio = median[short, T] / median[long, T]
+        going = f"going from max_seq_len {short} to {long}"
+        lines.append(f"At T = {T}, {going} costs a factor of {ratio:.2f}.")
+    ratio = median[long, many] / median[long, few]
+    carries = f"carries {ratio:.2f} times the tokens per second of T = {few}"
+    lines.append(f"At max_seq_len {long}, T = {many} {carries}.")
     typical = layers.groupby("T")["layer_ms"].median()
     words = ", ".join(f"T = {T}: {ms:.3f}" for T, ms in typical.items())
     lines.append(f"Median ms per layer: {words}.")
@@ -93,7 +91,7 @@ def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
 def path_conclusion(calls: pd.DataFrame) -> str:
     """What a longer cache and more tokens cost a call on each path, a line each, from medians in ms."""
     lines = []
-    for path, rows in valid(calls).groupby("path", sort=False):
+    for path, rows in without_invalid(calls)[0].groupby("path", sort=False):
         ms = rows.groupby(["max_seq_len", "T"])["value"].median()
         (short, few), (long, many) = ms.index.min(), ms.index.max()
         lines.append(
@@ -104,40 +102,40 @@ def path_conclusion(calls: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def choice_conclusion(found: pd.DataFrame) -> str:
-    """Which configuration of a sweep to take on its one machine, what the fastest of all would cost, and what each axis is
-    worth."""
-    machine = only_machine(found)
-    found = valid(found)
-    passing = found[found["verdict"] == "GREEN"]
+def choice_conclusion(rows: pd.DataFrame) -> str:
+    """Which configuration of a sweep to take on its one machine, what the fastest of all would
+    cost, and what each axis is worth."""
+    machine = only_machine(rows)
+    rows, _ = without_invalid(rows)
+    passing = rows[rows["verdict"] == "GREEN"]
     if passing.empty:
-        return f"None of {len(found)} configurations passes the gates."
-    best, first = passing.iloc[0], found.iloc[0]
+        return f"None of {len(rows)} configurations passes the gates."
+    best, first = passing.iloc[0], rows.iloc[0]
 
     def summary(row) -> str:
         speed = f"{row['tokens_per_s']:.0f} tok/s"
         return f"{row['name']}, {speed}, worst update cosine {row['worst_cosine']:.6f}."
 
-    lines = [
-        f"Fastest of {len(passing)} configurations that pass (of {len(found)}) on {machine}: {summary(best)}"
-    ]
+    of = f"{len(passing)} configurations that pass (of {len(rows)})"
+    lines = [f"Fastest of {of} on {machine}: {summary(best)}"]
     lines += [f"Faster, and not passing: {summary(first)}"] if first["verdict"] != "GREEN" else []
-    if found["n"].min() < MIN_ROUNDS:
-        runs = f"{found['n'].min()} of the {MIN_ROUNDS} runs that a ranking needs"
+    if rows["n"].min() < MIN_ROUNDS:
+        runs = f"{rows['n'].min()} of the {MIN_ROUNDS} runs that a ranking needs"
         lines.insert(0, f"Preliminary: some configuration has {runs}.")
     axes = [*Options.model_fields, *_WAYS]
-    for axis in [c for c in found if c in axes and found[c].nunique(dropna=False) > 1]:
-        speeds = (
-            found.groupby(axis, dropna=False)["tokens_per_s"].median().sort_values(ascending=False)
-        )
+    for axis in [c for c in rows if c in axes and rows[c].nunique(dropna=False) > 1]:
+        speeds = rows.groupby(axis, dropna=False)["tokens_per_s"].median()
+        speeds = speeds.sort_values(ascending=False)
         words = ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
         lines.append(f"{axis}: {words} (medians).")
     return "\n".join(lines)
 
 
-def routing_prediction(experts: int = 16, layers: int = 40, head_slices: int = 17) -> pd.DataFrame:
-    """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard, and a router's and one
-    expert's shard; `programs` is how many the whole model loads, which lint rule G3 counts."""
+def routing_prediction() -> pd.DataFrame:
+    """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard,
+    and a router's and one expert's shard; `programs` is how many the whole model loads, which lint
+    rule G3 counts."""
+    experts, layers, head_slices = 16, 40, 17
     (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
     weights, flops = dense.weight_bytes // experts, dense.flops / experts
     one = replace(dense, weight_bytes=weights, flops=flops, dispatches=2)
@@ -157,7 +155,8 @@ def profile_parts(profile: pd.DataFrame) -> dict[str, float]:
 
 
 def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
-    """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of attention, and of the other parts."""
+    """ms per token of experiment 29's probe (q_proj and o_proj), of the rest of attention, and of
+    the other parts."""
     leaf = profile["module"].str.rsplit(".", n=1).str[-1]
     probe = profile["part"].eq("attention") & leaf.isin(["q_proj", "o_proj"])
     names = {
@@ -175,10 +174,12 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
 def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str:
     """How much of attention a Q→O probe measures on a machine, in words."""
     ms = shares.set_index("part")["ms"]
-    probe, rest = ms["probe: q_proj and o_proj"], ms["rest of attention"]
+    probe = ms["probe: q_proj and o_proj"]
+    attention = probe + ms["rest of attention"]
     return (
-        f"The probe's two projections take {probe:.3g} ms of {probe + rest:.3g} ms of attention per token "
-        f"({probe / (probe + rest):.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} and the portable runtime."
+        f"The probe's two projections take {probe:.3g} ms of {attention:.3g} ms of attention per "
+        f"token ({probe / attention:.0%}) and {probe / ms.sum():.0%} of all layers, on {machine} "
+        "and the portable runtime."
     )
 
 
@@ -206,13 +207,14 @@ def gates_by_prompt(gates: dict[str, Iterable[Gate]]) -> list[Gate]:
 
 
 def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
-    """Which ingredients stand out in the update, and which of them the hidden state would not show; `threshold` is a cosine."""
+    """Which ingredients stand out in the update, and which of them the hidden state would not show;
+    `threshold` is a cosine."""
     wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
     blind = wide.index[(wide["update"] < threshold) & (wide["hidden"] >= threshold)].tolist()
     missed = wide.index[wide["update"] >= threshold].tolist()
-    lines = [
-        f"{(wide['update'] < threshold).sum()} of {len(wide)} ingredients, left out, move the update further than {threshold:.6f}, the bundle's own worst."
-    ]
+    count = (wide["update"] < threshold).sum()
+    moving = f"{count} of {len(wide)} ingredients, left out, move the update"
+    lines = [f"{moving} further than {threshold:.6f}, the bundle's own worst."]
     lines += [f"The hidden state would not show: {', '.join(blind)}."] if blind else []
     lines += [f"Too small on this checkpoint to stand out: {', '.join(missed)}."] if missed else []
     return "\n".join(lines)
@@ -235,14 +237,14 @@ def moe_conclusion(rows: list[dict], experts: int, machine: str) -> str:
     """What routing saves against dense on a machine, in words."""
     ratio = {r["name"]: r["ratio"] for r in rows}
     ms = ratio["moe_ms_per_token"]
-    time = (
-        f"{ms:.2f} times fewer milliseconds"
-        if ms >= 1
-        else f"{1 / ms:.2f} times the milliseconds (experts this small cost less than the calls they need)"
-    )
+    time = f"{ms:.2f} times fewer milliseconds"
+    if ms < 1:
+        why = "experts this small cost less than the calls they need"
+        time = f"{1 / ms:.2f} times the milliseconds ({why})"
     return (
-        f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token (of {experts} experts) and "
-        f"spends {time} in the MoE part, on this checkpoint and runtime, on {machine}."
+        f"Routing reads {ratio['moe_bytes_per_token']:.1f} times fewer expert bytes per token "
+        f"(of {experts} experts) and spends {time} in the MoE part, on this checkpoint and "
+        f"runtime, on {machine}."
     )
 
 
@@ -258,7 +260,8 @@ def chip_predictions(bundles: dict[str, Bundle]) -> pd.DataFrame:
 def layer_times(layers: pd.DataFrame) -> pd.DataFrame:
     """Median and range of the milliseconds per layer of each run of experiment 30's sweep."""
     by = ["machine", "run_id", "states", "T", "depth"]
-    return valid(layers).groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
+    valid, _ = without_invalid(layers)
+    return valid.groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
 
 
 def sweep_counts(counts: dict[str, dict]) -> pd.DataFrame:
@@ -278,7 +281,7 @@ def planted_hypotheses() -> pd.DataFrame:
 
 
 def reuse_damage(rows: pd.DataFrame) -> pd.DataFrame:
-    """What failing configurations damage, by hypothesis and format: shares of first tokens and stored sessions that are
-    right, and the largest relative deviation of the first logits."""
+    """What failing configurations damage, by hypothesis and format: shares of first tokens and
+    stored sessions that are right, and the largest relative deviation of the first logits."""
     failing = rows[~rows["ok"]].groupby(["hypothesis", "format"])
     return failing.agg({"first_token_ok": "mean", "entry_ok": "mean", "apart": "max"}).reset_index()

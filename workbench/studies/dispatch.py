@@ -1,4 +1,5 @@
-"""What one more shard costs a call: the same layers in more shards are the same work and more dispatches.
+"""What one more shard costs a call: the same layers in more shards are the same work and more
+dispatches.
 
 Tables of the log in, a table out; which machine and which settings they are of, their columns say.
 """
@@ -56,7 +57,8 @@ def dispatch_cost(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _slope(x: np.ndarray, y: np.ndarray, freedom: int) -> tuple[float, float, float]:
-    """Slope of y on x, both without their means, and its interval, NaN without a degree of freedom."""
+    """Slope of y on x, both without their means, and its interval, NaN without a degree of
+    freedom."""
     from scipy import stats
 
     slope = float(x @ y / (x @ x))

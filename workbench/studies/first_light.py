@@ -4,7 +4,7 @@ Nothing that ran over the stand-in settles anything about Core ML, and every ans
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,13 @@ from workbench.log.machine import machine_name
 STAND_IN = Path("data/first-light/stand-in.zip")
 SAME_TIME = 0.2  # two medians that differ by less of the larger one are the same time
 UNKNOWN = "not measured"
+NOT_CORE_ML = "open: not Core ML, which would say "
 
 
 @dataclass(frozen=True)
 class Light:
-    """One first light out of the log: each stage's rows and how it ended (`stages`: stage, status, reason, seconds,
-    rows), and what it ran on."""
+    """One first light out of the log: each stage's rows and how it ended (`stages`: stage, status,
+    reason, seconds, rows), and what it ran on."""
 
     stages: pd.DataFrame
     rows: dict[str, pd.DataFrame]
@@ -43,8 +44,8 @@ class Light:
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
-    """Takes the zip at `path` of the project into the log, and reads it from there; where nothing is, the one that
-    came with the project, which ran over the stand-in."""
+    """Takes the zip at `path` of the project into the log, and reads it from there; where nothing
+    is, the one that came with the project, which ran over the stand-in."""
     file = project / path
     imported = archive.import_zip(file if file.exists() else project / STAND_IN, root)
     return read(log.load("runs", root, {"run_id": imported["runs"]}))
@@ -73,10 +74,8 @@ class Ladder:
     def __init__(self, light: Light):
         rows = light.rows.get("ladder", pd.DataFrame(columns=["ask", "rung", "units"]))
         records = rows.astype(object).where(rows.notna(), None).to_dict("records")
-        self.runs, self.plans = (
-            {(r["rung"], r["units"]): r for r in records if r["ask"] == ask}
-            for ask in ("run", "plan")
-        )
+        self.runs = {(r["rung"], r["units"]): r for r in records if r["ask"] == "run"}
+        self.plans = {r["rung"]: r for r in records if r["ask"] == "plan"}
         timing = light.rows.get("timing", pd.DataFrame())
         self.energy = timing.reindex(columns=["units", "status", "ane_joules", "energy_reason"])
 
@@ -85,14 +84,14 @@ class Ladder:
         row = self.runs.get((rung, units))
         return row and row["status"] == "ok" and row["verdict"] == "GREEN"
 
-    def rejected(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
-        """Whether Core ML refused to load a rung with error code -14."""
-        row = self.runs.get((rung, units))
-        return row and row["status"] == "refused" and "error code: -14" in row["reason"]
+    def rejected(self, rung: str) -> bool | None:
+        """Whether Core ML refused to load a rung for the Neural Engine with error code -14."""
+        row = self.runs.get((rung, "CPU_AND_NE"))
+        return row and row["status"] == "refused" and _word(row) == "−14"
 
     def share(self, rung: str) -> float | None:
         """The share of a rung's operations that are planned on the Neural Engine."""
-        row = self.plans.get((rung, "CPU_AND_NE"), {})
+        row = self.plans.get(rung, {})
         return row["ane"] / row["ops"] if row.get("status") == "ok" and row["ops"] else None
 
     def on_engine(self, rung: str) -> bool | None:
@@ -100,35 +99,40 @@ class Ladder:
         share = self.share(rung)
         return None if share is None else bool(self.ok(rung)) and share > 0
 
+    def rows_on(self, units: str) -> dict[str, dict]:
+        """The rungs that ran on some compute units, with their rows."""
+        return {rung: row for (rung, other), row in self.runs.items() if other == units}
+
     def cells(self) -> pd.DataFrame:
         """What `plots.placement_ladder` draws: rung, column, text, good."""
         rows = []
         for rung in rungs.ladder().values():
-            for units in ("CPU_ONLY", "CPU_AND_NE"):
-                row = self.runs.get((rung.name, units))
-                good = None if row is None else float(bool(self.ok(rung.name, units)))
-                rows.append((rung.says, units, row and self._word(row), good))
+            for units in UNITS:
+                row, ok = self.runs.get((rung.name, units)), self.ok(rung.name, units)
+                rows.append((rung.says, units, row and _word(row), row and float(ok)))
             share = self.share(rung.name)
             text = None if share is None else f"{share:.0%}"
             rows.append((rung.says, "planned on the ANE", text, share))
         return pd.DataFrame(rows, columns=["rung", "column", "text", "good"])
 
-    @staticmethod
-    def _word(row: dict) -> str:
-        if row["status"] != "ok":
-            rejected = "error code: -14" in (row["reason"] or "")
-            words = {"refused": "error", "invalid": "fell back"}
-            return "−14" if rejected else words.get(row["status"], "died")
-        return "✓" if row["verdict"] == "GREEN" else "✗"
-
     def table(self) -> pd.DataFrame:
-        """Every run of a rung, the rung that it stands over, its times and its distance from portable."""
+        """Every run of a rung, the rung that it stands over, its times and its distance from
+        portable."""
         columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
         over = {rung.name: rung.over for rung in rungs.ladder().values()}
         rows = [row | {"over": over.get(row["rung"])} for row in self.runs.values()]
         return pd.DataFrame(rows).reindex(columns=columns)
+
+
+def _word(row: dict) -> str:
+    """How a rung's run ended, in a word of a figure's cell."""
+    if row["status"] == "ok":
+        return "✓" if row["verdict"] == "GREEN" else "✗"
+    if "error code: -14" in (row["reason"] or ""):
+        return "−14"
+    return {"refused": "error", "invalid": "fell back"}.get(row["status"], "died")
 
 
 def timings(light: Light) -> pd.DataFrame:
@@ -140,29 +144,24 @@ def timings(light: Light) -> pd.DataFrame:
 
 
 def dispatch(light: Light) -> pd.DataFrame:
-    """Milliseconds of a call against layers in a shard, with the line through them: setting, layers, ms, fit_ms, and the
-    line's dispatch_ms (at no layer) and layer_ms. Core ML's own duration where there is one."""
+    """Milliseconds of a call against layers in a shard, with the line through them: setting,
+    layers, ms, fit_ms, and the line's dispatch_ms (at no layer) and layer_ms. Core ML's own
+    duration where there is one."""
+    columns = ["setting", "layers", "ms", "fit_ms", "dispatch_ms", "layer_ms"]
     rows = timings(light)
     rows = rows.assign(ms=rows["native_ms"].fillna(rows["wall_ms"]).astype(float))
     parts = []
     for (units, T), line in rows.groupby(["units", "T"]):
-        if line["layers"].nunique() < 2:
-            continue
-        layer, start = np.polyfit(line["layers"].astype(float), line["ms"], 1)
-        parts.append(
-            line[["layers", "ms"]].assign(
-                setting=f"{units}, T = {T}",
-                fit_ms=start + layer * line["layers"],
-                dispatch_ms=start,
-                layer_ms=layer,
-            )
-        )
-    columns = ["setting", "layers", "ms", "fit_ms", "dispatch_ms", "layer_ms"]
-    return pd.concat(parts)[columns] if parts else pd.DataFrame(columns=columns)
+        if line["layers"].nunique() > 1:
+            layer, start = np.polyfit(line["layers"].astype(float), line["ms"], 1)
+            line = line.assign(setting=f"{units}, T = {T}", dispatch_ms=start, layer_ms=layer)
+            parts.append(line.assign(fit_ms=start + layer * line["layers"])[columns])
+    return pd.concat(parts) if parts else pd.DataFrame(columns=columns)
 
 
 def host_and_device(light: Light) -> pd.DataFrame:
-    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of the wall time."""
+    """Median milliseconds of a call by setting: Core ML's own duration, and the rest of the wall
+    time."""
     rows = timings(light).dropna(subset="native_ms")
     parts = []
     for row in rows.to_dict("records"):
@@ -174,16 +173,33 @@ def host_and_device(light: Light) -> pd.DataFrame:
 
 # --- which disputed rule is settled ---------------------------------------------------------------
 
+UNITS = ("CPU_ONLY", "CPU_AND_NE")
+WORDS = {True: "yes", False: "no", None: UNKNOWN}
+
 
 def _all(*answers: bool | None) -> bool | None:
     """Whether all hold; None where one is not known and none is False."""
     return False if False in answers else None if None in answers else True
 
 
-def _state_on_engine(ladder: Ladder) -> tuple[bool | None, str]:
-    answers = {name: ladder.on_engine(name) for name in ("state", "state-t4", "medium", "large")}
-    known = [on for on in answers.values() if on is not None]
-    return (any(known) if known else None), f"on the Neural Engine: {_names(answers)}"
+def _any(answers: Iterable[bool | None]) -> bool | None:
+    """Whether any of the known answers holds; None where none is known."""
+    known = [answer for answer in answers if answer is not None]
+    return any(known) if known else None
+
+
+def _names(answers: dict[str, bool | None]) -> str:
+    return ", ".join(f"{name} {WORDS[answer]}" for name, answer in answers.items())
+
+
+def _on_engine(*names: str) -> Callable[[Ladder], tuple[bool | None, str]]:
+    """Whether any of these rungs runs on the Neural Engine."""
+
+    def decide(ladder: Ladder) -> tuple[bool | None, str]:
+        answers = {name: ladder.on_engine(name) for name in names}
+        return _any(answers.values()), f"on the Neural Engine: {_names(answers)}"
+
+    return decide
 
 
 def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
@@ -194,87 +210,82 @@ def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
     return answer, f"on the Neural Engine: {_names(on)}"
 
 
-def _range_on_engine(ladder: Ladder) -> tuple[bool | None, str]:
-    on = {name: ladder.on_engine(name) for name in ("range", "one-state-range", "medium-range")}
-    known = [answer for answer in on.values() if answer is not None]
-    return (any(known) if known else None), f"on the Neural Engine: {_names(on)}"
-
-
 def _lut4_right(ladder: Ladder) -> tuple[bool | None, str]:
-    pairs = [(name, units) for name in ("lut4", "large-lut4") for units in UNITS]
-    ratios = [ladder.runs.get(pair, {}).get("ratio_t1") for pair in pairs]
-    shown = ", ".join(
-        f"{rung} {units} {UNKNOWN if ratio is None else f'{float(ratio):.2g}'}"
-        for (rung, units), ratio in zip(pairs, ratios)
-    )
-    return _all(*(ladder.ok(*pair) for pair in pairs)), f"distances: {shown}"
+    pairs, shown = [(name, units) for name in ("lut4", "large-lut4") for units in UNITS], []
+    for rung, units in pairs:
+        ratio = ladder.runs.get((rung, units), {}).get("ratio_t1")
+        shown.append(f"{rung} {units} {UNKNOWN if ratio is None else f'{float(ratio):.2g}'}")
+    return _all(*(ladder.ok(*pair) for pair in pairs)), f"distances: {', '.join(shown)}"
 
 
 def _width_free(ladder: Ladder) -> tuple[bool | None, str]:
     return ladder.ok("width-30"), f"width 30 {_names({'loads and agrees': ladder.ok('width-30')})}"
 
 
-UNITS = ("CPU_ONLY", "CPU_AND_NE")
 DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
-    "C1": ("A state runs on the Neural Engine.", _state_on_engine),
+    "C1": (
+        "A state runs on the Neural Engine.",
+        _on_engine("state", "state-t4", "medium", "large"),
+    ),
     "C2, K6": ("Writing by a mask is taken by the Neural Engine.", _mask_as_slice),
-    "C3": ("A state with a flexible T runs on the Neural Engine.", _range_on_engine),
+    "C3": (
+        "A state with a flexible T runs on the Neural Engine.",
+        _on_engine("range", "one-state-range", "medium-range"),
+    ),
     "C4": ("4-bit tables are computed right.", _lut4_right),
     "K2": ("A state's width need not be a multiple of 32.", _width_free),
 }
 
 
-def _names(answers: dict[str, bool | None]) -> str:
-    words = {True: "yes", False: "no", None: UNKNOWN}
-    return ", ".join(f"{name} {words[answer]}" for name, answer in answers.items())
-
-
 def disputes(light: Light) -> pd.DataFrame:
     """Which disputed rule this first light settles: rule, says, answer, evidence."""
     rows, ladder = [], Ladder(light)
+    settled = "settled: " if light.runtime == "coreml" else NOT_CORE_ML
     for rule, (says, decide) in DISPUTES.items():
         answer, evidence = decide(ladder)
-        word = {True: "settled: yes", False: "settled: no", None: "open"}[answer]
-        if light.runtime != "coreml" and answer is not None:
-            word = f"open: not Core ML, which would say {word.removeprefix('settled: ')}"
+        word = "open" if answer is None else settled + WORDS[answer]
         rows.append((rule, says, word, evidence))
     return pd.DataFrame(rows, columns=["rule", "says", "answer", "evidence"])
 
 
-# --- the decision table ---------------------------------------------------------------------------
+# --- the decision table: whether each result was seen, and on which rungs -------------------------
+
+Seen = tuple[bool | None, list[str]]
 
 
-def _cpu_fails(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    rows = {rung: ladder.ok(rung, "CPU_ONLY") for rung, units in ladder.runs if units == "CPU_ONLY"}
-    return (not all(rows.values()) if rows else None), [n for n, ok in rows.items() if not ok]
+def _seen(answers: dict[str, bool | None]) -> Seen:
+    return _any(answers.values()), [rung for rung, answer in answers.items() if answer]
 
 
-def _state_rejected(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    pair = ("state", "range")
+def _cpu_fails(ladder: Ladder) -> Seen:
+    return _seen({rung: not ladder.ok(rung, "CPU_ONLY") for rung in ladder.rows_on("CPU_ONLY")})
+
+
+def _state_rejected(ladder: Ladder) -> Seen:
+    pair = ["state", "range"]
     answers = [ladder.ok(n, "CPU_ONLY") for n in pair] + [ladder.rejected(n) for n in pair]
     answer = _all(*answers)
-    return answer, list(pair) if answer else []
+    return answer, pair if answer else []
 
 
-def _range_alone_off(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    on = ladder.on_engine("range")
-    off = True if ladder.rejected("range") else None if on is None else not on
-    answer = _all(ladder.on_engine("state-t4"), off)
+def _range_alone_off(ladder: Ladder) -> Seen:
+    on = False if ladder.rejected("range") else ladder.on_engine("range")
+    answer = _all(ladder.on_engine("state-t4"), None if on is None else not on)
     return answer, ["state-t4", "range"] if answer else []
 
 
-def _write_decides(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    pairs = [("state", "slice"), ("state-t4", "slice-t4")]
-    known = [(m, s) for m, s in pairs if ladder.runs.get((m, "CPU_AND_NE")) is not None]
-    differ = [m for m, s in known if ladder.rejected(m) != ladder.rejected(s)]
-    return (bool(differ) if known else None), differ
+def _write_decides(ladder: Ladder) -> Seen:
+    answers = {}
+    for mask, slice in (("state", "slice"), ("state-t4", "slice-t4")):
+        pair = ladder.rejected(mask), ladder.rejected(slice)
+        answers[mask] = None if None in pair else pair[0] != pair[1]
+    return _seen(answers)
 
 
-def _falls_back(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    shares = {rung: ladder.share(rung) for rung, _ in ladder.plans}
+def _falls_back(ladder: Ladder) -> Seen:
+    shares = {rung: ladder.share(rung) for rung in ladder.plans}
     known = [rung for rung, share in shares.items() if share is not None]
-    silent = [n for n in known if shares[n] == 0 and ladder.ok(n) and _same_time(ladder, n)]
-    return (bool(silent) if known else None), silent
+    return _seen({n: shares[n] == 0 and ladder.ok(n) and _same_time(ladder, n) for n in known})
 
 
 def _same_time(ladder: Ladder, rung: str) -> bool:
@@ -283,29 +294,24 @@ def _same_time(ladder: Ladder, rung: str) -> bool:
     return None not in times and abs(times[0] - times[1]) <= SAME_TIME * max(times)
 
 
-def _hides_nan(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    rows = {n: row.get("nan_comes_out") for (n, units), row in ladder.runs.items() if "NE" in units}
-    known = [n for n, seen in rows.items() if seen is not None]
-    hidden = [n for n in known if not rows[n]]
-    return (bool(hidden) if known else None), hidden
+def _hides_nan(ladder: Ladder) -> Seen:
+    rows = {rung: row.get("nan_comes_out") for rung, row in ladder.rows_on("CPU_AND_NE").items()}
+    return _seen({rung: None if out is None else not out for rung, out in rows.items()})
 
 
-def _wrong_for_t(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    rows = {
-        n: (float(row["ratio_t1"]), float(row["ratio_t"]))
-        for (n, units), row in ladder.runs.items()
-        if units == "CPU_AND_NE" and None not in (row.get("ratio_t1"), row.get("ratio_t"))
-    }
-    wrong = [n for n, (one, more) in rows.items() if one <= DEVICE_FACTOR < more]
-    return (bool(wrong) if rows else None), wrong
+def _wrong_for_t(ladder: Ladder) -> Seen:
+    answers = {}
+    for rung, row in ladder.rows_on("CPU_AND_NE").items():
+        ratios = row.get("ratio_t1"), row.get("ratio_t")
+        known = None not in ratios
+        answers[rung] = float(ratios[0]) <= DEVICE_FACTOR < float(ratios[1]) if known else None
+    return _seen(answers)
 
 
-def _runs_there(ladder: Ladder) -> tuple[bool | None, list[str]]:
-    on = {rung: ladder.on_engine(rung) for rung, _ in ladder.plans}
-    known = [rung for rung, answer in on.items() if answer is not None]
-    there = [rung for rung in known if on[rung]]
+def _runs_there(ladder: Ladder) -> Seen:
+    answer, there = _seen({rung: ladder.on_engine(rung) for rung in ladder.plans})
     if not there:
-        return (False if known else None), []
+        return answer, []
     energy = ladder.energy.query("units == 'CPU_AND_NE' and status == 'ok'")
     if energy["ane_joules"].max() > 0:
         return True, there
@@ -360,16 +366,15 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
 )
 
 
-def decisions(light: Light, most: int = 6) -> pd.DataFrame:
-    """The decision table: result, seen (yes, no or not measured), where (or why it was not), means, next; at most so many
-    rungs are named."""
+def decisions(light: Light) -> pd.DataFrame:
+    """The decision table: result, seen (yes, no or not measured), where (or why it was not), means,
+    next; at most six rungs are named."""
     rows, ladder = [], Ladder(light)
     for result, means, step, decide in DECISIONS:
         seen, where = decide(ladder)
-        word = {True: "yes", False: "no", None: UNKNOWN}[seen]
-        more = f" and {len(where) - most} more" if len(where) > most else ""
-        shown = "" if seen is False else ", ".join(where[:most]) + more
-        rows.append((result, word, shown, means, step))
+        more = f" and {len(where) - 6} more" if len(where) > 6 else ""
+        shown = "" if seen is False else ", ".join(where[:6]) + more
+        rows.append((result, WORDS[seen], shown, means, step))
     return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
 
 
@@ -377,31 +382,27 @@ def decisions(light: Light, most: int = 6) -> pd.DataFrame:
 
 
 def light_gates(light: Light) -> list[Gate]:
-    """What holds on every machine: the same packages, the binding as its sources say, and on the CPU the values of the
-    portable runtime."""
+    """What holds on every machine: the same packages, the binding as its sources say, and on the
+    CPU the values of the portable runtime."""
     results, ladder = [], Ladder(light)
-    rows = list(ladder.runs.values())
-    if made := [row for row in rows if row.get("as_shipped") is not None]:
-        other = sorted({row["rung"] for row in made if not row["as_shipped"]})
-        reason = f"other bytes than shipped: {', '.join(other)}" if other else "all as shipped"
-        results.append(gates.holds("packages", not other, reason))
-    if on_cpu := [n for n, units in ladder.runs if units == "CPU_ONLY"]:
-        bad = [n for n in on_cpu if not ladder.ok(n, "CPU_ONLY")]
-        reason = f"not as portable: {', '.join(bad)}" if bad else f"{len(on_cpu)} rungs as portable"
-        results.append(gates.holds("ladder_on_cpu", not bad, reason))
+    rows = [row for row in ladder.runs.values() if row.get("as_shipped") is not None]
+    if rows:
+        other = sorted({row["rung"] for row in rows if not row["as_shipped"]})
+        heading = "other bytes than shipped: "
+        results.append(gates.none("packages", other, "all as shipped", heading))
+    if on_cpu := ladder.rows_on("CPU_ONLY"):
+        bad, fine = _cpu_fails(ladder)[1], f"{len(on_cpu)} rungs as portable"
+        results.append(gates.none("ladder_on_cpu", bad, fine, "not as portable: "))
     if "binding" in light.rows:
         table = light.rows["binding"].reindex(columns=["case", "status", "accepted", "expected"])
         known = table[table["expected"].notna()]
         odd = known[known["accepted"] != known["expected"]]["case"].tolist()
-        reason = (
-            f"otherwise: {', '.join(odd)}" if odd else f"{len(known)} answers as its sources say"
-        )
-        results.append(gates.holds("binding", not odd, reason))
-    if "golden" in light.rows:
-        for row in light.rows["golden"].to_dict("records"):
-            reason = row["reason"] if isinstance(row["reason"], str) else "data/tiny-llama"
-            green = row.get("verdict") == "GREEN"
-            results.append(gates.holds(f"golden {row['units']}", green, reason))
+        fine = f"{len(known)} answers as its sources say"
+        results.append(gates.none("binding", odd, fine, "otherwise: "))
+    for row in light.rows.get("golden", pd.DataFrame()).to_dict("records"):
+        reason = row["reason"] if isinstance(row["reason"], str) else "data/tiny-llama"
+        green = row.get("verdict") == "GREEN"
+        results.append(gates.holds(f"golden {row['units']}", green, reason))
     return results
 
 

@@ -1,7 +1,8 @@
 """LlamaANE's case rebuilt: why Qwen 2.5 gives NaN on one compute unit and not on another.
 
-Checkpoints with planted biases, score orders and mask constants in; traces of the programs that coremltools makes of
-them out. Nothing here is part of an export: the naive order exists to be measured against the one the workbench uses.
+Checkpoints with planted biases, score orders and mask constants in; traces of the programs that
+coremltools makes of them out. Nothing here is part of an export: the naive order exists to be
+measured against the one the workbench uses.
 """
 
 from collections.abc import Sequence
@@ -29,17 +30,16 @@ from workbench.models.layers import AttentionGeometry, scaled
 
 HEADS = dict(num_attention_heads=28, num_key_value_heads=4, head_dim=128)  # Qwen 2.5 7B's
 NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
-REPORTED_NORMS = {
-    0: 605.0,
-    27: 921.0,
-}  # ‖b_k‖ of its layers that stand out; the median of the others is 22
+# ‖b_k‖ of its layers that stand out; the median of the others is 22
+REPORTED_NORMS = {0: 605.0, 27: 921.0}
 
 
 def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path:
-    """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias of norm `norms[i]`.
+    """A random Qwen 2.5 checkpoint of Qwen 2.5 7B's heads whose layer i has a key bias of norm
+    `norms[i]`.
 
-    The norm is spread evenly over the key heads, in a random direction in each. Width and MLP are small: scores depend
-    on neither.
+    The norm is spread evenly over the key heads, in a random direction in each. Width and MLP are
+    small: scores depend on neither.
     """
     from safetensors.torch import load_file, save_file
 
@@ -85,7 +85,8 @@ class NaiveShape(AttentionGeometry):
 def decoder(
     bundle: Bundle, precision: str, packages: dict[str, tuple[Path, dict]] | None = None
 ) -> Decoder:
-    """A portable decoder of `bundle`; the programs of its layer shards come from `packages` if there are any."""
+    """A portable decoder of `bundle`; the programs of its layer shards come from `packages` if
+    there are any."""
     decoder = Decoder(bundle, "portable", precision)
     for model in decoder.layers if packages else ():
         package, names = packages[model.shard.name]
@@ -108,10 +109,8 @@ def naive_packages(
         module, parts = build(spec, source, plan, options)
         for block in module.blocks:
             attention = block.self_attn
-            attention.shape, attention.scale = (
-                NaiveShape(**vars(attention.shape), scale=attention.scale),
-                1.0,
-            )
+            attention.shape = NaiveShape(**vars(attention.shape), scale=attention.scale)
+            attention.scale = 1.0
         model = convert.convert(module, spec, options, {p.path for p in parts if p.compressed})
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
@@ -126,8 +125,8 @@ def naive_packages(
 
 
 def align_queries(decoder: Decoder, norm: float) -> None:
-    """Gives every query head a bias of `norm` along its group's key bias, so that a token's own score is the largest
-    that such a query can reach; 0 leaves queries without a bias."""
+    """Gives every query head a bias of `norm` along its group's key bias, so that a token's own
+    score is the largest that such a query can reach; 0 leaves queries without a bias."""
     for layer, model in enumerate(decoder.layers):
         prefix, weights = f"model.layers.{layer}.self_attn.", model.shard.weights
         keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(
@@ -145,35 +144,24 @@ def score_sweep(
 ) -> pd.DataFrame:
     """Both orders at each norm of the queries' bias: one row per order, norm and layer.
 
-    `product`: largest |q kᵀ| as the program forms it, exact, and its `headroom_bits`; `op`: that operation's MIL name;
-    `inf`, `nan`: the first operation of the whole run that gives one with one rounding per result; `narrow`: the first
-    that gives either with narrow sums (null: none).
+    `product`: largest |q kᵀ| as the program forms it, exact, and its `headroom_bits`; `op`: that
+    operation's MIL name; `inf`, `nan`: the first operation of the whole run that gives one with one
+    rounding per result; `narrow`: the first that gives either with narrow sums (null: none).
     """
     rows = []
     for order, replacements in ((NAIVE, packages), (SCALED, None)):
-        decoders = {
-            precision: decoder(bundle, precision, replacements) for precision in miltorch.PRECISIONS
-        }
+        decoders = {name: decoder(bundle, name, replacements) for name in miltorch.PRECISIONS}
         for norm in query_norms:
-            for one in decoders.values():
+            ranges = {}
+            for precision, one in decoders.items():
                 align_queries(one, norm)
-            ranges = {
-                precision: trace.trace_decoder(one, ids) for precision, one in decoders.items()
-            }
+                ranges[precision] = trace.trace_decoder(one, ids)
             first = _first_faults(ranges["declared"])
             first["narrow"] = next(filter(None, _first_faults(ranges["narrow"]).values()), None)
-            rows += [
-                {
-                    "order": order,
-                    "query_norm": norm,
-                    "layer": layer,
-                    "product": scores["max_abs"],
-                    "headroom_bits": scores["headroom_bits"],
-                    "op": scores["op"],
-                    **first,
-                }
-                for layer, scores in enumerate(products(ranges["exact"].frame()))
-            ]
+            for layer, scores in enumerate(products(ranges["exact"].frame())):
+                row = {"order": order, "query_norm": norm, "layer": layer}
+                row |= {"product": scores["max_abs"], "headroom_bits": scores["headroom_bits"]}
+                rows.append(row | {"op": scores["op"]} | first)
     return pd.DataFrame(rows)
 
 
@@ -196,7 +184,8 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
 
 
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
-    """One row per order and query norm: the layer with the least headroom, and the first inf and NaN of the run."""
+    """One row per order and query norm: the layer with the least headroom, and the first inf and
+    NaN of the run."""
     least = sweep.loc[sweep.groupby(["order", "query_norm"], sort=False)["headroom_bits"].idxmin()]
     return least.drop(columns="op").reset_index(drop=True)
 
@@ -208,22 +197,18 @@ def first_broken(sweep: pd.DataFrame) -> float:
 
 
 def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
-    """The exported order stays finite where the naive one does not, and the fault is where the notes' NaN began: in q kᵀ."""
+    """The exported order stays finite where the naive one does not, and the fault is where the
+    notes' NaN began: in q kᵀ."""
     norm = first_broken(sweep)
     here = sweep[sweep["query_norm"] == norm]
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
     bad = [f"{what}: {good[what]}" for what in ("inf", "nan", "narrow") if not pd.isna(good[what])]
+    breaks, heading = "(matmul, " in str(naive["inf"]), f"query norm {norm:g}, scaled first: "
+    reason = f"query norm {norm:g}: first inf at {naive['inf']}"
+    fine = f"{heading}every value finite, narrow sums too"
     return [
-        gates.holds(
-            "naive_breaks_in_the_score",
-            "(matmul, " in str(naive["inf"]),
-            f"query norm {norm:g}: first inf at {naive['inf']}",
-        ),
-        gates.holds(
-            "scaled_stays_finite",
-            not bad,
-            f"query norm {norm:g}, scaled first: {', '.join(bad) or 'every value finite, narrow sums too'}",
-        ),
+        gates.holds("naive_breaks_in_the_score", breaks, reason),
+        gates.none("scaled_stays_finite", bad, fine, heading),
     ]
 
 
@@ -241,7 +226,8 @@ def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
 
 
 class Masked(nn.Module):
-    """softmax(scores + mask), the mask made from `allowed` (1: attend, 0: blocked) as a program might."""
+    """softmax(scores + mask), the mask made from `allowed` (1: attend, 0: blocked) as a program
+    might."""
 
     def __init__(self, factor: float | None):
         super().__init__()
@@ -259,10 +245,13 @@ MASKS = {
     "(m − 1) · 1e4": -MASKED,
 }
 
+MASK_SHAPE = (1, 1, 4, 8)
+
 
 def mask_packages(folder: Path) -> dict[str, Path]:
-    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4, 8]."""
-    shape = [1, 1, 4, 8]
+    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, 4, 8] → weights [1, 1,
+    4, 8]."""
+    shape = list(MASK_SHAPE)
     spec = shards.Spec("mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape})
     packages = {name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)}
     for name, package in packages.items():
@@ -273,112 +262,75 @@ def mask_packages(folder: Path) -> dict[str, Path]:
 def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
     """What each mask does: one row per mask and case.
 
-    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row in which everything is blocked.
-    `leak`: most weight that a row gives to blocked positions (nan: weights that are no numbers; 1 is all that a fully
-    blocked row can do); `inf`, `nan`: the first operation that gives one.
+    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row in which everything
+    is blocked. `leak`: most weight that a row gives to blocked positions (nan: weights that are no
+    numbers; 1 is all that a fully blocked row can do); `inf`, `nan`: the first operation that gives
+    one.
     """
-    rng, rows = np.random.default_rng(0), []
+    rng, rows, (T, S) = np.random.default_rng(0), [], MASK_SHAPE[2:]
+    # every row has something to attend to, and something blocked
+    allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]
+    blocked = allowed.copy()
+    blocked[:, :, 1] = 0
     for name, package in packages.items():
-        program = miltorch.read(package)
-        executable, (T, S) = (
-            miltorch.Executable(program, "declared"),
-            program.inputs["scores"].shape[2:],
-        )
-        scores = rng.standard_normal((1, 1, T, S)).astype(np.float32)
-        allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[
-            None, None
-        ]  # every row: something to attend to, something blocked
-        blocked = allowed.copy()
-        blocked[:, :, 1] = 0
+        executable = miltorch.Executable(miltorch.read(package), "declared")
+        scores = rng.standard_normal(MASK_SHAPE).astype(np.float32)
         cases = {
             "ordinary scores": (scores, allowed),
             "attended 12,000 lower": (scores - np.float32(1.2e4) * allowed, allowed),
             "a row all blocked": (scores, blocked),
         }
-        for case, inputs in cases.items():
-            io = dict(zip(("scores", "allowed"), inputs))
+        for case, (scored, attended) in cases.items():
+            io = {"scores": scored, "allowed": attended}
             ranges = trace.trace_package(package, io).ranges["declared"]
-            weights = executable.run(
-                {name: torch.from_numpy(value) for name, value in io.items()}, {}
-            )["weights"].numpy()
-            leak = float((weights * (1 - io["allowed"])).sum(-1).max())
+            tensors = {key: torch.from_numpy(value) for key, value in io.items()}
+            weights = executable.run(tensors, {})["weights"].numpy()
+            leak = float((weights * (1 - attended)).sum(-1).max())
             rows.append({"mask": name, "case": case, "leak": leak, **_first_faults(ranges)})
     return pd.DataFrame(rows)
 
 
-def units() -> pd.DataFrame:
-    """What each compute unit is documented to do with a fault: `shows` it, or `hides` it. Documented, not measured here.
+def units(project: Path) -> pd.DataFrame:
+    """What each compute unit is documented to do with a fault: `shows` it, or `hides` it.
+    Documented, not measured here.
 
     `source`: ANEForge's documentation and sweeps on M1–M5, or the LlamaANE notes.
     """
-    rows = [
-        (
-            "a product beyond 65504",
-            "shows: NaN logits",
-            "hides: finite logits",
-            "hides: inf from 32752 on, but NaN does not propagate",
-            "LlamaANE notes (CPU, GPU); ANEForge (Neural Engine)",
-        ),
-        (
-            "a sum beyond 65504 on the way",
-            "may show: reduced accumulation",
-            "hides: wide accumulation",
-            "hides in matmul and conv, shows in reduce_sum",
-            "LlamaANE notes (GPU); ANEForge (Neural Engine); Core ML's CPU: an inference",
-        ),
-        (
-            "a NaN of softmax, 0 · inf",
-            "shows: NaN",
-            "shows: NaN",
-            "hides: +inf, 0 or a finite value",
-            "ANEForge (Neural Engine)",
-        ),
-        (
-            "an eps below 6.1e-5",
-            "hides: keeps subnormals",
-            "not documented",
-            "shows: flushed to 0",
-            "ANEForge (Neural Engine)",
-        ),
-    ]
-    return pd.DataFrame(rows, columns=["fault", "CPU", "GPU", "Neural Engine", "source"])
+    return pd.read_csv(project / "data" / "sources" / "compute_unit_faults.csv")
 
 
 def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
     """What the sweep and the masks say, in plain words."""
     naive, good = (sweep[sweep["order"] == order] for order in (NAIVE, SCALED))
     lines = [
-        "Key biases of the reported norms alone do not overflow: without a bias on the queries, q kᵀ reaches "
-        f"{naive.loc[naive['query_norm'] == 0, 'product'].max():,.0f} of 65,504."
+        "Key biases of the reported norms alone do not overflow: without a bias on the queries, "
+        f"q kᵀ reaches {naive.loc[naive['query_norm'] == 0, 'product'].max():,.0f} of 65,504."
     ]
     broken, also = (rows[rows["inf"].notna()].sort_values("query_norm") for rows in (naive, good))
     if broken.empty:
         lines.append("No query norm that was tried makes the naive order overflow.")
     else:
-        least, gain = (
-            broken.iloc[0],
-            np.mean(good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy()),
-        )
+        least = broken.iloc[0]
+        gain = np.mean(good["headroom_bits"].to_numpy() - naive["headroom_bits"].to_numpy())
+        finite = f"finite at every norm tried, up to {good['query_norm'].max():g}"
+        if len(also):
+            largest = good.loc[good["inf"].isna(), "query_norm"].max()
+            finite = f"finite up to a norm of {largest:g}, "
+            finite += f"infinite at {also.iloc[0]['query_norm']:g}"
         lines += [
-            f"With queries that point along them, q kᵀ before scaling is infinite from a query norm of {least['query_norm']:g} per "
-            f"head on: first inf at {least['inf']}, first NaN at {least['nan']}.",
-            f"Scaling q first, as the export does, leaves {gain:.1f} more bits: "
-            + (
-                f"finite up to a norm of {good.loc[good['inf'].isna(), 'query_norm'].max():g}, infinite at {also.iloc[0]['query_norm']:g}."
-                if len(also)
-                else f"finite at every norm tried, up to {good['query_norm'].max():g}."
-            ),
+            "With queries that point along them, q kᵀ before scaling is infinite from a query norm "
+            f"of {least['query_norm']:g} per head on: first inf at {least['inf']}, "
+            f"first NaN at {least['nan']}.",
+            f"Scaling q first, as the export does, leaves {gain:.1f} more bits: {finite}.",
         ]
     for mask, rows in masks.groupby("mask", sort=False):
-        lines.append(
-            f"Mask {mask}: "
-            + "; ".join(f"{row.case}: {_outcome(row)}" for row in rows.itertuples())
-            + "."
-        )
+        cases = "; ".join(f"{row.case}: {_outcome(row)}" for row in rows.itertuples())
+        lines.append(f"Mask {mask}: {cases}.")
     lines.append(
-        "So another mask constant cannot cure an inf that is there before the mask is added; a unit whose products are "
-        "wider than fp16 (GPU) never sees it, and one that drops NaN (Neural Engine) turns it into a wrong but finite "
-        "answer. That a device behaves so is documented, not measured here."
+        "So another mask constant cannot cure an inf that is there before the mask is added; a "
+        "unit whose products are wider than fp16 (GPU) never sees it, and one that drops NaN "
+        "(Neural Engine) turns it into a wrong but finite answer. That a device behaves so is "
+        "documented, not measured here."
     )
     return "\n".join(f"- {line}" for line in lines)
 

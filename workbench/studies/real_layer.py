@@ -26,8 +26,8 @@ def measure_real_layer(
     runtime: str, changes: Mapping, folder: Path, *, experiment: str, **run
 ) -> pd.DataFrame:
     """One row: a layer of random weights and Qwen2.5-0.5B's dimensions with `changes`
-    (transformers' names), measured on CPU_AND_NE by a sweep with the options `run`, with the Neural Engine's shares and the
-    `result` in words. Nothing is measured on the portable runtime.
+    (transformers' names), measured on CPU_AND_NE by a sweep with the options `run`, with the Neural
+    Engine's shares and the `result` in words. Nothing is measured on the portable runtime.
 
     Args:
         folder: where the checkpoint is written.

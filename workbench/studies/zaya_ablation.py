@@ -1,7 +1,7 @@
 """Hugging Face's ZAYA with one ingredient left out at a time: how far each moves a layer's update.
 
-Most ingredients are switched off by their own weights, the rest by wrapping one function of transformers' module for
-the time of a run. Nothing of the layer is typed in again.
+Most ingredients are switched off by their own weights, the rest by wrapping one function of
+transformers' module for the time of a run. Nothing of the layer is typed in again.
 """
 
 from collections.abc import Callable
@@ -85,10 +85,12 @@ def by_code() -> dict[str, tuple]:
 
 
 def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
-    """Worst cosine, over layers and positions, of each ablated model's layers on the golden's inputs.
+    """Worst cosine, over layers and positions, of each ablated model's layers on the golden's
+    inputs.
 
     Returns:
-        Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants them, worst first.
+        Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants
+        them, worst first.
     """
     patches = {
         name: (None, patch.object(owner, "forward", replacement(owner.forward)))

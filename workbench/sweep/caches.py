@@ -1,4 +1,5 @@
-"""Files and folders that the workbench makes again by itself, with their sizes: what `workbench clean` may remove."""
+"""Files and folders that the workbench makes again by itself, with their sizes: what `workbench
+clean` may remove."""
 
 import shutil
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ class CacheEntry:
 
 
 def cache_entries(project: Path, folders: tuple[Path, ...] = ()) -> list[CacheEntry]:
-    """What can be removed, largest first: everything of `KINDS` in `project`, and compiled copies and unfinished
-    exports in further `folders`, whose finished bundles are the user's own and are left out."""
+    """What can be removed, largest first: everything of `KINDS` in `project`, and compiled copies
+    and unfinished exports in further `folders`, whose finished bundles are the user's own and are
+    left out."""
     beside = (project / BUNDLES, *folders)
     paths_by_kind = {
         kind: [path for folder in beside for path in folder.glob(pattern) if path.is_dir()]

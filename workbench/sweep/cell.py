@@ -1,8 +1,8 @@
 """One cell of a sweep: a job (plain JSON values) in, the files of one logged run out.
 
-`run_cell` is the same wherever it runs: it exports the bundle that is missing and measures, each in a fresh process, and
-returns the log files of that one run, which the caller writes. A measurement that fails is a run too: status `failed`,
-the reason, and the end of its stderr.
+`run_cell` is the same wherever it runs: it exports the bundle that is missing and measures, each in
+a fresh process, and returns the log files of that one run, which the caller writes. A measurement
+that fails is a run too: status `failed`, the reason, and the end of its stderr.
 """
 
 import hashlib
@@ -20,10 +20,8 @@ from workbench.ane import placement
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import MANIFEST_VERSION
 from workbench.check import golden
-from workbench.check.device import stored_reference
 from workbench.check.gates import jsonable
-from workbench.check.price import measure_budget
-from workbench.check.validate import Validation, keep_verdict, validate
+from workbench.check.validate import Validation, validate_stored
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.files import locked
@@ -34,11 +32,13 @@ MEASURE_FUNCTION = "workbench.sweep.cell:measure_cell"
 
 
 def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
-    """Exports what is missing, measures in a child, and returns the run's log files: path in the log → contents.
+    """Exports what is missing, measures in a child, and returns the run's log files: path in the
+    log → contents.
 
     Args:
-        job: {checkpoint, checkpoint_hash, bundle, identity, golden, options, run, setting, round, cell, judge_ids, max_kl, experiment, bundles,
-            timeout_s, attempt, worker (an index; None: 0)}.
+        job: {checkpoint, checkpoint_hash, bundle, identity, golden, options, run, setting, round,
+            cell, judge_ids, max_kl, experiment, bundles, timeout_s, attempt, worker (an index;
+            None: 0)}.
         measure: the function that a fresh process calls; it logs one run into job["root"].
     """
     started = time.time()
@@ -65,7 +65,8 @@ def prepare(job: dict) -> None:
 
 
 def measure_cell(job: dict) -> None:
-    """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
+    """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run
+    into job["root"]."""
     began, before = time.time(), runs.state_before()
     bundle = _bundle(job)
     decoder = Decoder(
@@ -109,21 +110,15 @@ def measure_cell(job: dict) -> None:
 def _validation(job: dict, decoder: Decoder) -> Validation:
     """The job's bundle against its golden; bug gates and budget take the checkpoint, which a
     finished bundle does without."""
-    bundle, budget = decoder.bundle, None
+    checkpoint = None if job["identity"] else _checkpoint(job)
     if job["golden"]:
         path = find(job["golden"], log.default_root())
         reference = golden.Golden.load(path)
-    if not job["identity"]:
-        checkpoint, folder = _checkpoint(job), _path(job).parent.with_name("golden")
-        if not job["golden"]:
-            path = golden.golden_path(checkpoint, job["judge_ids"], folder)
-            reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
-        keep_verdict(bundle, checkpoint)
-        budget = measure_budget(bundle, checkpoint, reference)
-    device = None
-    if decoder.runtime != "portable":
-        device = stored_reference(bundle, reference, path)
-    return validate(decoder, reference, budget=budget, reference=device, max_kl=job["max_kl"])
+    else:
+        folder = _path(job).parent.with_name("golden")
+        path = golden.golden_path(checkpoint, job["judge_ids"], folder)
+        reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
+    return validate_stored(decoder, reference, checkpoint, path=path, max_kl=job["max_kl"])
 
 
 def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dict:
@@ -132,20 +127,10 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     of the `seconds` that are left, the config says why."""
     if decoder.runtime == "portable":
         return {}
-    models = *decoder.layers, *decoder.heads
+    shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
+    how = decoder.runtime, decoder.compute_units, decoder.fault
     try:
-        placements = plans.planned_placement(
-            decoder.bundle,
-            [
-                (model.shard.name, function)
-                for model in models
-                for function in model.shard.functions or [None]
-            ],
-            decoder.runtime,
-            decoder.compute_units,
-            fault=decoder.fault,
-            timeout_s=max(1, seconds / 2),
-        )
+        placements = plans.planned_placement(decoder.bundle, shards, *how, max(1, seconds / 2))
     except InputError as problem:
         return {"config": config | {"placement": str(problem)}}
     columns = placement.columns(placements)
@@ -183,7 +168,8 @@ def _config(job: dict) -> dict:
 
 
 def _checkpoint(job: dict) -> Checkpoint:
-    """The job's checkpoint on this machine: its path, or the same path in the project that this process runs in."""
+    """The job's checkpoint on this machine: its path, or the same path in the project that this
+    process runs in."""
     checkpoint = Checkpoint(find(job["checkpoint"], log.default_root()))
     if checkpoint.sha256 != job["checkpoint_hash"]:
         raise InputError(
@@ -196,8 +182,9 @@ def _checkpoint(job: dict) -> Checkpoint:
 
 
 def find(path: str, root: Path) -> Path:
-    """The path itself where it exists, else relative to the project that the log belongs to (notebooks run elsewhere),
-    else, for the name of a model on the Hub, its folder in the local cache if it is there."""
+    """The path itself where it exists, else relative to the project that the log belongs to
+    (notebooks run elsewhere), else, for the name of a model on the Hub, its folder in the local
+    cache if it is there."""
     project = log.project(root)
     if Path(path).exists():
         return Path(path)
@@ -207,7 +194,8 @@ def find(path: str, root: Path) -> Path:
 
 
 def lacks(checkpoint: str) -> str | None:
-    """What is wrong with this path of a checkpoint on this machine, in one message; None: nothing."""
+    """What is wrong with this path of a checkpoint on this machine, in one message; None:
+    nothing."""
     try:
         paths.checkpoint(find(checkpoint, log.default_root()))
     except InputError as problem:
@@ -260,7 +248,8 @@ def bundle_for(
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether `path` of the cache holds a bundle; `measure_cell` refuses one that cannot be read."""
+    """Whether `path` of the cache holds a bundle; `measure_cell` refuses one that cannot be
+    read."""
     with locked(_lock(path)):
         try:
             return _cached(path) is not None

@@ -1,8 +1,9 @@
-"""The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the order they end.
+"""The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the
+order they end.
 
-A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no worker ever measures
-two at once. Dask's own retries and waiting are disabled: a job whose worker dies is tried once more, both attempts are
-logged, and a cluster without workers raises an error.
+A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no
+worker ever measures two at once. Dask's own retries and waiting are disabled: a job whose worker
+dies is tried once more, both attempts are logged, and a cluster without workers raises an error.
 """
 
 import shutil
@@ -48,7 +49,8 @@ class Cluster:
                 f"{len(lacking)} of {len(names)} workers",
                 "; ".join(f"{names[address]}: {text}" for address, text in lacking.items()),
                 f"{path} in the project of each, as here",
-                "copy the checkpoint there, or name finished bundles in the grid (bundle: […]), which are sent",
+                "copy the checkpoint there, or name finished bundles in the grid (bundle: […]), "
+                "which are sent",
             )
 
     def send(self, source: Path, place: str) -> None:
@@ -72,7 +74,8 @@ class Cluster:
     ) -> Iterator[tuple]:
         """Runs every job; yields (job, its log files, whether that was its last attempt).
 
-        Each worker has one job at a time: Dask would count a job that waits at a worker that dies as failed, too.
+        Each worker has one job at a time: Dask would count a job that waits at a worker that dies
+        as failed, too.
         """
         from distributed import as_completed
 
@@ -130,7 +133,8 @@ def _finish(place: str) -> None:
 
 
 def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) -> dict:
-    """On a worker: runs a job that names its worker by an index, since an address names the host."""
+    """On a worker: runs a job that names its worker by an index, since an address names the
+    host."""
     from distributed import get_worker
 
     return run(job | {"worker": indices.get(get_worker().address)})
@@ -184,13 +188,15 @@ def connect(address: str):
 
 
 def _errors() -> tuple[type, type]:
-    """What Dask raises when a job's worker died, and when none came back; imported late, since sweeps here need neither."""
+    """What Dask raises when a job's worker died, and when none came back; imported late, since
+    sweeps here need neither."""
     from distributed.scheduler import KilledWorker, NoValidWorkerError
 
     return KilledWorker, NoValidWorkerError
 
 
 def _disable_dask_retries(dask_scheduler) -> None:
-    """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers ends."""
+    """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers
+    ends."""
     dask_scheduler.allowed_failures = 0
     dask_scheduler.no_workers_timeout = PATIENCE_S

@@ -1,4 +1,5 @@
-"""The error split of a checkpoint's bundle, measured in a process of its own, logged, and read again from the log."""
+"""The error split of a checkpoint's bundle, measured in a process of its own, logged, and read
+again from the log."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,8 @@ from workbench.sweep.cell import bundle_for
 def measure_split(
     checkpoint: Checkpoint, options: Options, ids: list[int], experiment: str, root: Path
 ) -> None:
-    """Splits the error over a prompt (see `workbench.explain.error`) in a child process and logs it.
+    """Splits the error over a prompt (see `workbench.explain.error`) in a child process and logs
+    it.
 
     Raises:
         InputError: the child failed.
@@ -53,8 +55,8 @@ def split_main(argument: dict) -> None:
 
 
 def stored_split(checkpoint: Checkpoint, options: Options, root: Path) -> pd.DataFrame | None:
-    """Parts of every layer's isolated update (see `workbench.explain.error.Split.layers`), with run_id; None: never
-    measured."""
+    """Parts of every layer's isolated update (see `workbench.explain.error.Split.layers`), with
+    run_id; None: never measured."""
     where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(options)
     logged = log.load("runs", root=root, where=where).dropna(subset="config")
     for run in logged.sort_values("run_id", ascending=False).itertuples():

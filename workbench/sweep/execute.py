@@ -1,7 +1,8 @@
 """Measures the cells of a grid that the log does not hold yet.
 
-Cells run one after the other in this machine's child processes, or on the workers of a Dask cluster; either way one
-process, this one, writes the log, so a sweep that is killed loses at most the cell it was at.
+Cells run one after the other in this machine's child processes, or on the workers of a Dask
+cluster; either way one process, this one, writes the log, so a sweep that is killed loses at most
+the cell it was at.
 """
 
 import json
@@ -38,15 +39,17 @@ def sweep(
 
     Args:
         root: the log's folder.
-        bundles: where bundles are cached (default: data/bundles of the project that the log belongs to, or beside a log of
-            its own; on a cluster, of the project that each worker runs in).
-        scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure; default: this machine.
+        bundles: where bundles are cached (default: data/bundles of the project that the log belongs
+            to, or beside a log of its own; on a cluster, of the project that each worker runs in).
+        scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure;
+            default: this machine.
         measure: the function that the child process of a cell calls.
         on_cell: called after each measured cell.
 
     Returns:
-        {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and why cells
-        failed or are invalid; cells that ran, and not on the unit that they were meant for, are done and invalid.
+        {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and why
+        cells failed or are invalid; cells that ran, and not on the unit that they were meant for, are done and
+        invalid.
     """
     from tqdm.auto import tqdm
 
@@ -73,22 +76,23 @@ def sweep(
         with tqdm(total=len(jobs), desc="sweep", unit="cell", disable=not progress) as bar:
             for _, files, last in results(jobs):
                 run_id = log.adopt(files, root)
+                if not last:
+                    continue
                 row = log.load("runs", root=root, where={"run_id": run_id}).iloc[0]
                 status = row["status"]
-                counts["done" if status in runs.MEASURED else "failed"] += last
-                counts["invalid"] += last and status == "invalid"
+                counts["done" if status in runs.MEASURED else "failed"] += 1
+                counts["invalid"] += status == "invalid"
                 reason = f"{status}: {row['reason']}"
-                if last and status != "ok" and reason not in counts["reasons"]:
+                if status != "ok" and reason not in counts["reasons"]:
                     counts["reasons"].append(reason)
-                bar.update(last)
-                if last:
-                    on_cell()
+                bar.update()
+                on_cell()
     return counts
 
 
 def _source(grid: Grid, bundle: str | None, root: Path) -> dict:
-    """Keys of a job that say what its cell starts from, with the paths of this machine: the grid's checkpoint, or a
-    finished bundle; `identity` and `bundle` are null without one."""
+    """Keys of a job that say what its cell starts from, with the paths of this machine: the grid's
+    checkpoint, or a finished bundle; `identity` and `bundle` are null without one."""
     subject = "validate_ids of the grid"
     golden = grid.golden and str(cell.find(grid.golden, root).resolve())
     if bundle is None:
@@ -110,7 +114,8 @@ def _contents(source: dict) -> str:
 
 
 def _job(c: Cell, grid: Grid, source: dict, bundles: Path | None) -> dict:
-    """A cell as what can travel to another process or, where paths are other ones, to another machine."""
+    """A cell as what can travel to another process or, where paths are other ones, to another
+    machine."""
     return source | {
         "options": c.options.model_dump(),
         "run": c.run,
@@ -131,8 +136,8 @@ def _job(c: Cell, grid: Grid, source: dict, bundles: Path | None) -> dict:
 
 @contextmanager
 def _workers(scheduler: str | None, measure: str, checkpoint: str):
-    """((machine, software) of all that measure, function from jobs to results, function that makes a source's paths those
-    of whoever measures) here or on a cluster."""
+    """((machine, software) of all that measure, function from jobs to results, function that makes
+    a source's paths those of whoever measures) here or on a cluster."""
     if scheduler is None:
         here = {_host(log.environment())}
         yield here, lambda jobs: ((job, cell.run_cell(job, measure), True) for job in jobs), dict

@@ -65,9 +65,9 @@ class Hints(BaseModel, extra="forbid"):
 
 
 class Run(BaseModel, extra="forbid"):
-    """How each bundle is run; every list is an axis. `repetitions` are sequences within one process, more of them where
-    `min_tokens` or `min_seconds` ask for it; `rounds` are processes: each round measures every cell once, in an order of its
-    own, `cool_down_s` seconds apart."""
+    """How each bundle is run; every list is an axis. `repetitions` are sequences within one
+    process, more of them where `min_tokens` or `min_seconds` ask for it; `rounds` are processes:
+    each round measures every cell once, in an order of its own, `cool_down_s` seconds apart."""
 
     T: Axis[Count] = [1]
     depth: Axis[NonNegativeInt] = [0]
@@ -93,9 +93,10 @@ class Run(BaseModel, extra="forbid"):
 
 
 class Grid(BaseModel, extra="forbid"):
-    """A sweep: `checkpoint` and lists of export options, or finished bundles in `bundle`; run options, the prompt each
-    bundle is validated on, if any, and the user's limit on its mean KL in nats. With a stored `golden`, whose prompt it is
-    then, a bundle is validated where there is no checkpoint."""
+    """A sweep: `checkpoint` and lists of export options, or finished bundles in `bundle`; run
+    options, the prompt each bundle is validated on, if any, and the user's limit on its mean KL in
+    nats. With a stored `golden`, whose prompt it is then, a bundle is validated where there is no
+    checkpoint."""
 
     checkpoint: str = ""
     bundle: list[str] = []
@@ -109,8 +110,8 @@ class Grid(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Cell:
-    """One bundle, one way to run it, one round; `judge_ids` where this is the cell that also validates its bundle. `bundle`:
-    the path of a finished one, None where it is exported."""
+    """One bundle, one way to run it, one round; `judge_ids` where this is the cell that also
+    validates its bundle. `bundle`: the path of a finished one, None where it is exported."""
 
     checkpoint: str
     options: Options
@@ -120,8 +121,8 @@ class Cell:
     bundle: str | None = None
 
     def setting(self, checkpoint_hash: str) -> str:
-        """What rounds repeat: contents of the checkpoint (of a finished bundle: its identity), export options, run
-        options."""
+        """What rounds repeat: contents of the checkpoint (of a finished bundle: its identity),
+        export options, run options."""
         return _hash([checkpoint_hash, self.options.model_dump(), self.run])
 
     def key(self, checkpoint_hash: str) -> str:
@@ -130,7 +131,8 @@ class Cell:
         return f"{self.setting(checkpoint_hash)}-{self.round}{ids}"
 
     def columns(self, auto: str) -> dict:
-        """Columns of `runs` that a run of this cell has (see `runs.TIMES`), where `auto` is the runtime that auto means."""
+        """Columns of `runs` that a run of this cell has (see `runs.TIMES`), where `auto` is the
+        runtime that auto means."""
         runtime = auto if self.run["runtime"] == "auto" else self.run["runtime"]
         return (
             runs.exported(self.options)
@@ -185,12 +187,12 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
 def check_sizes(grid: Grid) -> None:
     """Refuses a grid with a cell that its bundle could not run: T, depth, n_gen, validate_ids."""
     for cell in cells(grid):
-        S, judged = cell.options.max_seq_len, len(cell.judge_ids)
+        S, count = cell.options.max_seq_len, len(cell.judge_ids)
         sizes = runs.pick(cell.run, "T", "depth", "n_gen")
         timing.check_size(cell.options, **sizes, subject="grid, ")
-        if judged > S:
+        if count > S:
             needed, step = f"at most max_seq_len = {S}", "validate on fewer, or export more"
-            raise InputError("grid, validate_ids", f"{judged} tokens", needed, step)
+            raise InputError("grid, validate_ids", f"{count} tokens", needed, step)
 
 
 def _with_golden(grid: Grid, subject: str) -> Grid:
@@ -209,14 +211,14 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
         return grid
     ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()
     if grid.validate_ids not in ([], ids):
-        found = f"validate_ids {grid.validate_ids}"
-        raise InputError(subject, found, f"the golden's {ids}", "leave validate_ids out")
+        actual = f"validate_ids {grid.validate_ids}"
+        raise InputError(subject, actual, f"the golden's {ids}", "leave validate_ids out")
     return grid.model_copy(update={"validate_ids": ids})
 
 
 def cells(grid: Grid) -> Iterator[Cell]:
-    """The cross product, round by round; of `PORTABLE_AXES` a runtime named otherwise has the first values alone. The
-    first way to run each bundle and runtime also validates it, once."""
+    """The cross product, round by round; of `PORTABLE_AXES` a runtime named otherwise has the first
+    values alone. The first way to run each bundle and runtime also validates it, once."""
     run = grid.run.model_dump(exclude_none=True)
     common = runs.pick(run, *(name for name in _COMMON if name in run))
     axes = runs.pick(run, *RUN_AXES).values()

@@ -1,4 +1,5 @@
-"""Energy and active time of the Neural Engine between two moments, from the counters of macOS' IOReport.
+"""Energy and active time of the Neural Engine between two moments, from the counters of macOS'
+IOReport.
 
 The library is public knowledge and no public interface (mactop, macmon): it is called in a child
 process, and whatever is missing, zero or of another form is None with a reason. The counters are of

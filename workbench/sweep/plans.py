@@ -1,33 +1,38 @@
 """Core ML's compute plans, asked for in a process of their own: Core ML may abort the one that asks
 (CT#2757)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from workbench.ane.placement import Placement
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError
 from workbench.sweep import process
 
 
+def plan_job(
+    bundle: Bundle, shards: Iterable[Shard], runtime: str, compute_units: str, fault: str
+) -> dict:
+    """The argument of `placement.plan_main` for every function of some shards of a bundle."""
+    programs = [(shard.name, name) for shard in shards for name in shard.functions or [None]]
+    job = {"bundle": str(bundle.root), "programs": programs, "runtime": runtime}
+    return job | {"compute_units": compute_units, "fault": fault}
+
+
 def planned_placement(
     bundle: Bundle,
-    programs: Sequence[tuple[str, str | None]],
+    shards: Iterable[Shard],
     runtime: str,
-    compute_units: str = "CPU_AND_NE",
-    *,
+    compute_units: str,
     fault: str = "",
     timeout_s: float | None = None,
 ) -> list[Placement]:
-    """What Core ML, or its stand-in with a fault, plans for some shards of a bundle.
-
-    Args:
-        programs: a shard's name and the function's (None: its only one) for each.
+    """What Core ML, or its stand-in with a fault, plans for every function of some shards of a
+    bundle.
 
     Raises:
         InputError: there is no plan, with the reason, the death of the process that asked included.
     """
-    job = {"bundle": str(bundle.root), "programs": list(programs), "runtime": runtime}
-    job |= {"compute_units": compute_units, "fault": fault}
+    job = plan_job(bundle, shards, runtime, compute_units, fault)
     outcome = process.call("workbench.ane.placement:plan_main", job, timeout_s=timeout_s)
     if outcome.failure is not None:
         raise InputError.from_message(outcome.failure) or InputError(

@@ -1,10 +1,12 @@
-"""One function call in a fresh Python process: JSON in, JSON out; a crash there is a failure in words here.
+"""One function call in a fresh Python process: JSON in, JSON out; a crash there is a failure in
+words here.
 
 A child starts with nothing loaded, compiled or warmed up, and ends when its caller does.
 """
 
 import importlib
 import json
+import math
 import os
 import re
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -53,16 +56,18 @@ def stopped_by(event: threading.Event) -> Iterator[None]:
         _STOP.reset(before)
 
 
-def _kill_at(event: threading.Event, child: subprocess.Popen) -> None:
+def _kill_at(stop: threading.Event, deadline: float, child: subprocess.Popen) -> None:
+    """Kills the child when `stop` is set or the monotonic clock has reached `deadline`."""
     while child.returncode is None:
-        if event.wait(0.2):
+        if stop.wait(0.2) or time.monotonic() >= deadline:
             child.kill()
             return
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a call: its `value`, or the reason why there is none, compiler errors and the end of stderr."""
+    """Of a call: its `value`, or the reason why there is none, compiler errors and the end of
+    stderr."""
 
     value: object = None
     failure: str | None = None
@@ -81,7 +86,8 @@ def call(
     Raises:
         Cancelled: see `stopped_by`.
     """
-    stop = _STOP.get()
+    stop = _STOP.get() or threading.Event()
+    deadline = time.monotonic() + (timeout_s or math.inf)
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "workbench.sweep.process", function],
@@ -90,34 +96,29 @@ def call(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        late = threading.Event()
-        clock = threading.Timer(
-            timeout_s or threading.TIMEOUT_MAX, lambda: (late.set(), child.kill())
-        )
-        clock.daemon = True
-        clock.start()
-        if stop:
-            threading.Thread(target=_kill_at, args=(stop, child), daemon=True).start()
+        threading.Thread(target=_kill_at, args=(stop, deadline, child), daemon=True).start()
         try:
             reply = _ask(child, argument)
             code = child.wait()
         finally:  # on any way out: no child is left behind
-            clock.cancel()
             child.kill()
             child.communicate()
-        if stop and stop.is_set():
+        if stop.is_set():
             raise Cancelled
+        late = time.monotonic() >= deadline
         errors.seek(0)
         lines = _lines(errors.read())
-    outcome, tail = json.loads(reply) if reply else {}, [] if reply else lines[-TAIL:]
     if not reply:
-        outcome["failure"] = f"no answer in {timeout_s} s" if late.is_set() else _death(code, lines)
-    notes = [*_messages(lines), *tail] if "failure" in outcome else []
-    return Outcome(**outcome, lines=tuple(dict.fromkeys(notes)))
+        failure = f"no answer in {timeout_s} s" if late else _death(code, lines)
+        notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
+        return Outcome(failure=failure, lines=tuple(notes))
+    outcome = json.loads(reply)
+    return Outcome(**outcome, lines=tuple(_messages(lines) if "failure" in outcome else ()))
 
 
 def _ask(child: subprocess.Popen, argument: dict) -> bytes:
-    """Sends the argument and waits for the reply; stdin stays open, since the child ends at its end."""
+    """Sends the argument and waits for the reply; stdin stays open, since the child ends at its
+    end."""
     try:
         child.stdin.write(json.dumps(argument).encode() + b"\n")
         child.stdin.flush()
@@ -178,7 +179,8 @@ def _death(code: int, lines: list[str]) -> str:
 
 
 def _serve(function: str) -> None:
-    """The child: one argument from stdin, one reply to the original stdout; whatever else prints goes to stderr."""
+    """The child: one argument from stdin, one reply to the original stdout; whatever else prints
+    goes to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     argument = json.loads(sys.stdin.readline())

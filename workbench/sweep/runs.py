@@ -1,4 +1,5 @@
-"""Rows of the table `runs` that bundles and decoders determine, how a run is recorded, and which rows belong together."""
+"""Rows of the table `runs` that bundles and decoders determine, how a run is recorded, and which
+rows belong together."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +74,8 @@ def _text(value) -> str:
 
 
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
-    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: it is measured elsewhere."""
+    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: it is
+    measured elsewhere."""
     m = bundle.manifest
     row = {
         "checkpoint": m.checkpoint["name"],
@@ -107,7 +109,8 @@ def record_run(
 
     Args:
         rest: gives more columns of the row, once the tables are written.
-        tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an empty one is left out.
+        tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an empty one is
+            left out.
 
     Returns:
         The run id.
@@ -161,7 +164,8 @@ def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def footer(*run_ids: str, **more) -> pd.DataFrame:
-    """The last cell of a notebook: its log rows, and the versions of the software that wrote them."""
+    """The last cell of a notebook: its log rows, and the versions of the software that wrote
+    them."""
     environment = pick(log.environment(), "platform", "commit", "versions")
     rows = {"log rows": ", ".join(run_ids)} | more | environment
     return pd.DataFrame(rows.items(), columns=["", "value"]).set_index("")

@@ -1,8 +1,9 @@
-"""How long calls take: raw samples, warm-ups apart, every clock named. Numbers of a portable run are this
-machine's, never the Neural Engine's.
+"""How long calls take: raw samples, warm-ups apart, every clock named. Numbers of a portable run
+are this machine's, never the Neural Engine's.
 
-Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks, rope, transfers); the
-prefill to a depth as a whole; and apart from all that, how long each shard took to compile, to load and to run first.
+Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks,
+rope, transfers); the prefill to a depth as a whole; and apart from all that, how long each shard
+took to compile, to load and to run first.
 """
 
 import time
@@ -35,22 +36,25 @@ def measure_speed(
     min_tokens: int | None = None,
     min_seconds: float | None = None,
 ) -> pd.DataFrame:
-    """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are through.
+    """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are
+    through.
 
     On Core ML, untimed calls go before: its Neural Engine ramps up over about three calls.
 
     Args:
         repetitions: fresh sequences, each prefilled to `depth` and then timed.
-        min_tokens, min_seconds: more sequences follow until as many tokens are timed (of one sequence of the batch), and as
-            much time has passed since the first call; of these only whole calls and rates are samples.
+        min_tokens, min_seconds: more sequences follow until as many tokens are timed (of one
+            sequence of the batch), and as much time has passed since the first call; of these only
+            whole calls and rates are samples.
 
     Returns:
-        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host` in ms, `prefill` in
-        ms (the first one a warm-up) and `tokens_per_s` per repetition; `compile`, `cold_load`, `load` and `first_predict`
-        per shard. A call and its parts have `cpu_ms`, CPU time of this thread, and but for the host `native_ms`, Core ML's own
-        time (null on other runtimes). ``elapsed_s`` is the time from the start to the end of what a row
-        measures. With `min_seconds`, `thermal_pressure` follows a sequence every few seconds on a Mac:
-        its index in `log.host_state.THERMAL_PRESSURES`.
+        The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host`
+        in ms, `prefill` in ms (the first one a warm-up) and `tokens_per_s` per repetition;
+        `compile`, `cold_load`, `load` and `first_predict` per shard. A call and its parts have
+        `cpu_ms`, CPU time of this thread, and but for the host `native_ms`, Core ML's own time
+        (null on other runtimes). ``elapsed_s`` is the time from the start to the end of what a row
+        measures. With `min_seconds`, `thermal_pressure` follows a sequence every few seconds on a
+        Mac: its index in `log.host_state.THERMAL_PRESSURES`.
     """
     calls = check_size(decoder.options, T, depth, n_gen)
     if decoder.runtime != "portable":
@@ -80,7 +84,8 @@ def measure_speed(
 def _timed_sequence(
     decoder: Decoder, rng, began: float, repetition: int, calls: int, setting: dict
 ) -> list[dict]:
-    """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls and its rate."""
+    """Samples of a fresh sequence: its prefill to a depth, if any, warm-up calls, calls and its
+    rate."""
     T, depth = setting["T"], setting["depth"]
     common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
     rows, ms, first = [], [], repetition * (WARMUP_CALLS + calls)
@@ -142,22 +147,19 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
     total, cpu = ((now - since) * 1e3 for now, since in ends)
     native = None if None in times.native_ms else sum(times.native_ms)
-    steps = [("layer", model.shard.name) for model in decoder.layers] + [("head", None)]
-    ms = [*times.layers, times.head]
+    shards, ms = [model.shard.name for model in decoder.layers], [*times.layers, times.head]
+    names = ["layer"] * len(shards) + ["head"], [*shards, None]
     phases = [
         ("call", None, total, cpu, native),
-        *(
-            (*step, *values)
-            for step, *values in zip(steps, ms, times.cpu_ms, times.native_ms, strict=True)
-        ),
+        *zip(*names, ms, times.cpu_ms, times.native_ms, strict=True),
         ("host", None, total - sum(ms), cpu - sum(times.cpu_ms), None),
     ]
     return [dict(zip(_PHASE, phase)) for phase in phases]
 
 
 def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
-    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n, and the medians of
-    its CPU time and of Core ML's own."""
+    """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n,
+    and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
     spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
@@ -169,16 +171,16 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def profile(
-    decoder: Decoder, *, depth: int = 0, calls: int = 8, T: int = 1, seed: int = 0
-) -> pd.DataFrame:
-    """Where the time of a portable call goes: ms per MIL operation, by layer and source module.
+def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0) -> pd.DataFrame:
+    """Where the time of a portable call of one token goes: ms per MIL operation, by layer and
+    source module.
 
-    Each time is the gap between two operations, hook included; the first call is a warm-up and left out. Experts are
-    loaded before; the decoder's own sequences go on afterwards.
+    Each time is the gap between two operations, hook included; the first call is a warm-up and left
+    out. Experts are loaded before; the decoder's own sequences go on afterwards.
 
     Returns:
-        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over calls, summed over equal operations.
+        Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over
+        calls, summed over equal operations.
     """
     rng, rows, last = np.random.default_rng(seed), [], 0.0
 
@@ -198,21 +200,21 @@ def profile(
         if depth:
             decoder.prefill(_ids(decoder, rng, depth))
         for call in range(calls + 1):
-            ids = _ids(decoder, rng, T)
+            ids = _ids(decoder, rng, 1)
             with decoder.hooked(partial(clock, call)):
                 last = time.perf_counter()
-                decoder.advance(ids, T)
+                decoder.advance(ids, 1)
     frame = pd.DataFrame(rows, columns=["call", "layer", "module", "op", "ms"])
     keys = ["layer", "module", "op"]
-    each = (
-        frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)["ms"].sum()
-    )  # whichever expert ran
+    timed = frame[frame["call"] > 0].groupby(["call", *keys], as_index=False)
+    each = timed["ms"].sum()  # whichever expert ran
     medians = each.groupby(keys, as_index=False)["ms"].median()
     return medians.assign(part=medians["module"].map(part_of))
 
 
 def part_of(module: str) -> str:
-    """attention, moe, mlp or rest: which part of a decoder layer a module path (`self_attn.q_proj`) belongs to."""
+    """attention, moe, mlp or rest: which part of a decoder layer a module path (`self_attn.q_proj`)
+    belongs to."""
     head = module.split(".")[0]
     return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(
         head, "rest"
