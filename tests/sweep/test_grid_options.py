@@ -27,6 +27,7 @@ OTHER = {
     "t": "fixed",
     "sliding": "ring",
     "functions": (1, 4),
+    "undo": True,
 }
 """Of every export option a value that is not its default."""
 

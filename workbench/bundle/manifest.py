@@ -24,6 +24,7 @@ from workbench.bundle.names import (
     split_layer,
 )
 from workbench.bundle.presets import PRESETS, Preset
+from workbench.bundle.states import KINDS, StateKind, state_kind
 
 MANIFEST_VERSION = 1
 MAX_SEQ_LEN = 1 << 24  # more tokens than any model is made for; masks are as long as the cache
@@ -77,6 +78,8 @@ class Options(ManifestModel):
 
     `functions` are the T of which each shard has a function of its own, in ascending order; with
     them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
+
+    `undo` lets tokens be taken back from states that are not rows of a cache (see `states`).
     """
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
@@ -91,6 +94,7 @@ class Options(ManifestModel):
     t: Literal["range", "fixed"] = "range"
     sliding: Literal["mask", "ring"] = "mask"
     functions: tuple[Count, ...] = Field((), exclude_if=operator.not_)
+    undo: bool = Field(False, exclude_if=operator.not_)
 
     @model_validator(mode="before")
     @classmethod
@@ -249,6 +253,10 @@ class Shard(ManifestModel):
     bytes: Annotated[int, Field(ge=0)]
     files: Annotated[list[FileEntry], Field(min_length=1)]
 
+    def kind_of(self, state: str) -> StateKind:
+        """The kind of one of `states`, by its name there."""
+        return state_kind(state, self.states[state].ring)
+
 
 class Embedding(ManifestModel):
     """Token embedding kept on the host: hidden = (weight[id] + bias) · scale, in float32."""
@@ -348,9 +356,10 @@ class Manifest(ManifestModel):
     def _check_states(self, shard: Shard) -> None:
         for name, state in shard.states.items():
             where, (index, leaf) = f"shard {shard.name}: state {name}", split_layer(name)
-            own = index in range(*shard.layers) and name == f"layers.{index}.{leaf}"
-            if not own or not leaf.isidentifier():
+            if index not in range(*shard.layers) or name != f"layers.{index}.{leaf}":
                 raise ValueError(f"{where} is of none of its layers")
+            if leaf not in KINDS:
+                raise ValueError(f"{where} is of no kind that a decoder knows")
             window, ring = self.layers[index].window, None
             if is_cache(name):
                 options, d, ring = self.options, self.dims, self.options.ring(window)

@@ -18,6 +18,10 @@ POS = "pos"  # [1] int32: the cache row of the first token, with kv_write = slic
 # [B, n, T] and, where n > 2, [B, n, n]; one-hot rows: the last n tokens among a call's valid
 # columns and, where these are fewer, among the n that a state holds
 TAIL_SELECT, TAIL_KEEP = "tail_select", "tail_keep"
+# [B, n, n + t_max], one-hot rows: where in a tail that can be undone its last n columns are
+TAIL_FIRST = "tail_first"
+ORDER = "order"  # [B, 1, T, 1]: 1, 2, … for valid columns, 0 for others
+ACCEPT = "accept"  # [B, 1, t_max, 1]: 1 for the tokens of the last call that count, then 0
 ROUTER_STATE, ROUTER_STATE_OUT = "router_state", "router_state_out"  # [B, R, T, 1]
 # [B, C, T, 1]: the layer's output without its expert, the expert's input
 BASE, EXPERT_IN = "base", "expert_in"
@@ -28,6 +32,8 @@ CONV_STATE, V_DELAYED_STATE = (
     "conv_state",
     "v_delayed_state",
 )  # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
+# [B, H, K, V], and what the last call will add to it: [B, H, t_max, K + V + 32]
+MATRIX_STATE, PENDING_STATE = "matrix_state", "pending_state"
 KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
 
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score

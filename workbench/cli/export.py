@@ -42,6 +42,7 @@ def export_command(
     t: str | None = None,
     sliding: str = "mask",
     functions: str | None = None,
+    undo: bool = False,
     plain: bool = False,
     verify_stamps: Annotated[
         int, Option(help="Convert so many stamped shards again and compare.", min=0)
@@ -64,6 +65,7 @@ def export_command(
         t: range (RangeDim 1 … t_max) or fixed (T = t_max); range, or with --functions fixed.
         sliding: mask or ring.
         functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
+        undo: Let the last tokens be taken back from states that are no rows of a cache.
         plain: Convert every shard; stamp none.
     """
     arguments = locals()

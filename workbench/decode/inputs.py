@@ -6,9 +6,11 @@ import numpy as np
 
 from workbench.bundle import Manifest
 from workbench.bundle.names import (
+    ACCEPT,
     ATTN_MASK,
     KV_WRITE_MASK,
     MASKED,
+    ORDER,
     POS,
     ROPE_COS,
     ROPE_SIN,
@@ -53,7 +55,9 @@ class Host:
         hidden = np.ascontiguousarray(hidden)
         return hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
 
-    def inputs(self, offsets: np.ndarray, counts: np.ndarray, T: int) -> dict[str, np.ndarray]:
+    def inputs(
+        self, offsets: np.ndarray, counts: np.ndarray, T: int, accepted: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         """Shared inputs of one call.
 
         Args:
@@ -61,9 +65,11 @@ class Host:
             counts: [B] valid tokens of this call, from column 0 on; the rest of the T columns are dummies that write
                 nothing.
             T: columns of the call.
+            accepted: [B] tokens of each sequence's last call that count (None: all of them).
 
         Returns:
-            tail_select [B, n, T] and tail_keep [B, n, n]; router_state of zeros, which the first
+            tail_select [B, n, T] and tail_keep [B, n, n]; order [B, 1, T, 1] and accept
+            [B, 1, t_max, 1]; router_state of zeros, which the first
             layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under
             its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
             kv_write_mask where its caches are rings.
@@ -74,7 +80,12 @@ class Host:
             counts[:, None, None] + np.arange(self.tail)[:, None]
         )  # [B, n, 1]: rows or columns + n
         mask_write = self.options.kv_write == "mask"
+        column, place = np.arange(T), np.arange(self.options.t_max)
+        if accepted is None:
+            accepted = np.full(len(counts), len(place))
         inputs = {
+            ORDER: np.where(column < counts[:, None], column + 1, 0)[:, None, :, None],
+            ACCEPT: (place < accepted[:, None])[:, None, :, None],
             TAIL_SELECT: np.arange(T) == kept - self.tail,
             TAIL_KEEP: np.arange(self.tail) == kept,
         }

@@ -6,10 +6,12 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
-from workbench.bundle.names import K_STATE, V_STATE
+from workbench.bundle.names import K_STATE, MATRIX_STATE, PENDING_STATE, V_STATE
+from workbench.bundle.states import TAIL, state_kind
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry, RMSNorm
 
+DECAY_WIDTH = 32  # entries of a pending row that are its decay: widths stay multiples of 32
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -57,7 +59,14 @@ class Plan:
         if layer.attends:
             cache = d.H_kv, options.slots(layer.window), d.D
             states = {K_STATE: cache, V_STATE: cache}
-        return states | (self.side_states[index] if self.side_states else {})
+        for name, shape in self.side_states[index].items() if self.side_states else ():
+            n, *width = shape
+            if options.undo and state_kind(name) is TAIL:
+                shape = n + options.t_max, *width
+            states[name] = shape
+            if options.undo and name == MATRIX_STATE:
+                states[PENDING_STATE] = n, options.t_max, sum(width) + DECAY_WIDTH
+        return states
 
     def shape(self, index: int, options: Options) -> AttentionGeometry:
         """Sizes of the attention of decoder layer `index`."""

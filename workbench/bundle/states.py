@@ -1,0 +1,71 @@
+"""The kinds of state that a decoder layer keeps. A leaf.
+
+| kind | one sequence's value | what a call does | how tokens are undone |
+|---|---|---|---|
+| rows | [H_kv, S, D], a row per position | writes its own rows | the offset moves back |
+| ring | [H_kv, ring, D], position p in row p mod ring | the same | the same, t_max tokens at most |
+| tail | [n, W], the last n inputs of a convolution, oldest first | appends, drops the oldest | with `undo`, it holds n + t_max inputs, and `tail_first` says which n of them are the last |
+| matrix | [H, K, V], the sum over all tokens | decays and adds | with `undo`, it lacks the last call's tokens |
+| pending | [H, t_max, width], what each token of the last call will add to the matrix | the next call adds those that `accept` marks, and replaces all | `accept` marks fewer |
+
+Bundles without the option `undo` have no pending state: each call adds its tokens to the matrix at once, and
+neither a tail nor a matrix can go back.
+"""
+
+from dataclasses import dataclass
+
+from workbench.bundle.names import (
+    ACCEPT,
+    ATTN_MASK,
+    CONV_STATE,
+    K_STATE,
+    KV_WRITE_MASK,
+    MATRIX_STATE,
+    ORDER,
+    PENDING_STATE,
+    TAIL_FIRST,
+    TAIL_KEEP,
+    TAIL_SELECT,
+    V_DELAYED_STATE,
+    V_STATE,
+)
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """One row of the table above.
+
+    Args:
+        inputs: the host's inputs by which a call addresses such a state (without the suffix of a
+            rope table), `undo_inputs` those that bundles with the option `undo` have besides.
+        row_per_token: its second to last axis has a row for each token: of all tokens (`rows`,
+            `ring`) or of those of the last call (`pending`). A snapshot holds only rows of tokens
+            that count; of other kinds it holds the whole value.
+        always_undone: tokens can be undone without the option `undo`.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    undo_inputs: tuple[str, ...] = ()
+    row_per_token: bool = False
+    always_undone: bool = False
+
+
+ROWS = StateKind("rows", (ATTN_MASK, KV_WRITE_MASK), row_per_token=True, always_undone=True)
+RING = StateKind("ring", (ATTN_MASK, KV_WRITE_MASK), row_per_token=True, always_undone=True)
+TAIL = StateKind("tail", (TAIL_SELECT, TAIL_KEEP), (TAIL_FIRST,))
+MATRIX = StateKind("matrix", (ORDER,), (ACCEPT,))
+PENDING = StateKind("pending", (ORDER,), (ACCEPT,), row_per_token=True)
+KINDS = {
+    K_STATE: ROWS,
+    V_STATE: ROWS,
+    CONV_STATE: TAIL,
+    V_DELAYED_STATE: TAIL,
+    MATRIX_STATE: MATRIX,
+    PENDING_STATE: PENDING,
+}
+
+
+def state_kind(name: str, ring: int | None = None) -> StateKind:
+    """The kind of a logical state (`layers.3.k_state` or `k_state`); `ring` is that of its entry."""
+    return RING if ring else KINDS[name.rpartition(".")[2]]
