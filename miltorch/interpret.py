@@ -212,16 +212,16 @@ class Executable:
             body, values | body.constants | dict(zip(body.inputs, arguments, strict=True)), hook
         )
 
-    def _fit(self, declared: Type, rounded: bool = False) -> Callable:
+    def _fit(self, declared: Type, rounded: bool = False, loose: bool = False) -> Callable:
         """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to it already; a wrong
-        shape raises ValueError."""
+        shape raises ValueError unless the declared one is `loose` (see `loose_shapes`)."""
         if declared.kind != "tensor" or declared.dtype == "STRING":
             return lambda value: value
         half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
         dtype = _INTEGER.get(declared.dtype, torch.float32)
         shape = declared.shape
         free = tuple(axis for axis, size in enumerate(shape) if size is None)
-        unknown = len(free) == len(shape) > 0  # no size is known: results of any rank pass
+        unknown = loose or len(free) == len(shape) > 0  # no size is known: results of any rank pass
 
         def fit(value: torch.Tensor) -> torch.Tensor:
             if not unknown and value.shape != shape and not (free and _agrees(value.shape, shape)):
@@ -287,6 +287,7 @@ class Builder:
     def __init__(self, executable: Executable):
         self.executable = executable
         self.half = _matrices(executable.program.block)
+        self.loose = loose_shapes(executable.program)
 
     def body(self, block: Block, scope: dict) -> Body:
         """`scope`: the values that the block sees from around it, constants with their value, others as None."""
@@ -339,7 +340,8 @@ class Builder:
             and op.outputs[0][1].dtype == "FLOAT16"
         )
         outputs = [
-            (name, self.executable._fit(t, rounded=op.kind in MOVES)) for name, t in op.outputs
+            (name, self.executable._fit(t, op.kind in MOVES, name in self.loose))
+            for name, t in op.outputs
         ]
         step = Step(op, rule.narrow if narrow else rule.function, outputs)
         for parameter, source in op.inputs.items():
@@ -377,6 +379,47 @@ class Builder:
             scope[name] = body.constants[name] = (
                 value if name in self.half else self.executable._fit(declared)(value.float())
             )
+
+
+def loose_shapes(program: Program) -> set[str]:
+    """Results whose declared shape is not the one that they have when they run.
+
+    coremltools 9.0 declares the shape of a `select` to be that of its branches, whatever that of
+    its condition, which broadcasts: `torch.where(condition, 0.0, -1e4)` with sizes that vary is
+    declared a scalar. What is computed from such a result is declared too small as well, up to an
+    operation with another operand of the declared shape.
+    """
+    types, loose = program.inputs | program.states, set()
+    constants = {name for op in program.block.walk() if op.constant for name, _ in op.outputs}
+
+    def shape(source) -> tuple:
+        if isinstance(source, Ref):
+            return types[source.name].shape if source.name in types else ()
+        return np.shape(source)
+
+    for op in program.block.walk():
+        operands = [ref for source in op.inputs.values() for ref in refs(source)]
+        for name, declared in op.outputs:
+            own = declared.shape
+            if op.kind == "select":
+                shapes = [shape(op.inputs.get(operand)) for operand in ("cond", "a", "b")]
+                small = any(_exceeds(other, own) for other in shapes)
+            else:
+                sure = {ref.name for ref in operands} - loose - constants
+                small = any(ref.name in loose for ref in operands) and not any(
+                    types[other].shape == own for other in sure & types.keys()
+                )
+            if small:
+                loose.add(name)
+        types |= dict(op.outputs)
+        types |= {name: kind for block in op.blocks for name, kind in block.inputs}
+    return loose
+
+
+def _exceeds(shape: tuple, declared: tuple) -> bool:
+    """Whether a shape does not broadcast to a declared one: more axes, or a size where 1 is said."""
+    pairs = zip(reversed(shape), reversed(declared))
+    return len(shape) > len(declared) or any(m == 1 != n for n, m in pairs)
 
 
 def _matrices(block: Block) -> set[str]:
