@@ -117,8 +117,8 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 def lean():
     """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
     the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
-    small one's time; here it looks only at the objects of the conversion. Half of what is left is `seldom_validated` and
-    `solved_once`."""
+    small one's time; here it looks only at the objects of the conversion. Half of what is left goes with
+    `seldom_validated`, `solved_once` and `compressed_alone`."""
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 
     original = FP16ComputePrecision.fp16_overflow
@@ -135,7 +135,7 @@ def lean():
     gc.freeze()
     try:
         search = patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow))
-        with search, seldom_validated(), solved_once():
+        with search, seldom_validated(), solved_once(), compressed_alone():
             yield
     finally:
         gc.unfreeze()
@@ -179,6 +179,21 @@ def solved_once():
         return [{size: value} for value in solutions(equation.xreplace({size: any_size}))]
 
     return patch.object(sympy, "solve", solve)
+
+
+def compressed_alone():
+    """Within, coremltools follows compressed constants through a program only where it has one: it asks after every pass
+    for the constants that each value depends on."""
+    from coremltools.converters.mil.mil import Block, Function
+
+    original = Block._propagate_nonreplaceable_vars
+
+    def follow(block) -> None:
+        compressed = (op.op_type.startswith("constexpr_") or op.blocks for op in block.operations)
+        if not isinstance(block, Function) or any(compressed):
+            original(block)
+
+    return patch.object(Block, "_propagate_nonreplaceable_vars", follow)
 
 
 def no_progress():
