@@ -53,8 +53,7 @@ def messages(name: str):
     the same definitions whichever module asks for them."""
     if _MESSAGES not in sys.modules:
         package = types.ModuleType(_MESSAGES)
-        package.__path__ = [
-            str(Path(importlib.util.find_spec("coremltools").origin).parent / "proto")
-        ]
+        coremltools = Path(importlib.util.find_spec("coremltools").origin).parent
+        package.__path__ = [str(coremltools / "proto")]
         sys.modules[_MESSAGES] = package
     return importlib.import_module(f"{_MESSAGES}.{name}")

@@ -10,6 +10,7 @@ from torch import nn
 
 from miltorch import shim
 from miltorch.quiet import coremltools
+from workbench.export.convert import lean
 from workbench.models.checkpoint import Checkpoint
 
 FAULTS = {
@@ -137,7 +138,7 @@ def convert(module, inputs, outputs, states=(), **options):
         for name, shape in states
     ]
     target = options.pop("target", ct.target.iOS18)
-    with shim.mended_converter():
+    with shim.mended_converter(), lean():
         return ct.convert(
             traced,
             inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],

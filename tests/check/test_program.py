@@ -149,9 +149,12 @@ FAULTS = (
 
 @pytest.mark.parametrize("compress", PRESETS)
 def test_faults_turn_the_program_red_in_every_preset(exports, tiny_llama, compress):
+    """Every fault in fp16, and in one at least of the others."""
+    number = PRESETS.index(compress)
+    faults = FAULTS[number % 3 :: 3] if number else FAULTS
     bundle = exports.bundle(tiny_llama.path, compress=compress, max_seq_len=S, batch=3)
     assert set(verdicts(Decoder(bundle, "portable", "exact"), tiny_llama).values()) == {"GREEN"}
-    for plant in FAULTS:
+    for plant in faults:
         decoder = Decoder(bundle, "portable", "exact")
         plant(decoder)
         assert verdicts(decoder, tiny_llama)["program"] == "RED", plant.__name__

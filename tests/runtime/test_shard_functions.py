@@ -1,6 +1,7 @@
 """Bundles of several functions compute what one flexible program does, on both runtimes; states
 pass from function to function."""
 
+import in_process
 import numpy as np
 import pytest
 import tiny
@@ -13,7 +14,7 @@ from workbench.check.validate import validate
 from workbench.runtime import load_shard
 from workbench.runtime.functions import FunctionsModel, each_function
 from workbench.studies import cache_reuse
-from workbench.sweep import runs, timing
+from workbench.sweep import process, runs, timing
 
 PROMPT, MORE = 8, 5  # tokens that T = 4 divides, tokens decoded one by one behind them
 
@@ -232,7 +233,8 @@ def test_a_grid_has_functions_as_an_axis(tmp_path):
         sweep.make_grid(grid | {"export": {"functions": [[2, 1]]}})
 
 
-def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama):
+def test_a_sweep_measures_and_validates_functions(tmp_path, tiny_llama, monkeypatch):
+    monkeypatch.setattr(process, "call", in_process.call)
     grid = sweep.make_grid(
         {
             "checkpoint": str(tiny_llama.path),

@@ -4,13 +4,14 @@ by hash to the workers of a cluster."""
 import json
 from pathlib import Path
 
+import in_process
 import pytest
 
 from workbench import log, sweep
 from workbench.check import golden
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import cluster
+from workbench.sweep import cluster, process
 
 IDS = [1, 4, 69, 42, 13, 4]
 RUN = {"T": [1, 2], "depth": [2], "n_gen": 2, "repetitions": 1}
@@ -43,7 +44,10 @@ def measured(root) -> dict[str, dict]:
     return {f"{row['bundle']}, T {row['T']}": row for row in rows.to_dict("records")}
 
 
-def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, bundles, tmp_path):
+def test_bundles_are_measured_and_validated_without_their_checkpoint(
+    grid, bundles, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "call", in_process.call)
     made, root = sweep.make_grid(grid), tmp_path / "log"
     assert made.validate_ids == IDS
     counts = sweep.sweep(made, root=root, progress=False)
@@ -59,7 +63,10 @@ def test_bundles_are_measured_and_validated_without_their_checkpoint(grid, bundl
     assert len(sweep.configurations(one, root=root)) == 2
 
 
-def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(bundles, stored, tmp_path):
+def test_a_golden_is_what_a_checkpoint_s_bundles_are_validated_on(
+    bundles, stored, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "call", in_process.call)
     small = {"max_seq_len": [16], "t_max": [2]}
     grid = {"checkpoint": str(bundles[0]), "golden": str(stored), "export": small}
     grid["run"] = RUN | {"T": [1]}

@@ -5,12 +5,13 @@ import os
 import warnings
 from contextlib import contextmanager
 
+import in_process
 import pytest
 
 from workbench import Bundle, InputError, log, sweep
 from workbench.bundle import Options
 from workbench.models.checkpoint import Checkpoint
-from workbench.sweep import cell, execute, ioreport
+from workbench.sweep import cell, execute, ioreport, process
 from workbench.sweep.cell import bundle_for
 
 
@@ -84,9 +85,8 @@ def test_a_link_in_the_cache_goes_without_what_it_leads_to(exports, tmp_path):
     assert (elsewhere / "bundle.json").is_file() and not made.root.is_symlink()
 
 
-def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path):
-    from workbench import sweep
-
+def test_a_sweep_makes_a_damaged_bundle_again(grid, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "call", in_process.call)
     one = sweep.make_grid(grid | {"validate_ids": [], "run": grid["run"] | {"T": [1]}})
     sweep.sweep(one, root=tmp_path / "log", bundles=tmp_path / "bundles", progress=False)
     (root,) = (path.parent for path in (tmp_path / "bundles").glob("*/bundle.json"))

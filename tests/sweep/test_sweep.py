@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import in_process
 import psutil
 import pytest
 import yaml
@@ -14,7 +15,7 @@ import yaml
 from workbench import log, sweep
 from workbench.errors import InputError
 from workbench.log.machine import with_machines
-from workbench.sweep import cell, execute
+from workbench.sweep import cell, execute, process
 
 
 def test_every_cell_is_logged_with_raw_samples(swept):
@@ -108,6 +109,7 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     assert set(counts["reasons"]) == set("failed: " + failed["reason"])
     assert json.loads(failed.loc[1, "config"])["stderr"][0] == "ANECCompile() FAILED"
     assert failed["setting"].notna().all() and (failed["max_seq_len"] == 16).all()
+    monkeypatch.setattr(process, "call", in_process.call)
     retried = sweep.sweep(
         small, root=tmp_path / "log", bundles=swept[0] / "bundles", progress=False
     )

@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import in_process
 import nbformat
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nbconvert import HTMLExporter
 
 from workbench import log, sweep
 from workbench.errors import InputError
+from workbench.sweep import process
 from workbench.widgets import Compare, Explorer, Planner
 
 DATA = Path(__file__).parents[2] / "data"
@@ -37,8 +39,10 @@ def root(tmp_path_factory):
     assert made.job.run.description == "Run what is missing (5)"
     labels = []
     made.job.label.observe(lambda change: labels.append(change["new"]), names="value")
-    made.job.run.click()
-    made.job.thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "call", in_process.call)
+        made.job.run.click()
+        made.job.thread.join()
     made.check()
     counts = list(dict.fromkeys(label[:6] for label in labels if label))
     assert counts == [f"{done} of 5" for done in range(6)]

@@ -4,7 +4,7 @@ import errno
 import gc
 import tempfile
 from contextlib import contextmanager
-from functools import cache, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from unittest.mock import patch
 
@@ -117,8 +117,8 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 def lean():
     """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
     the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
-    small one's time; here it looks only at the objects of the conversion. Half of what is left is `seldom_validated` and
-    `solved_once`."""
+    small one's time; here it looks only at the objects of the conversion. Half of what is left goes with
+    `seldom_validated`, `quickly_solved` and `compressed_alone`."""
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 
     original = FP16ComputePrecision.fp16_overflow
@@ -135,7 +135,7 @@ def lean():
     gc.freeze()
     try:
         search = patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflow))
-        with search, seldom_validated(), solved_once():
+        with search, seldom_validated(), quickly_solved(), compressed_alone():
             yield
     finally:
         gc.unfreeze()
@@ -161,24 +161,37 @@ def seldom_validated():
     return patch.object(PassPipelineManager, "apply_pipeline", staticmethod(apply))
 
 
-def solved_once():
-    """Within, sympy solves an equation for one size once, whatever the size's name: coremltools asks again for every
-    reshape after every pass, with a new name each time."""
+def quickly_solved():
+    """Within, an equation that is linear in the one size it is solved for takes sympy no search: coremltools asks for
+    every reshape after every pass."""
     import sympy
 
-    original, any_size = sympy.solve, sympy.Symbol("any_size")
+    original = sympy.solve
 
-    @cache
-    def solutions(equation) -> list:
-        return [found[any_size] for found in original([equation], [any_size], dict=True)]
-
-    def solve(equations, sizes, **how):
+    def solve(equations, sizes, **how) -> list[dict]:
         (equation,), (size,) = equations, sizes
-        if size.assumptions0 != any_size.assumptions0:
+        factor = equation.coeff(size)
+        rest = equation - factor * size
+        if not factor.is_number or factor == 0 or size in rest.free_symbols:
             return original(equations, sizes, **how)
-        return [{size: value} for value in solutions(equation.xreplace({size: any_size}))]
+        return [{size: -rest / factor}]
 
     return patch.object(sympy, "solve", solve)
+
+
+def compressed_alone():
+    """Within, coremltools follows compressed constants through a program only where it has one: it asks after every pass
+    for the constants that each value depends on."""
+    from coremltools.converters.mil.mil import Block, Function
+
+    original = Block._propagate_nonreplaceable_vars
+
+    def follow(block) -> None:
+        compressed = (op.op_type.startswith("constexpr_") or op.blocks for op in block.operations)
+        if not isinstance(block, Function) or any(compressed):
+            original(block)
+
+    return patch.object(Block, "_propagate_nonreplaceable_vars", follow)
 
 
 def no_progress():

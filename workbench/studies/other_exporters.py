@@ -21,7 +21,7 @@ from workbench.adopt.adapter import Adopted
 from workbench.adopt.validate import Cause, Validation, conclusion, explain, validate
 from workbench.check import gates
 from workbench.errors import InputError
-from workbench.export.convert import no_progress
+from workbench.export.convert import lean, no_progress
 from workbench.models.checkpoint import Checkpoint
 
 FACTS = Path("data/sources/other_exporters.csv")
@@ -110,7 +110,7 @@ def make_package(checkpoint: Checkpoint, context: int, fault: str, path: Path) -
     ids = ct.TensorType("inputIds", (1, q), dtype=np.int32)
     mask = ct.TensorType("causalMask", (1, 1, q, end), dtype=np.float16)
     examples = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, 1, 2, 5)
-    with quiet(), no_progress(), torch.no_grad(), shim.mended_converter():
+    with quiet(), no_progress(), lean(), torch.no_grad(), shim.mended_converter():
         module = Recipe(checkpoint, context, fault).eval()
         shape = tuple(module.keyCache.shape)
         states = [
