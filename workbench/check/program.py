@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 
 from workbench.bundle.names import ATTN_MASK, split_layer
-from workbench.check import fidelity, gates, metrics
+from workbench.check import fidelity, gates
 from workbench.check import reach as positions
 from workbench.check.gates import Gate
+from workbench.check.metrics import over, rms
 from workbench.check.reach import Stretch
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
@@ -219,22 +220,22 @@ def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, e
     expected, actual, again = (
         np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)
     )
-    floor = np.where(expected.any(1), _floor(expected, again), metrics.rms(expected.ravel()))
+    floor = np.where(expected.any(1), _floor(expected, again), rms(expected.ravel()))
     return _errors(expected, actual, floor), end - 1 - (end - 1 - np.arange(rows)) % rows
 
 
 def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray):
     """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where it is no number."""
-    ratio = metrics.over(metrics.rms(actual - reference), metrics.rms(reference) + floor)
+    ratio = over(rms(actual - reference), rms(reference) + floor)
     return np.nan_to_num(ratio, nan=np.inf)
 
 
 def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
     """What `_errors` adds to the scale so that rounding of the stream is no error."""
-    step = np.maximum(metrics.rms(nudged - reference), STEP * metrics.rms(reference))
+    step = np.maximum(rms(nudged - reference), STEP * rms(reference))
     return STEPS / LIMIT * step
 
 
 def _logit_floor(stretch: Stretch) -> np.ndarray:
     """The same of logits that are smaller than their rows of the head can make them; see `Stretch`."""
-    return np.maximum(stretch.logit_rms - metrics.rms(stretch.golden.logits), 0.0)
+    return np.maximum(stretch.logit_rms - rms(stretch.golden.logits), 0.0)
