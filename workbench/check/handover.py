@@ -56,18 +56,20 @@ def prompt_lengths(source: Decoder, target: Decoder) -> list[int]:
 def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
     """States of `target` that are not those of `source` after `length` tokens: rows by position,
     zeros in all others."""
-    theirs, wrong = {name: state.read(name) for state, name in source.named_states}, []
-    for state, name in target.named_states:
-        ours, other = state.read(name), theirs[name]
-        expected = np.zeros_like(ours)
-        if is_cache(name):
-            rows, others = ours.shape[2], other.shape[2]
-            positions = np.arange(max(0, length - min(rows, others)), length)
-            expected[:, :, positions % rows] = other[:, :, positions % others]
-        else:
-            expected[:] = other
-        if not np.array_equal(ours, expected):
-            wrong.append(f"{name} differs")
+    theirs = {n: state.read(n) for state in source.states for n in state.shard.states}
+    wrong = []
+    for state in target.states:
+        for name in state.shard.states:
+            ours, other = state.read(name), theirs[name]
+            expected = np.zeros_like(ours)
+            if is_cache(name):
+                rows, others = ours.shape[2], other.shape[2]
+                positions = np.arange(max(0, length - min(rows, others)), length)
+                expected[:, :, positions % rows] = other[:, :, positions % others]
+            else:
+                expected[:] = other
+            if not np.array_equal(ours, expected):
+                wrong.append(f"{name} differs")
     return wrong
 
 

@@ -119,14 +119,15 @@ def _frequency_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Erro
 
 def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     """The worst error of every input over all calls."""
-    shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     worst: dict[str, Error] = {}
+    shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     for offsets, counts, T in _calls(decoder):
         inputs = decoder.host.inputs(offsets, counts, T)
-        at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
         for name, shape in shapes.items():
-            error = _input_error(name, shape, inputs, kinds, offsets, counts, T), f"{name} at {at}"
-            worst[name] = gates.worst([worst.get(name, error), error])
+            error = _input_error(name, shape, inputs, kinds, offsets, counts, T)
+            if name not in worst or not error <= worst[name][0]:
+                at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
+                worst[name] = (error, f"{name} at {at}")
     yield from worst.values()
 
 

@@ -3,16 +3,17 @@
 Both sides run in float32, so one limit holds for every compression and family: what is left is the order of sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
 from workbench.bundle.names import ATTN_MASK, split_layer
-from workbench.check import fidelity, gates, metrics
+from workbench.check import fidelity, gates
 from workbench.check import reach as positions
 from workbench.check.gates import Gate
+from workbench.check.metrics import over, rms
 from workbench.check.reach import Stretch
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
@@ -167,20 +168,29 @@ class ProgramPass(fidelity.Pass):
         if trace.logits is not None:
             floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
             frames.append(_rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at))
-        end = start + len(trace.T)
-        for state, name in self.decoder.named_states:
-            actual = np.asarray(state.read(name)[seq], np.float32)
-            expected = [
-                positions.expected_value(actual.shape, name, s.after, end)
-                for s in (stretch, nudged)
-            ]
+        for name, *values in self.states(seq, nudged):
             layer, leaf = split_layer(name)
-            errors = _state_errors(*expected, actual, end)
+            errors = _state_errors(*values, self.end(seq))
             frames.append(_rows(leaf, layer, *errors, trace.T.max()))
         rows = pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
         if not self.isolated:  # errors of the layers before, and of the layer itself, add up
             rows["error"] /= rows["layer"].replace(-1, len(golden.x)) + 1
         return rows
+
+    def end(self, seq: int) -> int:
+        """Tokens in the cache after the pass."""
+        return int(self.starts[seq]) + len(self.traces[seq].T)
+
+    def states(self, seq: int, nudged: Stretch) -> Iterator[tuple]:
+        """(name, expected, actual, nudged value) of every state of one sequence."""
+        for state in self.decoder.states:
+            for name in state.shard.states:
+                actual = np.asarray(state.read(name)[seq], np.float32)
+                expected, again = [
+                    positions.expected_value(actual.shape, name, s.after, self.end(seq))
+                    for s in (self.stretches[seq], nudged)
+                ]
+                yield name, expected, actual, again
 
 
 def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[pd.DataFrame]:
@@ -204,28 +214,28 @@ def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> pd.DataFra
     return pd.DataFrame(columns)
 
 
-def _state_errors(expected: np.ndarray, again: np.ndarray, actual: np.ndarray, end: int):
+def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int):
     """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a token must be zeros."""
     rows = expected.shape[-2]
-    expected, again, actual = (
-        np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, again, actual)
+    expected, actual, again = (
+        np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)
     )
-    floor = np.where(expected.any(1), _floor(expected, again), metrics.rms(expected.ravel()))
+    floor = np.where(expected.any(1), _floor(expected, again), rms(expected.ravel()))
     return _errors(expected, actual, floor), end - 1 - (end - 1 - np.arange(rows)) % rows
 
 
 def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray):
     """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where it is no number."""
-    ratio = metrics.over(metrics.rms(actual - reference), metrics.rms(reference) + floor)
+    ratio = over(rms(actual - reference), rms(reference) + floor)
     return np.nan_to_num(ratio, nan=np.inf)
 
 
 def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
     """What `_errors` adds to the scale so that rounding of the stream is no error."""
-    step = np.maximum(metrics.rms(nudged - reference), STEP * metrics.rms(reference))
+    step = np.maximum(rms(nudged - reference), STEP * rms(reference))
     return STEPS / LIMIT * step
 
 
 def _logit_floor(stretch: Stretch) -> np.ndarray:
     """The same of logits that are smaller than their rows of the head can make them; see `Stretch`."""
-    return np.maximum(stretch.logit_rms - metrics.rms(stretch.golden.logits), 0.0)
+    return np.maximum(stretch.logit_rms - rms(stretch.golden.logits), 0.0)

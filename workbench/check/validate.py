@@ -39,7 +39,8 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-BUG_GATES = ("interface", "weights", "host", "program", "scores", "causality")
+NEED_DECODER = ("host", "program", "scores", "causality")
+BUG_GATES = ("interface", "weights", *NEED_DECODER)
 # Times what rounding moves the scores by. They are rounded inside the router too, which the budget
 # leaves out; docs/verdict.md has the worst sound bundle.
 ROUTING_FACTOR = 2.0
@@ -107,13 +108,14 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
-        portable = decoder if decoder and decoder.runtime == "portable" else exact
-        if exact is None and portable and portable.precision == "exact":
-            exact = portable
+        if exact is None and decoder is not None:
+            own = (decoder.runtime, decoder.precision) == ("portable", "exact")
+            exact = decoder if own else None
         exact = exact or Decoder(bundle, "portable", "exact")
-        results.append(host.host_gate(portable or exact, checkpoint))
+        tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
+        results.append(host.host_gate(tried, checkpoint))
         results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
-        results.append(causality.causality_gate(portable or exact))
+        results.append(causality.causality_gate(tried))
     except InputError as problem:
         names = BUG_GATES[len(results) :]
         if results[0].verdict != gates.RED:

@@ -199,7 +199,9 @@ class Decoder:
         ids = tuple(self.ids[checks.sequence(seq, self.options.batch)])
         assert self.offsets[seq] == len(ids), "positions that no token was run for"
         states = {
-            name: take(state.read(name)[seq], name, len(ids)) for state, name in self.named_states
+            name: take(state.read(name)[seq], name, len(ids))
+            for state in self.states
+            for name in state.shard.states
         }
         return Snapshot(ids, self.identity, states)
 
