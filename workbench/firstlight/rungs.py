@@ -140,26 +140,24 @@ class Expected:
     def ratio(self, output: np.ndarray) -> float:
         """Distance of another runtime's output over `distance`; more than `device.DEVICE_FACTOR` is
         too far, as in the gate `device`."""
-        error = float(np.sqrt(np.mean((np.float64(self.output) - output) ** 2)))
+        error = _rms(np.float64(self.output) - output)
         return float(metrics.over(np.float64(error), np.float64(self.distance)))
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.float64(values) ** 2)))
 
 
 def portable_results(bundle: Bundle, shard: Shard) -> list[Expected]:
     """One result for each call of a rung, by the portable runtime."""
     declared, narrow = (
-        [
-            output
-            for _, output in run_calls(
-                bundle, load_shard(bundle, shard, "portable", precision=precision)
-            )
-        ]
+        run_calls(bundle, load_shard(bundle, shard, "portable", precision=precision))
         for precision in ("declared", "narrow")
     )
     results = []
-    for output, other in zip(declared, narrow):
-        scale = float(np.sqrt(np.mean(np.float64(output) ** 2)))
-        distance = float(np.sqrt(np.mean((np.float64(output) - other) ** 2)))
-        results.append(Expected(output, max(distance, HALF_ULP * scale)))
+    for (_, output), (_, other) in zip(declared, narrow):
+        distance = max(_rms(np.float64(output) - other), HALF_ULP * _rms(output))
+        results.append(Expected(output, distance))
     return results
 
 

@@ -56,10 +56,15 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     return ranked.assign(**{"1 − cosine": 1 - ranked["cosine"]})[columns]
 
 
+def valid(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of which no column `invalid` says that they are not what their settings say."""
+    return without_invalid(rows)[0]
+
+
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
     machine, reasons = only_machine(pd.concat([rates, layers])), rates.get("invalid")
-    (rates, _), (layers, _) = without_invalid(rates), without_invalid(layers)
+    rates, layers = valid(rates), valid(layers)
     if rates.empty:
         return f"No valid run on {machine}: {'; '.join(reasons.dropna().unique())}."
     median = rates.groupby(["max_seq_len", "T"])["value"].median()
@@ -106,7 +111,7 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
     """Which configuration of a sweep to take on its one machine, what the fastest of all would
     cost, and what each axis is worth."""
     machine = only_machine(rows)
-    rows, _ = without_invalid(rows)
+    rows = valid(rows)
     passing = rows[rows["verdict"] == "GREEN"]
     if passing.empty:
         return f"None of {len(rows)} configurations passes the gates."
@@ -260,8 +265,7 @@ def chip_predictions(bundles: dict[str, Bundle]) -> pd.DataFrame:
 def layer_times(layers: pd.DataFrame) -> pd.DataFrame:
     """Median and range of the milliseconds per layer of each run of experiment 30's sweep."""
     by = ["machine", "run_id", "states", "T", "depth"]
-    valid, _ = without_invalid(layers)
-    return valid.groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
+    return valid(layers).groupby(by)["layer_ms"].agg(["median", "min", "max"]).reset_index()
 
 
 def sweep_counts(counts: dict[str, dict]) -> pd.DataFrame:
