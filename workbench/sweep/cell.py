@@ -16,6 +16,9 @@ from pathlib import Path
 
 from workbench import export as exporting
 from workbench import log, paths
+from workbench.adopt import validate as adopted_validate
+from workbench.adopt.decoder import open_decoder, open_folder
+from workbench.adopt.folder import Adopted
 from workbench.ane import placement
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import MANIFEST_VERSION
@@ -68,7 +71,7 @@ def measure_cell(job: dict) -> None:
     """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run into job["root"]."""
     began, before = time.time(), runs.state_before()
     bundle = _bundle(job)
-    decoder = Decoder(
+    decoder = open_decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
     )
     counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
@@ -94,7 +97,7 @@ def measure_cell(job: dict) -> None:
         validation = _validation(job, decoder)
         fidelity, row["verdict"] = validation.rows, validation.verdict
         config["gates"] = [g.json() for g in validation.gates]
-        config["price"] = jsonable(validation.price.json())
+        config["price"] = validation.price and jsonable(validation.price.json())
     runs.record_run(
         job["experiment"],
         row | {"config": config},
@@ -108,11 +111,14 @@ def measure_cell(job: dict) -> None:
 
 def _validation(job: dict, decoder: Decoder) -> Validation:
     """The job's bundle against its golden; bug gates and budget take the checkpoint, which a
-    finished bundle does without."""
+    finished bundle does without. Adopted packages have gates of their own."""
     bundle, budget = decoder.bundle, None
     if job["golden"]:
         path = find(job["golden"], log.default_root())
         reference = golden.Golden.load(path)
+    if isinstance(bundle, Adopted):
+        how = runs.pick(job["run"], "runtime", "precision", "compute_units")
+        return adopted_validate.validate(bundle, reference, **how)
     if not job["identity"]:
         checkpoint, folder = _checkpoint(job), _path(job).parent.with_name("golden")
         if not job["golden"]:
@@ -130,7 +136,7 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
     nothing was planned on the Neural Engine that the compute units name. Without a plan within half
     of the `seconds` that are left, the config says why."""
-    if decoder.runtime == "portable":
+    if decoder.runtime == "portable" or isinstance(decoder.bundle, Adopted):
         return {}
     models = *decoder.layers, *decoder.heads
     try:
@@ -167,9 +173,7 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
         "config": _config(job) | {"stderr": list(lines)},
     }
     runs.record_run(
-        job["experiment"],
-        runs.exported(Options(**job["options"])) | row | _identity(job),
-        root=job["root"],
+        job["experiment"], runs.exported(job["options"]) | row | _identity(job), root=job["root"]
     )
 
 
@@ -215,8 +219,8 @@ def lacks(checkpoint: str) -> str | None:
     return None
 
 
-def _bundle(job: dict) -> Bundle:
-    bundle = Bundle.open(_path(job))
+def _bundle(job: dict) -> Bundle | Adopted:
+    bundle = open_folder(_path(job))
     if job["identity"] not in (None, bundle.identity):
         raise InputError(
             f"bundle {job['bundle']}",

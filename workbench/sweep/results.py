@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import log
-from workbench.bundle.bundle import MANIFEST_NAME, Bundle, read_manifest
+from workbench.adopt.decoder import folder_identity
 from workbench.log.machine import machine_names, of_machine
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
@@ -81,11 +81,8 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     name."""
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
     if grid.bundle:
-        identities = {
-            Bundle(path, read_manifest(path / MANIFEST_NAME)).identity
-            for path in (find(bundle, Path(root or log.default_root())) for bundle in grid.bundle)
-        }
-        return rows[rows["bundle_hash"].isin(identities)]
+        found = (find(bundle, Path(root or log.default_root())) for bundle in grid.bundle)
+        return rows[rows["bundle_hash"].isin(map(folder_identity, found))]
     path = find(grid.checkpoint, Path(root) if root else log.default_root())
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
