@@ -165,7 +165,8 @@ class StateProxy:
             raise RuntimeError(
                 f"state {name!r} has shape {list(cell.value.shape)}, not {list(value.shape)}"
             )
-        cell.value = value.half().float()
+        half = self.types[name].dtype == "FLOAT16"
+        cell.value = value.half().float() if half else value
 
 
 class Proxy:

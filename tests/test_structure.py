@@ -33,7 +33,18 @@ MAY_IMPORT = {
     "adopt": {"explain", "check", "ane", "decode", "runtime", "miltorch", "models", "bundle"},
     "log": set(),
     "plots": set(),
-    "sweep": {"log", "explain", "check", "ane", "decode", "runtime", "export", "models", "bundle"},
+    "sweep": {
+        "adopt",
+        "log",
+        "explain",
+        "check",
+        "ane",
+        "decode",
+        "runtime",
+        "export",
+        "models",
+        "bundle",
+    },
     "firstlight": {
         "sweep",
         "log",
@@ -76,6 +87,7 @@ MAY_IMPORT = {
         "bundle",
     },
     "widgets": {
+        "adopt",
         "report",
         "sweep",
         "log",

@@ -14,7 +14,7 @@ BUNDLE, CONFIG = "bundle.json", "config.json"
 FOREIGN = "foreign.yaml"  # describes packages of another exporter
 NAME = r"[A-Za-z0-9][\w.-]*"
 HUB = re.compile(rf"(?:https?:/+(?:huggingface\.co|hf\.co)/)?({NAME}/{NAME})/?")
-ADOPTED = "validate, check, decode, reuse, explain, trace and residency take them"
+ADOPTED = "validate, check, decode, evaluate, reuse, sweep, memory, … take them"
 EXPORT = "run: workbench export CHECKPOINT BUNDLE"
 
 

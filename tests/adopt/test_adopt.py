@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import styles
 import yaml
 from typer.testing import CliRunner
+
+from workbench.studies import exporter_styles as styles
 
 SOUND = ["recipe", "chunks", "rotating", "monolith", "host", "shards"]
 ARGMAX_INSIDE = {"monolith", "host"}
@@ -306,9 +307,7 @@ def test_a_command_that_takes_bundles_alone_says_what_lies_there(adoptions):
     assert "adopted packages" in problem
 
 
-@pytest.mark.parametrize(
-    "words", ["memory", "evaluate --ids x", "export build/x", "golden --out x"]
-)
+@pytest.mark.parametrize("words", ["export build/x", "golden --out x"])
 def test_what_takes_no_adopted_packages_says_what_does(adoptions, words):
     name, *others = words.split()
     problem = command(name, adoptions.folder("host"), *others, code=2)
@@ -318,7 +317,7 @@ def test_what_takes_no_adopted_packages_says_what_does(adoptions, words):
 @pytest.mark.parametrize(
     "words",
     [
-        "validate --record",
+        "validate --all-t",
         "validate --tasks x",
         "validate --only portable",
         "check --memory 16G",

@@ -57,7 +57,7 @@ SMALL = {
     },
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
     "36": {"ZIP": "data/first-light/simulated-mac.zip"},
-    "37": {"FAULTS": ["one mask"]},
+    "37": {"STYLES": ["CoreML-LLM, one package"], "LAYERS": 2},
 }
 
 

@@ -1,37 +1,40 @@
-"""Notebook 37's packages: refused for other families, and no verdict that any finding would pass."""
+"""Notebook 37's packages: no verdict that any finding would pass, and every style has a fault."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from workbench.errors import InputError
-from workbench.models.checkpoint import Checkpoint
 from workbench.studies import other_exporters
-
-
-def test_a_checkpoint_of_another_family_is_refused_before_anything_is_made(tmp_path):
-    llama = Checkpoint(Path(__file__).parents[2] / "data" / "tiny-llama")
-    with pytest.raises(InputError, match="llama.*PACKAGES"):
-        other_exporters.findings(llama, 16, ["one mask"], [], tmp_path)
-    assert not list(tmp_path.iterdir())
+from workbench.studies.exporter_styles import FAULTS, STYLES
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "fits", "as_expected"),
+    ("fault", "verdict", "fits", "faults", "as_expected"),
     [
-        ("sound", "GREEN", "as configured", "GREEN"),
-        ("sound", "RED", "as configured", "RED"),
-        ("one mask", "RED", "no window", "GREEN"),
-        ("one mask", "GREEN", "no window", "RED"),
-        ("norm order", "RED", None, "RED"),
-        ("yours", "GREEN", "as configured", "GREEN"),
-        ("yours", "RED", "no window", "RED"),
+        ("", "GREEN", "as configured", [], "GREEN"),
+        ("", "RED", "as configured", [], "RED"),
+        ("", "GREEN", "no window", [], "RED"),
+        ("one_mask", "RED", "no window", [], "GREEN"),
+        ("one_mask", "GREEN", "no window", [], "RED"),
+        ("one_mask", "RED", None, [], "RED"),
+        ("future", "RED", "as configured", ["causality: logits"], "GREEN"),
+        ("future", "RED", "as configured", ["same_for_every_T: layer 1"], "RED"),
+        (None, "GREEN", "as configured", [], "GREEN"),
+        (None, "RED", "no window", [], "RED"),
     ],
 )
-def test_a_planted_fault_must_be_red_with_its_cause_named(name, verdict, fits, as_expected):
-    finding = SimpleNamespace(
-        validation=SimpleNamespace(verdict=verdict), cause=SimpleNamespace(fits=fits)
+def test_a_planted_fault_must_be_red_with_its_cause_named(
+    fault, verdict, fits, faults, as_expected
+):
+    finding = other_exporters.Finding(
+        SimpleNamespace(verdict=verdict),
+        SimpleNamespace(fits=fits, faults=faults),
+        fault,
+        "no window" if fault == "one_mask" else "as configured",
     )
-    (gate,) = other_exporters.finding_gates({name: finding})
+    (gate,) = other_exporters.finding_gates({"packages": finding})
     assert gate.verdict == as_expected
+
+
+def test_every_fault_is_planted_in_a_style():
+    assert {style.fault for style in STYLES.values()} == set(FAULTS)

@@ -1,68 +1,26 @@
 """Adopted packages behind the smallest interface that all gates need: `begin`, `advance`, `kv`."""
 
-import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from workbench.adopt import fit, schema
 from workbench.adopt.arrays import DIMS, arrange, mask, named, row_positions, write_columns
-from workbench.adopt.schema import Foreign, Function, Input, Part
+from workbench.adopt.folder import Adopted, largest_tile
+from workbench.adopt.schema import Function, Input
 from workbench.check import golden
 from workbench.decode import checks
 from workbench.errors import InputError
-from workbench.models.checkpoint import Checkpoint
 from workbench.models.family import head_dim
 from workbench.runtime import named as named_runtime
 from workbench.runtime import resolve
 from workbench.runtime.package import load_package
 
 EMBEDDING = "embedding"  # the name of the embedding table among the weights that packages hold
-LARGEST_TILE = 64  # tokens of a call that gates make, where a package takes any number
-
-
-@dataclass
-class Adopted:
-    """A folder with a `foreign.yaml`, checked against the packages that it names."""
-
-    root: Path
-    foreign: Foreign
-
-    @classmethod
-    def open(cls, path: str | Path) -> "Adopted":
-        """Opens the folder (or its foreign.yaml).
-
-        Raises:
-            InputError: no such file, a value that does not fit the packages, a package that cannot
-                be read.
-        """
-        path = Path(path)
-        root = path if path.is_dir() else path.parent
-        adopted = cls(root.resolve(), schema.load(root / schema.FILE))
-        fit.check(adopted.foreign, adopted.package)
-        return adopted
-
-    def path(self, written: str) -> Path:
-        """A path as the file writes it; the folder need not be there yet."""
-        return Path(os.path.normpath(self.root / written))
-
-    def package(self, part: Part) -> Path:
-        return self.path(part.package)
-
-    def checkpoint(self, path: Path | None = None) -> Checkpoint:
-        """The checkpoint at `path`, or the one that the file names."""
-        if path is None and self.foreign.checkpoint is None:
-            raise InputError(
-                str(self.root / schema.FILE),
-                "no checkpoint",
-                "the Hugging Face folder that was exported",
-                "give --checkpoint, or write it there",
-            )
-        return Checkpoint(path or self.path(self.foreign.checkpoint))
 
 
 @dataclass
@@ -79,29 +37,28 @@ class Adapter:
     """Runs adopted packages.
 
     Args:
-        adopted: the opened folder.
-        checkpoint: needed where the host embeds tokens or makes rope tables.
+        adopted: the opened folder; its checkpoint is needed where the host embeds tokens or makes
+            rope tables.
         runtime, precision, compute_units: as in `Decoder`.
     """
 
     def __init__(
         self,
         adopted: Adopted,
-        checkpoint: Checkpoint | None = None,
         runtime: str = "auto",
         precision: str = "declared",
         compute_units: str = "CPU_AND_NE",
     ):
-        self.adopted, self.foreign, self.checkpoint = adopted, adopted.foreign, checkpoint
+        self.adopted, self.foreign = adopted, adopted.foreign
+        self.checkpoint, self.stateful = adopted.checkpoint, adopted.stateful
         self.runtime, self.precision = resolve(runtime), precision
         self.portable = named_runtime(self.runtime)[0] == "portable"
         self.how = dict(runtime=self.runtime, precision=precision, compute_units=compute_units)
         self.models: dict[tuple[int, str | None], object] = {}
-        self.context, parts = self.foreign.context, self.foreign.parts
-        programs = [[self.model(i, f) for f in part.functions] for i, part in enumerate(parts)]
-        self.stateful = [
-            i for i, models in enumerate(programs) if any(m.program.states for m in models)
-        ]
+        self.context = self.foreign.context
+        for index, part in enumerate(self.foreign.parts):
+            for function in part.functions:
+                self.model(index, function)
         self.layers = sorted({layer for state in self.foreign.states for layer in state.layers})
 
     def model(self, part: int, function: Function):
@@ -132,14 +89,14 @@ class Adapter:
         ends = set()
         for index in self.stateful:
             for f in self.foreign.parts[index].functions:
-                largest = f.t_max if f.t_min == f.t_max else min(f.t_max, LARGEST_TILE)
-                ends |= {f.t_min, largest, *range(1, 5)}
+                ends |= {f.t_min, largest_tile(f), *range(1, 5)}
         starts = {0, *(f.first for p in self.foreign.parts for f in p.functions)}
         return sorted(T for T in ends if any(self.functions(T, start) for start in starts))
 
-    def plan(self, count: int, T: int, start: int = 0, logits: bool = False) -> list[int]:
+    def plan(self, count: int, T: int, start: int = 0, logits: str = "") -> list[int]:
         """Sizes of consecutive calls that cover `count` tokens from `start` on: T wherever a
-        function takes it, else the largest smaller size; with `logits` the last call gives some.
+        function takes it, else the largest smaller size; with `logits` the `last` or `every` call
+        gives some.
 
         Raises:
             InputError: no function takes what is left.
@@ -148,7 +105,8 @@ class Adapter:
         while start < stop:
             for size in range(min(T, stop - start), 0, -1):
                 chosen = self.functions(size, start)
-                if chosen and (start + size < stop or chosen[-1].logits or not logits):
+                silent = logits == "every" or (logits and start + size == stop)
+                if chosen and (chosen[-1].logits or not silent):
                     break
             else:
                 raise InputError(
@@ -182,9 +140,15 @@ class Adapter:
         Raises:
             InputError: no function takes so many tokens there.
         """
+        by_kind, chosen = self.run_body(state, ids, start)
+        return self.result(self.run_heads(by_kind, ids, start)) if chosen.logits else Result()
+
+    def run_body(self, state: dict, ids, start: int) -> tuple[dict[str, list], Function]:
+        """Runs the parts up to the last one with a state, whose function comes with their outputs
+        by kind, each [T, …]."""
         ids, T = np.asarray(ids, np.int64), len(ids)
-        if self.checkpoint:
-            checks.token_ids(ids, self.checkpoint.config.vocab_size)
+        if self.adopted.vocabulary:
+            checks.token_ids(ids, self.adopted.vocabulary)
         chosen = self.functions(T, start)
         if chosen is None:
             raise InputError(
@@ -193,22 +157,42 @@ class Adapter:
                 "a number that a function takes there",
                 f"see functions in {schema.FILE}",
             )
-        functions = dict(zip(self.stateful, chosen, strict=True))
-        hidden, pieces = None, {"logits": [], "top": [], "top_value": []}
-        if self.host_embeds:
-            hidden = self.embed(ids)
-        for index in range(len(self.foreign.parts)):
-            if index in functions:
-                raw = state[self.owner(index)]
-                by_kind = self._call(index, functions[index], raw, ids, hidden, start)
-                if index == self.stateful[-1] and not functions[index].logits:
-                    return Result()
+        functions, self.ms = dict(zip(self.stateful, chosen, strict=True)), []
+        by_kind = {"hidden": [self.embed(ids)]} if self.host_embeds else {}
+        for index in range(self.stateful[-1] + 1):
+            hidden = by_kind.pop("hidden", [None])[0]
+            if index not in functions:
+                outputs = self._in_columns(index, ids, hidden, start)
             else:
-                by_kind = self._in_columns(index, ids, hidden, start)
-            hidden = by_kind.pop("hidden", [hidden])[0]
-            for name, values in by_kind.items():
-                pieces[name] += values
-        return _result(pieces)
+                begin, raw = (time.perf_counter(), time.thread_time()), state[self.owner(index)]
+                outputs = self._call(index, functions[index], raw, ids, hidden, start)
+                ends = time.perf_counter(), time.thread_time()
+                self.ms.append([1e3 * (end - since) for end, since in zip(ends, begin)])
+            by_kind = _joined(by_kind, outputs, hidden)
+        return by_kind, chosen[-1]
+
+    def run_heads(self, by_kind: dict[str, list], ids: Sequence[int], start: int) -> dict:
+        """The parts behind the last one with a state."""
+        ids = np.asarray(ids, np.int64)
+        for index in range(self.stateful[-1] + 1, len(self.foreign.parts)):
+            hidden = by_kind["hidden"][0]
+            by_kind = _joined(by_kind, self._in_columns(index, ids, hidden, start), hidden)
+        return by_kind
+
+    @staticmethod
+    def result(pieces: dict[str, list[np.ndarray]]) -> Result:
+        """Slices of logits joined; of per-slice top tokens the one with the largest logit."""
+        if "logits" in pieces:
+            return Result(logits=np.concatenate(pieces["logits"], axis=1))
+        if "top" not in pieces:
+            return Result()
+        tops = np.concatenate(pieces["top"], axis=1).astype(np.int64)
+        if "top_value" not in pieces:
+            return Result(top=tops[:, 0])
+        values = np.concatenate(pieces["top_value"], axis=1)
+        best = values.argmax(1)[:, None]
+        top, value = (np.take_along_axis(array, best, 1)[:, 0] for array in (tops, values))
+        return Result(top=top, value=value)
 
     def _in_columns(self, index: int, ids, hidden, start: int) -> dict[str, list[np.ndarray]]:
         """A part without a state over all tokens, in as many calls as its functions need; a call
@@ -242,7 +226,8 @@ class Adapter:
             feeds[name] = value.astype(np.int32 if kind.dtype.startswith("INT") else np.float32)
         outputs, by_kind = model.predict(feeds, raw), {}
         for name, entry in part.outputs.items():
-            if name not in outputs or entry.kind == "ignored":
+            silent = entry.kind != "hidden" and not function.logits
+            if name not in outputs or entry.kind == "ignored" or silent:
                 continue
             value = outputs[name]
             if entry.kind in ("hidden", "logits"):
@@ -362,16 +347,7 @@ class Adapter:
         return cos[:, :width].numpy(), sin[:, :width].numpy()
 
 
-def _result(pieces: dict[str, list[np.ndarray]]) -> Result:
-    """Slices of logits joined; of per-slice top tokens the one with the largest logit."""
-    if pieces["logits"]:
-        return Result(logits=np.concatenate(pieces["logits"], axis=1))
-    if not pieces["top"]:
-        return Result()
-    tops = np.concatenate(pieces["top"], axis=1).astype(np.int64)
-    if not pieces["top_value"]:
-        return Result(top=tops[:, 0])
-    values = np.concatenate(pieces["top_value"], axis=1)
-    best = values.argmax(1)[:, None]
-    top, value = (np.take_along_axis(array, best, 1)[:, 0] for array in (tops, values))
-    return Result(top=top, value=value)
+def _joined(before: dict[str, list], outputs: dict[str, list], hidden) -> dict[str, list]:
+    """Outputs by kind of parts that run one after the other; the hidden states are the newest."""
+    kinds = {kind: before.get(kind, []) + values for kind, values in outputs.items()}
+    return before | kinds | {"hidden": outputs.get("hidden", [hidden])}

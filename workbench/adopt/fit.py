@@ -1,7 +1,6 @@
 """Whether a `foreign.yaml` fits the packages that it names, before anything runs."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import miltorch
 from workbench.adopt.schema import FILE, INPUT_AXES, Axis, Foreign, Function, Part, State
@@ -23,9 +22,9 @@ def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
     return [(n,) for n in array.shape]
 
 
-def check(foreign: Foreign, package: Callable[[Part], Path]) -> None:
-    """Refuses what the packages contradict: names, ranks and sizes of inputs, outputs and states,
-    functions and their T, layers without a cache.
+def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> None:
+    """Refuses what the packages contradict, whose `programs` are those of every part's functions:
+    names, ranks and sizes of inputs, outputs and states, T of functions, layers without a cache.
 
     Raises:
         InputError: names the first value that does not fit.
@@ -33,8 +32,7 @@ def check(foreign: Foreign, package: Callable[[Part], Path]) -> None:
     shared: set[str] = set()
     for index, part in enumerate(foreign.parts):
         inputs, outputs, states = set(), set(), set()
-        for function in part.functions:
-            program = miltorch.read(package(part), function.name)
+        for function, program in zip(part.functions, programs[index], strict=True):
             where = f"parts.{index} ({part.package}, {program.function})"
             _names(where, "input", program.inputs, part.inputs)
             _names(where, "output", program.outputs, part.outputs)

@@ -13,6 +13,7 @@ from workbench.adopt.passes import Pass
 from workbench.check import gates, metrics
 from workbench.check.gates import Gate
 from workbench.check.golden import Golden
+from workbench.errors import InputError
 
 # 1 − cosine of one position's keys or values. On the packages' own weights in exact arithmetic a
 # sound exporter was seen to reach 5e-5 (rope tables and constants in fp16); the smallest of the
@@ -76,15 +77,6 @@ def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) ->
     return state
 
 
-def _ids(adapter: Adapter, rng, count: int) -> np.ndarray:
-    return rng.integers(0, _vocabulary(adapter), count)
-
-
-def _vocabulary(adapter: Adapter) -> int:
-    """Tokens that calls may have: without a checkpoint, a few that any vocabulary has."""
-    return adapter.checkpoint.config.vocab_size if adapter.checkpoint else 16
-
-
 def write_address(adapter: Adapter) -> Gate:
     """Every call writes the rows of its own positions, all heads of them; what earlier positions
     have, wherever it lies afterwards, keeps its bits, and no other row changes."""
@@ -92,7 +84,7 @@ def write_address(adapter: Adapter) -> Gate:
     for T, start, name in calls(adapter):
         state = _filled(adapter, rng)
         before = {layer: adapter.kv(state, layer) for layer in adapter.layers}
-        adapter.advance(state, _ids(adapter, rng, T), start)
+        adapter.advance(state, passes.random_ids(adapter, rng, T), start)
         for layer, old in before.items():
             for tensor, was, now in zip("kv", old, adapter.kv(state, layer), strict=True):
                 count += 1
@@ -146,7 +138,7 @@ def stale_rows(adapter: Adapter) -> Gate:
     faults, count = [], 0
     for T, start, name in calls(adapter):
         rng = np.random.default_rng(SEED)
-        ids, count = _ids(adapter, rng, T), count + 1
+        ids, count = passes.random_ids(adapter, rng, T), count + 1
         states = [_filled(adapter, np.random.default_rng(SEED), start, f) for f in (0.0, FULL)]
         results = [adapter.advance(state, ids, start) for state in states]
         if differing := _changed(adapter, states, results, start + T, T):
@@ -162,9 +154,9 @@ def causality(adapter: Adapter) -> Gate:
         if T == 1:
             continue
         rng, count = np.random.default_rng(SEED), count + 1
-        ids = _ids(adapter, rng, T)
+        ids = passes.random_ids(adapter, rng, T)
         other = ids.copy()
-        other[-1] = (ids[-1] + 1) % _vocabulary(adapter)
+        other[-1] = (ids[-1] + 1) % passes.vocabulary(adapter)
         states = [_filled(adapter, np.random.default_rng(SEED), start, 0.0) for _ in range(2)]
         pairs = zip(states, (ids, other), strict=True)
         results = [adapter.advance(state, tokens, start) for state, tokens in pairs]
@@ -189,11 +181,12 @@ def reuse_gate(adapter: Adapter) -> Gate:
 
 @dataclass
 class ReuseCell:
-    """A continuation of a restored cache: `warm` in a fresh state, `hot` over another sequence."""
+    """A continuation of a restored cache by the rest of a prompt and then `tokens` more: `warm` in a
+    fresh state, `hot` over another sequence."""
 
     cache: str
     context: int
-    tokens: int
+    tokens: list[int]
     verdict: str
     reason: str
     batch: int = 1
@@ -203,29 +196,44 @@ class ReuseCell:
     json = asdict
 
 
-def reuse_cells(adapter: Adapter) -> list[ReuseCell]:
-    """Prefixes of several lengths, each copied out, restored and continued."""
-    rng, cells = np.random.default_rng(SEED), []
-    T = max(adapter.tiles)
-    length = min(adapter.context, 3 * T + 5)
-    ids, others = (_ids(adapter, rng, length) for _ in range(2))
-    for prefix in sorted({1, length // 2, length - 2}):
+def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
+    """Prefixes of several lengths of a prompt, each copied out, restored and continued by the rest
+    of it and `max_new` tokens one by one (in as few as the packages take).
+
+    Raises:
+        InputError: no room for so many.
+    """
+    rng, cells, T, step = np.random.default_rng(SEED), [], max(adapter.tiles), min(adapter.tiles)
+    new = -(-max_new // step) * step
+    length = min(adapter.context - new, 3 * T + 5) // step * step
+    if length < 2 * step:
+        most = f"at most {adapter.context - 2 * step} behind a prompt of {2 * step}"
+        raise InputError("--max-new", f"{max_new} tokens", most, "ask for fewer")
+    ids, others = (passes.randompasses.random_ids(adapter, rng, length + new) for _ in range(2))
+
+    def continued(state: dict, prefix: int) -> list[Pass]:
+        rest = passes.run(adapter, ids[prefix:length], T, state, prefix)
+        return [rest, passes.run(adapter, ids[length:], step, state, length)]
+
+    for prefix in sorted({step, length // 2 // step * step, max(step, length - 2 * step)}):
         state = adapter.begin()
         passes.run(adapter, ids[:prefix], T, state)
         copy = adapter.read(state)
-        expected = passes.run(adapter, ids[prefix:], T, state, prefix)
+        expected = continued(state, prefix)
         for cache in ("warm", "hot"):
             restored = adapter.begin()
             if cache == "hot":
                 passes.run(adapter, others, T, restored)
             adapter.write(restored, copy)
-            actual = passes.run(adapter, ids[prefix:], T, restored, prefix)
-            pairs = {n: (getattr(p, n) for p in (expected, actual)) for n in ("k", "v", "logits")}
-            pairs["top"] = (expected.top, actual.top)
-            faults = [name for name, (a, b) in pairs.items() if _bits(a) != _bits(b)]
-            reason = f"{', '.join(faults)} differ" if faults else "the same bits"
+            faults = {
+                name
+                for a, b in zip(expected, continued(restored, prefix), strict=True)
+                for name in ("k", "v", "logits", "top")
+                if _bits(getattr(a, name)) != _bits(getattr(b, name))
+            }
+            reason = f"{', '.join(sorted(faults))} differ" if faults else "the same bits"
             verdict = gates.RED if faults else gates.GREEN
-            cells.append(ReuseCell(cache, prefix, length - prefix, verdict, reason))
+            cells.append(ReuseCell(cache, prefix, [new], verdict, reason))
     return cells
 
 

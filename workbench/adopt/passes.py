@@ -42,10 +42,10 @@ def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None,
     """
     state, n = state or adapter.begin(), len(ids)
     sizes, rows = np.zeros(n, int), {}
-    functions, logits, top, value = [""] * n, None, np.full(n, -1), np.full(n, np.nan)
+    functions, logits, top = [""] * n, None, np.full(n, -1)
     value = np.full(n, np.nan)
     done = 0
-    for size in adapter.plan(n, T, start, logits=True):
+    for size in adapter.plan(n, T, start, logits="last"):
         span, first = slice(done, done + size), start + done
         result = adapter.advance(state, ids[span], first)
         name = adapter.functions(size, first)[0].name or "main"
@@ -90,15 +90,26 @@ def reference(
     return golden.make_golden(checkpoint, ids, weights, label, fed, model=model, head=head)
 
 
-def prompt(adapter: Adapter, checkpoint: Checkpoint) -> list[int]:
+def prompt(adapter: Adapter) -> list[int]:
     """Seeded random ids, enough of them to pass the largest window and the largest tile twice
     where the context allows."""
-    window = getattr(checkpoint.config, "sliding_window", None) or 0
+    config = adapter.checkpoint and adapter.checkpoint.config
+    window = getattr(config, "sliding_window", None) or 0
     window = window if window < adapter.context else 0
     count = min(adapter.context, max(24, 2 * window + 8, 2 * max(adapter.tiles) + 1))
     if 1 not in adapter.tiles:
         count -= count % max(adapter.tiles)
-    return np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, count).tolist()
+    return random_ids(adapter, np.random.default_rng(0), count).tolist()
+
+
+def vocabulary(adapter: Adapter) -> int:
+    """Tokens that calls may have: where nothing says how many there are, a few that any has."""
+    return adapter.adopted.vocabulary or 16
+
+
+def random_ids(adapter: Adapter, rng, count: int) -> np.ndarray:
+    """Ids [count] that any call may have."""
+    return rng.integers(0, vocabulary(adapter), count)
 
 
 def compare(own: Pass, other: Golden) -> pd.DataFrame:

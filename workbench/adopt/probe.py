@@ -8,11 +8,11 @@ import numpy as np
 
 import miltorch
 from workbench.adopt import arrays, passes
-from workbench.adopt.adapter import Adapter, Adopted
+from workbench.adopt.adapter import Adapter
+from workbench.adopt.folder import Adopted
 from workbench.adopt.propose import kind_of
 from workbench.adopt.schema import Input
 from workbench.explain import trace
-from workbench.models.checkpoint import Checkpoint
 from workbench.runtime.base import attribute
 
 
@@ -40,14 +40,12 @@ def inputs(package: Path, function: str | None = None, position: int = 0) -> dic
     return values
 
 
-def trace_adopted(
-    adopted: Adopted, checkpoint: Checkpoint | None, ids: Sequence[int] | None = None
-) -> trace.Trace:
+def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.Trace:
     """Ranges of every operation while `ids` (default: those of the gates) pass through the
     packages, in the largest tiles, with the inputs that the description says."""
     departure, ranges = trace.Departure(), {p: trace.Ranges() for p in trace.ORDER}
-    adapters = {p: Adapter(adopted, checkpoint, "portable", p) for p in trace.ORDER}
-    ids = ids or passes.prompt(adapters["exact"], checkpoint)
+    adapters = {p: Adapter(adopted, "portable", p) for p in trace.ORDER}
+    ids = ids or passes.prompt(adapters["exact"])
     with ExitStack() as contexts:
         for precision, adapter in adapters.items():
             for (index, function), model in adapter.models.items():
@@ -60,7 +58,7 @@ def trace_adopted(
                     feed = lambda values, name=name: departure.feed(name, values)  # noqa: E731
                     contexts.enter_context(attribute(model, "fed", feed))
         states, start = {p: adapter.begin() for p, adapter in adapters.items()}, 0
-        for size in adapters["exact"].plan(len(ids), max(adapters["exact"].tiles), logits=True):
+        for size in adapters["exact"].plan(len(ids), max(adapters["exact"].tiles), logits="last"):
             for precision, adapter in adapters.items():
                 adapter.advance(states[precision], ids[start : start + size], start)
             start += size

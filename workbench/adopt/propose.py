@@ -13,7 +13,8 @@ import miltorch
 from miltorch.program import read_spec
 from workbench import paths
 from workbench.adopt import fit, passes, schema
-from workbench.adopt.adapter import Adapter, Adopted
+from workbench.adopt.adapter import Adapter
+from workbench.adopt.folder import Adopted
 from workbench.adopt.schema import FILE, Embedding, Foreign, Function, Input, Output, Part, State
 from workbench.check import metrics
 from workbench.errors import InputError
@@ -32,6 +33,7 @@ INPUT_NAMES = (
     ("hidden", r"hidden|embed|^x$"),
 )
 """Kinds of inputs by what their names contain, the first that fits."""
+LOCAL = re.compile(r"local|sliding")
 
 
 @dataclass
@@ -115,6 +117,7 @@ class _Maker:
         self.anemll = any((p.path.parent / "meta.yaml").is_file() for p in packages)
         names = {name for package in packages for name in package.programs}
         self.rotates = any("rotate" in (name or "") for name in names)
+        self.local_rows = "shift" if self.rotates else "ring"
 
     def foreign(self) -> Foreign:
         states, context = self.states()
@@ -183,12 +186,16 @@ class _Maker:
         if kind == "mask":
             infinite = self.anemll or "E" in entry.axes
             entry.blocked = -np.inf if infinite else -1e4
+            if LOCAL.search(name.lower()):
+                entry.window = self.window
+                if list(sizes[-1]) == [self.window]:
+                    entry.rows = self.local_rows
             self.notes.append(f"{name}: blocked by {entry.blocked:g}, which no interface tells.")
         if kind in ("cos", "sin"):
             entry.width = "half" if sizes[-1][-1] == self.D // 2 else "full"
             types = sorted(set(self.kinds))
             if len(types) > 1:
-                local = re.search(r"local|sliding", name.lower())
+                local = LOCAL.search(name.lower())
                 entry.layer_type = "sliding_attention" if local else "full_attention"
                 self.notes.append(f"{name}: the table of {entry.layer_type} layers.")
         return entry
@@ -280,12 +287,12 @@ class _Maker:
         number = re.search(r"layers?\D?(\d+)", text)
         if planes == 1 and number:
             layers = [first + int(number[1])]
-        rows, local = "absolute", re.search(r"local|sliding", text)
+        rows, local = "absolute", LOCAL.search(text)
         if local or "global" in text:
             sliding = [i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"]
             layers = sliding if local else [i for i in range(self.L) if i not in sliding]
         if local:
-            rows = "shift" if self.rotates else "ring"
+            rows = self.local_rows
             self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
         axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
         return State(name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows)
@@ -302,9 +309,9 @@ def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[
         trial = foreign.model_copy(deep=True)
         for state in trial.states:
             state.order = order
-        adopted = Adopted(folder.resolve(), trial)
-        fit.check(trial, adopted.package)
-        own = passes.run(Adapter(adopted, checkpoint, "portable"), ids, 1)
+        adopted = Adopted(folder.resolve(), trial, checkpoint.path.resolve())
+        fit.check(trial, adopted.programs)
+        own = passes.run(Adapter(adopted, "portable"), ids, 1)
         pairs = ((getattr(expected, n), getattr(own, n)) for n in "kv")
         trials[order] = max(metrics.relative_rms(a, np.nan_to_num(b)) for a, b in pairs), trial
     best = min(trials, key=lambda order: trials[order][0])

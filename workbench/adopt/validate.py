@@ -8,7 +8,8 @@ import pandas as pd
 
 from workbench.adopt import gates as adopted_gates
 from workbench.adopt import passes
-from workbench.adopt.adapter import EMBEDDING, Adapter, Adopted
+from workbench.adopt.adapter import EMBEDDING, Adapter
+from workbench.adopt.folder import Adopted
 from workbench.adopt.weights import stored_weights
 from workbench.check import gates, golden, metrics
 from workbench.check.gates import Gate
@@ -21,12 +22,14 @@ FITS = 0.02  # relative RMS of K and V that rope tables and constants in fp16 ex
 
 @dataclass
 class Validation:
-    """All gates, rows of the `fidelity` table for every tile (`tile`) and layer, the comparison of
-    the runtime's logits with the checkpoint's (None: no package puts any out)."""
+    """All gates, rows of the log's `fidelity` table (T: tokens of the largest calls that a pass
+    makes), the comparison of the runtime's logits with the checkpoint's (None: no package puts any out). A price is not
+    measured: the weights that packages store are no gate's limit."""
 
     gates: list[Gate]
     rows: pd.DataFrame
     logits: dict[str, float] | None
+    price = None
 
     @property
     def verdict(self) -> str:
@@ -34,14 +37,13 @@ class Validation:
 
     def json(self) -> dict:
         kv = self.rows[self.rows["tensor"] != "logits"]
-        names = ("layer", "position", "T", "function", "tensor", "mode", "cosine", "psnr_db")
-        worst = kv.loc[kv["distance"].idxmax()].to_dict()
+        cosine = kv["cosine"].fillna(-1.0)
         return {
             "verdict": self.verdict,
             "gates": [gate.json() for gate in self.gates],
-            "worst": {name: worst[name] for name in (*names, "max_abs")},
-            "min_cosine": float(kv["cosine"].fillna(-1.0).min()),
-            "mean_cosine": float(kv["cosine"].fillna(-1.0).mean()),
+            "worst": kv.loc[cosine.idxmin()].to_dict(),
+            "min_cosine": float(cosine.min()),
+            "mean_cosine": float(cosine.mean()),
             "rows": len(self.rows),
             "logits": self.logits,
         }
@@ -49,7 +51,6 @@ class Validation:
 
 def validate(
     adopted: Adopted,
-    checkpoint: Checkpoint | None,
     stored: Golden | None = None,
     ids: Sequence[int] | None = None,
     *,
@@ -64,13 +65,14 @@ def validate(
     precision add is a gate of its own.
 
     Args:
-        checkpoint: what was exported; None: `stored` is compared with, compression included.
-        stored: a golden of the checkpoint's own weights: its prompt, and its logits.
+        stored: a golden of the checkpoint's own weights: its prompt, and its logits; where the
+            folder names no checkpoint it is compared with, compression included.
         ids: the prompt (default: seeded random ids past every window).
     """
-    exact = Adapter(adopted, checkpoint, "portable", "exact")
-    chosen = Adapter(adopted, checkpoint, runtime, precision, compute_units)
-    ids = stored.ids if stored is not None else ids or passes.prompt(exact, checkpoint)
+    checkpoint = adopted.checkpoint if stored else adopted.needed_checkpoint()
+    exact = Adapter(adopted, "portable", "exact")
+    chosen = Adapter(adopted, runtime, precision, compute_units)
+    ids = stored.ids if stored is not None else ids or passes.prompt(exact)
     by_T = {T: passes.run(exact, ids, T) for T in exact.tiles if T <= len(ids)}
     if checkpoint is None:
         own, note = stored, "; the golden's weights are the checkpoint's: compression counts too"
@@ -91,6 +93,7 @@ def validate(
         source = stored or golden.make_golden(checkpoint, ids)
         there = np.isfinite(pass_.logits).all(-1)
         logits = metrics.compare_logits(source.logits[there], pass_.logits[there])
+    rows = rows.assign(T=rows["tile"]).drop(columns=["tile", "function", "distance"])
     return Validation(checks, rows, logits)
 
 
@@ -135,12 +138,13 @@ class Cause:
     faults: list[str]
 
 
-def explain(adopted: Adopted, checkpoint: Checkpoint, progress: bool = False) -> Cause:
+def explain(adopted: Adopted, progress: bool = False) -> Cause:
     """Which variant of Hugging Face's model the packages compute, called with the fewest tokens;
     and where calls of more tokens leave it."""
-    adapter = Adapter(adopted, checkpoint, "portable", "exact")
+    checkpoint = adopted.needed_checkpoint()
+    adapter = Adapter(adopted, "portable", "exact")
     reader, _ = stored_weights(adapter, checkpoint)
-    ids, T = passes.prompt(adapter, checkpoint), min(adapter.tiles)
+    ids, T = passes.prompt(adapter), min(adapter.tiles)
     own = passes.run(adapter, ids, T)
 
     def errors(variant: trial.Variant, count: int) -> np.ndarray:

@@ -205,6 +205,8 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     largest = {shard.layers[0]: shard for shard in by_size}  # of each layer's experts
     works = [work_of(bundle, shard, T) for shard in [*layers, *largest.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
+    if not heads:  # another exporter's packages may have it behind their last layer
+        return works
     weights, flops = sum(h.weight_bytes for h in heads), sum(h.flops for h in heads)
     largest = max(h.largest_bytes for h in heads)
     return [*works, Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest)]

@@ -77,6 +77,11 @@ class Bundle:
         fields = self.manifest.model_dump(mode="json", exclude=aside)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def tokenizer(self) -> Path:
+        """The folder that the tokenizer is in, if the bundle has one."""
+        return self.root / "tokenizer"
+
     def shards(self, kind: str) -> list[Shard]:
         return [s for s in self.manifest.shards if s.kind == kind]
 

@@ -62,7 +62,8 @@ def evaluate(
     Returns:
         tokens (scored), windows, resumed (windows that were stored before), perplexity,
         golden_perplexity, perplexity_ratio, kl (nats), same_top, and 95% intervals of these means
-        by a bootstrap over windows; null where there is no reference or are too few windows.
+        by a bootstrap over windows; null where there is no reference or are too few windows, and
+        what needs logits where packages give top tokens alone (then `not_run` says so).
 
     Raises:
         InputError: a window longer than max_seq_len, fewer than two tokens, a golden of another
@@ -71,7 +72,7 @@ def evaluate(
     ids, golden = check_ids(ids, decoder.manifest.dims.V), isinstance(reference, Golden)
     exported = decoder.manifest.checkpoint["sha256"]
     other = reference.meta["checkpoint"] if golden else reference and reference.sha256
-    if other not in (None, exported):
+    if exported and other not in (None, exported):
         raise InputError(
             "--golden" if golden else "--checkpoint",
             f"one of another checkpoint, {other[:12]}",
@@ -92,7 +93,10 @@ def evaluate(
     )
     with locked(path, busy):
         rows, resumed = _finish(decoder, ids, spans, reference, path, progress)
-    return summarize(rows, spans) | {"resumed": resumed}
+    result = summarize(rows, spans) | {"resumed": resumed}
+    if not decoder.gives_logits:
+        result["not_run"] = "perplexity and KL: the argmax is inside, so that no logits come out"
+    return result
 
 
 def _finish(
@@ -130,15 +134,8 @@ def _bundle_logits(decoder: Decoder, ids: np.ndarray, spans: Sequence[Span]) -> 
     """Logits [B, count, V] that score each window; spans of one length, at most B of them."""
     sequences = [ids[begin : end - 1].tolist() for begin, _, end in spans]
     sequences += [sequences[-1]] * (decoder.options.batch - len(sequences))
-    n, options, start, parts = len(sequences[0]), decoder.options, 0, []
-    decoder.begin()
-    while start < n:
-        size = options.tokens(min(options.t_max, n - start))
-        chunk = [sequence[start : start + size] for sequence in sequences]
-        parts.append(decoder.advance(chunk, size)[:, :, :size])
-        start += size
     _, first, end = spans[0]
-    return decoder.logits(np.concatenate(parts, axis=2)[:, :, first - end :])
+    return decoder.sequence_logits(sequences, end - first)
 
 
 def _groups(spans: list[Span]) -> Iterator[list[Span]]:
@@ -165,15 +162,16 @@ def _reference_logits(
 
 
 def _score(targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None) -> np.ndarray:
-    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is no golden."""
+    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is no golden, and
+    where only the top token's logit is known (the others are −inf)."""
     rows = np.full((len(targets), len(ROW)), np.nan)
     for i, target in enumerate(targets):  # one row of the vocabulary at a time fits the cache
-        q = metrics.log_softmax(actual[i])
-        rows[i, 0] = -q[target]
+        q = None if np.isneginf(actual[i]).any() else metrics.log_softmax(actual[i])
+        rows[i, 0] = np.nan if q is None else -q[target]
         if golden is not None:
             p = metrics.log_softmax(golden[i])
-            same = np.argmax(golden[i]) == np.argmax(actual[i])
-            rows[i, 1:] = -p[target], (np.exp(p) * (p - q)).sum(), same
+            kl = np.nan if q is None else (np.exp(p) * (p - q)).sum()
+            rows[i, 1:] = -p[target], kl, np.argmax(golden[i]) == np.argmax(actual[i])
     return rows
 
 
@@ -181,7 +179,6 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
     """The figures of `evaluate` from the rows [n, 4] of its windows."""
     starts = [first - 1 for _, first, _ in spans]
     sums, counts = np.add.reduceat(rows, starts), np.diff([*starts, len(rows)])
-    compared = not np.isnan(rows[:, 3]).any()
     intervals = None
     if len(spans) >= MIN_WINDOWS:
         rng = np.random.default_rng(0)
@@ -189,13 +186,14 @@ def summarize(rows: np.ndarray, spans: Sequence[Span]) -> dict:
         means = np.array([sums[draw].sum(0) / counts[draw].sum() for draw in draws])
         figures = _figures(means.T)
         bounds = {name: np.percentile(values, [2.5, 97.5]) for name, values in figures.items()}
-        intervals = {n: b.tolist() for n, b in bounds.items() if compared or n == "perplexity"}
-    means = {name: float(value) for name, value in _figures(rows.mean(0)).items()}
-    means.pop("kl_mean")
+        intervals = {name: b.tolist() for name, b in bounds.items() if not np.isnan(b).any()}
+    figures = _figures(rows.mean(0))
+    means = {n: None if np.isnan(value) else float(value) for n, value in figures.items()}
+    compared = means.pop("kl_mean") is not None
     return {
         "tokens": len(rows),
         "windows": len(spans),
-        **{n: value if compared or n == "perplexity" else None for n, value in means.items()},
+        **means,
         "kl": summarize_kl(rows[:, 2]) if compared else None,
         "intervals": intervals,
     }

@@ -7,7 +7,7 @@ from typer import Argument, Option, echo
 
 from workbench import paths
 from workbench.check import gates
-from workbench.cli.common import Json, gate_lines, parse_ids, red_first, show
+from workbench.cli.common import Json, gate_lines, parse_ids, record, red_first, show
 from workbench.errors import InputError
 
 PANEL = "Check"
@@ -49,78 +49,67 @@ def adopt_command(
     show(result, json, [str(path), *(f"- {note}" for note in notes)])
 
 
-def _opened(folder: Path, checkpoint: Path | None):
-    """The adopted folder, and its checkpoint where it names one or is given one."""
-    from workbench.adopt.adapter import Adopted
+def _adapter(folder: Path, *how):
+    """The adapter of an adopted folder; `how`: runtime, precision, compute units."""
+    from workbench.adopt.adapter import Adapter
+    from workbench.adopt.folder import Adopted
 
-    adopted = Adopted.open(folder)
-    named = checkpoint or adopted.foreign.checkpoint
-    return adopted, adopted.checkpoint(checkpoint) if named else None
+    return Adapter(Adopted.open(folder), *how)
 
 
 def check_adopted(folder: Path, golden, runtime, compute_units, json: bool) -> None:
     """`workbench check` on adopted packages: the gates that need no golden, and with one K, V and
     logits against it."""
     from workbench.adopt import gates as adopted_gates
-    from workbench.adopt.adapter import Adapter
 
     if golden:
         return validate_adopted(folder, None, golden, None, runtime, compute_units, "exact", json)
-    adapter = Adapter(*_opened(folder, None), runtime, "exact", compute_units)
-    checks = adopted_gates.own_gates(adapter)
+    checks = adopted_gates.own_gates(_adapter(folder, runtime, "exact", compute_units))
     result = {"verdict": gates.verdict(checks), "gates": [gate.json() for gate in checks]}
     show(result, json, [result["verdict"], *gate_lines(checks)])
 
 
 def validate_adopted(
-    folder: Path, checkpoint, golden, prompt_ids, runtime, compute_units, precision, json: bool
+    folder: Path,
+    checkpoint,
+    golden,
+    prompt_ids,
+    runtime,
+    compute_units,
+    precision,
+    json: bool,
+    log: bool = False,
 ) -> None:
     """`workbench validate` on adopted packages."""
+    from workbench.adopt.folder import Adopted
     from workbench.adopt.validate import validate
     from workbench.check.golden import Golden, check_ids
+    from workbench.runtime import resolve
 
-    adopted, source = _opened(folder, checkpoint)
-    stored = golden and Golden.load(golden)
-    if source is None and stored is None:
-        source = adopted.checkpoint()  # raises, saying what to give
-    ids = None
+    adopted, stored, ids = Adopted.open(folder, checkpoint), golden and Golden.load(golden), None
     if prompt_ids:
-        V = len(stored.logits[0]) if stored else source.config.vocab_size
+        V = len(stored.logits[0]) if stored else adopted.needed_checkpoint().config.vocab_size
         ids = check_ids(parse_ids(prompt_ids), V).tolist()
     how = dict(runtime=runtime, precision=precision, compute_units=compute_units)
-    validation = validate(adopted, source, stored, ids, **how)
+    validation = validate(adopted, stored, ids, **how)
     result = validation.json()
+    if log:
+        from workbench.sweep import runs
+
+        row = {"verdict": validation.verdict, "config": {"gates": result["gates"]}}
+        row |= runs.executed(resolve(runtime), precision, False, compute_units, {})
+        record("validate", result, adopted, row, fidelity=validation.rows)
     show(result, json, [result["verdict"], *gate_lines(validation.gates)])
 
 
-def decode_adopted(
-    folder: Path, prompt_ids, prompt, max_new, logits, sampling, runtime, compute_units, precision
-) -> dict:
-    """The result of `workbench decode` on adopted packages."""
-    from workbench.adopt.adapter import Adapter
-    from workbench.adopt.decode import transcript
-
-    adopted, source = _opened(folder, None)
-    adapter = Adapter(adopted, source, runtime, precision, compute_units)
-    ids = parse_ids(prompt_ids) if prompt is None else _encoded(source, prompt)
-    return transcript(adapter, ids, max_new, logits, sampling)
-
-
-def _encoded(checkpoint, prompt: str) -> list[int]:
-    from workbench.decode.transcript import load_tokenizer
-
-    if checkpoint is None:
-        raise InputError("--prompt", "no checkpoint", "its tokenizer", "give --prompt-ids")
-    return load_tokenizer(checkpoint.path).encode(prompt)
-
-
-def reuse_adopted(folder: Path, runtime, compute_units, precision, json: bool) -> None:
+def reuse_adopted(
+    folder: Path, max_new: int, runtime, compute_units, precision, json: bool
+) -> None:
     """`workbench reuse` on adopted packages: restored and overwritten caches, batch 1."""
     from workbench.adopt import gates as adopted_gates
-    from workbench.adopt.adapter import Adapter
 
-    adapter = Adapter(*_opened(folder, None), runtime, precision, compute_units)
-    cells = adopted_gates.reuse_cells(adapter)
+    adapter = _adapter(folder, runtime, precision, compute_units)
+    cells = adopted_gates.reuse_cells(adapter, max_new)
     verdict = gates.verdict(cells)
     rows = [cell.json() for cell in cells]
     lines = [
@@ -133,8 +122,9 @@ def reuse_adopted(folder: Path, runtime, compute_units, precision, json: bool) -
 def explain_adopted(folder: Path, checkpoint: Path, json: bool) -> None:
     """`workbench explain` on adopted packages."""
     from workbench.adopt import validate
+    from workbench.adopt.folder import Adopted
 
-    cause = validate.explain(*_opened(folder, checkpoint), progress=not json)
+    cause = validate.explain(Adopted.open(folder, checkpoint), progress=not json)
     rows = gates.records(cause.variants)
     lines = [f"{row['relative_rms']:<12.3g}{row['name']}" for row in rows]
     result = {"fits": cause.fits, "variants": rows, "faults": cause.faults}
@@ -143,7 +133,8 @@ def explain_adopted(folder: Path, checkpoint: Path, json: bool) -> None:
 
 def traced(folder: Path, prompt_ids: str | None):
     """The trace of adopted packages over one prompt."""
+    from workbench.adopt.folder import Adopted
     from workbench.adopt.probe import trace_adopted
 
     ids = None if prompt_ids is None else parse_ids(prompt_ids)
-    return trace_adopted(*_opened(folder, None), ids)
+    return trace_adopted(Adopted.open(folder), ids)

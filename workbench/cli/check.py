@@ -126,9 +126,9 @@ def validate_command(
         from workbench.cli.adopt import validate_adopted
 
         bundles_only(prompt=prompt, text=text, tokens=tokens, all_t=all_t, tasks=tasks)
-        bundles_only(prefill_bundle=prefill_bundle, only=only, record=log)
+        bundles_only(prefill_bundle=prefill_bundle, only=only)
         bundles_only(max_kl=max_kl != gates.MAX_KL)
-        how = runtime, compute_units, precision, json
+        how = runtime, compute_units, precision, json, log
         return validate_adopted(bundle, checkpoint, golden, prompt_ids, *how)
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)

@@ -138,7 +138,7 @@ def ids_for(
 
 def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
     """Where the tokenizer of a bundle is: beside its checkpoint, or its own copy."""
-    return paths.checkpoint(checkpoint) if checkpoint else bundle.root / "tokenizer"
+    return paths.checkpoint(checkpoint) if checkpoint else bundle.tokenizer
 
 
 def prompt_of(golden: Path | None, prompt_ids: str | None, V: int, **prompt) -> list[int]:

@@ -59,11 +59,11 @@ def decode_command(
         literal: Run the graph as it stands, not the portable decode path.
         prefill_bundle: Bundle that runs the prompt instead; its states are copied once.
     """
-    adopted = paths.adopted(bundle)
-    if adopted:
-        bundles_only(golden=golden, chat=chat, literal=literal, prefill_bundle=prefill_bundle)
-    folders = () if adopted else (bundle, prefill_bundle)
-    bundles = [workbench.Bundle.open(path) for path in folders if path]
+    if paths.adopted(bundle):
+        bundles_only(literal=literal, prefill_bundle=prefill_bundle)
+    from workbench.adopt.decoder import open_decoder, open_folder
+
+    bundles = [open_folder(path) for path in (bundle, prefill_bundle) if path]
     if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
         raise InputError(
             "prompt",
@@ -78,22 +78,16 @@ def decode_command(
     from workbench.decode.transcript import encode_chat, encode_text, transcript
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    if adopted:
-        from workbench.cli.adopt import decode_adopted
-
-        how = runtime, compute_units, precision
-        result = decode_adopted(bundle, prompt_ids, prompt, max_new, logits, sampling, *how)
+    if prompt is None:
+        ids = prompt_of(golden, prompt_ids, bundles[0].manifest.dims.V)
     else:
-        if prompt is None:
-            ids = prompt_of(golden, prompt_ids, bundles[0].manifest.dims.V)
-        else:
-            ids = (encode_chat if chat else encode_text)(bundles[0].root / "tokenizer", prompt)
-        decoder, *source = [
-            workbench.Decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
-            for b in bundles
-        ]
-        on_text = None if json else partial(echo, nl=False)
-        result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
+        ids = (encode_chat if chat else encode_text)(bundles[0].tokenizer, prompt)
+    decoder, *source = [
+        open_decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
+        for b in bundles
+    ]
+    on_text = None if json else partial(echo, nl=False)
+    result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
     d = result["decode"]
     rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
     end = ",".join(map(str, result["tokens"])) if result["text"] is None else ""  # of the text
@@ -124,7 +118,7 @@ def reuse_command(
         from workbench.cli.adopt import reuse_adopted
 
         bundles_only(batch_bundle=batch_bundle)
-        return reuse_adopted(bundle, runtime, compute_units, precision, json)
+        return reuse_adopted(bundle, max_new, runtime, compute_units, precision, json)
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 

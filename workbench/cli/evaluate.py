@@ -5,7 +5,6 @@ from typing import Annotated
 
 from typer import Option
 
-import workbench
 from workbench import paths
 from workbench.cli.common import (
     GoldenOf,
@@ -52,7 +51,9 @@ def evaluate_command(
 
     Example: workbench evaluate build/llama --text README.md --checkpoint data/tiny-llama
     """
-    opened = workbench.Bundle.open(bundle)
+    from workbench.adopt.decoder import open_decoder, open_folder
+
+    opened = open_folder(bundle)
     look_at(golden, checkpoint)
     if (text is None) == (ids is None):
         raise InputError(
@@ -75,7 +76,7 @@ def evaluate_command(
         reference = Golden.load(golden)
     elif checkpoint:
         reference = Checkpoint(checkpoint)
-    decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
+    decoder = open_decoder(opened, runtime, precision, compute_units=compute_units)
     result = evaluate(
         decoder,
         tokens,
@@ -99,10 +100,13 @@ def _lines(result: dict) -> list[str]:
             "" if low_high is None else " (95%: {:.6g} – {:.6g})".format(*low_high)
         )
 
-    lines = [
-        f"{result['tokens']} tokens scored in {result['windows']} windows",
-        f"perplexity   {figure('perplexity', result['perplexity'])}",
-    ]
+    lines = [f"{result['tokens']} tokens scored in {result['windows']} windows"]
+    if "not_run" in result:
+        lines += [f"not_run      {result['not_run']}"]
+        if result["golden_perplexity"]:
+            lines += [f"same top     {figure('same_top', result['same_top'])}"]
+        return lines
+    lines += [f"perplexity   {figure('perplexity', result['perplexity'])}"]
     if result["kl"]:
         kl = ", ".join(f"{name} {value:.3g}" for name, value in result["kl"].items())
         lines += [

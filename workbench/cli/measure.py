@@ -42,8 +42,11 @@ def memory_command(
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """
-    paths.bundle_or_checkpoint(source)
-    bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
+    from workbench.adopt.decoder import open_folder
+
+    bundle = None
+    if paths.adopted(source) or (paths.bundle_or_checkpoint(source) / paths.BUNDLE).exists():
+        bundle = open_folder(source)
     from workbench.ane import memory as budgets
     from workbench.ane import roofline
 
@@ -132,7 +135,7 @@ def residency_command(
 def _packages(path: Path) -> list[Path]:
     """One package, those of an adopted folder, or none where a bundle is to be opened."""
     if paths.adopted(path):
-        from workbench.adopt.adapter import Adopted
+        from workbench.adopt.folder import Adopted
 
         adopted = Adopted.open(path)
         return list(dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts))

@@ -83,6 +83,8 @@ class Decoder:
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
 
+    gives_logits = True  # of every token; packages of other exporters may keep them to themselves
+
     def __init__(
         self,
         bundle: Bundle | str | Path,
@@ -457,6 +459,22 @@ class Decoder:
         self.times.head = (time.perf_counter() - start) * 1e3
         self.times.add_step(cpu_start, native_ms)
         return np.concatenate(parts, axis=2)[:, :, :T].transpose(0, 2, 1)
+
+    def sequence_logits(self, sequences: list[list[int]], count: int) -> np.ndarray:
+        """Logits [B, count, V] of the last `count` tokens of fresh sequences of one length, one for
+        each of the batch."""
+        n, options, start, parts = len(sequences[0]), self.options, 0, []
+        self.begin()
+        while start < n:
+            size = options.tokens(min(options.t_max, n - start))
+            chunk = [sequence[start : start + size] for sequence in sequences]
+            parts.append(self.advance(chunk, size)[:, :, :size])
+            start += size
+        return self.logits(np.concatenate(parts, axis=2)[:, :, -count:])
+
+    def prefill_calls(self, count: int) -> int:
+        """Calls that the prefill of `count` tokens takes."""
+        return -(-count // self.options.t_max)
 
     def _prompts(self, ids) -> list[list[int]]:
         batch = self.options.batch

@@ -92,7 +92,14 @@ def transcript(
     prefill = partial(prefill_by, source, decoder) if source else None
     if logits:
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
-    folder = decoder.bundle.root / "tokenizer"
+    if not decoder.gives_logits and (logits or sampling.temperature):
+        raise InputError(
+            "--logits" if logits else "--temperature",
+            "packages with the argmax inside",
+            "packages that put out logits",
+            "leave it out",
+        )
+    folder = decoder.bundle.tokenizer
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
     piece_of = _text_stream(tokenizer) if tokenizer and on_text else None
     start, records, prefill_ms = time.perf_counter(), [], None
@@ -114,7 +121,7 @@ def transcript(
         "text": tokenizer.decode(tokens) if tokenizer else None,
         "prefill": {
             "tokens": len(ids),
-            "calls": -(-len(ids) // (source or decoder).options.t_max),
+            "calls": (source or decoder).prefill_calls(len(ids)),
             "bundle": (source or decoder).bundle.root.name,
             "ms": prefill_ms,
         },

@@ -206,24 +206,29 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figur
 @style()
 def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
     """The worst over all T in a panel for each value of the column `by`, such as a sound bundle and one with a planted fault,
-    with one colour scale. `options` are the fields of a `View`."""
+    with one colour scale. `options` are the fields of a `View`; `boundary` may also be a mapping
+    from values of `by`."""
+    boundary = options.pop("boundary", None)
     view = View(**options)
     view = replace(view, limits=view.span(view.measured(fidelity)))
+    of_panel = boundary if isinstance(boundary, dict) else {}
     panels = {}
     for name, rows in fidelity.groupby(by, sort=False):
         Ts = sorted(view.measured(rows)["T"].unique().tolist())
-        panels[f"{name}, worst of T = {_numbers(Ts)}"] = rows, Ts
+        own = replace(view, boundary=of_panel.get(name) if of_panel else boundary)
+        panels[f"{name}, worst of T = {_numbers(Ts)}"] = rows, Ts, own
     return _panels(view, fidelity, panels)
 
 
 def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Figure:
-    """Heatmaps one below the other: rows of `fidelity` and T (or several, of which the worst is drawn) by title."""
+    """Heatmaps one below the other: by title rows of `fidelity` and T (or several, of which the worst
+    is drawn), and a view where it has one of its own."""
     layers = view.measured(fidelity)["layer"].nunique()
     height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
     figure, grid = plt.subplots(len(panels), figsize=(PAGE, height), squeeze=False, sharex=True)
     keys = {}
-    for ax, (title, (rows, T)) in zip(grid[:, 0], panels.items()):
-        mesh, marks = view.draw(ax, rows, T)
+    for ax, (title, (rows, T, *own)) in zip(grid[:, 0], panels.items()):
+        mesh, marks = (own or [view])[0].draw(ax, rows, T)
         keys |= {key.get_label(): key for key in marks}
         ax.set_title(title, fontsize=8)
     for ax in grid[:-1, 0]:

@@ -58,8 +58,8 @@ class RunDifference:
 def run_difference(
     run_a: str, run_b: str, root: Root = None, tensor: str = "update"
 ) -> RunDifference:
-    """Compares what two logged runs measured of a tensor, isolated (the logits: chained), at the layers, positions and T
-    that both have.
+    """Compares what two logged runs measured of a tensor, isolated where both did so (the logits and adopted packages:
+    chained), at the layers, positions and T that both have.
 
     Raises:
         InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the tensor in common.
@@ -69,11 +69,12 @@ def run_difference(
     if (settings["setting"] == "checkpoint_hash").any():
         step = "name two runs of one checkpoint; workbench log --summary lists them"
         raise InputError("diff", "runs of two checkpoints", "two of one checkpoint", step)
-    mode = "chained" if tensor == "logits" else "isolated"
     sides = [
-        log.load("fidelity", root, {"run_id": run_id, "tensor": tensor, "mode": mode})
+        log.load("fidelity", root, {"run_id": run_id, "tensor": tensor})
         for run_id in (run_a, run_b)
     ]
+    isolated = all((side["mode"] == "isolated").any() for side in sides)
+    sides = [side[side["mode"] == ("isolated" if isolated else "chained")] for side in sides]
     metric = "error" if all(side["error"].notna().all() for side in sides) else "1-cosine"
     a, b = (_errors(side, metric) for side in sides)
     both = a.to_frame("a").join(b.rename("b"), how="inner")

@@ -70,10 +70,10 @@ class ExportedModel:
         return golden.stored_golden(self.checkpoint, self.ids, self.goldens)
 
 
-def token_texts(checkpoint: Checkpoint, ids: list[int]) -> list[str]:
-    """The text of each token id, or the id itself without a tokenizer."""
+def token_texts(folder: Path, ids: list[int]) -> list[str]:
+    """The text of each token id, or the id itself where `folder` has no tokenizer."""
     try:
-        return tasks.load_tokenizer(checkpoint.path).convert_ids_to_tokens(ids)
+        return tasks.load_tokenizer(folder).convert_ids_to_tokens(ids)
     except InputError:
         return [str(i) for i in ids]
 
@@ -179,7 +179,7 @@ class Study:
         if isinstance(prompt, int):
             ids, tokens = self.prompt(source, prompt, text)
         else:
-            ids, tokens = prompt, token_texts(source, prompt)
+            ids, tokens = prompt, token_texts(source.path, prompt)
         stored = self.golden_file and Path(self.golden_file)
         return ExportedModel(source, bundle, decoder, ids, tokens, self.goldens, how, stored)
 
@@ -204,7 +204,7 @@ class Study:
             except InputError:
                 V = checkpoint.config.vocab_size
                 ids = np.random.default_rng(0).integers(0, V, count).tolist()
-        return ids, token_texts(checkpoint, ids)
+        return ids, token_texts(checkpoint.path, ids)
 
     def _contents(self, text: str) -> str:
         """`text`, or the contents of the file that it names."""

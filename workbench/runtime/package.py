@@ -32,7 +32,9 @@ class PortablePackage:
         self.fed: Callable[[dict], None] | None = None
 
     def make_state(self) -> Cells:
-        return Cells(self.executable.make_state(), half=self.executable.precision != "exact")
+        half = {kind.dtype for kind in self.program.states.values()} == {"FLOAT16"}
+        exact = self.executable.precision == "exact"
+        return Cells(self.executable.make_state(), half=half and not exact)
 
     def predict(self, inputs: dict[str, np.ndarray], state: Cells | None) -> dict[str, np.ndarray]:
         tensors = {name: torch.from_numpy(np.array(value)) for name, value in inputs.items()}

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from workbench import export as exporting
 from workbench import log, paths
+from workbench.adopt import validate as adopted_validate
+from workbench.adopt.decoder import open_decoder, open_folder
+from workbench.adopt.folder import Adopted
 from workbench.ane import placement
 from workbench.bundle import Bundle, Options
 from workbench.bundle.manifest import MANIFEST_VERSION
@@ -69,7 +72,7 @@ def measure_cell(job: dict) -> None:
     into job["root"]."""
     began, before = time.time(), runs.state_before()
     bundle = _bundle(job)
-    decoder = Decoder(
+    decoder = open_decoder(
         bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
     )
     counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
@@ -95,7 +98,7 @@ def measure_cell(job: dict) -> None:
         validation = _validation(job, decoder)
         fidelity, row["verdict"] = validation.rows, validation.verdict
         config["gates"] = [g.json() for g in validation.gates]
-        config["price"] = jsonable(validation.price.json())
+        config["price"] = validation.price and jsonable(validation.price.json())
     runs.record_run(
         job["experiment"],
         row | {"config": config},
@@ -109,12 +112,15 @@ def measure_cell(job: dict) -> None:
 
 def _validation(job: dict, decoder: Decoder) -> Validation:
     """The job's bundle against its golden; bug gates and budget take the checkpoint, which a
-    finished bundle does without."""
-    checkpoint = None if job["identity"] else _checkpoint(job)
+    finished bundle does without. Adopted packages have gates of their own."""
+    checkpoint, path = None if job["identity"] else _checkpoint(job), None
     if job["golden"]:
         path = find(job["golden"], log.default_root())
         reference = golden.Golden.load(path)
-    else:
+    if isinstance(decoder.bundle, Adopted):
+        how = runs.pick(job["run"], "runtime", "precision", "compute_units")
+        return adopted_validate.validate(decoder.bundle, reference, **how)
+    if not job["golden"]:
         folder = _path(job).parent.with_name("golden")
         path = golden.golden_path(checkpoint, job["judge_ids"], folder)
         reference = golden.stored_golden(checkpoint, job["judge_ids"], folder)
@@ -125,7 +131,7 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
     nothing was planned on the Neural Engine that the compute units name. Without a plan within half
     of the `seconds` that are left, the config says why."""
-    if decoder.runtime == "portable":
+    if decoder.runtime == "portable" or isinstance(decoder.bundle, Adopted):
         return {}
     shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
     how = decoder.runtime, decoder.compute_units, decoder.fault
@@ -152,9 +158,7 @@ def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
         "config": _config(job) | {"stderr": list(lines)},
     }
     runs.record_run(
-        job["experiment"],
-        runs.exported(Options(**job["options"])) | row | _identity(job),
-        root=job["root"],
+        job["experiment"], runs.exported(job["options"]) | row | _identity(job), root=job["root"]
     )
 
 
@@ -203,8 +207,8 @@ def lacks(checkpoint: str) -> str | None:
     return None
 
 
-def _bundle(job: dict) -> Bundle:
-    bundle = Bundle.open(_path(job))
+def _bundle(job: dict) -> Bundle | Adopted:
+    bundle = open_folder(_path(job))
     if job["identity"] not in (None, bundle.identity):
         raise InputError(
             f"bundle {job['bundle']}",

@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from workbench import log
-from workbench.bundle import Bundle
+from workbench.adopt.decoder import open_folder
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.files import sha256
 from workbench.log.machine import machine_name, software_name, with_machines
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
+from workbench.paths import adopted
 from workbench.runtime import named, resolve
 from workbench.sweep import cell, cluster, runs
 from workbench.sweep.grid import Cell, Grid, cells, check_sizes
@@ -101,7 +102,7 @@ def _source(grid: Grid, bundle: str | None, root: Path) -> dict:
         path, sha256 = str(checkpoint.path.resolve()), checkpoint.sha256
         more = {"bundle": None, "identity": None}
     else:
-        opened = Bundle.open(cell.find(bundle, root))
+        opened = open_folder(cell.find(bundle, root))
         token_ids(grid.validate_ids, opened.manifest.dims.V, subject)
         path, sha256 = (opened.manifest.checkpoint[name] for name in ("name", "sha256"))
         more = {"bundle": str(opened.root), "identity": opened.identity}
@@ -160,6 +161,9 @@ def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
     for name, folder in (("bundle", "bundles"), ("golden", "golden")):
         if source[name]:
             path = Path(source[name])
+            if adopted(path):
+                needed, step = "bundles, which are whole folders", "leave --scheduler out"
+                raise InputError(f"cluster, {path}", "packages beside a folder", needed, step)
             digest = source["identity"] if name == "bundle" else sha256(path)
             paths[name] = f"data/{folder}/{digest[:16]}/{path.name}"
             workers.send(path, paths[name])

@@ -21,10 +21,11 @@ from pydantic import (
 )
 
 from workbench import export as exporting
-from workbench import log, paths
+from workbench import log
+from workbench.adopt.decoder import folder_options
+from workbench.adopt.folder import AdoptedOptions
 from workbench.bundle import Options
-from workbench.bundle.bundle import read_manifest
-from workbench.bundle.manifest import Manifest, first_fault
+from workbench.bundle.manifest import first_fault
 from workbench.check.gates import MAX_KL
 from workbench.check.golden import Golden
 from workbench.errors import InputError
@@ -223,7 +224,7 @@ def cells(grid: Grid) -> Iterator[Cell]:
     common = runs.pick(run, *(name for name in _COMMON if name in run))
     axes = runs.pick(run, *RUN_AXES).values()
     if grid.bundle:
-        bundles = [(path, manifest_of(path).options) for path in grid.bundle]
+        bundles = [(path, options_of(path)) for path in grid.bundle]
     else:
         exports = itertools.product(*grid.export.values())
         bundles = [(None, exporting.options(**dict(zip(grid.export, each)))) for each in exports]
@@ -238,6 +239,6 @@ def cells(grid: Grid) -> Iterator[Cell]:
             yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
 
 
-def manifest_of(bundle: str) -> Manifest:
-    """The manifest of a finished bundle that a grid names."""
-    return read_manifest(paths.bundle(find(bundle, log.default_root())) / paths.BUNDLE)
+def options_of(bundle: str) -> Options | AdoptedOptions:
+    """The options of a finished bundle, or of adopted packages, that a grid names."""
+    return folder_options(find(bundle, log.default_root()))

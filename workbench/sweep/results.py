@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from workbench import log
-from workbench.bundle.bundle import MANIFEST_NAME, Bundle, read_manifest
+from workbench.adopt.decoder import folder_identity
 from workbench.log.machine import machine_names, of_machine
 from workbench.log.store import Root
 from workbench.models.checkpoint import Checkpoint
@@ -88,9 +88,8 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
     root = Path(root or log.default_root())
     if grid.bundle:
-        paths = [find(bundle, root) for bundle in grid.bundle]
-        bundles = [Bundle(path, read_manifest(path / MANIFEST_NAME)) for path in paths]
-        return rows[rows["bundle_hash"].isin({bundle.identity for bundle in bundles})]
+        identities = {folder_identity(find(bundle, root)) for bundle in grid.bundle}
+        return rows[rows["bundle_hash"].isin(identities)]
     path = find(grid.checkpoint, root)
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")

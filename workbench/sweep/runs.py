@@ -45,11 +45,12 @@ def counted(run: Mapping) -> dict:
     return {name: run.get(name) for name in COUNTS}
 
 
-def exported(options: Options) -> dict:
-    """Columns of `runs` that export options are."""
+def exported(options: Options | Mapping) -> dict:
+    """Columns of `runs` that export options are, null for those that are left out."""
+    chosen = options if isinstance(options, Mapping) else options.model_dump()
     return dict.fromkeys(OPTIONS) | {
         name: _text(value) if isinstance(value, list | tuple | dict) else value
-        for name, value in options.model_dump().items()
+        for name, value in chosen.items()
     }
 
 

@@ -161,7 +161,8 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n,
     and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    spans, rows = {model.shard.name: range(*model.shard.layers) for model in decoder.layers}, []
+    spans, rows = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}, []
+    timed = timed[timed["shard"].map(lambda shard: len(spans[shard]) > 0)]
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
         each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(spans[shard])
         mad = (each["value"] - each["value"].median()).abs().median()

@@ -15,16 +15,15 @@ from workbench import log, plots, report, sweep
 from workbench.bundle import Options
 from workbench.check.price import BUDGET_FACTOR
 from workbench.errors import InputError
-from workbench.models.checkpoint import Checkpoint
 from workbench.plots.fidelity import View
 from workbench.plots.figure import ring
 from workbench.report.study import token_texts
 from workbench.sweep import runs
-from workbench.sweep.cell import find
 from workbench.sweep.error_split import measure_split, stored_split
-from workbench.sweep.grid import PORTABLE_AXES, may_be_portable
+from workbench.sweep.grid import PORTABLE_AXES, Cell, may_be_portable
 from workbench.widgets.cells import cell_text, cells_box
 from workbench.widgets.panel import BackgroundJob, Panel, absent, button, choice, slider
+from workbench.widgets.sources import Exports, Folders
 
 METRICS = {
     "1 − cosine": "1-cosine",
@@ -54,12 +53,12 @@ class Explorer(Panel):
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
         self.machine, self.cell = None, None
         self.grid, self.root = sweep.make_grid(grid), Path(root) if root else log.default_root()
-        self.checkpoint = Checkpoint(find(self.grid.checkpoint, self.root))
-        self.tokens = token_texts(self.checkpoint, self.grid.validate_ids)
+        self.source = (Folders if self.grid.bundle else Exports)(self.grid, self.root)
+        self.tokens = token_texts(self.source.tokenizer, self.grid.validate_ids)
         self.cells = list(sweep.cells(self.grid))
         if machine is not None:
             sweep.stored_tables(self.grid, self.root, machine)  # refuses one that the log lacks
-        self.options = {self._bundle_label(cell.options): cell.options for cell in self.cells}
+        self.options = {self.source.label(cell): cell.options for cell in self.cells}
         lengths = sorted({cell.options.max_seq_len for cell in self.cells})
         run, varied = self.grid.run, sweep.varied_axes(self.grid)
         self.first_T = min(run.T)
@@ -116,33 +115,27 @@ class Explorer(Panel):
     @property
     def setting(self) -> Options:
         """Export options that the controls name."""
-        length = {"max_seq_len": self.value("max_seq_len")}
-        return self.options[self.value("bundle")].model_copy(update=length)
-
-    def _bundle_label(self, options: Options) -> str:
-        """The values in which bundles of the grid differ, without max_seq_len."""
-        varied = [name for name, values in self.grid.export.items() if len(values) > 1]
-        names = [name for name in varied if name not in ("max_seq_len", "compress")]
-        return ", ".join(str(getattr(options, name)) for name in ("compress", *names))
+        options, length = self.options[self.value("bundle")], self.value("max_seq_len")
+        return options if self.grid.bundle else options.model_copy(update={"max_seq_len": length})
 
     def missing(self) -> list:
         """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per bundle's error split."""
         done, steps = sweep.done_cells(self.root), []
-        everything = dict.fromkeys(cell.options for cell in self.cells)
-        for options in sorted(everything, key=self.setting.__ne__):
-            name = f"{self._bundle_label(options)}, max_seq_len {options.max_seq_len}"
+        everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
+        for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
+            options, contents = cell.options, self.source.contents(cell)
+            name = f"{self.source.label(cell)}, max_seq_len {options.max_seq_len}"
             for precision in self.grid.run.precision:
-                part = self._part(options, precision)
-                keys = {
-                    c.key(self.checkpoint.sha256) for c in sweep.cells(part) if part.run.runtime
-                }
+                part = self._part(cell, precision)
+                keys = {c.key(contents) for c in sweep.cells(part) if part.run.runtime}
                 if count := len(keys - done):
                     label = f"{name}, {precision}: speed and fidelity"
                     steps.append((label, count, partial(self._measure, part)))
-            if self.grid.validate_ids and self._stored_split(options) is None:
+            splits = self.source.checkpoint and self.grid.validate_ids
+            if splits and self._stored_split(options) is None:
                 split = partial(
                     measure_split,
-                    self.checkpoint,
+                    self.source.checkpoint,
                     options,
                     self.grid.validate_ids,
                     self.grid.experiment,
@@ -151,14 +144,13 @@ class Explorer(Panel):
                 steps.append((f"{name}: error split", 1, split))
         return steps
 
-    def _part(self, options: Options, precision: str) -> sweep.Grid:
+    def _part(self, cell: Cell, precision: str) -> sweep.Grid:
         """The grid's part with one bundle and one precision; each part validates its bundle."""
-        export = {name: [getattr(options, name)] for name in self.grid.export}
         run = self.grid.run
         first = precision == run.precision[0]
         runtimes = [name for name in run.runtime if first or may_be_portable(name)]
         run = run.model_copy(update={"precision": [precision], "runtime": runtimes})
-        return self.grid.model_copy(update={"export": export, "run": run})
+        return self.grid.model_copy(update=self.source.part(cell) | {"run": run})
 
     def _measure(self, part: sweep.Grid) -> None:
         counts = sweep.sweep(part, root=self.root, progress=False, on_cell=self.job.advance)
@@ -171,7 +163,8 @@ class Explorer(Panel):
             )
 
     def _stored_split(self, options: Options) -> pd.DataFrame | None:
-        return stored_split(self.checkpoint, options, self.root)
+        checkpoint = self.source.checkpoint
+        return checkpoint and stored_split(checkpoint, options, self.root)
 
     def click(self, x: float, y: float) -> None:
         """Chooses the heatmap's cell at a place of the picture (fractions from the top left)."""
@@ -190,9 +183,11 @@ class Explorer(Panel):
         self._read()
         T, S, tensor = (self.value(name) for name in ("T", "max_seq_len", "tensor"))
         rows = self._stored("fidelity")
-        rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == self._mode())]
-        # chained calls take every T in turn
-        rows = rows.assign(T=T) if self._mode() == "chained" else rows
+        mode, where = self._mode(), ["run_id", "layer", "position"]
+        rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
+        # a bundle's chained calls take every T in turn
+        self.every_T = mode == "chained" and not rows.duplicated(where).any()
+        rows = rows.assign(T=T) if self.every_T else rows
         lengths = rows.loc[rows["T"] == T, "max_seq_len"].astype(int).unique()
         self.length = int(min(lengths, key=lambda length: abs(length - S), default=S))
         rows = rows[rows["max_seq_len"] == self.length]
@@ -203,8 +198,7 @@ class Explorer(Panel):
             sorted(map(int, self.rows[name].unique())) for name in ("layer", "position")
         )
         self._list_worst()
-        # a chained row is of every T
-        self.controls["show"].disabled = self._mode() == "chained" or T == self.first_T
+        self.controls["show"].disabled = self.every_T or T == self.first_T
         self.shown = {
             part: figure
             for part, figure in (
@@ -225,7 +219,7 @@ class Explorer(Panel):
             for part, (plot, data, options) in self.shown.items():
                 getattr(plots, plot)(data, **options, ax=axes[part])
             self._mark(axes)
-        name = f"{self.checkpoint.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
+        name = f"{self.source.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
         self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
         self._name_cells(axes["fidelity"])
         layers, time = self._at_setting(self._stored("layers")), "no times yet: press Run"
@@ -234,7 +228,7 @@ class Explorer(Panel):
             time = f"invalid: {layers['invalid'].iloc[-1]}"
         if len(ms):
             time = f"{ms.median():.3f} ms per layer on {self.machine}"
-        if self.length != S:
+        if self.length != S and not self.grid.bundle:
             time += f". The heatmap is of max_seq_len {self.length}; press Run to measure {S}"
         self.message.value = html.escape(f"{name}: {time}")
 
@@ -280,7 +274,7 @@ class Explorer(Panel):
             cell.columns(runtime)
             for cell in self.cells
             for runtime in runs.RUNTIMES
-            if self._bundle_label(cell.options) == self.value("bundle")
+            if self.source.label(cell) == self.value("bundle")
             and all(
                 cell.run[axis] == value
                 for axis, value in run.items()
@@ -289,7 +283,8 @@ class Explorer(Panel):
         ]
         columns = runs.VALUES if table == "fidelity" else runs.TIMES
         columns = [c for c in columns if c not in ("max_seq_len", "T")]
-        return runs.fitting(self.tables[table], settings, columns)
+        rows = runs.fitting(self.tables[table], settings, columns)
+        return rows[rows["bundle"] == self.value("bundle")] if self.grid.bundle else rows
 
     def _at_setting(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows at the max_seq_len and T that are shown."""
@@ -298,8 +293,11 @@ class Explorer(Panel):
         ]
 
     def _mode(self) -> str:
-        """Logits exist only behind all layers."""
-        return "chained" if self.value("tensor") == "logits" else "isolated"
+        """Logits exist only behind all layers, as does everything of adopted packages."""
+        rows = self.tables["fidelity"]
+        modes = set(rows.loc[rows["tensor"] == self.value("tensor"), "mode"])
+        chained = self.value("tensor") == "logits" or modes == {"chained"}
+        return "chained" if chained else "isolated"
 
     def _fidelity(self) -> tuple | None:
         """The heatmap: name of its plot, rows, options; None without any rows."""
@@ -366,7 +364,7 @@ class Explorer(Panel):
             raise InputError(
                 "figures", "nothing measured at this setting", "a heatmap", "press Run first"
             )
-        number, checkpoint = self.grid.experiment, self.checkpoint.name
+        number, checkpoint = self.grid.experiment, self.source.name
         setting = {"max_seq_len": self.length, "T": self.value("T")}
         setting["compress"] = self.setting.compress
         name = "explorer-{tensor}-S{max_seq_len}-T{T}-{compress}-{precision}".format(

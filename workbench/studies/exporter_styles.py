@@ -2,156 +2,18 @@
 functions, shapes and layouts are theirs, nothing else is. Faults are planted by name."""
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from miltorch import shim
 from miltorch.quiet import coremltools
-from workbench.export.convert import lean
-from workbench.models.checkpoint import Checkpoint
-
-FAULTS = {
-    "future": "prefill_rotate sees the future",
-    "norm_order": "q and k are normed after rope, not before it",
-    "theta": "rope scaling is replaced by theta times factor",
-    "one_mask": "sliding layers see as far back as full ones",
-}
-
-
-def rms(x, weight, eps):
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight
-
-
-def turn(x, cos, sin):
-    """Rope on x [heads, T, D] with cos, sin [T, D]."""
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat([-b, a], -1) * sin
-
-
-class Model(nn.Module):
-    """A checkpoint's layers as plain torch: Llama, Qwen 3 or Gemma 3, one sequence."""
-
-    def __init__(self, path: Path, S: int, fault: str = ""):
-        super().__init__()
-        source = Checkpoint(path)
-        self.config = c = source.config
-        self.S, self.fault = S, fault
-        self.gemma = hasattr(c, "query_pre_attn_scalar")
-        self.H, self.kv, self.L = c.num_attention_heads, c.num_key_value_heads, c.num_hidden_layers
-        self.D, self.C = c.head_dim, c.hidden_size
-        self.scale = (c.query_pre_attn_scalar if self.gemma else self.D) ** -0.5
-        self.weights = {}
-        for name in source.header:
-            weight = source.tensor(name).float()
-            short = name.removeprefix(source.prefix)
-            self.weights[short] = weight + self.gemma * (weight.ndim == 1)
-            self.register_buffer("w_" + short.replace(".", "_"), self.weights[short])
-        self.kinds = getattr(c, "layer_types", None) or ["full_attention"] * self.L
-        for kind in set(self.kinds):
-            for name, table in zip(("cos", "sin"), self.tables(kind)):
-                self.register_buffer(f"{name}_{kind}", table)
-
-    def tables(self, kind):
-        from workbench.check import golden
-
-        rotary = golden.empty_model(self.config).model.rotary_emb
-        positions = torch.arange(self.S)[None]
-        if self.fault == "theta":
-            p = self.config.rope_parameters
-            theta = p["rope_theta"] * p["factor"]
-            angles = positions[0, :, None] * theta ** (-torch.arange(0, self.D, 2) / self.D)
-            angles = torch.cat([angles, angles], -1)
-            return angles.cos(), angles.sin()
-        args = [kind] if self.gemma else []
-        return [t[0] for t in rotary(torch.zeros(1), positions, *args)]
-
-    def w(self, layer, name):
-        return getattr(self, f"w_layers_{layer}_{name.replace('.', '_')}_weight")
-
-    def has(self, layer, name):
-        return f"layers.{layer}.{name}.weight" in self.weights
-
-    def rope(self, kind, positions):
-        return [getattr(self, f"{name}_{kind}")[positions] for name in ("cos", "sin")]
-
-    def linear(self, x, layer, name):
-        return nn.functional.linear(x, self.w(layer, name))
-
-    def layer(self, i, x, cos, sin, mask, cache, mlp=True):
-        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T, D]
-        and returns all keys and values [kv, columns, D]."""
-        eps, g = self.config.rms_norm_eps, self.gemma
-        y = rms(x, self.w(i, "input_layernorm"), eps)
-        q, k, v = (
-            self.linear(y, i, f"self_attn.{n}_proj").reshape(-1, heads, self.D).transpose(0, 1)
-            for n, heads in (("q", self.H), ("k", self.kv), ("v", self.kv))
-        )
-        order = [lambda q, k: (turn(q, cos, sin), turn(k, cos, sin))]
-        if self.has(i, "self_attn.q_norm"):
-            norms = [self.w(i, f"self_attn.{n}_norm") for n in "qk"]
-            place = len(order) if self.fault == "norm_order" else 0
-            order.insert(place, lambda q, k: [rms(t, w, eps) for t, w in zip((q, k), norms)])
-        for step in order:
-            q, k = step(q, k)
-        keys, values = cache(i, k, v)
-        keys, values = (t.repeat_interleave(self.H // self.kv, 0) for t in (keys, values))
-        scores = torch.softmax(q @ keys.transpose(1, 2) * self.scale + mask, -1)
-        out = (scores @ values).transpose(0, 1).reshape(1, -1, self.H * self.D)
-        out = self.linear(out, i, "self_attn.o_proj")
-        if g:
-            out = rms(out, self.w(i, "post_attention_layernorm"), eps)
-        x = x + out
-        if not mlp:
-            return x
-        before = "pre_feedforward_layernorm" if g else "post_attention_layernorm"
-        y = rms(x, self.w(i, before), eps)
-        act = (lambda t: nn.functional.gelu(t, approximate="tanh")) if g else nn.functional.silu
-        y = act(self.linear(y, i, "mlp.gate_proj")) * self.linear(y, i, "mlp.up_proj")
-        y = self.linear(y, i, "mlp.down_proj")
-        return x + (rms(y, self.w(i, "post_feedforward_layernorm"), eps) if g else y)
-
-    def embed(self, ids):
-        x = nn.functional.embedding(ids, self.w_embed_tokens_weight)
-        return x * self.C**0.5 if self.gemma else x
-
-    def norm(self, x):
-        return rms(x, self.w_norm_weight, self.config.rms_norm_eps)
-
-    @property
-    def head(self):
-        return getattr(self, "w_lm_head_weight", self.w_embed_tokens_weight)
-
-
-def convert(module, inputs, outputs, states=(), **options):
-    """`inputs`: (name, shape, dtype, example shape), `states`: (name, shape)."""
-    ct = coremltools()
-    examples = [
-        torch.zeros(example, dtype=torch.int32 if kind is np.int32 else torch.float32)
-        for _, _, kind, example in inputs
-    ]
-    traced = torch.jit.trace(module.eval(), examples, check_trace=False)
-    module_states = [
-        ct.StateType(wrapped_type=ct.TensorType(shape=shape, dtype=np.float16), name=name)
-        for name, shape in states
-    ]
-    target = options.pop("target", ct.target.iOS18)
-    with shim.mended_converter(), lean():
-        return ct.convert(
-            traced,
-            inputs=[ct.TensorType(name=n, shape=s, dtype=k) for n, s, k, _ in inputs],
-            outputs=[ct.TensorType(name=n) for n in outputs],
-            states=module_states or None,
-            minimum_deployment_target=target,
-            skip_model_load=True,
-            **options,
-        )
-
-
-def plain(name, shape, kind=np.float16):
-    return name, shape, kind, shape
+from workbench.export.convert import no_progress
+from workbench.studies.exporter_model import Apply, Model, convert, palettized, plain, quantized
 
 
 class Recipe(nn.Module):
@@ -192,12 +54,7 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: b
     states = [(n, tuple(module.keyCache.shape)) for n in ("keyCache", "valueCache")]
     package = convert(module, inputs, ["logits"], states)
     if int4:
-        config = ct.optimize.coreml.OpLinearQuantizerConfig(
-            mode="linear_symmetric", dtype="int4", granularity="per_block", block_size=32
-        )
-        package = ct.optimize.coreml.linear_quantize_weights(
-            package, ct.optimize.coreml.OptimizationConfig(global_config=config)
-        )
+        package = quantized(package, dtype="int4", granularity="per_block", block_size=32)
     folder.mkdir(parents=True)
     package.save(str(folder / "Stateful.mlpackage"))
 
@@ -257,11 +114,7 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
             ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
         ]
         states = [(f"layers.0.{n}_state", (1, m.kv, S, m.D)) for n in "kv"]
-        package = convert(Shard(m, i, i + 1), inputs, ["hidden"], states)
-        config = ct.optimize.coreml.OpLinearQuantizerConfig(mode="linear_symmetric", dtype="int8")
-        package = ct.optimize.coreml.linear_quantize_weights(
-            package, ct.optimize.coreml.OptimizationConfig(global_config=config)
-        )
+        package = quantized(convert(Shard(m, i, i + 1), inputs, ["hidden"], states), dtype="int8")
         package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
     V = m.head.shape[0]
     for i, rows in enumerate((slice(0, V // 2), slice(V // 2, V))):
@@ -327,75 +180,65 @@ class Chunk(nn.Module):
         return x if self.prefill or self.span[-1] < self.m.L - 1 else self.m.norm(x)
 
 
-class Apply(nn.Module):
-    """A function of a model and its inputs as a module."""
-
-    def __init__(self, model, function):
-        super().__init__()
-        self.m, self.function = model, function
-
-    def forward(self, *inputs):
-        return self.function(self.m, *inputs)
-
-
 def chunks(
     folder: Path,
     checkpoint: Path,
-    S=32,
-    batch=8,
-    window=0,
-    fault="",
-    heads=2,
-    lut=False,
+    S: int = 32,
+    fault: str = "",
+    *,
+    batch: int = 8,
+    window: int = 0,
+    heads: int = 2,
+    lut: bool = False,
     sound: Path | None = None,
 ):
     """Embeddings, two chunks (one where layers slide) of functions infer and prefill (and their
     rotating twins), a head of several slices; −inf masks, meta.yaml. What the fault `future` leaves
     as it is, is copied from the folder `sound`."""
-    ct = coremltools()
     m = Model(checkpoint, S, fault)
     if sound:
         shutil.copytree(sound, folder)
     else:
         folder.mkdir(parents=True)
+        _ends(folder, m, batch, heads)
     spans = [range(m.L)] if window else [range(m.L // 2), range(m.L // 2, m.L)]
     names = ["FFN_PF"] if window else [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
-    if not sound:
-        _ends(folder, m, batch, heads)
     modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
     if window:
         modes |= {"infer_rotate": (1, False, True), "prefill_rotate": (batch, True, True)}
     for span, name in zip(spans, names, strict=True):
-        functions = ct.utils.MultiFunctionDescriptor()
+        functions = coremltools().utils.MultiFunctionDescriptor()
         for mode, (T, prefill, rotate) in modes.items():
             path = folder / f".{mode}-{name}.mlpackage"
-            if sound and mode != "prefill_rotate":
-                functions.add_function(str(path), "main", mode)
-                continue
-            module = Chunk(m, span, window, rotate, prefill)
-            inputs = [
-                plain("hidden_states", (1, T, m.C)),
-                plain("position_ids", (T,), np.int32),
-                plain("causal_mask", (1, 1, T, S)),
-                plain("current_pos", (1,), np.int32),
-            ]
-            states = [
-                (f"model.model.{n}", tuple(b.shape)) for n, b in module.model.model.named_buffers()
-            ]
-            one = convert(module, inputs, ["output_hidden_states"], states)
-            if lut:
-                one = palettize(one, granularity="per_grouped_channel", group_size=8, nbits=4)
-            shutil.rmtree(path, ignore_errors=True)
-            one.save(str(path))
+            if not sound or mode == "prefill_rotate":
+                shutil.rmtree(path, ignore_errors=True)
+                _function(Chunk(m, span, window, rotate, prefill), T, lut).save(str(path))
             functions.add_function(str(path), "main", mode)
         functions.default_function_name = "infer"
         target = folder / f"tiny_{name}.mlpackage"
         shutil.rmtree(target, ignore_errors=True)
-        ct.utils.save_multifunction(functions, str(target))
+        with no_progress():
+            coremltools().utils.save_multifunction(functions, str(target))
     (folder / "meta.yaml").write_text(
         f"model_info:\n  name: anemll-tiny\n  parameters:\n    context_length: {S}\n"
         f"    batch_size: {batch}\n    num_chunks: {len(spans)}\n    split_lm_head: {heads}\n"
     )
+
+
+def _function(chunk: Chunk, T: int, lut: bool):
+    """One function of a chunk, for T tokens; with `lut` in palettes of groups."""
+    m = chunk.m
+    inputs = [
+        plain("hidden_states", (1, T, m.C)),
+        plain("position_ids", (T,), np.int32),
+        plain("causal_mask", (1, 1, T, m.S)),
+        plain("current_pos", (1,), np.int32),
+    ]
+    buffers = chunk.model.model.named_buffers()
+    states = [(f"model.model.{name}", tuple(buffer.shape)) for name, buffer in buffers]
+    package = convert(chunk, inputs, ["output_hidden_states"], states)
+    grouped = dict(granularity="per_grouped_channel", group_size=8, nbits=4)
+    return palettized(package, **grouped) if lut else package
 
 
 def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
@@ -415,12 +258,6 @@ def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
     outputs = [f"logits{i + 1}" for i in range(heads)]
     package = convert(Apply(m, head), [plain("hidden_states", (1, 1, m.C))], outputs)
     package.save(str(folder / "tiny_lm_head.mlpackage"))
-
-
-def palettize(package, **options):
-    optimize = coremltools().optimize.coreml
-    config = optimize.OpPalettizerConfig(mode="uniform", **options)
-    return optimize.palettize_weights(package, optimize.OptimizationConfig(config))
 
 
 class Monolith(nn.Module):
@@ -469,7 +306,7 @@ def monolith(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", int4:
         compute_precision=ct.precision.FLOAT32,
     )
     if int4:
-        package = palettize(package, nbits=4, granularity="per_grouped_channel", group_size=8)
+        package = palettized(package, nbits=4, granularity="per_grouped_channel", group_size=8)
     folder.mkdir(parents=True)
     package.save(str(folder / "model.mlpackage"))
 
@@ -513,7 +350,7 @@ def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool
             module, inputs, ["hidden"], [("kv_cache_0", tuple(module.kv_cache_0.shape))]
         )
         if lut:
-            package = palettize(package, nbits=8)
+            package = palettized(package, nbits=8)
         package.save(str(folder / f"chunk_{i}.mlpackage"))
 
     def head(m, x):
@@ -521,3 +358,25 @@ def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool
 
     package = convert(Apply(m, head), [plain("hidden_in", (1, 1, m.C))], ["next_token"])
     package.save(str(folder / "chunk_head.mlpackage"))
+
+
+@dataclass(frozen=True)
+class Style:
+    """An exporter's interface: the family of the checkpoint, what makes the packages, the fault
+    that is planted, what the packages then compute (a variant of `workbench explain`)."""
+
+    family: str
+    make: Callable
+    fault: str
+    computes: str
+
+
+STYLES = {
+    "ANEMLL": Style("gemma3_text", partial(chunks, window=8, batch=4), "future", "as configured"),
+    "CoreML-LLM, one package": Style("gemma3_text", monolith, "one_mask", "no window"),
+    "CoreML-LLM, chunks": Style("qwen3", host, "norm_order", "q/k norm after rope"),
+    "ane-book": Style("qwen3", shards, "norm_order", "q/k norm after rope"),
+    "Apple's recipe": Style(
+        "llama", recipe, "theta", "rope scaling replaced by theta × factor, theta 40000"
+    ),
+}

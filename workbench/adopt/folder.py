@@ -1,0 +1,229 @@
+"""An adopted folder: its description, and beside it what the manifest of a bundle says by itself."""
+
+import hashlib
+import os
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import miltorch
+from workbench import paths
+from workbench.adopt import fit, schema
+from workbench.adopt.schema import Foreign, Part
+from workbench.bundle import PRESETS
+from workbench.errors import InputError
+from workbench.files import sha256
+from workbench.models.checkpoint import Checkpoint
+
+MAX_VOCABULARY = 1 << 19  # tokens, where nothing says how many there are
+LARGEST_TILE = 64  # tokens of a call that gates make, where a package takes any number
+
+
+@dataclass(frozen=True)
+class AdoptedOptions:
+    """What packages of other exporters have of a bundle's export options; the batch is one."""
+
+    max_seq_len: int
+    t_max: int
+    batch: int = 1
+    compress: str | None = None  # the preset whose size is nearest
+    kv_write = "mask"
+
+    def model_dump(self) -> dict:
+        """The options that the packages say, by name."""
+        options = asdict(self)
+        options.pop("compress")
+        return options
+
+    def tokens(self, limit: int) -> int:
+        return limit
+
+    width = tokens
+
+
+@dataclass
+class AdoptedShard:
+    """One package. `kind` is `layers` where it has states, `head` behind these, else `embedding`;
+    `states` are named and shaped as a bundle's are. `layers` is the span that it computes, None
+    where parts share one state, so that nothing says it."""
+
+    name: str
+    kind: str
+    package: str
+    files: list[SimpleNamespace]
+    states: dict[str, SimpleNamespace]
+    layers: tuple[int, int] | None
+    functions: dict = field(default_factory=dict)
+    modules: dict = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass
+class Adopted:
+    """A folder with a `foreign.yaml`, checked against the packages that it names."""
+
+    root: Path
+    foreign: Foreign
+    source: Path | None = None  # a checkpoint in place of the one that the file names
+
+    @classmethod
+    def open(cls, path: str | Path, checkpoint: Path | None = None) -> "Adopted":
+        """Opens the folder (or its foreign.yaml).
+
+        Raises:
+            InputError: no such file, a value that does not fit the packages, a package that cannot
+                be read.
+        """
+        path = Path(path)
+        root = path if path.is_dir() else path.parent
+        adopted = cls(root.resolve(), schema.load(root / schema.FILE), checkpoint)
+        fit.check(adopted.foreign, adopted.programs)
+        return adopted
+
+    def path(self, written: str) -> Path:
+        """A path as the file writes it; the folder need not be there yet."""
+        return Path(os.path.normpath(self.root / written))
+
+    def package(self, part: Part | AdoptedShard) -> Path:
+        return self.path(part.package)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that was exported, where one is given or the file names one."""
+        path = self.source or (self.foreign.checkpoint and self.path(self.foreign.checkpoint))
+        return Checkpoint(path) if path else None
+
+    def needed_checkpoint(self) -> Checkpoint:
+        """The checkpoint; refuses a folder that names none."""
+        if self.checkpoint is None:
+            raise InputError(
+                str(self.root / schema.FILE),
+                "no checkpoint",
+                "the Hugging Face folder that was exported",
+                "give --checkpoint, or write it there",
+            )
+        return self.checkpoint
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder that the tokenizer is in."""
+        return self.checkpoint.path if self.checkpoint else self.root
+
+    @cached_property
+    def programs(self) -> list[list[miltorch.Program]]:
+        """The programs of every part's functions."""
+        return [
+            [miltorch.read(self.package(part), f.name) for f in part.functions]
+            for part in self.foreign.parts
+        ]
+
+    @cached_property
+    def stateful(self) -> list[int]:
+        """The parts with a state, by their number."""
+        return [i for i, programs in enumerate(self.programs) if any(p.states for p in programs)]
+
+    @cached_property
+    def vocabulary(self) -> int | None:
+        """Tokens of the vocabulary, of the checkpoint or of the logits; None where neither says."""
+        if self.checkpoint:
+            return self.checkpoint.config.vocab_size
+        total = 0
+        for part, (program, *_) in zip(self.foreign.parts, self.programs):
+            types = dict(pair for op in program.block.ops for pair in op.outputs)
+            for name, entry in part.outputs.items():
+                if entry.kind == "logits":
+                    total += types[name].shape[entry.axes.index("V")] or 0
+        return total or None
+
+    @cached_property
+    def identity(self) -> str:
+        """SHA-256 over the description and every file of the packages."""
+        packages = dict.fromkeys(part.package for part in self.foreign.parts)
+        files = (f for path in packages for f in sorted(self.path(path).rglob("*")) if f.is_file())
+        text = self.foreign.model_dump_json() + "".join(map(sha256, files))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def shards(self, kind: str) -> list[AdoptedShard]:
+        return [shard for shard in self.manifest.shards if shard.kind == kind]
+
+    @cached_property
+    def manifest(self) -> SimpleNamespace:
+        """What commands read of a bundle's manifest, of the packages and their checkpoint."""
+        source, foreign = self.checkpoint, self.foreign
+        name = paths.model_name(source.path) if source else foreign.exporter or self.root.name
+        tables = self.path(foreign.embedding.file) if foreign.embedding.file else None
+        size = tables.stat().st_size if tables and tables.is_file() else 0
+        shards = [self._shard(index) for index in range(len(foreign.parts))]
+        hidden = source.config.hidden_size if source else 0
+        options = replace(options_of(foreign, self.stateful), compress=self._compress(shards))
+        return SimpleNamespace(
+            family=source.config.model_type if source else "adopted",
+            checkpoint={"name": name, "sha256": source and source.sha256},
+            options=options,
+            dims=SimpleNamespace(C=hidden, V=self.vocabulary or MAX_VOCABULARY),
+            tokens=SimpleNamespace(bos=None, eos=source.eos if source else []),
+            embedding=SimpleNamespace(file=SimpleNamespace(bytes=size)),
+            shards=shards,
+        )
+
+    def _shard(self, index: int) -> AdoptedShard:
+        part, path = self.foreign.parts[index], self.package(self.foreign.parts[index])
+        stateful, first = index in self.stateful, index == self.stateful[0]
+        kind = "layers" if stateful else "head" if index > self.stateful[-1] else "embedding"
+        own = [s for s in self.foreign.states if s.part == index or (s.part is None and first)]
+        states = {}
+        for entry in own:
+            sizes = dict(zip(entry.axes, self._shape_of(entry.name)))
+            for name in (f"layers.{i}.{t}_state" for i in entry.layers for t in entry.holds):
+                states[name] = SimpleNamespace(shape=[1, *(sizes[axis] for axis in "HSD")])
+        single = len(self.stateful) == 1 or all(s.part is not None for s in own)
+        layers = [layer for s in own for layer in s.layers] if stateful and single else []
+        files = [
+            SimpleNamespace(path=file.name, bytes=file.stat().st_size)
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        ]
+        span = (min(layers), max(layers) + 1) if layers else None
+        return AdoptedShard(path.stem, kind, part.package, files, states, span)
+
+    def _compress(self, shards: list[AdoptedShard]) -> str:
+        """The preset whose bits for each weight are nearest to those that the packages store."""
+        elements = stored = 0
+        for (program, *_), shard in zip(self.programs, shards):
+            constants = [op for op in program.block.walk() if op.constant]
+            inner = {name for op in constants for name in op.reads()}
+            for name, kind in (pair for op in constants for pair in op.outputs):
+                if name not in inner and kind.dtype.startswith("FLOAT") and len(kind.shape) > 1:
+                    elements += prod(kind.shape)
+            stored += sum(8 * file.bytes for file in shard.files if file.path.endswith(".bin"))
+        bits = stored / max(elements, 1)
+        return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
+
+    def _shape_of(self, state: str) -> tuple:
+        programs = (program for own in self.programs for program in own)
+        return next(p.states[state].shape for p in programs if state in p.states)
+
+
+def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptions:
+    """The options of packages: their context, and the largest call of those with a state
+    (default: of all that take more than ids and hidden states)."""
+    placed = {"mask", "write", "start", "end", "positions"}
+    functions = [
+        f
+        for index, part in enumerate(foreign.parts)
+        if (index in parts if parts else placed & {e.kind for e in part.inputs.values()})
+        for f in part.functions
+    ]
+    largest = max(largest_tile(f) for f in functions)
+    return AdoptedOptions(foreign.context, min(largest, foreign.context))
+
+
+def largest_tile(function: schema.Function) -> int:
+    """The most tokens of a call that gates make: at most `LARGEST_TILE` where any number can be."""
+    fixed = function.t_min == function.t_max
+    return function.t_max if fixed else min(function.t_max, LARGEST_TILE)

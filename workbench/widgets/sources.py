@@ -1,0 +1,51 @@
+"""Where the cells of an Explorer come from: exports of one checkpoint, or folders that are there."""
+
+from pathlib import Path
+
+from workbench.adopt.decoder import folder_identity, folder_unverified
+from workbench.models.checkpoint import Checkpoint
+from workbench.sweep.cell import find
+from workbench.sweep.grid import Cell, Grid
+
+
+class Exports:
+    """Bundles that a grid's export options make of its checkpoint."""
+
+    def __init__(self, grid: Grid, root: Path):
+        self.grid, self.checkpoint = grid, Checkpoint(find(grid.checkpoint, root))
+        self.name, self.tokenizer = self.checkpoint.name, self.checkpoint.path
+
+    def label(self, cell: Cell) -> str:
+        """The values in which bundles of the grid differ, without max_seq_len."""
+        varied = [name for name, values in self.grid.export.items() if len(values) > 1]
+        names = [name for name in varied if name not in ("max_seq_len", "compress")]
+        return ", ".join(str(getattr(cell.options, name)) for name in ("compress", *names))
+
+    def contents(self, cell: Cell) -> str:
+        """What a cell's key is made of."""
+        return self.checkpoint.sha256
+
+    def part(self, cell: Cell) -> dict:
+        """The grid's fields that name the cell's bundle alone."""
+        return {"export": {name: [getattr(cell.options, name)] for name in self.grid.export}}
+
+
+class Folders:
+    """Finished bundles and adopted packages; their errors are not split, which takes an export."""
+
+    checkpoint = None
+
+    def __init__(self, grid: Grid, root: Path):
+        self.root = root
+        opened = folder_unverified(find(grid.bundle[0], root))
+        self.name, self.tokenizer = opened.manifest.checkpoint["name"], opened.tokenizer
+
+    def label(self, cell: Cell) -> str:
+        """The name of the folder."""
+        return Path(cell.bundle).name
+
+    def contents(self, cell: Cell) -> str:
+        return folder_identity(find(cell.bundle, self.root))
+
+    def part(self, cell: Cell) -> dict:
+        return {"bundle": [cell.bundle]}
