@@ -121,7 +121,7 @@ class Program:
 
     def trim(self) -> None:
         """Within the depth that is promised it must work; beyond, it may be refused, and then changes nothing."""
-        seq, count = int(self.rng.integers(B)), int(self.rng.integers(0, T_MAX + 2))
+        seq, count = int(self.rng.integers(B)), int(self.rng.integers(1, T_MAX + 3))
         lineage = self.lineages[seq]
         self.text.append(f"trim {count} of {seq}, {len(lineage.ids)} tokens")
         before = self.decoder.snapshot(seq)
