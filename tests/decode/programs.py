@@ -1,8 +1,9 @@
 """Random programs of prefill, decode, trim, snapshot, restore, add and remove, against the tokens that count alone.
 
-A program runs on a batch of three sequences. Beside it, every sequence has a history: its calls, each with its T and
-those of its tokens that count. At the end a fresh decoder runs each history alone, the other sequences waiting: what
-one more call computes, and what every state holds, must be the same bits in `exact`.
+A program runs on a batch of three sequences. Beside it, every sequence has a history: its calls, each with its T, those
+of its tokens that count, and its place in the batch, on which a kernel's order of sums depends. At the end a fresh
+decoder runs each history alone, the other sequences waiting: what one more call computes, and what every state holds,
+must be the same bits in `exact`.
 
     python -m tests.decode.programs                    200 programs of every family
     python -m tests.decode.programs lfm2 --count 20    20 of one
@@ -41,17 +42,17 @@ SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "
 
 @dataclass
 class Lineage:
-    """A sequence as it counts: its calls as [T, tokens], and the most tokens that it has had since it was last whole."""
+    """A sequence as it counts: its calls as [T, tokens, place in the batch], and the most tokens that it has had."""
 
     calls: list[list] = field(default_factory=list)
     high: int = 0
 
     @property
     def ids(self) -> list[int]:
-        return [token for _, tokens in self.calls for token in tokens]
+        return [token for _, tokens, _ in self.calls for token in tokens]
 
-    def add(self, T: int, tokens: list[int]) -> None:
-        self.calls.append([T, list(tokens)])
+    def add(self, T: int, tokens: list[int], place: int) -> None:
+        self.calls.append([T, list(tokens), place])
         self.high = max(self.high, len(self.ids))
 
     def undo(self, count: int) -> None:
@@ -77,9 +78,9 @@ class Program:
 
         def advance(chunk, T):
             hidden = original(chunk, T)
-            for lineage, tokens in zip(self.lineages, chunk, strict=True):
+            for seq, tokens in enumerate(chunk):
                 if len(tokens):
-                    lineage.add(T, tokens)
+                    self.lineages[seq].add(T, tokens, seq)
             return hidden
 
         decoder.advance = advance
@@ -179,14 +180,28 @@ class Program:
         left = [decoder.snapshot(seq) for seq in range(B)]
         for seq, lineage in enumerate(self.lineages):
             decoder.begin()
-            for T, tokens in [*lineage.calls, [1, last[seq]]]:
+            before = seq
+            for T, tokens, place in [*lineage.calls, [1, last[seq], seq]]:
                 if tokens:
-                    alone = decoder.advance([tokens if s == seq else [] for s in range(B)], T)
+                    move(decoder, before, place)
+                    alone = decoder.advance([tokens if s == place else [] for s in range(B)], T)
+                    before = place
             if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
                 yield f"the hidden state of sequence {seq}"
             yield from (
                 f"{n} of sequence {seq}" for n in differing(left[seq], decoder.snapshot(seq))
             )
+
+
+def move(decoder: Decoder, source: int, target: int) -> None:
+    """Moves a sequence to another place of the batch, without a snapshot; nothing of it may be undone."""
+    order = np.arange(B)
+    order[[source, target]] = target, source
+    for state in decoder.states if source != target else ():
+        for name in state.shard.states:
+            state.write(name, state.read(name)[order])
+    decoder.offsets, decoder.floors = decoder.offsets[order], decoder.floors[order]
+    decoder.ids = [decoder.ids[seq] for seq in order]
 
 
 def differing(a: Snapshot, b: Snapshot) -> list[str]:

@@ -1,13 +1,14 @@
 """Tokens that are undone leave nothing behind, in whatever kind of state; `make prove` runs more of the programs."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import programs
 import pytest
 import tiny
 
-from workbench import InputError
+from workbench import Decoder, InputError
 from workbench.check.undo import undo_gate
 from workbench.decode import copy_state
 from workbench.export import shards
@@ -15,6 +16,7 @@ from workbench.prompt_cache import Store
 
 FAMILIES = "gemma3_text", "lfm2", "zaya"  # rings, tails, both tails of CCA
 SAMPLE = 3  # programs
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -115,6 +117,24 @@ def test_a_sequence_moves_between_bundles_with_and_without_undo(exports, family)
     assert all(tiny.relative(each, alone) < 1e-5 for each in found)
     with pytest.raises(InputError, match="1 to undo; needs at most 0: .*export with --undo"):
         plain.trim(1)
+
+
+def test_the_guide_s_speculative_decoding_gives_the_tokens_of_decoding_alone(exports):
+    checkpoint = exports.checkpoint("lfm2")
+    bundle = exports.bundle(checkpoint, max_seq_len=96, undo=True)
+    decoder, prompt = Decoder(bundle), tiny.prompt(157, 9)
+    alone = decoder.generate(prompt, 72, stop=())
+
+    def draft(ids):  # right but for every fifth token
+        rest = list(enumerate(alone))[len(ids) - len(prompt) :]
+        return [token if i % 5 else (token + 1) % 157 for i, token in rest]
+
+    section = GUIDE.read_text().partition("Speculative decoding")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    names = {"draft": draft, "prompt": prompt}
+    exec(code.replace("build/lfm2", str(bundle.root)), names)
+    assert names["tokens"] == alone[: len(names["tokens"])] and len(names["tokens"]) >= 64
+    assert names["decoder"].ids[0] == prompt + names["tokens"]
 
 
 def test_undo_leaves_room_behind_every_tail(exports):
