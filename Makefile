@@ -32,9 +32,11 @@ judge: .venv/ready
 	rm -f build/judge/ops.jsonl
 	$(BIN)/python -m tests.judge ops
 
-# every bug gate on clean and on faulty bundles; goes on where it stopped; tables in docs/verdict.md
+# every bug gate on clean and on faulty bundles, tables in docs/verdict.md; 200 random programs of each family; both go
+# on where they stopped
 prove: .venv/ready
 	$(BIN)/python -m tests.prove -j 2
+	$(BIN)/python -m tests.decode.programs
 
 fuzz: .venv/ready
 	$(BIN)/python -m tests.mil.fuzz 10000

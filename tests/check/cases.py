@@ -26,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import clean  # noqa: E402
 import faults_lfm2  # noqa: E402, F401  (registers its faults)
 import faults_model  # noqa: E402, F401
+import faults_undo  # noqa: E402, F401
 import faults_zaya  # noqa: E402, F401
 import tiny  # noqa: E402
 from copies import Copy  # noqa: E402
@@ -33,7 +34,7 @@ from faults import FAULTS  # noqa: E402
 from planted import PLANTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
-from workbench.check import causality, checklist, device, host, interface, program, weights  # noqa: E402
+from workbench.check import causality, checklist, device, host, interface, program, undo, weights  # noqa: E402  # noqa: E402
 from workbench.check.gates import NOT_RUN, RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
 from workbench.check.price import Budget, measure_budget  # noqa: E402
@@ -59,6 +60,8 @@ BASES = {
     "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
     "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
+    "undo": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32, "undo": True}),
+    "ring": ({"family": "gemma3_text"}, {"max_seq_len": 32, "sliding": "ring"}),
     "wide": (
         {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
         {"max_seq_len": 16},
@@ -319,6 +322,7 @@ STEPS = {
         faulty.decoder("exact"), faulty.checkpoint
     ),
     ("causality",): lambda faulty: [causality.causality_gate(faulty.decoder())],
+    ("undo",): lambda faulty: [undo.undo_gate(faulty.decoder())],
     VALIDATED: lambda faulty: [
         g for g in run_gates(faulty.decoder(), faulty.checkpoint) if g.name not in PRICED
     ],

@@ -69,6 +69,8 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         options["sliding"] = str(rng.choice(["mask", "ring"]))
     if family == "zaya" and rng.integers(2):
         options |= {"moe": "routed", "layers_per_shard": 1}
+    if rng.integers(2):
+        options["undo"] = True
     return (
         family,
         changes,

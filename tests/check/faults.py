@@ -148,8 +148,8 @@ def tokens_of_a_chunk_written_in_reverse(decoder):
 @fault("write_address", bundle="fixed")
 def padding_written_as_content(decoder):
     original = decoder.host.inputs
-    decoder.host.inputs = lambda offsets, counts, T: original(
-        offsets, np.minimum(T, decoder.options.max_seq_len - offsets), T
+    decoder.host.inputs = lambda offsets, counts, T, *rest: original(
+        offsets, np.minimum(T, decoder.options.max_seq_len - offsets), T, *rest
     )
 
 

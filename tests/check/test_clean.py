@@ -11,5 +11,11 @@ def test_the_first_draws_hold_every_family_with_every_preset():
 
 def test_draws_hold_batches_rings_and_routed_experts():
     options = [options for _, _, options in map(clean.draw, range(60))]
-    for name, value in (("batch", 3), ("sliding", "ring"), ("moe", "routed"), ("states", "packed")):
+    for name, value in (
+        ("batch", 3),
+        ("sliding", "ring"),
+        ("moe", "routed"),
+        ("states", "packed"),
+        ("undo", True),
+    ):
         assert any(drawn.get(name) == value for drawn in options)

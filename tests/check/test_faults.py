@@ -9,6 +9,7 @@ from faults import FAULTS
 
 from workbench.check.host import host_gate
 from workbench.check.program import program_gates
+from workbench.check.undo import undo_gate
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,8 @@ def gates_like(name: str, prover, bundle: str, plant=lambda decoder: None) -> di
             found = [host_gate(declared, checkpoint)]
         elif name == "program":
             found = program_gates(exact, checkpoint)
+        elif name == "undo":
+            found = [undo_gate(declared)]
         else:
             found = cases.run_gates(declared, checkpoint)
     return {gate.name: gate.verdict for gate in found}
@@ -36,7 +39,7 @@ def gates_like(name: str, prover, bundle: str, plant=lambda decoder: None) -> di
 
 @pytest.mark.parametrize("bundle", sorted({fault.bundle for fault in FAULTS.values()}))
 def test_gates_are_green_on_an_unharmed_bundle(bundle, prover):
-    for name in ("write_address", "host", "program", "finite"):
+    for name in ("write_address", "host", "program", "undo", "finite"):
         assert "RED" not in gates_like(name, prover, bundle).values()
 
 

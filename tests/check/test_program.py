@@ -81,10 +81,10 @@ def frequencies_in_fp16(decoder):
 def rope_frozen_past_32(decoder):
     original = decoder.host.inputs
 
-    def inputs(offsets, counts, T):
-        frozen = original(np.minimum(offsets, 32), counts, T)
+    def inputs(offsets, counts, T, *rest):
+        frozen = original(np.minimum(offsets, 32), counts, T, *rest)
         ropes = {name: value for name, value in frozen.items() if name.startswith("rope")}
-        return original(offsets, counts, T) | ropes
+        return original(offsets, counts, T, *rest) | ropes
 
     decoder.host.inputs = inputs
 

@@ -123,7 +123,7 @@ def test_trimming_and_decoding_again_gives_the_same_or_refuses(decoder, length, 
     snapshot, count_taken = taken(decoder, IDS[:length]), min(count, length)
     if any(not is_cache(n) for n in snapshot.states):
         for trim in (decoder.trim, snapshot.trim):
-            with pytest.raises(InputError, match="side states"):
+            with pytest.raises(InputError, match="at most 0: .*export with --undo"):
                 trim(count)
         assert same(decoder.snapshot(), snapshot)
         return
@@ -136,18 +136,18 @@ def test_trimming_and_decoding_again_gives_the_same_or_refuses(decoder, length, 
     assert close(again, decoder.prefill(IDS[:length]))
 
 
-def test_a_ring_that_has_wrapped_refuses_to_go_back(exports):
+@pytest.mark.parametrize("length, depth", [(79, 79), (80, trained.T_MAX)])
+def test_a_ring_that_has_wrapped_goes_back_a_call_and_no_further(exports, length, depth):
     decoder = trained.decoder(exports, "tiny-gemma3")
-    for length, wrapped in ((79, False), (80, True)):
-        snapshot = taken(decoder, IDS[:length])
-        if wrapped:
-            with pytest.raises(InputError, match="ring buffer that has wrapped"):
-                decoder.trim(1)
-            with pytest.raises(InputError, match="ring buffer that has wrapped"):
-                snapshot.trim(1)
-            assert decoder.offsets.tolist() == [length] and same(decoder.snapshot(), snapshot)
-        else:
-            assert decoder.trim(1) == 1 and snapshot.trim(1).offset == length - 1
+    snapshot = taken(decoder, IDS[:length])
+    for trim in (decoder.trim, snapshot.trim) if depth < length else ():
+        with pytest.raises(InputError, match=f"{depth + 1} to undo; needs at most {depth}"):
+            trim(depth + 1)
+    assert decoder.offsets.tolist() == [length] and same(decoder.snapshot(), snapshot)
+    assert decoder.trim(depth) == depth and same(decoder.snapshot(), snapshot.trim(depth))
+    again = decoder.prefill(IDS[length - depth : length])
+    decoder.begin()
+    assert close(again, decoder.prefill(IDS[:length]))
 
 
 def test_a_sequence_fits_to_its_last_slot_and_no_further(decoder):
@@ -318,6 +318,7 @@ def test_merged_and_taken_apart_every_sequence_is_bit_equal(exports):
                     name: rng.standard_normal(shape).astype(np.float32)
                     for name, shape in layout(together.manifest, n).items()
                 },
+                n,
             )
             for n in lengths
         ]

@@ -24,7 +24,7 @@ def snapshot(seed=0, n=5, **chosen) -> Snapshot:
         "layers.0.v_state": rows(seed + 1, n=n, **chosen),
         "layers.0.conv_state": rows(seed + 2, n=1, **chosen)[0],
     }
-    return Snapshot(tuple(range(n)), "identity", states)
+    return Snapshot(tuple(range(n)), "identity", states, n)
 
 
 @SOME

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from workbench import InputError
 from workbench.decode import Snapshot, snapshot
-from workbench.decode.snapshot import layout
+from workbench.decode.snapshot import UndoDepth, layout
 from workbench.prompt_cache import Store, store
 
 IDS = np.random.default_rng(5).integers(3, 256, 200).tolist()
@@ -43,7 +43,8 @@ def filled(decoder, ids, value=None) -> Snapshot:
         n: np.asarray(rng.standard_normal(s) if value is None else np.full(s, value), np.float32)
         for n, s in layout(decoder.manifest, len(ids)).items()
     }
-    return Snapshot(tuple(ids), decoder.identity, states)
+    floor = int(UndoDepth(decoder.manifest).floor(len(ids), len(ids)))
+    return Snapshot(tuple(ids), decoder.identity, states, floor)
 
 
 def same(a: Snapshot, b: Snapshot) -> bool:
@@ -266,7 +267,7 @@ FAULTS = {
         "digest",
     ),
     "another save id": (lambda p: damaged(p, meta(save_id="0" * 32)), "digest"),
-    "unknown version": (lambda p: damaged(p, meta(version="2")), "version '2'"),
+    "unknown version": (lambda p: damaged(p, meta(version="1")), "version '1'"),
     "unknown format": (lambda p: damaged(p, meta(format="pickle")), "format 'pickle'"),
     "foreign": (lambda p: damaged(p, meta(identity="f" * 64)), "identity ffffffffffff"),
     "offset": (lambda p: damaged(p, meta(offset="39")), "ids as I32"),
@@ -390,13 +391,13 @@ import numpy as np
 from workbench import Bundle
 from workbench.decode import Snapshot
 from workbench.prompt_cache import Store
-from workbench.decode.snapshot import layout
+from workbench.decode.snapshot import UndoDepth, layout
 
 decoder = SimpleNamespace(identity="a" * 64, manifest=Bundle.open(sys.argv[1]).manifest, runtime="portable", precision="exact")
 
 def filled(i):
     ids = tuple(range(10 + i % 50))
-    return Snapshot(ids, "a" * 64, {n: np.full(s, i, np.float32) for n, s in layout(decoder.manifest, len(ids)).items()})
+    return Snapshot(ids, "a" * 64, {n: np.full(s, i, np.float32) for n, s in layout(decoder.manifest, len(ids)).items()}, 0)
 
 def whole(held):
     first = next(iter(held.states.values())).flat[0]

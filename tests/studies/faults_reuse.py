@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, is_cache
+from workbench.bundle.states import ROWS
 from workbench.decode import decoder as decoding
 from workbench.decode.snapshot import Snapshot
 from workbench.prompt_cache import Store, formats
@@ -29,8 +30,8 @@ def host(patch, decoder, change) -> None:
     """change(inputs, offsets, counts) edits what the host made for a call."""
     original = decoder.host.inputs
 
-    def inputs(offsets, counts, T):
-        made = {name: value.copy() for name, value in original(offsets, counts, T).items()}
+    def inputs(offsets, counts, T, *rest):
+        made = {name: value.copy() for name, value in original(offsets, counts, T, *rest).items()}
         change(made, offsets, counts, T, original)
         return made
 
@@ -154,7 +155,7 @@ def an_empty_chunk_after_a_hit(patch, decoder, together):
 def a_hit_leaves_nothing_to_run(patch, decoder, together):
     original = Store._usable
     patch.setattr(
-        Store, "_usable", lambda self, stored, prompt: original(self, stored, np.append(prompt, 0))
+        Store, "_usable", lambda self, saved, prompt: original(self, saved, np.append(prompt, 0))
     )
 
 
@@ -237,7 +238,7 @@ def scales_of_another_head(patch, decoder, together):
 def side_states_are_not_saved(patch, decoder, together):
     original = decoding.take
     patch.setattr(
-        decoding, "take", lambda value, name, offset: original(value * is_cache(name), name, offset)
+        decoding, "take", lambda value, kind, *rest: original(value * (kind is ROWS), kind, *rest)
     )
 
 

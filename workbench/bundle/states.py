@@ -40,7 +40,7 @@ class StateKind:
             rope table), `undo_inputs` those that bundles with the option `undo` have besides.
         row_per_token: its second to last axis has a row for each token: of all tokens (`rows`,
             `ring`) or of those of the last call (`pending`). A snapshot holds only rows of tokens
-            that count; of other kinds it holds the whole value.
+            that count, of a tail those that the next token reads and those to go back to.
         always_undone: tokens can be undone without the option `undo`.
     """
 

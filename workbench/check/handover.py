@@ -10,9 +10,11 @@ target's gate `program` whether it computes what Hugging Face's model does on an
 import numpy as np
 
 from workbench.bundle.names import is_cache
+from workbench.bundle.states import RING, ROWS, TAIL
 from workbench.check import gates, metrics
 from workbench.check.gates import Gate
 from workbench.decode import Decoder, prefill_by
+from workbench.decode.snapshot import layout
 
 DECODED = 4  # tokens behind each hand-over
 
@@ -57,17 +59,21 @@ def wrong_rows(source: Decoder, target: Decoder, length: int) -> list[str]:
     """States of `target` that are not those of `source` after `length` tokens: rows by position,
     zeros in all others."""
     theirs = {n: state.read(n) for state in source.states for n in state.shard.states}
+    shapes = layout(source.manifest, length, int(source.floors[0]))
     wrong = []
     for state in target.states:
         for name in state.shard.states:
             ours, other = state.read(name), theirs[name]
-            expected = np.zeros_like(ours)
-            if is_cache(name):
-                rows, others = ours.shape[2], other.shape[2]
-                positions = np.arange(max(0, length - min(rows, others)), length)
+            expected, kind = np.zeros_like(ours), state.shard.kind_of(name)
+            rows, others = ours.shape[-2], other.shape[-2]
+            count = min(rows, shapes[name][-2])
+            if kind in (ROWS, RING):
+                positions = np.arange(length - count, length)
                 expected[:, :, positions % rows] = other[:, :, positions % others]
+            elif kind is TAIL:
+                expected[:, rows - count :] = other[:, others - count :]
             else:
-                expected[:] = other
+                expected[:, :, :count] = other[:, :, :count]
             if not np.array_equal(ours, expected):
                 wrong.append(f"{name} differs")
     return wrong

@@ -18,6 +18,7 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
+    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
     X,
@@ -122,9 +123,10 @@ def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     worst: dict[str, Error] = {}
     shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     for offsets, counts, T in _calls(decoder):
-        inputs = decoder.host.inputs(offsets, counts, T)
+        undone = (offsets + counts) % (decoder.options.t_max + 1) * decoder.options.undo
+        inputs = decoder.host.inputs(offsets, counts, T, None, undone)
         for name, shape in shapes.items():
-            error = _input_error(name, shape, inputs, kinds, offsets, counts, T)
+            error = _input_error(name, shape, inputs, kinds, offsets, counts, T, undone)
             if name not in worst or not error <= worst[name][0]:
                 at = f"offsets {offsets.tolist()}, {counts.tolist()} of T = {T}"
                 worst[name] = (error, f"{name} at {at}")
@@ -152,7 +154,7 @@ def _calls(decoder: Decoder) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
                 yield offsets, np.minimum((count + np.arange(B)) % (T + 1), S - offsets), T
 
 
-def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
+def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> float:
     """How far input `name` of one call is from its reference; what dummy columns may hold is free,
     except that they write nothing and have finite values."""
     if name not in inputs or inputs[name].shape != tuple(T if n == "T" else n for n in shape):
@@ -164,11 +166,9 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
         return float(np.abs(array - offsets[0]).max())
     if name == ROUTER_STATE:
         return float(np.abs(array).max())
-    if name in (TAIL_SELECT, TAIL_KEEP):
-        n = array.shape[1]
-        tail = counts[:, None] + np.arange(n)  # in the n old ones and the valid columns, joined
-        first = n if name == TAIL_SELECT else 0
-        return _largest(array, np.arange(first, first + array.shape[2]) == tail[:, :, None])
+    if name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST):
+        sequences = zip(array, counts, undone, strict=True)
+        return max(_tail_error(name, *sequence) for sequence in sequences)
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
@@ -180,6 +180,18 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T) -> float:
         for sequence in sequences
     ]
     return max(errors, default=np.inf)
+
+
+def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> float:
+    """Rows of a tail input of one sequence against the places, in the old rows and the valid columns
+    behind them, of the last ones that count; −1 where there are fewer."""
+    lines, width = one_hot.shape
+    rows = lines if name == TAIL_SELECT else width
+    old, new = np.arange(rows - undone), np.arange(rows, rows + count)
+    every = old if name == TAIL_FIRST else np.concatenate([np.full(rows, -1), old, new])
+    first = rows if name == TAIL_SELECT else 0
+    places = np.arange(first, first + width)
+    return _largest(one_hot, every[len(every) - lines :, None] == places)
 
 
 def _kind_error(kind: LayerKind, name: str, rows: np.ndarray, offset: int, count: int) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bundle.names import ATTN_MASK, split_layer
+from workbench.bundle.states import TAIL
 from workbench.check import fidelity, gates
 from workbench.check import reach as positions
 from workbench.check.gates import Gate
@@ -183,9 +184,12 @@ class ProgramPass(fidelity.Pass):
 
     def states(self, seq: int, nudged: Stretch) -> Iterator[tuple]:
         """(name, expected, actual, nudged value) of every state of one sequence."""
+        options = self.decoder.options
         for state in self.decoder.states:
             for name in state.shard.states:
                 actual = np.asarray(state.read(name)[seq], np.float32)
+                if options.undo and state.shard.kind_of(name) is TAIL:
+                    actual = actual[options.t_max :]  # rows for undoing, which no reference has
                 expected, again = [
                     positions.expected_value(actual.shape, name, s.after, self.end(seq))
                     for s in (self.stretches[seq], nudged)

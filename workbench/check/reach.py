@@ -18,14 +18,8 @@ import numpy as np
 import torch
 
 from workbench.bundle import Bundle, Manifest
-from workbench.bundle.names import (
-    CONV_STATE,
-    K_STATE,
-    V_DELAYED_STATE,
-    V_STATE,
-    is_cache,
-    split_layer,
-)
+from workbench.bundle.names import CONV_STATE, K_STATE, V_DELAYED_STATE, V_STATE, split_layer
+from workbench.bundle.states import state_kind
 from workbench.check.golden import NUDGED, Golden, ReferenceModel, head_weight, stored_weights
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
@@ -213,5 +207,5 @@ def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: 
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
     stored = states[layer][leaf]
-    put(value, name, stored if is_cache(name) else stored[-len(value) :], count)
+    put(value, state_kind(name), stored, count)
     return value

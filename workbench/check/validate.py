@@ -22,6 +22,7 @@ from workbench.check import (
     metrics,
     program,
     rangedim,
+    undo,
     verdict,
     weights,
 )
@@ -39,7 +40,7 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-NEED_DECODER = ("host", "program", "scores", "causality")
+NEED_DECODER = ("host", "program", "scores", "causality", "undo")
 BUG_GATES = ("interface", "weights", *NEED_DECODER)
 # Times what rounding moves the scores by. They are rounded inside the router too, which the budget
 # leaves out; docs/verdict.md has the worst sound bundle.
@@ -96,7 +97,8 @@ def bug_gates(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Whether a bundle is faulty, whatever its compression: interface, weights, host, program, scores and causality.
+    """Whether a bundle is faulty, whatever its compression: interface, weights, host, program, scores, causality and
+    undo.
 
     Args:
         exact: a portable decoder in `exact` arithmetic that runs the bundle (default: a new one).
@@ -116,10 +118,11 @@ def bug_gates(
         results.append(host.host_gate(tried, checkpoint))
         results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
         results.append(causality.causality_gate(tried))
+        results.append(undo.undo_gate(tried))
     except InputError as problem:
         names = BUG_GATES[len(results) :]
         if results[0].verdict != gates.RED:
-            if names[0] not in ("program", "causality"):
+            if names[0] not in ("program", "causality", "undo"):
                 raise  # the checkpoint or the bundle cannot be read
             reason = f"the program does not run: {problem.subject}: {problem.actual}"
             results.append(gates.holds(names[0], False, reason))

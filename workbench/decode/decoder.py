@@ -17,21 +17,21 @@ import numpy as np
 
 from workbench import runtime as runtimes
 from workbench.bundle import Bundle, Shard
-from workbench.bundle.names import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X, is_cache
+from workbench.bundle.names import HIDDEN, LOGITS, ROUTER_STATE, ROUTER_STATE_OUT, X
 from workbench.decode import checks
 from workbench.decode.experts import RoutedExperts
 from workbench.decode.inputs import Host
 from workbench.decode.sampling import Sampling
 from workbench.decode.snapshot import (
     Snapshot,
+    UndoDepth,
+    fits,
     foreign,
     identity,
     layout,
     put,
     take,
-    trimmable,
-    untrimmable,
-    without_rows,
+    undoable,
 )
 from workbench.errors import InputError
 from workbench.runtime import Model, State
@@ -71,7 +71,8 @@ class Record:
 
 
 class Decoder:
-    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three.
+    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three; `trim` undoes
+    tokens, as speculative decoding does with those that it guessed wrongly.
 
     Args:
         bundle: an opened bundle or its path.
@@ -101,7 +102,7 @@ class Decoder:
         self.compute_units, self.hints = compute_units, hints or {}
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
-        self.plane = self.host.plane
+        self.plane, self.undo = self.host.plane, UndoDepth(self.manifest)
         # nothing here may hold the decoder itself: one that is dropped shall give its memory back at once
         self._load = partial(
             runtimes.load_shard,
@@ -123,7 +124,7 @@ class Decoder:
     def set_aside(self) -> Iterator[None]:
         """Within, `begin` may start other sequences, which run the literal graph (as with `fast=False`);
         afterwards the sequences from before continue unchanged."""
-        names = ("run", "states", "ids", "offsets", "times", "fast")
+        names = ("run", "states", "ids", "offsets", "floors", "undone", "times", "fast")
         before = {name: getattr(self, name) for name in names}
         literal = methodcaller("literal") if self.runtime == "portable" else nullcontext
         try:
@@ -193,6 +194,8 @@ class Decoder:
         self.states = [model.make_state() for model in self.layers]
         self.ids: list[list[int]] = [[] for _ in range(B)]
         self.offsets = np.zeros(B, int)
+        self.floors = np.zeros(B, int)  # the fewest tokens that each can go back to
+        self.undone = np.zeros(B, int)  # tokens undone since the last call
         self.times = Times()
         self._write(snapshots, fresh=True)
 
@@ -200,12 +203,13 @@ class Decoder:
         """A detached copy of one sequence."""
         ids = tuple(self.ids[checks.sequence(seq, self.options.batch)])
         assert self.offsets[seq] == len(ids), "positions that no token was run for"
-        states = {
-            name: take(state.read(name)[seq], name, len(ids))
-            for state in self.states
-            for name in state.shard.states
-        }
-        return Snapshot(ids, self.identity, states)
+        floor, undone, states = int(self.floors[seq]), int(self.undone[seq]), {}
+        shapes = layout(self.manifest, len(ids), floor)
+        for state in self.states:
+            for name in state.shard.states:
+                kind, rows = state.shard.kind_of(name), shapes[name][-2]
+                states[name] = take(state.read(name)[seq], kind, rows, len(ids), undone)
+        return Snapshot(ids, self.identity, states, floor)
 
     def add(self, seq: int, snapshot: Snapshot) -> None:
         """Puts a snapshot in place of sequence `seq`; the others are unchanged.
@@ -219,19 +223,23 @@ class Decoder:
         """Ends sequence `seq` and clears its states."""
         shapes = layout(self.manifest, 0)
         empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self.add(seq, Snapshot((), self.identity, empty))
+        self.add(seq, Snapshot((), self.identity, empty, 0))
 
     def trim(self, count: int, seq: int = 0) -> int:
-        """Removes the last `count` tokens of a sequence; returns how many it had to remove.
+        """Undoes the last `count` tokens of a sequence, as if they had never run; returns how many it had to undo.
+
+        No state is copied: the next call writes over what these tokens left. Caches go back to
+        any token; rings, and with the export option `undo` tails, t_max tokens from the most that
+        the sequence has had; pending states to the last call's first token. What is left can be
+        snapshotted, trimmed again and continued.
 
         Raises:
-            InputError: a sequence with side states, or a ring that has wrapped, cannot go back; a negative count.
+            InputError: a state does not go back that far, which is then unchanged; a negative count.
         """
         offset = int(self.offsets[checks.sequence(seq, self.options.batch)])
-        count = min(checks.count(count, "tokens to trim"), offset)
-        if count and not trimmable(self.manifest, offset):
-            raise untrimmable(offset)
+        count = undoable(count, offset, int(self.floors[seq]))
         self.offsets[seq] -= count
+        self.undone[seq] += count
         del self.ids[seq][offset - count :]
         return count
 
@@ -246,15 +254,19 @@ class Decoder:
                 f"at most max_seq_len = {S}",
                 "export a larger cache",
             )
-        shapes = {name: value.shape for name, value in snapshot.states.items()}
-        if wrong := without_rows(layout(self.manifest, 0)) ^ without_rows(shapes):
+        if not fits(snapshot, layout(self.manifest, snapshot.offset, self._floor(snapshot))):
             raise InputError(
                 subject,
-                f"state {min(wrong)[0]} missing, unknown or of another shape",
+                "a state that is missing, unknown or of another shape",
                 "this bundle's states",
                 "restore a snapshot as it was taken",
             )
         return snapshot
+
+    def _floor(self, snapshot: Snapshot) -> int:
+        """The fewest tokens that a sequence can go back to which continues a snapshot here."""
+        floor = snapshot.floor
+        return int(np.maximum(floor, self.undo.floor(floor, snapshot.offset)))
 
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
         """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
@@ -264,19 +276,21 @@ class Decoder:
         batches: dict[tuple, np.ndarray] = {}
         for state in self.states if snapshots else ():
             for name, entry in state.shard.states.items():
+                kind = state.shard.kind_of(name)
                 if fresh or len(snapshots) == self.options.batch:
                     dtype = next(iter(snapshots.values())).states[name].dtype
                     shapes = [snapshot.states[name].shape for snapshot in snapshots.values()]
-                    key = is_cache(name), *entry.shape, *shapes
+                    key = kind, *entry.shape, *shapes
                     batch = batches.setdefault(key, np.zeros(entry.shape, dtype))
                 else:
                     batch = state.read(name)
                     batch[list(snapshots)] = 0
                 for seq, snapshot in snapshots.items():
-                    put(batch[seq], name, snapshot.states[name], snapshot.offset)
+                    put(batch[seq], kind, snapshot.states[name], snapshot.offset)
                 state.write(name, batch)
         for seq, snapshot in snapshots.items():
             self.offsets[seq], self.ids[seq] = snapshot.offset, list(snapshot.ids)
+            self.floors[seq], self.undone[seq] = self._floor(snapshot), 0
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
         """Continues each sequence by its prompt, `tile` tokens a call (default t_max; a list: one size after another).
@@ -410,14 +424,18 @@ class Decoder:
         for seq, tokens in enumerate(chunk):
             ids[seq, : len(tokens)] = tokens
 
-        io = self.host.inputs(self.offsets, counts, T)
+        before = self.offsets
+        floors = np.minimum(self.floors, before)
+        io = self.host.inputs(before, counts, T, before - floors, self.undone)
         io[X] = self.plane(self.bundle.embed(ids).transpose(0, 2, 1))
         for index in range(len(self.layers)):
             start, cpu_start = time.perf_counter(), time.thread_time()
             io = self.run_layers(index, io, counts)
             self.times.layers.append((time.perf_counter() - start) * 1e3)
             self.times.add_step(cpu_start, self.native_ms)
-        self.offsets = self.offsets + counts
+        self.offsets = before + counts
+        self.floors = np.maximum(floors, self.undo.floor(before, self.offsets))
+        self.undone = np.zeros_like(before)
         for history, tokens in zip(self.ids, chunk, strict=True):
             history.extend(map(int, tokens))
         return io[X].reshape(len(chunk), -1, T)

@@ -15,6 +15,7 @@ from workbench.bundle.names import (
     ROPE_COS,
     ROPE_SIN,
     ROUTER_STATE,
+    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
 )
@@ -32,6 +33,7 @@ class Host:
         self.options = manifest.options
         inputs = {name: shape for s in manifest.shards for name, shape in s.inputs.items()}
         self.router_state, self.tail = inputs.get(ROUTER_STATE), inputs.get(TAIL_SELECT, [0, 2])[1]
+        self.first = inputs.get(TAIL_FIRST)
         layers = {layer.suffix: layer for layer in manifest.layers if layer.attends}
         ropes = {rope.name: rope for rope in manifest.rope}
         self.tables = [
@@ -56,7 +58,12 @@ class Host:
         return hidden[..., None] if self.options.layout == "bct1" else hidden[:, :, None]
 
     def inputs(
-        self, offsets: np.ndarray, counts: np.ndarray, T: int, accepted: np.ndarray | None = None
+        self,
+        offsets: np.ndarray,
+        counts: np.ndarray,
+        T: int,
+        accepted: np.ndarray | None = None,
+        undone: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Shared inputs of one call.
 
@@ -66,29 +73,20 @@ class Host:
                 nothing.
             T: columns of the call.
             accepted: [B] tokens of each sequence's last call that count (None: all of them).
+            undone: [B] tokens of each sequence that were undone since its last call (None: none).
 
         Returns:
-            tail_select [B, n, T] and tail_keep [B, n, n]; order [B, 1, T, 1] and accept
-            [B, 1, t_max, 1]; router_state of zeros, which the first
-            layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under
+            tail_select [B, rows, T] and tail_keep [B, rows, rows], rows being those of a tail, and
+            tail_first [B, n, rows] where tokens can be undone; order [B, 1, T, 1] and accept
+            [B, 1, t_max, 1]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under
             its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
             kv_write_mask where its caches are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
-        kept = (
-            counts[:, None, None] + np.arange(self.tail)[:, None]
-        )  # [B, n, 1]: rows or columns + n
         mask_write = self.options.kv_write == "mask"
-        column, place = np.arange(T), np.arange(self.options.t_max)
-        if accepted is None:
-            accepted = np.full(len(counts), len(place))
-        inputs = {
-            ORDER: np.where(column < counts[:, None], column + 1, 0)[:, None, :, None],
-            ACCEPT: (place < accepted[:, None])[:, None, :, None],
-            TAIL_SELECT: np.arange(T) == kept - self.tail,
-            TAIL_KEEP: np.arange(self.tail) == kept,
-        }
+        undone = np.zeros_like(counts) if undone is None else undone
+        inputs = self._matrix(counts, T, accepted) | self._tail(counts, T, undone)
         inputs = {name: rows.astype(np.float32) for name, rows in inputs.items()}
         if not mask_write:
             inputs[POS] = self._position(offsets, counts, T)
@@ -105,6 +103,30 @@ class Host:
                 name = KV_WRITE_MASK + (suffix if self.options.ring(window) else "")
                 inputs[name] = _write_mask(positions, counts, rows)
         return inputs
+
+    def _tail(self, counts: np.ndarray, T: int, undone: np.ndarray) -> dict[str, np.ndarray]:
+        """Where the rows of a tail come from: of its old rows without the last `undone`, followed by the valid columns,
+        the last ones, each as a one-hot row; zeros where there are fewer."""
+        rows, undone = np.arange(self.tail), undone[:, None, None]
+        # of each row among all the old ones and the columns, [B, rows, 1]
+        place = counts[:, None, None] + rows[:, None]
+        inputs = {
+            TAIL_SELECT: np.arange(T) == place - self.tail,
+            TAIL_KEEP: (rows == place - undone) & (place < self.tail),
+        }
+        if self.first:
+            n = self.first[1]
+            inputs[TAIL_FIRST] = rows == (self.tail - n + np.arange(n))[:, None] - undone
+        return inputs
+
+    def _matrix(self, counts: np.ndarray, T: int, accepted) -> dict[str, np.ndarray]:
+        """The places of the valid columns, from 1 on, and which of the last call's columns count."""
+        column, last = np.arange(T), np.arange(self.options.t_max)
+        accepted = np.full(len(counts), len(last)) if accepted is None else accepted
+        return {
+            ORDER: np.where(column < counts[:, None], column + 1, 0)[:, None, :, None],
+            ACCEPT: (last < accepted[:, None])[:, None, :, None],
+        }
 
     def _position(self, offsets, counts, T) -> np.ndarray:
         if len(set(offsets.tolist())) > 1 or (counts != T).any():

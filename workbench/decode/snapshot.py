@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from workbench.bundle import Manifest
-from workbench.bundle.names import is_cache
+from workbench.bundle.names import is_cache, split_layer
+from workbench.bundle.states import MATRIX, PENDING, RING, ROWS, TAIL, StateKind, state_kind
 from workbench.decode import checks
 from workbench.errors import InputError
 
@@ -23,13 +24,16 @@ class Snapshot:
     Args:
         ids: the tokens whose rows the caches hold.
         identity: see `identity`; only a decoder of the same one takes the snapshot back.
-        states: by logical name; caches as [H_kv, rows, D], the rows of the last `rows` tokens in their order (all of
-            them, or as many as a ring holds); side states without their batch axis. In the dtype `state.read` gives.
+        states: by logical name, without the batch axis, in the shapes that `layout` gives and the
+            dtype that `state.read` gives: what the next token reads, and what it would read after
+            a trim to `floor` tokens, in the order of the tokens.
+        floor: the fewest tokens that the snapshot can be trimmed to.
     """
 
     ids: tuple[int, ...]
     identity: str
     states: dict[str, np.ndarray]
+    floor: int
 
     @property
     def offset(self) -> int:
@@ -41,28 +45,31 @@ class Snapshot:
         return sum(value.nbytes for value in self.states.values())
 
     def trim(self, count: int) -> "Snapshot":
-        """Without its last `count` tokens (all of them, when it has fewer).
+        """Without its last `count` tokens (all of them, when it has fewer), as if they had never run.
 
         Raises:
-            InputError: a side state or a ring that has lost rows cannot go back; a negative count.
+            InputError: fewer tokens than `floor` would be left; a negative count.
         """
-        count = min(checks.count(count, "tokens to trim"), self.offset)
-        if count and not all(
-            is_cache(n) and v.shape[1] == self.offset for n, v in self.states.items()
-        ):
-            raise untrimmable(self.offset)
-        length = self.offset - count
-        states = {n: v[:, :length] for n, v in self.states.items()} if count else self.states
-        return replace(self, ids=self.ids[:length], states=states)
+        count = undoable(count, self.offset, self.floor)
+        states = {
+            n: v if state_kind(n) is MATRIX else v[..., : v.shape[-2] - count, :]
+            for n, v in self.states.items()
+        }
+        return replace(self, ids=self.ids[: self.offset - count], states=states)
 
 
-def untrimmable(offset: int) -> InputError:
-    return InputError(
-        f"sequence of {offset} tokens",
-        "side states, or a ring buffer that has wrapped",
-        "caches that hold every row, to go back in",
-        "restore an earlier snapshot",
-    )
+def undoable(count: int, offset: int, floor: int) -> int:
+    """How many of the last `count` tokens of `offset` there are to undo; refuses to go below `floor`."""
+    count = min(checks.count(count, "tokens to trim"), offset)
+    if offset - count < floor:
+        raise InputError(
+            f"sequence of {offset} tokens",
+            f"{count} to undo",
+            f"at most {offset - floor}: no state holds what was before those",
+            "restore an earlier snapshot, or export with --undo (convolutions and matrices then "
+            "hold t_max tokens more) and with --sliding mask (not ring)",
+        )
+    return count
 
 
 def foreign(subject: str, other: str, own: str) -> InputError:
@@ -74,28 +81,72 @@ def foreign(subject: str, other: str, own: str) -> InputError:
     )
 
 
-def trimmable(manifest: Manifest, offset: int) -> bool:
-    """Whether a sequence of `offset` tokens can lose its last ones: no side states, no ring that has wrapped."""
-    shapes = layout(manifest, offset).items()
-    return all(is_cache(name) and shape[1] == offset for name, shape in shapes)
+class UndoDepth:
+    """How far the sequences of a bundle can go back: the table of `bundle.states`, for all states at once."""
+
+    def __init__(self, manifest: Manifest):
+        self.t_max, self.undo = manifest.options.t_max, manifest.options.undo
+        self.kinds, self.rings = set(), set()
+        for shard in manifest.shards:
+            for name, entry in shard.states.items():
+                self.kinds.add(shard.kind_of(name))
+                if entry.ring:
+                    window = manifest.layers[split_layer(name)[0]].window
+                    self.rings.add((entry.ring, window))
+
+    def floor(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """The fewest tokens that sequences of `after` [B] tokens can go back to, whose last call began at `before` [B]."""
+        floors = np.zeros_like(after)
+        for ring, window in self.rings:  # the window before the next token must be in it
+            wrapped = np.where(after > ring, after - ring + window - 1, 0)
+            floors = np.maximum(floors, wrapped)
+        if TAIL in self.kinds:
+            floors = np.maximum(floors, after - self.t_max * self.undo)
+        if MATRIX in self.kinds:
+            floors = np.maximum(floors, before if self.undo else after)
+        return floors
 
 
-def layout(manifest: Manifest, offset: int) -> dict[str, tuple[int, ...]]:
-    """Shape of every state in a snapshot of `offset` tokens."""
-    shapes = {}
+def layout(manifest: Manifest, offset: int, floor: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Shape of every state in a snapshot of `offset` tokens that can be trimmed to `floor`.
+
+    Args:
+        floor: by default the lowest after a call that ran no token.
+
+    Returns:
+        By name: caches [H_kv, rows, D] of all tokens, rings of those from `floor` − window + 1 on; tails
+        [n + offset − floor, W]; pending states [H, offset − floor, width]; matrices whole.
+    """
+    if floor is None:
+        floor = int(UndoDepth(manifest).floor(offset, offset))
+    options, shapes = manifest.options, {}
     for shard in manifest.shards:
         for name, state in shard.states.items():
-            shape = tuple(state.shape[1:])
-            shapes[name] = (shape[0], min(offset, shape[1]), shape[2]) if is_cache(name) else shape
+            kind, (*heads, rows, width) = shard.kind_of(name), state.shape[1:]
+            if kind is ROWS:
+                rows = offset
+            elif kind is RING:
+                window = manifest.layers[split_layer(name)[0]].window
+                rows = min(offset, offset - floor + window - 1)
+            elif kind is PENDING:
+                rows = offset - floor
+            elif kind is TAIL:
+                rows += offset - floor - options.t_max * options.undo
+            shapes[name] = *heads, rows, width
     return shapes
 
 
-def without_rows(shapes: dict[str, tuple[int, ...]]) -> set[tuple]:
-    """Names and shapes of states; of a cache [H_kv, rows, D] without its rows, which a ring of another size may lack."""
-    return {
-        (name, len(shape), *(shape[::2] if len(shape) == 3 else shape))
+def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a snapshot has states of the `needed` names and shapes. A cache may have any rows of its tokens, since a ring
+    of another size lacks some; another state may have more rows than are needed."""
+    shapes = {name: value.shape for name, value in snapshot.states.items()}
+    if {n: len(shape) for n, shape in shapes.items()} != {n: len(s) for n, s in needed.items()}:
+        return False
+    return all(
+        (*shape[:-2], shape[-1]) == (*needed[name][:-2], needed[name][-1])
+        and (shape[-2] <= snapshot.offset if is_cache(name) else shape[-2] >= needed[name][-2])
         for name, shape in shapes.items()
-    }
+    )
 
 
 def identity(manifest: Manifest, precision: str) -> str:
@@ -114,23 +165,24 @@ def identity(manifest: Manifest, precision: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def take(value: np.ndarray, name: str, offset: int) -> np.ndarray:
-    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its logical prefix, in token order; a copy."""
-    if not is_cache(name):
-        return value.copy()
-    rows = value.shape[1]
-    return (
-        value[:, :offset].copy()
-        if offset <= rows
-        else value[:, np.arange(offset - rows, offset) % rows]
-    )
+def take(value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int) -> np.ndarray:
+    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its last `rows` rows that count, in token order;
+    a copy. `undone` of `offset` tokens and more were undone since the last call."""
+    if kind is RING:
+        return value[:, np.arange(offset - rows, offset) % value.shape[1]]
+    if kind is TAIL:
+        end = len(value) - undone
+        return value[end - rows : end].copy()
+    return value[..., :rows, :].copy()
 
 
-def put(target: np.ndarray, name: str, value: np.ndarray, offset: int) -> None:
-    """The inverse of `take`, into a state full of zeros; of rows that do not fit a smaller ring, the last ones."""
-    if not is_cache(name):
-        target[:] = value
-        return
-    count = min(value.shape[1], target.shape[1])
-    rows = np.arange(offset - count, offset) % target.shape[1] if count < offset else slice(count)
-    target[:, rows] = value[:, value.shape[1] - count :]
+def put(target: np.ndarray, kind: StateKind, value: np.ndarray, offset: int) -> None:
+    """The inverse of `take`, into a state full of zeros; of rows that do not fit a smaller state, the last ones."""
+    count = min(value.shape[-2], target.shape[-2])
+    value = value[..., value.shape[-2] - count :, :]
+    if kind is RING or kind is ROWS:
+        target[:, np.arange(offset - count, offset) % target.shape[1]] = value
+    elif kind is TAIL:
+        target[len(target) - count :] = value
+    else:
+        target[..., :count, :] = value

@@ -23,6 +23,7 @@ from workbench.bundle.names import (
     ROUTER_STATE,
     ROUTER_STATE_OUT,
     SIDE_STATE,
+    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
     X,
@@ -95,9 +96,13 @@ def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[st
         del inputs[KV_WRITE_MASK]
         inputs |= {POS: [1]}
     if any(plan.side_states[first:last]):
-        inputs |= {TAIL_SELECT: [options.batch, plan.tail, "T"]}
-        if plan.tail > 2:
-            inputs |= {TAIL_KEEP: [options.batch, plan.tail, plan.tail]}
+        B, n = options.batch, plan.tail
+        rows = n + options.t_max * options.undo
+        inputs |= {TAIL_SELECT: [B, rows, "T"]}
+        if rows > 2:
+            inputs |= {TAIL_KEEP: [B, rows, rows]}
+        if options.undo:
+            inputs |= {TAIL_FIRST: [B, n, rows]}
     if plan.router_width:
         inputs |= {ROUTER_STATE: options.plane(plan.router_width)}
     return inputs

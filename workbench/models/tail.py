@@ -3,19 +3,23 @@
 import torch
 from torch import nn
 
-from workbench.bundle.names import CONV_STATE, TAIL_KEEP, TAIL_SELECT
+from workbench.bundle.names import CONV_STATE, TAIL_FIRST, TAIL_KEEP, TAIL_SELECT
 from workbench.models.cache import Cache
 from workbench.models.layers import AttentionGeometry, Conv
 
 
-def extended(B: int, name: str, x, cache: Cache, select, keep=None):
+def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
     """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state
     takes the last n.
 
     `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where
     there are fewer: columns that are not valid never enter the state. `keep` [B, n, n] likewise
-    says which old ones stay; up to n = 2 that follows from `select`.
+    says which old ones stay; up to n = 2 that follows from `select`. With `first` [B, n, rows] the
+    state, and with it `select` and `keep`, has more rows than the convolution reads, so that
+    tokens can be undone: `first` says which n of them come before x.
     """
+    if first is not None:
+        return _extended_behind(B, name, x, cache, select, keep, first)
     width, old = x.shape[1], cache.read(name)
     joined = torch.cat(
         [old.transpose(1, 2).reshape(B, width, 1, -1), x.reshape(B, width, 1, -1)], 3
@@ -33,12 +37,20 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None):
     return joined
 
 
+def _extended_behind(B: int, name: str, x, cache: Cache, select, keep, first):
+    width, old = x.shape[1], cache.read(name)
+    rows, last = x.reshape(B, width, -1).transpose(1, 2), first @ old
+    joined = torch.cat([last, rows], 1).transpose(1, 2).reshape(B, width, 1, -1)
+    cache.write(name, select @ rows + keep @ old)
+    return joined
+
+
 class ShortConv(nn.Module):
     """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has `taps` taps for
     each channel.
 
     It keeps `conv_state` [B, taps - 1, C], the last values of b ∘ x, oldest first, zeros at the
-    start.
+    start; t_max earlier ones besides where tokens can be undone.
     """
 
     def __init__(self, C: int, shape: AttentionGeometry, taps: int, bias: bool):
@@ -50,6 +62,6 @@ class ShortConv(nn.Module):
     def forward(self, x, cache: Cache, io: dict):
         s, parts = self.shape, self.in_proj(x)
         b, c, x = parts[:, : self.C], parts[:, self.C : 2 * self.C], parts[:, 2 * self.C :]
-        tail = io[TAIL_SELECT], io.get(TAIL_KEEP)
+        tail = io[TAIL_SELECT], io.get(TAIL_KEEP), io.get(TAIL_FIRST)
         mixed = self.conv(extended(s.B, CONV_STATE, b * x, cache, *tail))
         return self.out_proj(c * s.plane(mixed, self.C))

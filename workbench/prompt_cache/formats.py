@@ -16,7 +16,7 @@ from workbench.decode.snapshot import Snapshot
 from workbench.errors import InputError, check_choice
 
 FORMATS = ("fp16", "q4")
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"  # 2: with `floor`
 GROUP = 64  # values along head_dim that share one scale
 OUTLIER = 0.25  # RMS of a tensor's q4 error over the RMS of its deviation from its mean token: above, it stays fp16
 IDS = "ids"
@@ -55,6 +55,7 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
         "identity": snapshot.identity,
         "values": format,
         "offset": str(snapshot.offset),
+        "floor": str(snapshot.floor),
         "dtype": dtype.name,
     }
     return Encoded(tensors, header, errors)
@@ -71,7 +72,8 @@ def decode_rows(encoded: Encoded) -> Snapshot:
             ).astype(dtype)
         elif name != IDS and not name.endswith((SCALE, LOW)):
             states[name] = value.copy()
-    return Snapshot(tuple(encoded.tensors[IDS].tolist()), encoded.header["identity"], states)
+    ids, header = tuple(encoded.tensors[IDS].tolist()), encoded.header
+    return Snapshot(ids, header["identity"], states, int(header["floor"]))
 
 
 def shapes(

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.decode.decoder import Decoder
-from workbench.decode.snapshot import Snapshot, foreign, layout, trimmable
+from workbench.decode.snapshot import Snapshot, UndoDepth, foreign, layout
 from workbench.errors import InputError
 from workbench.prompt_cache import formats
 from workbench.prompt_cache.formats import IDS, Encoded
@@ -76,7 +76,7 @@ class Store:
         exact = decoder.runtime == "portable" and decoder.precision == "exact"
         self.dtype = "float32" if exact else "float16"
         self.hot: OrderedDict[str, tuple[Stamp, Encoded]] = OrderedDict()
-        self.seen: dict[str, tuple[Stamp, np.ndarray]] = {}  # name → stamp, ids
+        self.seen: dict[str, tuple[Stamp, Encoded]] = {}  # name → stamp, ids and header
         self.refused: dict[str, str] = {}  # name → why `find` passed it by
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class Store:
         """The snapshot that shares the longest beginning with a prompt: all of its tokens, or whole blocks of them.
 
         At least one token remains to run, for its logits: of a prompt that is stored whole the last token is run
-        again, at its own position. What cannot be trimmed (side states, wrapped rings) is used whole or not.
+        again, at its own position. What cannot be trimmed as far is used whole or not.
         """
         prompt = np.array(ids, np.int32)
         lengths = {name: self._usable(stored, prompt) for name, stored in self._scan().items()}
@@ -186,8 +186,8 @@ class Store:
             )
         return self.folder / f"{name}{SUFFIX}"
 
-    def _scan(self) -> dict[str, np.ndarray]:
-        """Ids of every snapshot on the disk that is this bundle's; reads only the headers of new files."""
+    def _scan(self) -> dict[str, Encoded]:
+        """Ids and header of every snapshot on the disk that is this bundle's; reads only those of new files."""
         seen = {}
         for name in self.names():
             try:
@@ -197,22 +197,23 @@ class Store:
                     seen[name] = self.seen[name]
                 else:
                     encoded = self._in_memory(name, stamp) or self._read(path, only_ids=True)
-                    seen[name] = stamp, encoded.tensors[IDS]
+                    seen[name] = stamp, Encoded({IDS: encoded.tensors[IDS]}, encoded.header, {})
                 self.refused.pop(name, None)
             except InputError as problem:
                 self.refused[name] = str(problem)
         self.seen = seen
-        return {name: ids for name, (_, ids) in seen.items()}
+        return {name: encoded for name, (_, encoded) in seen.items()}
 
-    def _usable(self, stored: np.ndarray, prompt: np.ndarray) -> int:
-        """How many of the tokens `stored` a prompt can use: all of them, or whole blocks."""
+    def _usable(self, encoded: Encoded, prompt: np.ndarray) -> int:
+        """How many of a snapshot's tokens a prompt can use: all of them, or whole blocks."""
+        stored = encoded.tensors[IDS]
         end, shorter = len(stored), min(len(stored), len(prompt))
         differs = stored[:shorter] != prompt[:shorter]
         shared = int(differs.argmax()) if differs.any() else shorter
         if shared < end:
             shared -= shared % self.block
         length = min(shared, len(prompt) - 1)
-        return length if length == end or trimmable(self.manifest, end) else 0
+        return length if length >= int(encoded.header["floor"]) else 0
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
         """A file's contents, every claim in it checked against this bundle before anything of its size is allocated."""
@@ -221,7 +222,8 @@ class Store:
         if path.is_symlink() or not path.is_file():
             raise _damaged_snapshot(path, "a symlink or no file")
         S, size = self.manifest.options.max_seq_len, path.stat().st_size
-        most = sum(4 * math.prod(shape) for shape in layout(self.manifest, S).values())
+        longest = layout(self.manifest, S, S - self.manifest.options.t_max)
+        most = sum(4 * math.prod(shape) for shape in longest.values())
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if size > most + 2 * HEADER_BYTES or length > HEADER_BYTES:
@@ -256,12 +258,15 @@ class Store:
             raise _damaged_snapshot(path, f"format {kind!r}, version {version!r}")
         if identity != self.identity:
             raise foreign(f"snapshot {path}", str(identity), self.identity)
-        S, offset = self.manifest.options.max_seq_len, header.get("offset", "")
-        whole = re.fullmatch("[0-9]+", offset) and 1 <= int(offset[:9]) <= S
+        numbers = [header.get(key, "") for key in ("offset", "floor")]
+        offset, floor = (int(n) if re.fullmatch("[0-9]{1,9}", n) else -1 for n in numbers)
+        deepest = UndoDepth(self.manifest).floor(floor, offset)
+        whole = 1 <= offset <= self.manifest.options.max_seq_len and deepest <= floor <= offset
         if not whole or dtype != self.dtype:
-            raise _damaged_snapshot(path, f"offset {offset[:20]!r}, dtype {dtype!r}")
-        states = formats.shapes(layout(self.manifest, int(offset)), self.dtype, names)
-        expected = {IDS: ("int32", (int(offset),))} | states
+            shown = "offset {!r:.20}, floor {!r:.20}".format(*numbers)
+            raise _damaged_snapshot(path, f"{shown}, dtype {dtype!r}")
+        states = formats.shapes(layout(self.manifest, offset, floor), self.dtype, names)
+        expected = {IDS: ("int32", (offset,))} | states
         if wrong := sorted(names ^ expected.keys()):
             raise _damaged_snapshot(path, f"tensors {', '.join(wrong[:3])} missing or unknown")
         return expected

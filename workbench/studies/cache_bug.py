@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from workbench.bundle.names import KV_WRITE_MASK, is_cache
+from workbench.bundle.states import RING, ROWS
 from workbench.check import gates, metrics
 from workbench.decode import Decoder, Record, Snapshot
 from workbench.decode import decoder as decoding
@@ -50,11 +51,11 @@ def hypothesis(says: str):
 def strided_view(replace: Replace, decoder: Decoder) -> None:
     original = decoding.put
 
-    def put(target, name, value, offset):
-        if is_cache(name):
+    def put(target, kind, value, offset):
+        if kind in (ROWS, RING):
             buffer = np.pad(value, ((0, 0), (0, -value.shape[1] % STEP), (0, 0)))
             value = buffer.reshape(-1)[: value.size].reshape(value.shape)
-        original(target, name, value, offset)
+        original(target, kind, value, offset)
 
     replace(decoding, "put", put)
 
@@ -69,8 +70,8 @@ def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
         write(snapshots, fresh)
         room[0] = int(decoder.offsets.max()) if snapshots else decoder.options.max_seq_len
 
-    def short(offsets, counts, T):
-        io = inputs(offsets, counts, T)
+    def short(*arguments):
+        io = inputs(*arguments)
         for name in [n for n in io if n.startswith(KV_WRITE_MASK)]:
             io[name] = io[name].copy()
             io[name][:, :, room[0] :] = 0

@@ -17,10 +17,11 @@ from unittest.mock import patch
 import numpy as np
 
 from workbench.bundle.names import is_cache
+from workbench.bundle.states import RING, state_kind
 from workbench.check import metrics
 from workbench.check.gates import GREEN, NOT_RUN, RED, Gate
 from workbench.decode import Decoder, Record, Snapshot
-from workbench.decode.snapshot import trimmable
+from workbench.decode.snapshot import layout, take
 from workbench.errors import InputError
 from workbench.prompt_cache import Store, formats
 from workbench.prompt_cache.formats import FORMATS, group
@@ -165,7 +166,7 @@ def _reference(
     decoder.prefill(ids[:-1])
     states = {key: state.read(key)[0] for state in decoder.states for key in state.shard.states}
     session = decoder.snapshot()
-    if trimmable(decoder.manifest, len(ids)):
+    if decoder.undo.floor(len(ids) - 1, len(ids)) < len(ids):
         decoder.decode_one_token(ids[-1])
         session = decoder.snapshot()
         decoder.begin()
@@ -256,7 +257,8 @@ def _restored(
         rest = hit.rest if cell.streaming else ids[snapshot.offset :]
         if [*snapshot.ids, *rest] != ids or len(rest) != 1:
             problems.append(f"slot {seq}: {snapshot.offset} tokens restored, {len(rest)} left")
-        if difference := wrong_rows(snapshot, sequence.states, cell.format):
+        shapes = layout(store.manifest, snapshot.offset, snapshot.floor)
+        if difference := wrong_rows(snapshot, sequence.states, cell.format, shapes):
             problems.append(f"slot {seq}: {difference}")
         after.append(snapshot)
         rests.append(rest)
@@ -333,14 +335,15 @@ def differs(
     return ""
 
 
-def wrong_rows(snapshot: Snapshot, states: dict[str, np.ndarray], format: str) -> str:
-    """What a snapshot holds that a cold prefill's states [H_kv, S, D] do not, or "": fp16 must be equal, q4 within half
-    a step of its group along head_dim (a fifteenth of the group's range) and one rounding."""
+def wrong_rows(
+    snapshot: Snapshot, states: dict[str, np.ndarray], format: str, shapes: dict[str, tuple]
+) -> str:
+    """What a snapshot, of these `shapes`, holds that a cold prefill's states [H_kv, S, D] do not, or "": fp16 must be
+    equal, q4 within half a step of its group along head_dim (a fifteenth of the group's range) and one rounding."""
     for name, cold in states.items():
         rows, allowed = snapshot.states.get(name), 0.0
-        if is_cache(name):
-            S = cold.shape[1]
-            cold = cold[:, np.arange(max(0, snapshot.offset - S), snapshot.offset) % S]
+        kind = RING if is_cache(name) else state_kind(name)
+        cold = take(cold, kind, shapes[name][-2], snapshot.offset, 0)
         if rows is None or rows.shape != cold.shape:
             return f"{name} is {None if rows is None else list(rows.shape)}, not {list(cold.shape)}"
         if format == "q4" and is_cache(name):

@@ -1,0 +1,281 @@
+"""Random programs of prefill, decode, trim, snapshot, restore, add and remove, against the tokens that count alone.
+
+A program runs on a batch of three sequences. Beside it, every sequence has a history: its calls, each with its T, those
+of its tokens that count, and its place in the batch, on which a kernel's order of sums depends. At the end a fresh
+decoder runs each history alone, the other sequences waiting: what one more call computes, and what every state holds,
+must be the same bits in `exact`.
+
+    python -m tests.decode.programs                    200 programs of every family
+    python -m tests.decode.programs lfm2 --count 20    20 of one
+
+Every program is one JSON line in build/prove/programs.jsonl, skipped when it is there for the same version of the code.
+Exits 1 when a program ends otherwise than its tokens alone.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "check")]
+
+import numpy as np  # noqa: E402
+import tiny  # noqa: E402
+
+from workbench import Decoder, InputError  # noqa: E402
+from workbench.decode import Snapshot  # noqa: E402
+from workbench.prompt_cache import formats  # noqa: E402
+
+B, S, T_MAX, STEPS = 3, 28, 4, 12
+COUNT = 200  # programs of each family in a whole proof
+RINGS = "gemma3_text", "mistral", "olmo3"  # families with windows
+SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "layout": "bc1t"})
+
+
+@dataclass
+class Lineage:
+    """A sequence as it counts: its calls as [T, tokens, place in the batch], and the most tokens that it has had."""
+
+    calls: list[list] = field(default_factory=list)
+    high: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for _, tokens, _ in self.calls for token in tokens]
+
+    def add(self, T: int, tokens: list[int], place: int) -> None:
+        self.calls.append([T, list(tokens), place])
+        self.high = max(self.high, len(self.ids))
+
+    def undo(self, count: int) -> None:
+        for call in self.calls[::-1]:
+            gone = min(count, len(call[1]))
+            del call[1][len(call[1]) - gone :]
+            count -= gone
+
+
+class Program:
+    """One random program on a decoder; `lineages` and `stored` say what each sequence and snapshot should be."""
+
+    def __init__(self, decoder: Decoder, seed: int):
+        self.decoder, self.rng = decoder, np.random.default_rng(seed)
+        self.lineages = [Lineage() for _ in range(B)]
+        self.stored: list[tuple[Snapshot, Lineage]] = []
+        self.text: list[str] = []  # what was done
+
+    def run(self) -> None:
+        decoder = self.decoder
+        decoder.begin()
+        original = decoder.advance
+
+        def advance(chunk, T):
+            hidden = original(chunk, T)
+            for seq, tokens in enumerate(chunk):
+                if len(tokens):
+                    self.lineages[seq].add(T, tokens, seq)
+            return hidden
+
+        decoder.advance = advance
+        try:
+            operations = (
+                "prefill",
+                "decode",
+                "trim",
+                "trim",
+                "snapshot",
+                "restore",
+                "add",
+                "remove",
+            )
+            weights = np.array([4, 4, 4, 4, 2, 1, 2, 1])
+            for _ in range(STEPS):
+                getattr(self, self.rng.choice(operations, p=weights / weights.sum()))()
+        finally:
+            del decoder.advance
+
+    def room(self, seq: int) -> int:
+        return S - 1 - len(self.lineages[seq].ids)  # one place for the last call
+
+    def tokens(self, count: int) -> list[int]:
+        return self.rng.integers(0, self.decoder.manifest.dims.V, count).tolist()
+
+    def prefill(self) -> None:
+        prompts = [self.tokens(min(self.rng.integers(0, 9), self.room(seq))) for seq in range(B)]
+        tile = self.rng.integers(1, T_MAX + 1, self.rng.integers(1, 4)).tolist()
+        if any(prompts):
+            self.text.append(f"prefill {list(map(len, prompts))} by {tile}")
+            self.decoder.prefill(prompts, tile)
+
+    def decode(self) -> None:
+        going = [self.room(seq) > 0 and self.rng.random() < 0.8 for seq in range(B)]
+        if any(going):
+            self.text.append(f"decode {going}")
+            self.decoder.decode_one_token([self.tokens(1)[0] if go else None for go in going])
+
+    def trim(self) -> None:
+        """Within the depth that is promised it must work; beyond, it may be refused, and then changes nothing."""
+        seq, count = int(self.rng.integers(B)), int(self.rng.integers(1, T_MAX + 3))
+        lineage = self.lineages[seq]
+        self.text.append(f"trim {count} of {seq}, {len(lineage.ids)} tokens")
+        before = self.decoder.snapshot(seq)
+        try:
+            count = self.decoder.trim(count, seq)
+            lineage.undo(count)
+        except InputError:
+            assert count > self.promised(lineage), f"{self.text[-1]} refused"
+            assert not differing(self.decoder.snapshot(seq), before)
+
+    def promised(self, lineage: Lineage) -> int:
+        """How many tokens every kind of state gives back: t_max of the most that there were; a
+        pending state, those of the last call."""
+        depth = T_MAX - (lineage.high - len(lineage.ids))
+        if any("pending" in name for state in self.decoder.states for name in state.shard.states):
+            return min(depth, len(lineage.calls[-1][1]) if lineage.calls else 0)
+        return depth
+
+    def snapshot(self) -> None:
+        seq = int(self.rng.integers(B))
+        snapshot, lineage = self.decoder.snapshot(seq), deepcopy(self.lineages[seq])
+        count = int(self.rng.integers(0, snapshot.offset - snapshot.floor + 1)) // 2
+        lineage.undo(count)
+        self.text.append(f"snapshot {seq}, trimmed by {count}")
+        saved = formats.encode_rows(snapshot.trim(count))  # as the store keeps it
+        self.stored.append((formats.decode_rows(saved), lineage))
+
+    def restore(self) -> None:
+        picks = [self.pick() for _ in range(B)]
+        self.text.append(f"restore {[p and p[0].offset for p in picks]}")
+        self.decoder.begin([pick and pick[0] for pick in picks])
+        self.lineages = [deepcopy(pick[1]) if pick else Lineage() for pick in picks]
+
+    def add(self) -> None:
+        seq, pick = int(self.rng.integers(B)), self.pick()
+        if pick:
+            self.text.append(f"add {pick[0].offset} tokens as {seq}")
+            self.decoder.add(seq, pick[0])
+            self.lineages[seq] = deepcopy(pick[1])
+
+    def remove(self) -> None:
+        seq = int(self.rng.integers(B))
+        self.text.append(f"remove {seq}")
+        self.decoder.remove(seq)
+        self.lineages[seq] = Lineage()
+
+    def pick(self) -> tuple[Snapshot, Lineage] | None:
+        index = int(self.rng.integers(-1, len(self.stored)))
+        return self.stored[index] if index >= 0 else None
+
+    def faults(self) -> Iterator[str]:
+        """How what is left differs from each sequence's tokens alone."""
+        decoder, last = self.decoder, [self.tokens(1) for _ in range(B)]
+        hidden = decoder.advance(last, 1)
+        left = [decoder.snapshot(seq) for seq in range(B)]
+        for seq, lineage in enumerate(self.lineages):
+            decoder.begin()
+            before = seq
+            for T, tokens, place in [*lineage.calls, [1, last[seq], seq]]:
+                if tokens:
+                    move(decoder, before, place)
+                    alone = decoder.advance([tokens if s == place else [] for s in range(B)], T)
+                    before = place
+            if not np.array_equal(alone[seq, :, 0], hidden[seq, :, 0]):
+                yield f"the hidden state of sequence {seq}"
+            yield from (
+                f"{n} of sequence {seq}" for n in differing(left[seq], decoder.snapshot(seq))
+            )
+
+
+def move(decoder: Decoder, source: int, target: int) -> None:
+    """Moves a sequence to another place of the batch, without a snapshot; nothing of it may be undone."""
+    order = np.arange(B)
+    order[[source, target]] = target, source
+    for state in decoder.states if source != target else ():
+        for name in state.shard.states:
+            state.write(name, state.read(name)[order])
+    decoder.offsets, decoder.floors = decoder.offsets[order], decoder.floors[order]
+    decoder.ids = [decoder.ids[seq] for seq in order]
+
+
+def differing(a: Snapshot, b: Snapshot) -> list[str]:
+    """States of two snapshots that differ in the rows that both hold."""
+    names = [] if a.ids == b.ids else ["ids"]
+    for name, value in a.states.items():
+        other = b.states[name]
+        rows = min(value.shape[-2], other.shape[-2])
+        value, other = (v[..., v.shape[-2] - rows :, :] for v in (value, other))
+        names += [] if np.array_equal(value, other) else [name]
+    return names
+
+
+def options(family: str, shape: int) -> dict:
+    """Export options of a family's bundle, of which there are `len(SHAPES)`."""
+    ring = {"sliding": "ring"} if family in RINGS else {}
+    undo = {"max_seq_len": S, "t_max": T_MAX, "batch": B, "undo": True}
+    return undo | ring | SHAPES[shape]
+
+
+def fault_of(decoder: Decoder, seed: int) -> str:
+    """What the program of a seed ends with that its tokens alone do not, and what it did; "" if nothing."""
+    program = Program(decoder, seed)
+    program.run()
+    faults = list(program.faults())
+    return f"{', '.join(faults)} after {'; '.join(program.text)}" if faults else ""
+
+
+def prove(families: list[str], count: int, store: Path) -> int:
+    """Runs the programs of each family that are not in the store; returns how many failed."""
+    import cases
+    from tqdm.auto import tqdm
+
+    version = cases.code_version(
+        *cases.EXPORT, "miltorch", "workbench/runtime", "workbench/decode", __file__
+    )
+    store.parent.mkdir(parents=True, exist_ok=True)
+    lines = store.read_text().splitlines() if store.is_file() else []
+    records = {r["program"]: r["fault"] for r in map(json.loads, lines) if r["version"] == version}
+    failed = 0
+    for family in families:
+        names = [f"{family}/{seed}" for seed in range(count)]
+        missing, decoders = [name for name in names if name not in records], []
+        with tempfile.TemporaryDirectory() as folder, store.open("a") as file:
+            exports = tiny.Exports(Path(folder))
+            for name in tqdm(missing, desc=family, unit="program"):
+                if not decoders:
+                    checkpoint = exports.checkpoint(family)
+                    decoders = [
+                        exports.decoder(checkpoint, **options(family, shape))
+                        for shape in range(len(SHAPES))
+                    ]
+                seed = int(name.split("/")[1])
+                records[name] = fault_of(decoders[seed % len(SHAPES)], seed)
+                record = {"program": name, "version": version, "fault": records[name]}
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+        wrong = [name for name in names if records[name]]
+        failed += len(wrong)
+        print(
+            f"{family}: {count - len(wrong)} of {count} programs as their tokens alone", *wrong[:3]
+        )
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.decode.programs")
+    parser.add_argument("families", nargs="*", default=list(tiny.DIMS))
+    parser.add_argument("--count", type=int, default=COUNT)
+    parser.add_argument("--store", type=Path, default=ROOT / "build" / "prove" / "programs.jsonl")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    return int(prove(arguments.families, arguments.count, arguments.store) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Tokens that are undone leave nothing behind. Needs neither a golden nor a checkpoint."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from workbench.check import fidelity, gates
+from workbench.check.gates import Gate
+from workbench.decode import Decoder, Snapshot
+from workbench.decode.snapshot import layout
+
+SEED = 0
+
+
+@dataclass
+class Call:
+    """Tokens [B, T] that ran, how many of each sequence's still count [B], and their hidden states [B, C, T]."""
+
+    ids: np.ndarray
+    counts: np.ndarray
+    hidden: np.ndarray
+
+
+def undo_gate(decoder: Decoder) -> Gate:
+    """Undoes the last tokens of calls of every T, then as many as the decoder allows, and runs what is left alone, in calls
+    of the same T: hidden states and the states behind the last call, bit for bit. Any runtime and precision."""
+    options, experts = decoder.options, decoder.experts
+    if decoder.undo.floor(0, 1):
+        return gates.not_run("undo", "this bundle cannot undo a token: export with --undo")
+    Ts, most, faults, undone = fidelity.default_ts(options), options.t_max, [], 0
+    near_end, fixed = max(0, options.max_seq_len - sum(Ts) - 3 * most), experts.fixed
+    with decoder.set_aside():
+        try:
+            experts.fixed = True  # an expert's shapes must not depend on tokens that are undone
+            for start, sizes in {0: [most], near_end: Ts}.items():
+                rng = np.random.default_rng([SEED, start])
+                before = [_random_snapshot(decoder, start, rng) for _ in range(options.batch)]
+                decoder.begin(before)
+                calls = _calls_with_undo(decoder, sizes, rng)
+                after = [decoder.snapshot(seq) for seq in range(options.batch)]
+                decoder.begin(before)
+                faults += [
+                    f"{what} from position {start} on" for what in _rerun(decoder, calls, after)
+                ]
+                undone += sum(call.ids.size - int(call.counts.sum()) for call in calls)
+        finally:
+            experts.fixed = fixed
+    reason = f"{undone} tokens undone: all that comes after them is the same bits as without them"
+    return gates.none("undo", faults[:4], reason, f"{len(faults)} differ: ", "; ")
+
+
+def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
+    """A snapshot of so many tokens that holds random values, none of them to be undone."""
+    shapes = layout(decoder.manifest, tokens, tokens)
+    states = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    return Snapshot((0,) * tokens, decoder.identity, states, tokens)
+
+
+def _calls_with_undo(decoder: Decoder, sizes: list[int], rng) -> list[Call]:
+    """Calls of these T whose last tokens are undone, another number in every sequence; two more calls, and as much undone as
+    the decoder allows; a last call. A slice write takes no dummy columns: there whole calls are undone."""
+    options, calls = decoder.options, []
+    B, t_max, whole = options.batch, options.t_max, options.kv_write == "slice"
+    for T in sizes:
+        _call(decoder, T, rng, calls)
+        for seq in range(B):
+            _undo(decoder, calls, seq, T if whole else ((T + 1) // 2 + seq) % (T + 1))
+    for _ in range(2):
+        _call(decoder, t_max, rng, calls)
+    for seq in range(B):
+        _undo(decoder, calls, seq, 2 * t_max)
+    _call(decoder, t_max, rng, calls)
+    return calls
+
+
+def _call(decoder: Decoder, T: int, rng, calls: list[Call]) -> None:
+    """Runs T random tokens of every sequence, where the cache has room for them."""
+    B, room = decoder.options.batch, decoder.options.max_seq_len - decoder.offsets.max()
+    if T <= room:
+        ids = rng.integers(0, decoder.manifest.dims.V, (B, T))
+        calls.append(Call(ids, np.full(B, T), decoder.advance(ids.tolist(), T)))
+
+
+def _undo(decoder: Decoder, calls: list[Call], seq: int, count: int) -> None:
+    """Undoes the last `count` tokens of a sequence, of those that `calls` ran and the decoder lets go."""
+    depth = decoder.offsets[seq] - decoder.floors[seq]
+    count = int(min(count, depth, sum(call.counts[seq] for call in calls)))
+    decoder.trim(count, seq)
+    for call in calls[::-1]:
+        gone = min(count, int(call.counts[seq]))
+        call.counts[seq] -= gone
+        count -= gone
+
+
+def _rerun(decoder: Decoder, calls: list[Call], after: list[Snapshot]) -> Iterator[str]:
+    """What differs where the tokens of `calls` that count are run alone; `after`: what was left of each sequence."""
+    for call in calls:
+        if not call.counts.any():
+            continue
+        T = call.ids.shape[1]
+        rows = zip(call.ids.tolist(), call.counts, strict=True)
+        hidden = decoder.advance([row[:count] for row, count in rows], T)
+        for seq, count in enumerate(call.counts):
+            pair = (each[seq, :, :count] for each in (hidden, call.hidden))
+            if not np.array_equal(*pair, equal_nan=True):
+                yield f"hidden states of a call of T = {T}"
+    for seq, snapshot in enumerate(after):
+        alone = decoder.snapshot(seq)
+        if snapshot.ids != alone.ids:
+            yield "the tokens"
+        for name, value in alone.states.items():
+            if not np.array_equal(value, snapshot.states[name], equal_nan=True):
+                yield name
