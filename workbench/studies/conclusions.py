@@ -14,7 +14,6 @@ from workbench.bundle import Bundle, Options
 from workbench.check.gates import Gate
 from workbench.log.machine import only_machine
 from workbench.log.stats import MIN_ROUNDS
-from workbench.plots.figure import without_invalid
 from workbench.studies import cache_bug
 from workbench.studies.cache_reuse import Matrix
 
@@ -58,7 +57,7 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
 
 def valid(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of which no column `invalid` says that they are not what their settings say."""
-    return without_invalid(rows)[0]
+    return rows[rows["invalid"].isna()] if "invalid" in rows else rows
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
@@ -96,7 +95,7 @@ def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
 def path_conclusion(calls: pd.DataFrame) -> str:
     """What a longer cache and more tokens cost a call on each path, a line each, from medians in ms."""
     lines = []
-    for path, rows in without_invalid(calls)[0].groupby("path", sort=False):
+    for path, rows in valid(calls).groupby("path", sort=False):
         ms = rows.groupby(["max_seq_len", "T"])["value"].median()
         (short, few), (long, many) = ms.index.min(), ms.index.max()
         lines.append(
