@@ -10,7 +10,6 @@ from workbench.ane import roofline
 from workbench.ane.memory import kv_bytes
 from workbench.bundle import Bundle, Options
 from workbench.log.machine import only_machine
-from workbench.plots.figure import without_invalid
 from workbench.studies import cache_bug
 from workbench.studies.cache_reuse import Matrix
 
@@ -53,7 +52,7 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
 
 def valid(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of which no column `invalid` says that they are not what their settings say."""
-    return without_invalid(rows)[0]
+    return rows[rows["invalid"].isna()] if "invalid" in rows else rows
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
