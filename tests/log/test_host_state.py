@@ -149,7 +149,7 @@ def refused(tmp_path) -> None:
 def test_a_tool_that_is_missing_or_not_executable_is_null(tools, tmp_path, monkeypatch):
     tools(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(states, "_text", lambda path: None)
+    monkeypatch.setattr(states, "file_text", lambda path: None)
     monkeypatch.setattr(states.psutil, "sensors_battery", lambda: None)
     state = host_state()
     assert state.pop("os_build") and state.pop("swap_bytes") is not None

@@ -82,12 +82,13 @@ def price_table(result: Validation) -> pd.DataFrame:
     return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
 
 
-def plant_rope_fault(bundle: Bundle, folder: Path) -> Bundle:
-    """A copy of `bundle` in `folder` whose rotary frequencies are 2% too high."""
+def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
+    """A copy of `bundle` in `folder` whose rotary frequencies are `factor` times what they should
+    be."""
     copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     for rope in manifest["rope"]:
-        rope["inv_freq"] = [1.02 * frequency for frequency in rope["inv_freq"]]
+        rope["inv_freq"] = [factor * frequency for frequency in rope["inv_freq"]]
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     return Bundle.open(copy)
 

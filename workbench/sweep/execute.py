@@ -42,14 +42,13 @@ def sweep(
         root: the log's folder.
         bundles: where bundles are cached (default: data/bundles of the project that the log belongs
             to, or beside a log of its own; on a cluster, of the project that each worker runs in).
-        scheduler: address of a Dask scheduler (tcp://host:port) whose `ANE=1` workers measure;
-            default: this machine.
+        scheduler: address of a Dask scheduler whose `ANE=1` workers measure; default: this machine.
         measure: the function that the child process of a cell calls.
         on_cell: called after each measured cell.
 
     Returns:
         {cells, done, resumed, failed, invalid, log, reasons}: counts, the log's folder, and why
-        cells failed or are invalid; cells that ran, and not on the unit that they were meant for, are done and
+        cells failed or are invalid; cells that ran on another unit than the named one are done and
         invalid.
     """
     from tqdm.auto import tqdm
