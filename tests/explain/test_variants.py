@@ -1,6 +1,7 @@
 """Faults of the model kind: another configuration or another module exported under the checkpoint's name. The variant golden
 names each one first, and says so where nothing it tries explains a bundle."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -191,8 +192,9 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("compress", ["fp16", "int8-tensor"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "compress"), list(zip(MODULES, itertools.cycle(["fp16", "int8-tensor"])))
+)
 def test_another_module_is_named_first(exports, tmp_path, monkeypatch, name, compress):
     family, place, attribute, function = MODULES[name]
     source = checkpoint_of(exports, family)

@@ -80,7 +80,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(expor
 @pytest.mark.parametrize(
     "family, changed, chosen, stamped",
     [
-        ("llama", {}, {"functions": (1, 4), "compress": "int8-tensor", "kv_write": "slice"}, 1),
+        ("llama", {}, {"functions": (1, 2, 4), "compress": "int8-tensor", "kv_write": "slice"}, 1),
         (
             "gemma3_text",
             {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -90,7 +90,7 @@ def test_each_function_is_the_program_of_its_t_and_weights_are_stored_once(expor
         (
             "zaya",
             {"num_experts": 2, "num_hidden_layers": 2},
-            {"functions": (1, 2, 4), "compress": "int4-block32", "moe": "routed"},
+            {"functions": (1, 4), "compress": "int4-block32", "moe": "routed"},
             4,
         ),
         (
