@@ -156,6 +156,11 @@ class Notebook:
     def _in_lab(self, expression: str):
         return self.page.evaluate(f"window.jupyterapp.shell.currentWidget.{expression}")
 
+    def rest(self) -> None:
+        """Waits until the kernel has answered all that it was sent."""
+        status = "sessionContext.session.kernel.status"
+        _wait(lambda: self._in_lab(status) == "idle", 60, "the kernel does not rest", every=0.05)
+
     def run_all(self) -> None:
         """Run > Run All Cells, until the kernel rests and every code cell has run or one has failed."""
         self.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
@@ -219,28 +224,28 @@ class Widget:
         )
 
     def shown(self) -> list:
-        """The address of the picture, once it is drawn, and the message above it."""
+        """The address of the picture and the message above it."""
         return self.box.evaluate(
-            """async box => {
-                const image = box.querySelector("img.workbench-picture");
-                await image.decode().catch(() => null);  // another one comes meanwhile
-                return [image.src, box.querySelector(".widget-html-content")?.innerText];
-            }"""
+            """box => [box.querySelector("img.workbench-picture").src,
+                       box.querySelector(".widget-html-content")?.innerText]"""
         )
 
-    def changes(self, action, name: str = "other") -> None:
+    def changes(self, action, name: str = "other", limit: float = 60) -> None:
         """Does `action`, named `name` among the notebook's times, and waits until another picture is drawn, or
-        another message."""
+        another message, and the kernel rests."""
+        errors = self.notebook.page.locator(".workbench-error")
+        self.notebook.rest()
         before, start = self.shown(), time.monotonic()
         action()
-        errors = self.notebook.page.locator(".workbench-error")
         _wait(
             lambda: errors.count() or self.shown() != before,
-            60,
+            limit,
             f"{name}: neither the picture nor the message changed",
-            every=0.02,
+            every=0.05,
         )
+        self.picture.evaluate("image => image.decode().catch(() => null)")
         self.notebook.seconds.setdefault(name, []).append(time.monotonic() - start)
+        self.notebook.rest()
         assert not errors.count(), errors.all_inner_texts()
 
     def controls(self) -> list[str]:

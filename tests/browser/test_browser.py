@@ -186,7 +186,7 @@ explorer"""
 def test_the_run_button_makes_what_is_missing_and_the_figure_can_be_saved(lab, project):
     notebook = opened(lab, written(project, "run_button", EXPLORER))
     explorer = notebook.widget("explorer")
-    explorer.changes(lambda: explorer.press("Run what is missing"))
+    explorer.changes(lambda: explorer.press("Run what is missing"), "Run", limit=240)
     explorer.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=60_000)
     cell_is_the_log_s(explorer, project)
     sharp = explorer.picture.evaluate("image => image.naturalWidth / image.width")

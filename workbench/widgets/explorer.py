@@ -220,8 +220,9 @@ class Explorer(Panel):
                 getattr(plots, plot)(data, **options, ax=axes[part])
             self._mark(axes)
         name = f"{self.source.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
-        self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
-        self._name_cells(axes["fidelity"])
+        with self.picture.hold_sync():  # the picture comes with the texts of its cells
+            self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
+            self._name_cells(axes["fidelity"])
         layers, time = self._at_setting(self._stored("layers")), "no times yet: press Run"
         ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
         if len(layers):

@@ -136,7 +136,10 @@ class Panel:
     def show(self, figure: plt.Figure, alt: str) -> None:
         """Puts a figure into the picture, which is sharp on displays of two dots per pixel."""
         stream = io.BytesIO()
-        figure.savefig(stream, format="png", dpi=2 * DPI)
+        quick = {
+            "compress_level": 1
+        }  # the largest part of what a gesture waits for besides drawing
+        figure.savefig(stream, format="png", dpi=2 * DPI, pil_kwargs=quick)
         plt.close(figure)
         self.picture.width = round(figure.get_figwidth() * DPI)
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
