@@ -22,20 +22,17 @@ def test_token_by_token_and_in_batches_the_caches_are_equal(adoptions, style):
     adapter = adoptions.adapter(style)
     ids = passes.prompt(adapter)
     one, batch = (passes.run(adapter, ids, T) for T in (1, max(adapter.tiles)))
-    assert set(one.T) == {1} and set(batch.T) > {1}
+    assert set(one.T) == {1} and max(batch.T) > 1
     for name in "kv":
         a, b = getattr(one, name), getattr(batch, name)
         assert metrics.relative_rms(a, np.where(np.isnan(b), a, b)) < SAME_CACHES
         assert np.isfinite(b).mean() > 0.7
 
 
-def test_a_prefill_may_put_out_what_is_not_read(adoptions, tmp_path):
-    """An argmax of its first token, beside a cache of T rows."""
-
+def test_what_a_silent_function_puts_out_is_not_read(adoptions, tmp_path):
     def silent(raw):
         (part,) = raw["parts"]
         part["functions"] = [{"t_min": 1, "t_max": 1, "until": 8, "logits": False}, {"first": 8}]
-        part["outputs"]["token_id"]["offsets"] = [0, 3]  # fits no token
 
     folder = Adopted.open(changed(adoptions, "monolith", tmp_path, silent))
     adapter = Adapter(folder, "portable", "exact")

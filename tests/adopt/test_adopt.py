@@ -102,7 +102,7 @@ def config_of(source):
 def test_the_text_of_a_vision_model_is_compared_with_its_own_layers(adoptions, tmp_path):
     source = adoptions.checkpoint("host")
     text = config_of(source) | {"model_type": "qwen3_vl_text"}
-    text["rope_parameters"] |= {"mrope_section": [16, 16, 16], "mrope_interleaved": True}
+    text["rope_parameters"] |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     whole = {"model_type": "qwen3_vl", "text_config": text}
     names = {"model.": "model.language_model."}
     target = relabelled(source, tmp_path / "vision", names, whole)

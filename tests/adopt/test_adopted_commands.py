@@ -117,7 +117,7 @@ def test_the_explorer_shows_what_a_sweep_of_adopted_folders_logged(swept):
     explorer = Explorer(grid, root=root)
     explorer.check()
     explorer.controls["tensor"].value = "k"
-    for bundle, T in (("chunks", 8), ("theta", 8), ("chunks", 1)):
+    for bundle, T in (("chunks", 8), ("theta", 1), ("chunks", 1)):
         explorer.controls["bundle"].value, explorer.controls["T"].value = bundle, T
         explorer.check()
         assert set(explorer.rows["T"]) == {T} and len(explorer.rows) == 2 * 24
@@ -125,7 +125,7 @@ def test_the_explorer_shows_what_a_sweep_of_adopted_folders_logged(swept):
     assert explorer.job.run.description == "Nothing is missing"
 
 
-def test_another_process_count_of_tokens_than_functions_take_is_a_failed_cell(swept, tmp_path):
+def test_a_number_of_tokens_that_no_function_takes_is_a_failed_cell(swept, tmp_path):
     grid, _, _ = swept
     one = grid | {"bundle": grid["bundle"][:1], "run": grid["run"] | {"T": [3]}}
     counts = sweep.sweep(sweep.make_grid(one), root=tmp_path / "log", progress=False)

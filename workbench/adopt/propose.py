@@ -205,21 +205,18 @@ class _Maker:
         axes: list = [1] * len(sizes)
         if kind in ("start", "end"):
             return axes
-        wide = {"hidden": self._channels(sizes), "cos": len(sizes) - 1, "sin": len(sizes) - 1}
-        if kind in wide:
-            axes[wide[kind]] = "C" if kind == "hidden" else "D"
-        if kind == "mask":
-            axes[-1] = "E" if len(sizes[-1]) > 1 else "S"
-        if kind == "write":
-            rows = max((2, 3), key=lambda axis: max(sizes[axis]))
-            axes[rows] = "S"
+        wide, letter = None, {"hidden": "C", "cos": "D", "sin": "D", "write": "S"}.get(kind)
+        if kind == "hidden":
+            wide = self._channels(sizes)
+        elif kind == "write":
+            wide = max((2, 3), key=lambda axis: max(sizes[axis]))
+        elif kind in ("mask", "cos", "sin"):
+            wide, letter = len(sizes) - 1, letter or ("E" if len(sizes[-1]) > 1 else "S")
+        if wide is not None:
+            axes[wide] = letter
         free = [i for i, axis in enumerate(axes) if axis == 1]
         moving = [i for i in free if len(sizes[i]) > 1 or sizes[i][0] != 1]
-        usual = (
-            {"hidden": 2 if wide["hidden"] == 1 else 1, "mask": 2, "write": 5 - rows}
-            if (kind == "write")
-            else {"hidden": 2 if wide["hidden"] == 1 else 1, "mask": 2}
-        )
+        usual = {"mask": 2, "hidden": max(1, 3 - (wide or 0)), "write": 5 - (wide or 0)}
         axes[moving[0] if moving else min(usual.get(kind, free[-1]), len(sizes) - 1)] = "T"
         return axes
 

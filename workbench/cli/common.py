@@ -8,6 +8,7 @@ from typing import Annotated
 
 from typer import Exit, Option, Typer, echo
 
+import workbench
 from workbench import paths
 from workbench.check.gates import jsonable
 from workbench.errors import InputError
@@ -134,6 +135,16 @@ def ids_for(
         if bos is not None:
             ids[0] = bos
     return check_ids(ids, V)[:tokens].tolist()
+
+
+def open_folder(path: Path):
+    """The bundle or the adopted packages at `path`; a wrong path is refused before torch is
+    loaded."""
+    if not paths.adopted(path):
+        return workbench.Bundle.open(path)
+    from workbench.adopt.folder import Adopted
+
+    return Adopted.open(path)
 
 
 def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:

@@ -17,6 +17,7 @@ from workbench.cli.common import (
     Units,
     bundles_only,
     look_at,
+    open_folder,
     prompt_of,
     red_first,
     show,
@@ -61,8 +62,6 @@ def decode_command(
     """
     if paths.adopted(bundle):
         bundles_only(literal=literal, prefill_bundle=prefill_bundle)
-    from workbench.adopt.decoder import open_decoder, open_folder
-
     bundles = [open_folder(path) for path in (bundle, prefill_bundle) if path]
     if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
         raise InputError(
@@ -74,6 +73,7 @@ def decode_command(
     look_at(golden, None)
     if chat and prompt is None:
         raise InputError("--chat", "token ids", "a text to answer", "give --prompt TEXT")
+    from workbench.adopt.decoder import open_decoder
     from workbench.decode import Sampling
     from workbench.decode.transcript import encode_chat, encode_text, transcript
 

@@ -16,6 +16,7 @@ from workbench.cli.common import (
     TextFile,
     Units,
     look_at,
+    open_folder,
     parse_ids,
     record,
     show,
@@ -51,8 +52,6 @@ def evaluate_command(
 
     Example: workbench evaluate build/llama --text README.md --checkpoint data/tiny-llama
     """
-    from workbench.adopt.decoder import open_decoder, open_folder
-
     opened = open_folder(bundle)
     look_at(golden, checkpoint)
     if (text is None) == (ids is None):
@@ -60,6 +59,7 @@ def evaluate_command(
             "text", "both or neither of --text and --ids", "one of them", "give one of them"
         )
     words = paths.text(text or ids)
+    from workbench.adopt.decoder import open_decoder
     from workbench.check.evaluate import evaluate
     from workbench.check.golden import Golden
     from workbench.decode.transcript import encode_text

@@ -7,7 +7,17 @@ from typer import Argument
 
 import workbench
 from workbench import paths
-from workbench.cli.common import Json, Log, Memory, RuntimeName, Units, bundles_only, record, show
+from workbench.cli.common import (
+    Json,
+    Log,
+    Memory,
+    RuntimeName,
+    Units,
+    bundles_only,
+    open_folder,
+    record,
+    show,
+)
 from workbench.errors import InputError
 
 PANEL = "Machine, memory, placement, cost"
@@ -42,8 +52,6 @@ def memory_command(
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """
-    from workbench.adopt.decoder import open_folder
-
     bundle = None
     if paths.adopted(source) or (paths.bundle_or_checkpoint(source) / paths.BUNDLE).exists():
         bundle = open_folder(source)

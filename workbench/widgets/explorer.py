@@ -163,8 +163,7 @@ class Explorer(Panel):
             )
 
     def _stored_split(self, options: Options) -> pd.DataFrame | None:
-        checkpoint = self.source.checkpoint
-        return checkpoint and stored_split(checkpoint, options, self.root)
+        return stored_split(self.source.checkpoint, options, self.root)
 
     def click(self, x: float, y: float) -> None:
         """Chooses the heatmap's cell at a place of the picture (fractions from the top left)."""
@@ -341,7 +340,10 @@ class Explorer(Panel):
     def _split(self) -> tuple | None:
         """The split of the chosen cell's layer, or of the one with the largest error; also as a table."""
         self.split.value = ""
-        parts = self._stored_split(self.setting.model_copy(update={"max_seq_len": self.length}))
+        length = {"max_seq_len": self.length}
+        parts = self.source.checkpoint and self._stored_split(
+            self.setting.model_copy(update=length)
+        )
         if parts is None:
             return None
         layer = int(parts.loc[parts["total"].idxmax(), "layer"])
