@@ -42,20 +42,25 @@ SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "
 
 @dataclass
 class Lineage:
-    """A sequence as it counts: its calls as [T, tokens, place in the batch], and the most tokens that it has had."""
+    """A sequence as it counts: its calls as [T, tokens, place in the batch], the most tokens that it has had, and how many
+    of the last call's count, which it may have waited in."""
 
     calls: list[list] = field(default_factory=list)
     high: int = 0
+    last: int = 0
 
     @property
     def ids(self) -> list[int]:
         return [token for _, tokens, _ in self.calls for token in tokens]
 
     def add(self, T: int, tokens: list[int], place: int) -> None:
-        self.calls.append([T, list(tokens), place])
+        if tokens:
+            self.calls.append([T, tokens, place])
+        self.last = len(tokens)
         self.high = max(self.high, len(self.ids))
 
     def undo(self, count: int) -> None:
+        self.last = max(0, self.last - count)
         for call in self.calls[::-1]:
             gone = min(count, len(call[1]))
             del call[1][len(call[1]) - gone :]
@@ -79,8 +84,7 @@ class Program:
         def advance(chunk, T):
             hidden = original(chunk, T)
             for seq, tokens in enumerate(chunk):
-                if len(tokens):
-                    self.lineages[seq].add(T, tokens, seq)
+                self.lineages[seq].add(T, list(tokens), seq)
             return hidden
 
         decoder.advance = advance
@@ -138,7 +142,7 @@ class Program:
         pending state, those of the last call."""
         depth = T_MAX - (lineage.high - len(lineage.ids))
         if any("pending" in name for state in self.decoder.states for name in state.shard.states):
-            return min(depth, len(lineage.calls[-1][1]) if lineage.calls else 0)
+            return min(depth, lineage.last)
         return depth
 
     def snapshot(self) -> None:
