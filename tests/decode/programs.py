@@ -36,6 +36,15 @@ from workbench.prompt_cache import formats  # noqa: E402
 
 B, S, T_MAX, STEPS = 3, 28, 4, 12
 COUNT = 200  # programs of each family in a whole proof
+OPERATIONS = {  # how often each is drawn
+    "prefill": 4,
+    "decode": 4,
+    "trim": 8,
+    "snapshot": 2,
+    "restore": 1,
+    "add": 2,
+    "remove": 1,
+}
 RINGS = "gemma3_text", "mistral", "olmo3"  # families with windows
 SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "layout": "bc1t"})
 
@@ -89,19 +98,9 @@ class Program:
 
         decoder.advance = advance
         try:
-            operations = (
-                "prefill",
-                "decode",
-                "trim",
-                "trim",
-                "snapshot",
-                "restore",
-                "add",
-                "remove",
-            )
-            weights = np.array([4, 4, 4, 4, 2, 1, 2, 1])
+            shares = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
             for _ in range(STEPS):
-                getattr(self, self.rng.choice(operations, p=weights / weights.sum()))()
+                getattr(self, self.rng.choice(list(OPERATIONS), p=shares))()
         finally:
             del decoder.advance
 
