@@ -36,26 +36,40 @@ from workbench.prompt_cache import formats  # noqa: E402
 
 B, S, T_MAX, STEPS = 3, 28, 4, 12
 COUNT = 200  # programs of each family in a whole proof
+OPERATIONS = {  # how often each is drawn
+    "prefill": 4,
+    "decode": 4,
+    "trim": 8,
+    "snapshot": 2,
+    "restore": 1,
+    "add": 2,
+    "remove": 1,
+}
 RINGS = "gemma3_text", "mistral", "olmo3"  # families with windows
 SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "layout": "bc1t"})
 
 
 @dataclass
 class Lineage:
-    """A sequence as it counts: its calls as [T, tokens, place in the batch], and the most tokens that it has had."""
+    """A sequence as it counts: its calls as [T, tokens, place in the batch], the most tokens that it has had, and how many
+    of the last call's count, which it may have waited in."""
 
     calls: list[list] = field(default_factory=list)
     high: int = 0
+    last: int = 0
 
     @property
     def ids(self) -> list[int]:
         return [token for _, tokens, _ in self.calls for token in tokens]
 
     def add(self, T: int, tokens: list[int], place: int) -> None:
-        self.calls.append([T, list(tokens), place])
+        if tokens:
+            self.calls.append([T, tokens, place])
+        self.last = len(tokens)
         self.high = max(self.high, len(self.ids))
 
     def undo(self, count: int) -> None:
+        self.last = max(0, self.last - count)
         for call in self.calls[::-1]:
             gone = min(count, len(call[1]))
             del call[1][len(call[1]) - gone :]
@@ -79,25 +93,14 @@ class Program:
         def advance(chunk, T):
             hidden = original(chunk, T)
             for seq, tokens in enumerate(chunk):
-                if len(tokens):
-                    self.lineages[seq].add(T, tokens, seq)
+                self.lineages[seq].add(T, list(tokens), seq)
             return hidden
 
         decoder.advance = advance
         try:
-            operations = (
-                "prefill",
-                "decode",
-                "trim",
-                "trim",
-                "snapshot",
-                "restore",
-                "add",
-                "remove",
-            )
-            weights = np.array([4, 4, 4, 4, 2, 1, 2, 1])
+            shares = np.array(list(OPERATIONS.values())) / sum(OPERATIONS.values())
             for _ in range(STEPS):
-                getattr(self, self.rng.choice(operations, p=weights / weights.sum()))()
+                getattr(self, self.rng.choice(list(OPERATIONS), p=shares))()
         finally:
             del decoder.advance
 
@@ -138,7 +141,7 @@ class Program:
         pending state, those of the last call."""
         depth = T_MAX - (lineage.high - len(lineage.ids))
         if any("pending" in name for state in self.decoder.states for name in state.shard.states):
-            return min(depth, len(lineage.calls[-1][1]) if lineage.calls else 0)
+            return min(depth, lineage.last)
         return depth
 
     def snapshot(self) -> None:
