@@ -98,7 +98,8 @@ def bug_gates(
     """Whether a bundle is faulty, whatever its compression: interface, weights, host, program, scores and causality.
 
     Args:
-        exact: a portable decoder in `exact` arithmetic that runs the bundle (default: a new one).
+        exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of Core AI
+            programs (default: a new one).
         decoder: the decoder whose host and calls are checked (default: `exact`).
 
     Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are not_run. A program
@@ -107,10 +108,15 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
-        exact = exact or Decoder(bundle, "portable", "exact")
+        coreai = bundle.manifest.options.target == "coreai"
+        exact = exact or Decoder(bundle, "coreai" if coreai else "portable", "exact")
         tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
         results.append(host.host_gate(tried, checkpoint))
-        results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
+        if exact.precision == "exact":
+            results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
+        else:
+            reason = "asks for fp32 arithmetic: export with --program-dtype fp32"
+            results += [gates.not_run(name, reason) for name in ("program", "scores")]
         results.append(causality.causality_gate(tried))
     except InputError as problem:
         names = BUG_GATES[len(results) :]
@@ -177,7 +183,8 @@ def validate(
         bugs = [gates.not_run(name, reason) for name in BUG_GATES]
         checkpoint = None
     else:
-        if exact is None and (decoder.runtime, decoder.precision) == ("portable", "exact"):
+        alone = decoder.runtime, decoder.precision
+        if exact is None and (alone == ("portable", "exact") or decoder.runtime == "coreai"):
             exact = decoder
         bugs = bug_gates(
             decoder.bundle, checkpoint, exact=exact, decoder=decoder, Ts=Ts, progress=progress
@@ -223,6 +230,8 @@ def _device(
 ) -> Gate:
     if decoder.runtime == "portable":
         return gates.not_run("device", "the portable runtime is what devices are compared with")
+    if decoder.runtime == "coreai":
+        return gates.not_run("device", "the portable runtime runs no Core AI program: crosscheck")
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")

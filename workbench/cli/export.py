@@ -42,6 +42,8 @@ def export_command(
     t: str | None = None,
     sliding: str = "mask",
     functions: str | None = None,
+    target: str = "coreml",
+    program_dtype: str = "fp16",
     plain: bool = False,
     verify_stamps: Annotated[
         int, Option(help="Convert so many stamped shards again and compare.", min=0)
@@ -64,6 +66,8 @@ def export_command(
         t: range (RangeDim 1 … t_max) or fixed (T = t_max); range, or with --functions fixed.
         sliding: mask or ring.
         functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
+        target: coreml, or coreai for Apple's interpreter (needs the extra workbench[coreai]).
+        program_dtype: Dtype of a Core AI program, fp16 or fp32.
         plain: Convert every shard; stamp none.
     """
     arguments = locals()

@@ -52,7 +52,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         bool: fast
         int:  threads T depth n_gen
         int:  max_seq_len t_max batch layers_per_shard bundle_bytes
-        text: compress kv_write layout states moe t sliding functions
+        text: compress kv_write layout states moe t sliding functions target program_dtype
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the place in its setting.
     # Of calls and their parts, `cpu_ms` is the calling thread's CPU time, `native_ms` Core ML's own (null elsewhere);

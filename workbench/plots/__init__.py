@@ -18,6 +18,7 @@ from workbench.plots.cost import (
     speed,
     speed_against_fidelity,
 )
+from workbench.plots.crosscheck import witness_lines
 from workbench.plots.difference import fidelity_difference
 from workbench.plots.fidelity import (
     error_by_position,
@@ -61,5 +62,6 @@ __all__ = [
     "speed_against_fidelity",
     "style",
     "update_cosine_bars",
+    "witness_lines",
     "writer",
 ]

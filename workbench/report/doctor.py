@@ -1,6 +1,7 @@
 """What this machine can do: versions, Core ML, memory, and in words what a Mac would add."""
 
 import platform
+from contextlib import suppress
 
 from workbench import log, runtime
 from workbench.sweep import process
@@ -20,11 +21,13 @@ def examine(name: str | None = "auto") -> dict:
         name: the runtime to try: auto, or a stand-in for Core ML, which has no devices; None: what takes seconds is
             left out, and the version of macOS alone decides.
     """
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     import psutil
 
-    machine = log.environment()
+    machine, coreai = log.environment(), None
+    with suppress(PackageNotFoundError):
+        coreai = version("coreai-core")
     available, devices, results = runtime.coreml_available(), None, None
     if available and name:
         outcome = process.call(
@@ -43,13 +46,14 @@ def examine(name: str | None = "auto") -> dict:
         "memory_bytes": psutil.virtual_memory().total,
         "coremltools": version("coremltools"),
         "torch": version("torch"),
+        "coreai": coreai,
         "coreml_available": available,
         "ane_available": available
         and (arm if devices is None else "ane" in {device["kind"] for device in devices}),
         "compute_devices": devices,
         "stateful_predict": results,
         "default_runtime": runtime.resolve(),
-        "notes": _notes(available, results),
+        "notes": [*_notes(available, results), _core_ai(coreai)],
     }
 
 
@@ -60,6 +64,13 @@ def _try_units(name: str, units: str) -> str:
         "workbench.runtime.selftest:stateful_predict", argument, timeout_s=TIMEOUT_S
     )
     return outcome.failure or "ok"
+
+
+def _core_ai(version: str | None) -> str:
+    """Whether bundles of Core AI programs can be made and run here."""
+    if version is None:
+        return "No Core AI here: pip install 'workbench[coreai]' lets Apple's interpreter run too."
+    return f"Core AI {version} runs bundles of --target coreai: its interpreter, on the CPU alone."
 
 
 def _notes(available: bool, results: dict[str, str] | None) -> list[str]:

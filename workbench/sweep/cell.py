@@ -121,7 +121,7 @@ def _validation(job: dict, decoder: Decoder) -> Validation:
         keep_verdict(bundle, checkpoint)
         budget = measure_budget(bundle, checkpoint, reference)
     device = None
-    if decoder.runtime != "portable":
+    if decoder.runtime not in ("portable", "coreai"):
         device = stored_reference(bundle, reference, path)
     return validate(decoder, reference, budget=budget, reference=device, max_kl=job["max_kl"])
 
@@ -130,7 +130,7 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
     nothing was planned on the Neural Engine that the compute units name. Without a plan within half
     of the `seconds` that are left, the config says why."""
-    if decoder.runtime == "portable":
+    if decoder.runtime in ("portable", "coreai"):
         return {}
     models = *decoder.layers, *decoder.heads
     try:
