@@ -24,7 +24,7 @@ from workbench.bundle.aimodel import PROGRAM, SUFFIX, optional, part_text
 from workbench.bundle.presets import Preset
 from workbench.export.compress import packed
 from workbench.export.make import Maker
-from workbench.export.shards import Spec
+from workbench.export.shards import LayerStack, Spec
 from workbench.export.weights import WeightSource, blank
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
@@ -41,7 +41,8 @@ class CoreAIMaker(Maker):
     def __post_init__(self):
         optional("coreai_torch._compression.custom_layers")  # registers the operations of weights
         super().__post_init__()
-        self.programs: dict[str, torch.export.ExportedProgram] = {}  # by `_shape`
+        # by `_shape`: the trace, and which module each of its operations came from
+        self.programs: dict[str, tuple[torch.export.ExportedProgram, dict[str, str]]] = {}
 
     def convert(self, spec: Spec) -> Shard:
         """Traces the first shard of a shape, puts the weights of the others into its trace."""
@@ -55,17 +56,16 @@ class CoreAIMaker(Maker):
             _, arrays = self._load(weight)
             stored[weight.path] = shaped(weight, arrays, DTYPES[self.options.program_dtype])
         with self.clock("template"), quiet():
-            program = None if plain else self.programs.get(shape)
-            if program is None:
+            if plain or shape not in self.programs:
                 program = trace(self._module(spec, stored), spec, self.options)
-            if not plain:
-                self.programs[shape] = program
-            modules = save(program, spec, stored, self._package(spec, folder))
+                self.programs[shape] = program, modules(program, spec)
+            program, paths = self.programs[shape]
+            save(program, spec, stored, self._package(spec, folder))
         with self.clock("write"):
             raw = (self._package(spec, folder) / PROGRAM).read_bytes()
             weights = self.weights[spec.name]
             located = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
-        return {path: text for path, text in located.items() if text}, modules
+        return {path: text for path, text in located.items() if text}, paths
 
     def _module(self, spec: Spec, stored: dict[str, dict]) -> nn.Module:
         """The shard's module in the program's dtype, its weights the stored ones."""
@@ -140,7 +140,7 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
     shapes = list(spec.inputs.values())
     examples = [torch.zeros([T if n == "T" else n for n in shape], dtype=dtype) for shape in shapes]
     axes = [{i: free for i, n in enumerate(shape) if n == "T"} for shape in shapes]
-    if isinstance(module, nn.Module) and hasattr(module, "blocks"):
+    if isinstance(module, LayerStack):
         axes = (tuple(axes),)  # the stack takes *tensors
     with torch.no_grad():
         program = torch.export.export(
@@ -154,29 +154,31 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
 
 def save(
     program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, dict], path: Path
-) -> dict[str, str]:
-    """Writes a traced program with these weights; operation id → path of the module it came from.
-
-    The same program and weights give the same bytes, in any process.
-    """
+) -> None:
+    """Writes a traced program with these weights; the same program and weights give the same bytes,
+    in any process."""
     for name, parts in stored.items():
         for role, part in parts.items():
             program.state_dict[f"{name}{STORED}.{role}"] = part
+    path.parent.mkdir(parents=True, exist_ok=True)
+    converted(program, spec, "RELEASE").save_asset(path)
+    metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
+    (path / "metadata.json").write_text(json.dumps(metadata, indent=1, sort_keys=True))
+
+
+def converted(program: torch.export.ExportedProgram, spec: Spec, mode: str):
+    """Apple's program of a trace; mode DEBUG says where operations came from, by paths of this
+    machine as well."""
     torch_converter = optional("coreai_torch").TorchConverter
     with named_resources(), open(os.devnull, "w") as null, redirect_stdout(null):
-        converter = torch_converter(mode=torch_converter.Mode.RELEASE)
+        converter = torch_converter(mode=torch_converter.Mode[mode])
         converter.add_exported_program(
             program,
             input_names=list(spec.inputs),
             output_names=list(spec.outputs),
             state_names=list(spec.buffers),
         )
-        asset = converter.to_coreai()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        asset.save_asset(path)
-    metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
-    (path / "metadata.json").write_text(json.dumps(metadata, indent=1, sort_keys=True))
-    return modules(program, asset)
+        return converter.to_coreai()
 
 
 @contextmanager
@@ -200,11 +202,10 @@ def named_resources() -> Iterator[None]:
         yield
 
 
-def modules(program: torch.export.ExportedProgram, asset) -> dict[str, str]:
+def modules(program: torch.export.ExportedProgram, spec: Spec) -> dict[str, str]:
     """Id of a Core AI operation → path of the module whose value it makes."""
-    mapping = optional("coreai_torch.debugging.torch_utils").get_torch_to_coreai_output_mapping(
-        asset
-    )
+    utils = optional("coreai_torch.debugging.torch_utils")
+    mapping = utils.get_torch_to_coreai_output_mapping(converted(program, spec, "DEBUG"))
     paths = {}
     for node in program.graph.nodes:
         if node.name in mapping and (stack := node.meta.get("nn_module_stack")):
