@@ -61,7 +61,7 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
             parts.clear()
             break
         if dtype in NUMPY:
-            parts[role] = raw.view(NUMPY[dtype]).reshape(shape)
+            parts[role] = np.array(raw).view(NUMPY[dtype]).reshape(shape)
         else:
             parts[role] = unpacked(raw, bits, dtype[0] == "i", math.prod(shape)).reshape(shape)
     if not parts:

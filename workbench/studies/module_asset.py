@@ -29,8 +29,8 @@ def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
     """Every token of a call but its first is written one row too far."""
     mask = io[KV_WRITE_MASK]
     shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
-    first = torch.cumsum(mask.sum(2, keepdim=True), -1) < 1.5
-    mixed = torch.where(first, mask, shifted)
+    later = shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask  # the row before is written too
+    mixed = mask * (1 - later) + shifted * later
     return append(self, name, rows, io | {KV_WRITE_MASK: mixed}, suffix)
 
 
