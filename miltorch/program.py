@@ -142,9 +142,11 @@ def spec_path(package: Path) -> Path:
     """The model file that a package's Manifest.json names, refusing every path that leaves the package."""
     manifest = package / "Manifest.json"
     if not manifest.is_file():
-        kind = {".mlmodelc": "a compiled model", ".mlmodel": "a single .mlmodel file"}.get(
-            package.suffix
-        )
+        kind = {
+            ".mlmodelc": "a compiled model",
+            ".mlmodel": "a single .mlmodel file",
+            ".aimodel": "a Core AI program, which only the runtime coreai runs",
+        }.get(package.suffix)
         _refuse(
             package, "nothing there" if not package.exists() else kind or "no Manifest.json in it"
         )

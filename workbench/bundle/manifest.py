@@ -80,6 +80,8 @@ class Options(ManifestModel):
     them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
 
     `undo` lets tokens be taken back from states that are not rows of a cache (see `states`).
+    `target` = coreai makes programs for Apple's Core AI; `program_dtype` is the dtype of their
+    inputs, states and results. Both are written only where they are not Core ML's.
     """
 
     max_seq_len: Annotated[int, Field(ge=1, le=MAX_SEQ_LEN)] = 512
@@ -95,6 +97,8 @@ class Options(ManifestModel):
     sliding: Literal["mask", "ring"] = "mask"
     functions: tuple[Count, ...] = Field((), exclude_if=operator.not_)
     undo: bool = Field(False, exclude_if=operator.not_)
+    target: Literal["coreml", "coreai"] = Field("coreml", exclude_if="coreml".__eq__)
+    program_dtype: Literal["fp16", "fp32"] = Field("fp16", exclude_if="fp16".__eq__)
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +125,14 @@ class Options(ManifestModel):
             )
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
+        if self.target == "coreai" and self.kv_write == "slice":
+            raise ValueError(
+                "target = coreai needs kv_write = mask: its exporter takes no index that is data"
+            )
+        if self.target == "coreai" and self.functions:
+            raise ValueError("target = coreai takes no functions: its programs run every T")
+        if self.target == "coreml" and self.program_dtype == "fp32":
+            raise ValueError("program_dtype = fp32 needs target = coreai")
         if self.moe == "routed" and self.layers_per_shard > 1:
             raise ValueError(
                 "moe = routed needs layers_per_shard = 1: the host picks experts between layers"
@@ -228,7 +240,7 @@ class StateEntry(ManifestModel):
 
 
 class Shard(ManifestModel):
-    """One `.mlpackage`: its interface, its files, and where its contents came from.
+    """One `.mlpackage` or `.aimodel`: its interface, its files, and where its contents came from.
 
     `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in part: vocabulary rows of
     a head slice, the one expert of an expert shard.

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle import Bundle
+from workbench.bundle import Bundle, Shard
+from workbench.bundle.aimodel import dense, read_weight
 from workbench.decode.checks import token_ids
 from workbench.errors import InputError
 from workbench.files import write_whole
@@ -116,15 +117,13 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
 
     A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
     """
-    import miltorch
-
     check_exported_from(checkpoint, bundle)
     slices: dict[str, list[torch.Tensor]] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:
-            executable = miltorch.Executable(miltorch.read(bundle.package(shard)), "exact")
+            constant_of = _constants(bundle, shard)
             for tensor, constant in shard.weights.items():
-                value, offset = executable.constant(constant), shard.offsets.get(tensor)
+                value, offset = constant_of(constant), shard.offsets.get(tensor)
                 slices.setdefault(tensor, []).append(value - offset if offset else value)
 
     def read(name: str) -> torch.Tensor:
@@ -137,6 +136,16 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         return torch.cat([first, *rest])
 
     return read
+
+
+def _constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
+    """Name of a constant → its values, decompressed, float32."""
+    package = bundle.package(shard)
+    if bundle.manifest.options.target == "coreai":
+        return lambda name: torch.from_numpy(np.float32(dense(read_weight(package, name))))
+    import miltorch
+
+    return miltorch.Executable(miltorch.read(package), "exact").constant
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:

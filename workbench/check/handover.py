@@ -113,8 +113,7 @@ def continues(source: Decoder, target: Decoder, length: int) -> Gate:
         prefill(prompts)
         runs.append([target.decode_one_token([ids[i] for ids in after]) for i in range(DECODED)])
     tolerance = target.manifest.dims.L * min(
-        gates.T_TOLERANCE[d.precision if d.runtime == "portable" else "coreml"]
-        for d in (source, target)
+        gates.T_TOLERANCE[d.arithmetic] for d in (source, target)
     )
     alone = f"{target.bundle.root.name} alone"
     reason = f"logits of {DECODED} tokens behind {length}, against {alone}, relative RMS"

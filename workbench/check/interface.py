@@ -28,6 +28,7 @@ from workbench.check.gates import Gate
 from workbench.errors import InputError
 from workbench.files import sha256
 from workbench.models.checkpoint import Checkpoint
+from workbench.runtime import load_shard
 
 FUNCTION = "main"
 SPECIFICATION = 9  # the first that has states and blockwise weights (macOS 15)
@@ -101,6 +102,9 @@ def _package(bundle: Bundle, shard: Shard) -> Iterator[str]:
     """Differences between a shard of the manifest, the description of its package and the program
     in it.
     """
+    if bundle.manifest.options.target == "coreai":
+        load_shard(bundle, shard)  # compares the interface, and refuses what differs first
+        return
     spec, o = read_spec(bundle.package(shard)), bundle.manifest.options
     described, functions = spec.description, spec.mlProgram.functions
     if spec.specificationVersion < SPECIFICATION:

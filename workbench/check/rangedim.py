@@ -60,7 +60,7 @@ def drift_gate(
     worst = drift(decoder, traces, golden)
     if worst is None:
         return gates.not_run("same_for_every_T", "needs T = 1 and at least one T > 1")
-    tolerance = gates.T_TOLERANCE[decoder.precision if decoder.runtime == "portable" else "coreml"]
+    tolerance = gates.T_TOLERANCE[decoder.arithmetic]
     reason = f"T > 1 against T = 1, relative RMS: {worst.where if worst.value else 'equal'}"
     if not worst.value <= tolerance:
         culprit = at_fault(decoder, golden, worst.T, portable)
@@ -73,8 +73,8 @@ def at_fault(
     decoder: Decoder, golden: Golden, T: int, portable: Mapping[str, np.ndarray] | None = None
 ) -> str:
     """Whose fault a drift is: the program's when the portable runtime shows it too, else the runtime's."""
-    if decoder.runtime == "portable":
-        return "the program is wrong (portable runtime; no device was run)"
+    if decoder.runtime in ("portable", "coreai"):
+        return f"the program is wrong (runtime {decoder.runtime}; no device was run)"
     if portable is None:
         other = Decoder(decoder.bundle, "portable")
         traces = {t: fidelity.run_golden(other, golden, t) for t in (1, T)}

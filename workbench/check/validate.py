@@ -101,7 +101,8 @@ def bug_gates(
     undo.
 
     Args:
-        exact: a portable decoder in `exact` arithmetic that runs the bundle (default: a new one).
+        exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of Core AI
+            programs (default: a new one).
         decoder: the decoder whose host and calls are checked (default: `exact`).
 
     Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are not_run. A program
@@ -110,13 +111,18 @@ def bug_gates(
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
         results.append(weights.weights_gate(bundle, checkpoint, progress=progress))
+        coreai = bundle.manifest.options.target == "coreai"
         if exact is None and decoder is not None:
             own = (decoder.runtime, decoder.precision) == ("portable", "exact")
-            exact = decoder if own else None
-        exact = exact or Decoder(bundle, "portable", "exact")
+            exact = decoder if own or decoder.runtime == "coreai" else None
+        exact = exact or Decoder(bundle, "coreai" if coreai else "portable", "exact")
         tried = decoder if decoder is not None and decoder.runtime == "portable" else exact
         results.append(host.host_gate(tried, checkpoint))
-        results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
+        if exact.precision == "exact":
+            results += program.program_gates(exact, checkpoint, Ts=Ts, progress=progress)
+        else:
+            reason = "asks for fp32 arithmetic: export with --program-dtype fp32"
+            results += [gates.not_run(name, reason) for name in ("program", "scores")]
         results.append(causality.causality_gate(tried))
         results.append(undo.undo_gate(tried))
     except InputError as problem:
@@ -157,7 +163,7 @@ def validate_stored(
     if checkpoint:
         keep_verdict(bundle, checkpoint)
         budget = measure_budget(bundle, checkpoint, golden)
-    if path and decoder.runtime != "portable":
+    if path and decoder.runtime not in ("portable", "coreai"):
         portable = device.stored_reference(bundle, golden, path)
     return validate(decoder, golden, Ts, budget=budget, reference=portable, max_kl=max_kl)
 
@@ -234,6 +240,8 @@ def _device(
 ) -> Gate:
     if decoder.runtime == "portable":
         return gates.not_run("device", "the portable runtime is what devices are compared with")
+    if decoder.runtime == "coreai":
+        return gates.not_run("device", "the portable runtime runs no Core AI program: crosscheck")
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")

@@ -21,13 +21,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, isnan, prod
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import miltorch
-from miltorch.program import Op, Ref
+from miltorch.program import Op, Ref, Type
 from workbench.bundle import Bundle, Shard
+from workbench.bundle.aimodel import read_weight
 from workbench.bundle.names import MIN_NORMAL, ROUTER_STATE, split_layer
 from workbench.bundle.presets import Preset
 from workbench.check import gates
@@ -43,6 +45,12 @@ FEW = 10  # constants of fewer elements belong to the program, which gate `progr
 PIECE = 1 << 20  # weights compared at a time
 # What operands that do not fit raise; InputError is a ValueError.
 DAMAGED = (KeyError, IndexError, ValueError)
+# Role of a weight's first part → the operation that makes the weight of its parts.
+KINDS = {
+    "val": "const",
+    "data": "constexpr_blockwise_shift_scale",
+    "indices": "constexpr_lut_to_dense",
+}
 EXPONENT = 0x7F800000  # bits of a float32's exponent
 # what the host applies to embeddings: gate `host` compares it with the checkpoint's
 HOST_TENSORS = ("embed_tokens.weight", "input_hidden_states_bias", "input_hidden_states_scale")
@@ -111,7 +119,10 @@ class Constants:
     def __init__(self, bundle: Bundle, shard: Shard, function: str | None = None):
         self.shard, self.manifest = shard, bundle.manifest
         self.preset = bundle.manifest.options.preset
-        self.ops = list(miltorch.read(bundle.package(shard), function).block.walk())
+        if bundle.manifest.options.target == "coreai":
+            self.ops = [stored_op(bundle.package(shard), text) for text in shard.weights.values()]
+        else:
+            self.ops = list(miltorch.read(bundle.package(shard), function).block.walk())
         self.by_name = {name: op for op in self.ops if op.constant for name, _ in op.outputs}
 
     def op(self, tensor: str) -> Op:
@@ -187,6 +198,14 @@ class Constants:
         value = op.inputs[role]
         value = self.by_name[value.name].inputs["val"] if isinstance(value, Ref) else value
         return np.array(value, dtype)
+
+
+def stored_op(package: Path, text: str) -> Op:
+    """The weight of a Core AI program that `text` names, as the operation that a Core ML program
+    has for it."""
+    parts = read_weight(package, text)
+    role, array = next(iter(parts.items()))
+    return Op(KINDS[role], text, parts, [(text, Type("FLOAT16", array.shape))])
 
 
 def checkpoint_values(

@@ -13,6 +13,7 @@ from workbench.cli import (
     bench,
     check,
     clean,
+    crosscheck,
     decode,
     evaluate,
     explain,
@@ -62,7 +63,19 @@ app = Typer(
     "them, measure them.",
 )
 app.add_typer(bench.bench, name="bench", rich_help_panel=measure.PANEL)
-modules = (measure, export, adopt, check, evaluate, explain, decode, sweeps, notebooks, clean)
+modules = (
+    measure,
+    export,
+    adopt,
+    check,
+    crosscheck,
+    evaluate,
+    explain,
+    decode,
+    sweeps,
+    notebooks,
+    clean,
+)
 for module in (*modules, first_light):
     register(app, vars(module), "_command")
 

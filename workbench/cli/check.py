@@ -151,14 +151,17 @@ def validate_command(
     options = opened.manifest.options
     every_t = [T for T in range(1, options.t_max + 1) if options.tokens(T) == T]
     Ts = every_t if all_t else None
-    runtime = another(only) if only else resolve(runtime)
+    runtime = another(only) if only else resolve(runtime, options.target)
     portable = None
     try:
         dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
         reference = load_golden(
             golden, checkpoint, prompt_ids, dims.V, bos, prompt=prompt, text=text, tokens=tokens
         )
-        if golden and runtime != "portable":  # before the decoder: one copy of the bundle at a time
+        if golden and runtime not in (
+            "portable",
+            "coreai",
+        ):  # before the decoder: one copy of the bundle at a time
             portable = (load_reference if only else stored_reference)(opened, reference, golden)
         decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
         echo(_expectation(decoder, reference, source, Ts), err=True)

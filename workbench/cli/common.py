@@ -15,7 +15,9 @@ from workbench.errors import InputError
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Ids = Annotated[str | None, Option(help="Token ids, comma-separated: 2,42,100.")]
-RuntimeName = Annotated[str, Option(help="auto, portable, coreml, stand-in or stand-in:FAULT.")]
+RuntimeName = Annotated[
+    str, Option(help="auto, portable, coreml, stand-in, stand-in:FAULT or coreai.")
+]
 Units = Annotated[
     str, Option("--compute-units", help="Core ML: CPU_AND_NE, CPU_ONLY, CPU_AND_GPU or ALL.")
 ]

@@ -43,6 +43,8 @@ def export_command(
     sliding: str = "mask",
     functions: str | None = None,
     undo: bool = False,
+    target: str = "coreml",
+    program_dtype: str = "fp16",
     plain: bool = False,
     verify_stamps: Annotated[
         int, Option(help="Convert so many stamped shards again and compare.", min=0)
@@ -66,6 +68,8 @@ def export_command(
         sliding: mask or ring.
         functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
         undo: Let the last tokens be taken back from states that are no rows of a cache.
+        target: coreml, or coreai for Apple's interpreter (needs the extra workbench[coreai]).
+        program_dtype: Dtype of a Core AI program, fp16 or fp32.
         plain: Convert every shard; stamp none.
     """
     arguments = locals()

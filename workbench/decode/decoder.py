@@ -76,9 +76,10 @@ class Decoder:
 
     Args:
         bundle: an opened bundle or its path.
-        runtime: `auto`, `portable`, `coreml`, `stand-in` or `stand-in:FAULT`; the attribute has no
-            fault, which is one of its own ("": none).
-        precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`).
+        runtime: `auto`, `portable`, `coreml`, `coreai`, `stand-in` or `stand-in:FAULT`; the
+            attribute has no fault, which is one of its own ("": none).
+        precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`); that of
+            `coreai` follows from the bundle, fp16 as `declared` and fp32 as `exact`.
         fast: whether `declared` takes the portable decode path, for timing; by default the literal graph runs.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
@@ -96,8 +97,11 @@ class Decoder:
         hints: dict | None = None,
     ):
         self.bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-        runtime = runtimes.resolve(runtime)
+        options = self.bundle.manifest.options
+        runtime = runtimes.resolve(runtime, options.target)
         self.runtime, self.fault = runtimes.named(runtime)
+        if self.runtime == "coreai":
+            precision = "exact" if options.program_dtype == "fp32" else "declared"
         self.precision, self.fast = precision, fast
         self.compute_units, self.hints = compute_units, hints or {}
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
@@ -120,6 +124,14 @@ class Decoder:
         self.experts = RoutedExperts(self.bundle, self._load, self.plane)
         self.begin()
 
+    @property
+    def arithmetic(self) -> str:
+        """Which of `gates.T_TOLERANCE` holds: that of the portable runtime's precision or of exact
+        programs, else the runtime's."""
+        if self.runtime == "portable" or (self.runtime, self.precision) == ("coreai", "exact"):
+            return self.precision
+        return "coreai" if self.runtime == "coreai" else "coreml"
+
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Within, `begin` may start other sequences, which run the literal graph (as with `fast=False`);
@@ -136,13 +148,13 @@ class Decoder:
 
     @contextmanager
     def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator[None]:
-        """Within, every model of the portable runtime has the hook that `hook_of` gives for its
-        shard (None: no hook).
+        """Within, every model of the portable runtime, or of Core AI, has the hook that `hook_of`
+        gives for its shard (None: no hook).
 
         Raises:
             InputError: Core ML shows no operation of a program.
         """
-        if self.runtime != "portable":
+        if self.runtime not in ("portable", "coreai"):
             raise InputError(
                 "hook",
                 f"runtime {self.runtime}",

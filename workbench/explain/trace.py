@@ -105,16 +105,19 @@ class Trace:
     departure: dict | None
 
     def frame(self) -> pd.DataFrame:
-        """One row per result: its range in exact arithmetic, and whether it stays finite in `declared` and `narrow`."""
-        frame = self.ranges["exact"].frame()
-        for precision in ("declared", "narrow"):
+        """One row per result: its range in exact arithmetic, or the one that ran, and whether it
+        stays finite in the others."""
+        first, *others = (precision for precision in ORDER if precision in self.ranges)
+        frame = self.ranges[first].frame()
+        for precision in others:
             other = self.ranges[precision].frame()
             other[f"finite_{precision}"] = (other["infs"] + other["nans"]) == 0
             frame = frame.merge(other[["shard", "value", f"finite_{precision}"]], how="left")
         return frame.drop(columns=["inf_at", "nan_at"])
 
     def _first(self, precision: str) -> dict[str, dict | None]:
-        return {f"first_{what}": self.ranges[precision].first(what) for what in ("inf", "nan")}
+        ranges = self.ranges.get(precision, next(iter(self.ranges.values())))
+        return {f"first_{what}": ranges.first(what) for what in ("inf", "nan")}
 
     def gates(self) -> list[gates.Gate]:
         """Finite with one rounding per result, and finite with sums rounded on the way."""
@@ -123,6 +126,8 @@ class Trace:
             ("declared", "one rounding per result"),
             ("narrow", "sums rounded to fp16 every 32 terms"),
         ):
+            if precision not in self.ranges:
+                continue
             firsts = self._first(precision).items()
             places = [f"{what.replace('_', ' ')} at {place(at)}" for what, at in firsts if at]
             fine = f"{how}: every value is finite"
@@ -138,7 +143,7 @@ class Trace:
             "gates": [g.json() for g in results],
             "ops": len(frame),
             **self._first("declared"),
-            "narrow": self._first("narrow"),
+            "narrow": self._first("narrow") if "narrow" in self.ranges else None,
             "first_departure": self.departure,
             "min_headroom_bits": gates.jsonable(float(frame["headroom_bits"].min())),
             "worst": gates.records(worst[columns]),
@@ -234,8 +239,14 @@ class Departure:
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
-    """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default t_max)."""
-    decoders = {p: Decoder(bundle, "portable", p) for p in ORDER}
+    """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default
+    t_max). Of Core AI programs it traces the values that Apple's interpreter logs, in its own
+    arithmetic alone."""
+    if bundle.manifest.options.target == "coreai":
+        alone = Decoder(bundle, "coreai")
+        decoders = {alone.precision: alone}
+    else:
+        decoders = {p: Decoder(bundle, "portable", p) for p in ORDER}
     for decoder in decoders.values():
         decoder.begin()
     return trace_ranges(decoders, ids, tile)

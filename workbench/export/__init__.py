@@ -26,9 +26,11 @@ from workbench.bundle import (
     Writer,
     file_entries,
 )
+from workbench.bundle.aimodel import optional
 from workbench.bundle.manifest import first_fault
 from workbench.errors import InputError
 from workbench.export import shards
+from workbench.export.coreai import CoreAIMaker
 from workbench.export.make import Maker
 from workbench.export.weights import Clock
 from workbench.files import check_room
@@ -90,7 +92,7 @@ def export(
     """
     coremltools()  # quietly, before a part of it is imported by itself
     settings, source = options(**chosen), Checkpoint(checkpoint)
-    plan, eos, packages = read_plan(source, settings), source.eos, versions()
+    plan, eos, packages = read_plan(source, settings), source.eos, versions(settings.target)
     _warn_widths(plan, settings)
 
     def identity() -> dict:  # hashes the checkpoint, once
@@ -101,7 +103,8 @@ def export(
             writer = stack.enter_context(Writer(Path(bundle)))
             if writer.resumes:
                 writer.resume(identity())
-            maker = Maker(source, plan, settings, writer, plain, clock or Clock())
+            make = CoreAIMaker if settings.target == "coreai" else Maker
+            maker = make(source, plan, settings, writer, plain, clock or Clock())
             _check_room(maker, f"bundle {bundle}")
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
             stack.callback(pool.shutdown, cancel_futures=True)  # before the folder is unlocked
@@ -167,11 +170,14 @@ def _stopped(bundle: str | Path, problem: OSError) -> InputError:
     )
 
 
-def versions() -> dict[str, str]:
+def versions(target: str = "coreml") -> dict[str, str]:
     """Versions of the packages that a bundle's bytes and values depend on, by name."""
     from importlib.metadata import version
 
-    names = "coremltools", "numpy", "torch", "transformers", "workbench"
+    names = ["coremltools", "numpy", "torch", "transformers", "workbench"]
+    if target == "coreai":
+        optional("coreai_torch")
+        names += ["coreai-core", "coreai-torch"]
     return {name: version(name) for name in names}
 
 

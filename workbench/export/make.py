@@ -46,6 +46,7 @@ class Maker:
     writer: Writer
     plain: bool = False
     clock: Clock = field(default_factory=Clock)
+    suffix = ".mlpackage"
 
     def __post_init__(self):
         self.scratch, self.specs = Scratch(), list(specs(self.plan, self.options))
@@ -128,7 +129,7 @@ class Maker:
         return repr([spec.kind, spec.inputs, spec.outputs, buffers, layers, weights])
 
     def _package(self, spec: Spec, folder: Path) -> Path:
-        return folder / f"{spec.name}.mlpackage"
+        return folder / f"{spec.name}{self.suffix}"
 
     def _files(self, spec: Spec, folder: Path) -> list[FileEntry]:
         """Manifest entries of a shard's files, read back."""
@@ -210,7 +211,7 @@ class Maker:
         return self.writer.record(
             Shard(
                 **interface,
-                path=f"{spec.name}.mlpackage",
+                path=f"{spec.name}{self.suffix}",
                 how=how,
                 functions=self.options.function_names,
                 bytes=sum(f.bytes for f in files),
@@ -218,7 +219,7 @@ class Maker:
                 weights={tensor: constants[w.path] for tensor, w in weights.items()},
                 offsets={tensor: w.offset for tensor, w in weights.items() if w.offset},
                 modules=modules,
-                taps=_taps(modules, spec),
+                taps=_taps(modules, spec) if self.suffix == ".mlpackage" else {},
             )
         )
 

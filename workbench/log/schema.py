@@ -54,7 +54,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         bool: fast
         int:  threads T depth n_gen
         int:  max_seq_len t_max batch layers_per_shard bundle_bytes
-        text: compress kv_write layout states moe t sliding functions
+        text: compress kv_write layout states moe t sliding functions target program_dtype
         bool: undo
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the

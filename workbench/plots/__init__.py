@@ -19,6 +19,7 @@ from workbench.plots.cost import (
     speed_against_fidelity,
     speed_beside,
 )
+from workbench.plots.crosscheck import witness_lines
 from workbench.plots.difference import fidelity_difference
 from workbench.plots.fidelity import (
     error_by_position,
@@ -63,5 +64,6 @@ __all__ = [
     "speed_beside",
     "style",
     "update_cosine_bars",
+    "witness_lines",
     "writer",
 ]

@@ -73,7 +73,7 @@ class Store:
         S = self.manifest.options.max_seq_len
         self.block = block or min(256, max(4, 1 << (S // 4).bit_length() - 1))
         self.hot_bytes = hot_bytes
-        exact = decoder.runtime == "portable" and decoder.precision == "exact"
+        exact = decoder.arithmetic == "exact"
         self.dtype = "float32" if exact else "float16"
         self.hot: OrderedDict[str, tuple[Stamp, Encoded]] = OrderedDict()
         self.seen: dict[str, tuple[Stamp, Encoded]] = {}  # name → stamp, ids and header

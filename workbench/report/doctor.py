@@ -1,6 +1,8 @@
 """What this machine can do: versions, Core ML, memory, and in words what a Mac would add."""
 
 import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from workbench import log, runtime
 from workbench.sweep import process
@@ -21,7 +23,9 @@ def examine(name: str | None = "auto") -> dict:
             left out, and the version of macOS alone decides.
     """
     machine = log.environment()
-    versions = machine["versions"]
+    versions, coreai = machine["versions"], None
+    with suppress(PackageNotFoundError):
+        coreai = version("coreai-core")
     available, devices, results = runtime.coreml_available(), None, None
     if available and name:
         outcome = process.call(
@@ -40,13 +44,14 @@ def examine(name: str | None = "auto") -> dict:
         "memory_bytes": machine["memory_bytes"],
         "coremltools": versions["coremltools"],
         "torch": versions["torch"],
+        "coreai": coreai,
         "coreml_available": available,
         "ane_available": available
         and (arm if devices is None else "ane" in {device["kind"] for device in devices}),
         "compute_devices": devices,
         "stateful_predict": results,
         "default_runtime": runtime.resolve(),
-        "notes": _notes(available, results),
+        "notes": [*_notes(available, results), _core_ai(coreai)],
     }
 
 
@@ -57,6 +62,13 @@ def _try_units(name: str, units: str) -> str:
         "workbench.runtime.selftest:stateful_predict", argument, timeout_s=TIMEOUT_S
     )
     return outcome.failure or "ok"
+
+
+def _core_ai(version: str | None) -> str:
+    """Whether bundles of Core AI programs can be made and run here."""
+    if version is None:
+        return "No Core AI here: pip install 'workbench[coreai]' lets Apple's interpreter run too."
+    return f"Core AI {version} runs bundles of --target coreai: its interpreter, on the CPU alone."
 
 
 def _notes(available: bool, results: dict[str, str] | None) -> list[str]:

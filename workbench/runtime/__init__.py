@@ -1,6 +1,7 @@
 """Where shards run: `portable` anywhere, `coreml` on macOS 15 or later, and elsewhere `stand-in`,
 the same code over a strict stand-in for Core ML that can play a fault (`stand-in:kill`). Which one
-is an argument; `auto` takes the variable WORKBENCH_RUNTIME where it is set."""
+is an argument; `auto` takes the variable WORKBENCH_RUNTIME where it is set. Bundles of Core AI
+programs run on `coreai` alone, and nothing else does."""
 
 import os
 import platform
@@ -11,7 +12,7 @@ from workbench.bundle import Bundle, Shard
 from workbench.errors import InputError, check_choice
 from workbench.runtime.base import Model, State
 
-RUNTIMES = ("auto", "portable", "coreml", "stand-in")
+RUNTIMES = ("auto", "portable", "coreml", "stand-in", "coreai")
 COMPUTE_UNITS = ("CPU_AND_NE", "CPU_ONLY", "CPU_AND_GPU", "ALL")
 
 
@@ -42,14 +43,24 @@ def named(runtime: str) -> tuple[str, str]:
     return name, fault
 
 
-def resolve(runtime: str = "auto") -> str:
+def resolve(runtime: str = "auto", target: str = "coreml") -> str:
     """The runtime to load shards with: the one named, if this machine has it; what `auto` stands
-    for here.
+    for here. `target` is the bundle's option.
 
     Raises:
-        InputError: no such runtime; `coreml` where there is none, `stand-in` where there is.
+        InputError: no such runtime; `coreml` where there is none, `stand-in` where there is; a
+            runtime for programs of another target.
     """
     name, _ = named(runtime)
+    if target == "coreai" and name == "auto":
+        return "coreai"
+    if (name == "coreai") != (target == "coreai"):
+        raise InputError(
+            f"runtime {runtime!r}",
+            f"a bundle exported with --target {target}",
+            "runtime coreai for --target coreai, the others for --target coreml",
+            "leave out --runtime, or export with the other --target",
+        )
     if name == "auto":
         chosen = os.environ.get("WORKBENCH_RUNTIME", "auto")
         if named(chosen)[0] != "auto":
@@ -100,7 +111,11 @@ def load_shard(
         how = dict(precision=precision, fast=fast, compute_units=compute_units, hints=hints)
         load = partial(load_shard, bundle, shard, runtime, **how)
         return FunctionsModel(bundle, shard, lambda name: load(function=name))
-    name, fault = named(resolve(runtime))
+    name, fault = named(resolve(runtime, bundle.manifest.options.target))
+    if name == "coreai":
+        from workbench.runtime.coreai import CoreAIModel
+
+        return CoreAIModel(bundle, shard)
     if name == "portable":
         from workbench.runtime.portable import PortableModel
 

@@ -180,7 +180,7 @@ def palettized(package, **options):
     """The model with its weights in palettes; `options` of `OpPalettizerConfig`."""
     optimize = coremltools().optimize.coreml
     config = optimize.OpPalettizerConfig(mode="uniform", **options)
-    with unchecked():
+    with quiet(), no_progress(), lean():
         return optimize.palettize_weights(package, optimize.OptimizationConfig(config))
 
 
@@ -188,7 +188,7 @@ def quantized(package, **options):
     """The model with its weights as integers; `options` of `OpLinearQuantizerConfig`."""
     optimize = coremltools().optimize.coreml
     config = optimize.OpLinearQuantizerConfig(mode="linear_symmetric", **options)
-    with unchecked():
+    with quiet(), no_progress(), lean():
         return optimize.linear_quantize_weights(package, optimize.OptimizationConfig(config))
 
 

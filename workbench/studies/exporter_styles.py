@@ -11,16 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from miltorch.quiet import coremltools
-from workbench.studies.exporter_model import (
-    Apply,
-    Model,
-    convert,
-    palettized,
-    plain,
-    quantized,
-    unchecked,
-)
+from miltorch.quiet import coremltools, quiet
+from workbench.export.convert import lean, no_progress
+from workbench.studies.exporter_model import Apply, Model, convert, palettized, plain, quantized
 
 FAULTS = {
     "future": "prefill_rotate sees the future",
@@ -231,7 +224,7 @@ def chunks(
         functions.default_function_name = "infer"
         target = folder / f"tiny_{name}.mlpackage"
         shutil.rmtree(target, ignore_errors=True)
-        with unchecked():
+        with quiet(), no_progress(), lean():
             coremltools().utils.save_multifunction(functions, str(target))
     (folder / "meta.yaml").write_text(
         f"model_info:\n  name: anemll-tiny\n  parameters:\n    context_length: {S}\n"

@@ -131,7 +131,7 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
     nothing was planned on the Neural Engine that the compute units name. Without a plan within half
     of the `seconds` that are left, the config says why."""
-    if decoder.runtime == "portable" or isinstance(decoder.bundle, Adopted):
+    if decoder.runtime in ("portable", "coreai") or isinstance(decoder.bundle, Adopted):
         return {}
     shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
     how = decoder.runtime, decoder.compute_units, decoder.fault

@@ -134,6 +134,7 @@ class Cell:
     def columns(self, auto: str) -> dict:
         """Columns of `runs` that a run of this cell has (see `runs.TIMES`), where `auto` is the
         runtime that auto means."""
+        auto = "coreai" if self.options.target == "coreai" else auto
         runtime = auto if self.run["runtime"] == "auto" else self.run["runtime"]
         return (
             runs.exported(self.options)
@@ -232,8 +233,9 @@ def cells(grid: Grid) -> Iterator[Cell]:
         for values in itertools.product(*axes):
             how = dict(zip(RUN_AXES, values)) | common
             others = [name for name in PORTABLE_AXES if how[name] != run[name][0]]
-            if others and not may_be_portable(how["runtime"]):
-                continue  # the same again: Core ML knows nothing of these axes
+            portable = options.target == "coreml" and may_be_portable(how["runtime"])
+            if others and not portable:
+                continue  # the same again: Core ML and Core AI know nothing of these axes
             first = (round_, how["T"], how["depth"]) == (0, min(run["T"]), min(run["depth"]))
             ids = tuple(grid.validate_ids) if first else ()
             yield Cell(grid.checkpoint, options, how, round_, ids, bundle)

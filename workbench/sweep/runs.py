@@ -28,7 +28,7 @@ COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 TIMES = (*VALUES, "fast", *COUNTS)
 """What, with checkpoint, machine and software, decides how long it takes."""
 
-RUNTIMES = ("coreml", "portable", "stand-in")
+RUNTIMES = ("coreml", "portable", "stand-in", "coreai")
 
 MEASURED = ("ok", "invalid")
 """How runs end that measured something; what an invalid one measured is not what its settings
@@ -60,7 +60,7 @@ def executed(
     """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing;
     others are ignored. The fault of a stand-in is no column."""
     name, _, _ = runtime.partition(":")
-    portable, coreml = name == "portable", name != "portable"
+    portable, coreml = name == "portable", name not in ("portable", "coreai")
     return {
         "runtime": name,
         "precision": precision if portable else None,

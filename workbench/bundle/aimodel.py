@@ -1,0 +1,95 @@
+"""`.aimodel` folders of Apple's Core AI: the optional packages behind them, and weights in their files.
+
+A weight stands in `main.mlirb` as the bytes that a Core ML package holds too. The manifest names its
+parts, `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and first byte of
+each.
+"""
+
+import importlib
+import math
+import re
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from workbench.errors import InputError
+
+PROGRAM = "main.mlirb"
+SUFFIX = ".aimodel"
+PART = re.compile(r"(\w+):(\w+)\[([\d,]*)\]@(\d+)")
+NUMPY = {"fp16": np.float16, "fp32": np.float32}
+
+
+def optional(name: str) -> ModuleType:
+    """A module of the optional packages `coreai-core` and `coreai-torch`, imported.
+
+    Raises:
+        InputError: they are not installed; the message names the extra.
+    """
+    try:
+        with warnings.catch_warnings():  # about the version of torch that it was made for
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as problem:
+        raise InputError(
+            "Core AI",
+            f"no package {problem.name or name}",
+            "the optional extra of the workbench that has coreai-core and coreai-torch",
+            "run: pip install 'workbench[coreai]' (Linux on x86-64, macOS on arm64)",
+        ) from problem
+
+
+def part_text(role: str, dtype: str, shape: tuple[int, ...], offset: int) -> str:
+    """One part of a weight as the manifest names it."""
+    return f"{role}:{dtype}[{','.join(map(str, shape))}]@{offset}"
+
+
+def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
+    """Role (`val`; `data`, `scale`; `indices`, `lut`) → array, one element per stored value.
+
+    Raises:
+        InputError: a text that names no parts, or a part beyond the file.
+    """
+    parts, program = {}, np.memmap(package / PROGRAM, np.uint8, "r")
+    for role, dtype, sizes, offset in PART.findall(text):
+        shape, start = tuple(map(int, sizes.split(","))), int(offset)
+        bits = 8 * NUMPY[dtype]().nbytes if dtype in NUMPY else int(dtype.strip("uint"))
+        raw = program[start : start + (math.prod(shape) * bits + 7) // 8]
+        if len(raw) * 8 < math.prod(shape) * bits:
+            parts.clear()
+            break
+        if dtype in NUMPY:
+            parts[role] = np.array(raw).view(NUMPY[dtype]).reshape(shape)
+        else:
+            parts[role] = unpacked(raw, bits, dtype[0] == "i", math.prod(shape)).reshape(shape)
+    if not parts:
+        raise InputError(
+            f"weight {text!r} of {package.name}",
+            "no such part of the program",
+            "role:dtype[shape]@byte",
+            "export the bundle again",
+        )
+    return parts
+
+
+def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray:
+    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8 or uint8."""
+    planes = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
+    values = np.packbits(planes, axis=1, bitorder="little").reshape(-1)
+    if not signed:
+        return values
+    return ((values ^ (1 << (bits - 1))).astype(np.int16) - (1 << (bits - 1))).astype(np.int8)
+
+
+def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """The weight that its parts stand for: fp16(integer · scale), or entries of the table."""
+    if "val" in parts:
+        return parts["val"]
+    if "lut" in parts:
+        return parts["lut"].reshape(-1)[parts["indices"]]
+    scale = parts["scale"]
+    for axis, size in enumerate(parts["data"].shape):
+        scale = scale.repeat(size // scale.shape[axis], axis)
+    return (parts["data"].astype(np.float32) * scale).astype(np.float16)

@@ -1,0 +1,61 @@
+"""`workbench crosscheck`: Hugging Face, the portable runtime and Apple's interpreter side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+import workbench
+from workbench import paths
+from workbench.check import gates
+from workbench.cli.common import (
+    Ids,
+    Json,
+    Prompt,
+    TextFile,
+    Tokens,
+    gate_lines,
+    ids_for,
+    look_at_prompt,
+    show,
+)
+
+PANEL = "Check"
+
+
+def crosscheck_command(
+    bundle: Path,
+    checkpoint: Annotated[Path, Option(help="What the bundle was exported from.")],
+    prompt_ids: Ids = None,
+    prompt: Prompt = None,
+    text: TextFile = None,
+    tokens: Tokens = None,
+    folder: Annotated[
+        Path | None, Option(help="Folder of the Core AI twins; default: beside the bundle.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """A bundle on the portable runtime and its Core AI twin on Apple's interpreter, both against
+    Hugging Face's model. Exports the twins, fp32 and fp16, where they are missing.
+
+    Example: workbench crosscheck build/llama --checkpoint data/tiny-llama
+    """
+    opened = workbench.Bundle.open(bundle)
+    paths.checkpoint(checkpoint)
+    look_at_prompt(prompt_ids, prompt, text)
+    from workbench.models.checkpoint import Checkpoint
+    from workbench.studies.crosscheck import crosscheck
+
+    source, m = Checkpoint(checkpoint), opened.manifest
+    texts = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
+    ids = ids_for(prompt_ids, m.dims.V, m.tokens.bos, **texts)
+    result = crosscheck(opened, source, ids, folder=folder, progress=not json)
+    lines = [gates.verdict(result.gates), *gate_lines(result.gates)]
+    for row in result.runtimes:
+        logits = row["logits"]
+        lines.append(
+            f"{row['name']:9}{row['precision']:9} update 1-cos {row['worst_update']:.2g} (median "
+            f"{row['median_update']:.2g}), K/V {row['worst_kv']:.2g}, same top token "
+            f"{logits['top1_agreement']:.1%}, worst KL {logits['kl_max']:.2g}"
+        )
+    show(result.json(), json, lines)

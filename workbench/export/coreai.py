@@ -1,0 +1,230 @@
+"""Shards as programs of Apple's Core AI: a bundle like any other, its packages `.aimodel` folders.
+
+torch.export traces one shard of each shape; the others put their own weights into that trace. The
+stored weights are the very bits of the Core ML shards. The axis T is always free, from 1 to two or
+more, unless it is fixed above 1: at a fixed T = 1 Apple's conversion exchanges a product with a
+reshape and returns other values (tests/coreai/test_coreai.py has the smallest module).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+
+from miltorch.quiet import quiet
+from workbench.bundle import Options, Shard
+from workbench.bundle.aimodel import PROGRAM, SUFFIX, optional, part_text
+from workbench.bundle.presets import Preset
+from workbench.export.compress import packed
+from workbench.export.make import Maker
+from workbench.export.shards import LayerStack, Spec
+from workbench.export.weights import WeightSource, blank
+
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+STORED = "_stored"  # what follows a parameter's name where its stored parts are
+INLINE_BYTES = 256  # constants up to here stand in the program's text
+DATE = "20270101T000000Z"  # of every asset, so that equal assets have equal bytes
+
+
+class CoreAIMaker(Maker):
+    """Makes `.aimodel` shards; a shard of a shape that was traced before counts as stamped."""
+
+    suffix = SUFFIX
+
+    def __post_init__(self):
+        optional("coreai_torch._compression.custom_layers")  # registers the operations of weights
+        super().__post_init__()
+        # by `_shape`: the trace, and which module each of its operations came from
+        self.programs: dict[str, tuple[torch.export.ExportedProgram, dict[str, str]]] = {}
+
+    def convert(self, spec: Spec) -> Shard:
+        """Traces the first shard of a shape, puts the weights of the others into its trace."""
+        how = "stamped" if self._shape(spec) in self.programs else "converted"
+        constants, modules = self._convert(spec, self.writer.root, self.plain)
+        return self._record(spec, constants, modules, self._files(spec, self.writer.root), how)
+
+    def _convert(self, spec: Spec, folder: Path, plain: bool) -> tuple[dict, dict]:
+        shape, stored = self._shape(spec), {}
+        for weight in self.weights[spec.name]:
+            _, arrays = self._load(weight)
+            stored[weight.path] = shaped(weight, arrays, DTYPES[self.options.program_dtype])
+        with self.clock("template"), quiet():
+            if plain or shape not in self.programs:
+                program = trace(self._module(spec, stored), spec, self.options)
+                self.programs[shape] = program, modules(program, spec)
+            program, paths = self.programs[shape]
+            save(program, spec, stored, self._package(spec, folder))
+        with self.clock("write"):
+            raw = (self._package(spec, folder) / PROGRAM).read_bytes()
+            weights = self.weights[spec.name]
+            located = {w.path: locate(raw, stored[w.path], w.preset) for w in weights}
+        return {path: text for path, text in located.items() if text}, paths
+
+    def _module(self, spec: Spec, stored: dict[str, dict]) -> nn.Module:
+        """The shard's module in the program's dtype, its weights the stored ones."""
+        dtype = DTYPES[self.options.program_dtype]
+        module = blank(spec, self.plan, self.options).requires_grad_(False).eval().to(dtype)
+        for weight in self.weights[spec.name]:
+            attach(module, weight.path, StoredWeight(stored[weight.path], weight.preset, dtype))
+        return module
+
+
+class StoredWeight(nn.Module):
+    """A weight as it is stored: `val`, integers `data` times `scale`, or `indices` into `lut`.
+
+    The values are those of fp16 arithmetic, whatever the program's dtype.
+    """
+
+    def __init__(self, parts: dict[str, torch.Tensor], preset: Preset, dtype: torch.dtype):
+        super().__init__()
+        self.kind, self.dtype = getattr(torch, f"int{preset.bits}", torch.int8), dtype
+        for role, part in parts.items():
+            self.register_buffer(role, part)
+
+    def forward(self) -> torch.Tensor:
+        names = dict(self.named_buffers())
+        if "lut" in names:
+            value = torch.ops.coreai.lut_to_dense(self.indices, self.lut, 0)
+        elif "data" in names:
+            value = torch.ops.coreai.constexpr_blockwise_shift_scale(
+                self.data, self.scale, None, None, self.kind, None
+            )
+        else:
+            value = self.val
+        return value if value.dtype == self.dtype else value.to(self.dtype)
+
+
+def shaped(
+    weight: WeightSource, arrays: dict[str, np.ndarray], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Stored arrays, copied, in the shapes that Core AI's operations take: a scale has the weight's
+    rank, a table two axes more. A whole weight has the program's dtype, which its converter would
+    give it anyway."""
+    preset, parts = weight.preset, {}
+    for role, array in arrays.items():
+        shape = weight.shape
+        if role == "scale":
+            blocks = weight.shape[1] // preset.block if preset.block else 1
+            shape = (array.size // blocks, blocks, *[1] * (len(weight.shape) - 2))
+        elif role == "lut":
+            shape = (*[1] * len(weight.shape), array.size, 1)
+        part = torch.from_numpy(array.reshape(shape).copy())
+        parts[role] = part.to(dtype) if role == "val" else part
+    return parts
+
+
+def attach(module: nn.Module, path: str, stored: StoredWeight) -> None:
+    """Puts a stored weight in the place of the parameter at `path`."""
+    parent, _, name = path.rpartition(".")
+    owner = module.get_submodule(parent)
+    del owner._parameters[name]
+    owner.register_module(name + STORED, stored)
+    kind, weight = type(owner), property(lambda self: self.get_submodule(name + STORED)())
+    owner.__class__ = type(kind.__name__, (kind,), {name: weight})
+
+
+def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.ExportedProgram:
+    """The module as torch.export has it, in Apple's operations."""
+    dtype, t_max = DTYPES[options.program_dtype], options.t_max
+    free = None
+    if options.t == "range" or t_max == 1:
+        free = torch.export.Dim("T", min=1, max=max(2, t_max))
+    T = max(2, t_max)
+    shapes = list(spec.inputs.values())
+    examples = [torch.zeros([T if n == "T" else n for n in shape], dtype=dtype) for shape in shapes]
+    axes = [{i: free for i, n in enumerate(shape) if n == "T"} for shape in shapes]
+    if isinstance(module, LayerStack):
+        axes = (tuple(axes),)  # the stack takes *tensors
+    with torch.no_grad():
+        program = torch.export.export(
+            module,
+            tuple(examples),
+            dynamic_shapes=tuple(axes) if free else None,
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+    return program.run_decompositions(optional("coreai_torch").get_decomp_table())
+
+
+def save(
+    program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, dict], path: Path
+) -> None:
+    """Writes a traced program with these weights; the same program and weights give the same bytes,
+    in any process."""
+    for name, parts in stored.items():
+        for role, part in parts.items():
+            program.state_dict[f"{name}{STORED}.{role}"] = part
+    path.parent.mkdir(parents=True, exist_ok=True)
+    converted(program, spec, "RELEASE").save_asset(path)
+    metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
+    (path / "metadata.json").write_text(json.dumps(metadata, indent=1, sort_keys=True))
+
+
+def converted(program: torch.export.ExportedProgram, spec: Spec, mode: str):
+    """Apple's program of a trace; mode DEBUG says where operations came from, by paths of this
+    machine as well."""
+    torch_converter = optional("coreai_torch").TorchConverter
+    with named_resources(), open(os.devnull, "w") as null, redirect_stdout(null):
+        converter = torch_converter(mode=torch_converter.Mode[mode])
+        converter.add_exported_program(
+            program,
+            input_names=list(spec.inputs),
+            output_names=list(spec.outputs),
+            state_names=list(spec.buffers),
+        )
+        return converter.to_coreai()
+
+
+@contextmanager
+def named_resources() -> Iterator[None]:
+    """Within, large constants are named in the order they come: Apple's names are random numbers."""
+    ir, converter = optional("coreai._compiler.ir"), optional("coreai_torch.converter")
+    owner, names = converter._mlir.dialects.coreai, {}
+    original = owner.create_elements_attr
+
+    def named(location, kind, array):
+        raw = np.ascontiguousarray(array)
+        if raw.nbytes <= INLINE_BYTES or not (raw != raw.flat[0]).any():
+            return original(location, kind, array)
+        key = hashlib.sha256(raw).hexdigest(), str(kind)
+        if key not in names:
+            name = f"weight_{len(names)}"
+            names[key] = ir.DenseResourceElementsAttr.get_from_buffer(raw, name, kind)
+        return names[key]
+
+    with patch.object(owner, "create_elements_attr", named):
+        yield
+
+
+def modules(program: torch.export.ExportedProgram, spec: Spec) -> dict[str, str]:
+    """Id of a Core AI operation → path of the module whose value it makes."""
+    utils = optional("coreai_torch.debugging.torch_utils")
+    mapping = utils.get_torch_to_coreai_output_mapping(converted(program, spec, "DEBUG"))
+    paths = {}
+    for node in program.graph.nodes:
+        if node.name in mapping and (stack := node.meta.get("nn_module_stack")):
+            path = list(stack.values())[-1][0].replace("blocks.", "layers.", 1)
+            paths[str(mapping[node.name].target_op_id)] = path
+    return paths
+
+
+def locate(raw: bytes, parts: dict[str, torch.Tensor], preset: Preset) -> str:
+    """Where the parts of a weight stand in a program, as the manifest names it; "" for a constant
+    that is written as one repeated value."""
+    texts = []
+    for role, part in parts.items():
+        array, dtype = part.numpy(), "fp32" if part.dtype == torch.float32 else "fp16"
+        if role in ("data", "indices"):
+            array, dtype = array.reshape(-1), f"{'u' * (role == 'indices')}int{preset.bits}"
+            array = packed(array, preset.bits)
+        offset = raw.find(array.tobytes())
+        if offset < 0:
+            return ""
+        texts.append(part_text(role, dtype, tuple(part.shape), offset))
+    return " ".join(texts)

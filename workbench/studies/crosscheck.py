@@ -1,0 +1,171 @@
+"""One checkpoint before three witnesses: Hugging Face's model, its Core ML bundle on the portable
+runtime, and the Core AI twin of that bundle on Apple's interpreter.
+
+fp32 programs separate what was re-authored from arithmetic, fp16 programs show the arithmetic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from workbench.bundle import Bundle
+from workbench.check import fidelity, gates, metrics, price
+from workbench.check.fidelity import ForwardPass
+from workbench.check.gates import Gate
+from workbench.check.golden import Golden, check_exported_from, make_golden, stored_weights
+from workbench.decode import Decoder
+from workbench.errors import InputError
+from workbench.export import export
+from workbench.models.checkpoint import Checkpoint
+
+ARITHMETICS = {"exact": "fp32", "declared": "fp16"}  # portable precision → dtype of the twin
+# 1 − cosine of an isolated update, worst of all, near ties of a router apart (issue 24)
+UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}
+
+
+@dataclass(frozen=True)
+class Crosscheck:
+    """`errors`: one row per `pair` (two witnesses), precision, layer, position, T and tensor
+    (update, k, v) with the relative RMS `error` and the `budget`, what rounding alone costs.
+    `runtimes`: one dict per runtime and precision, figures against the golden."""
+
+    errors: pd.DataFrame
+    runtimes: list[dict]
+    gates: list[Gate]
+
+    def json(self) -> dict:
+        return {
+            "verdict": gates.verdict(self.gates),
+            "runtimes": self.runtimes,
+            "gates": [gate.json() for gate in self.gates],
+        }
+
+
+def twin(bundle: Bundle, checkpoint: Checkpoint, dtype: str, folder: Path | None = None) -> Bundle:
+    """The Core AI bundle of the same checkpoint and options, exported beside `bundle` or into
+    `folder` unless it is there.
+
+    Raises:
+        InputError: the extra is missing, an option that Core AI lacks, or another bundle there.
+    """
+    options = bundle.manifest.options.model_dump() | {"target": "coreai", "program_dtype": dtype}
+    if options.pop("functions", ()):
+        options["t"] = "range"
+    path = (folder or bundle.root.parent) / f"{bundle.root.name}.coreai-{dtype}"
+    if not path.exists():
+        return export(checkpoint.path, path, progress=False, **options)
+    other = Bundle.open(path)
+    check_exported_from(checkpoint, other)
+    if other.manifest.options != type(bundle.manifest.options)(**options):
+        step = "remove it, or give another --folder"
+        raise InputError(f"bundle {path}", "other options", "the options of the bundle", step)
+    return other
+
+
+def crosscheck(
+    bundle: Bundle,
+    checkpoint: Checkpoint,
+    ids: Sequence[int],
+    *,
+    Ts: Sequence[int] | None = None,
+    folder: Path | None = None,
+    progress: bool = False,
+) -> Crosscheck:
+    """Every layer × position × T of the bundle and its twins in two arithmetics, against Hugging
+    Face's model with the weights that the bundle stores, and against each other."""
+    check_exported_from(checkpoint, bundle)
+    golden = make_golden(checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity)
+    budget = price.measure_budget(bundle, checkpoint, golden)
+    errors, runtimes, results = [], [], []
+    for precision, dtype in ARITHMETICS.items():
+        decoders = {
+            "portable": Decoder(bundle, "portable", precision),
+            "coreai": Decoder(twin(bundle, checkpoint, dtype, folder)),
+        }
+        passes = {}
+        for name, decoder in decoders.items():
+            rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
+            passes[name] = traces
+            table = price.price_rows(decoder, golden, traces, budget)
+            errors.append(table.assign(pair=f"HF ↔ {name}", precision=precision))
+            logits = metrics.compare_logits(golden.logits, chained.logits)
+            runtimes.append(figures(name, precision, rows, table, logits))
+            results += runtime_gates(runtimes[-1])
+        table = between(decoders["coreai"], golden, passes["portable"], passes["coreai"])
+        errors.append(table.assign(pair="portable ↔ coreai", precision=precision))
+        runtimes[-1]["kv_bits_equal"] = bits_equal(passes["portable"], passes["coreai"])
+        if precision == "exact":
+            worst, reason = float(table["error"].max()), "relative RMS of portable ↔ coreai, worst"
+            results.append(gates.at_most("runtimes_agree", worst, gates.REAUTHORING, reason))
+    return Crosscheck(pd.concat(errors, ignore_index=True), runtimes, results)
+
+
+def runtime_table(result: Crosscheck) -> pd.DataFrame:
+    """`Crosscheck.runtimes` as a table, one row per runtime and precision."""
+    rows = [row | row["logits"] for row in result.runtimes]
+    return pd.DataFrame(rows).drop(columns="logits")
+
+
+def figures(
+    name: str, precision: str, rows: pd.DataFrame, table: pd.DataFrame, logits: dict
+) -> dict:
+    """What a runtime shows against the golden: the worst isolated update as 1 − cosine, near ties
+    apart, and the worst relative error of a row of K or V."""
+    updates = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
+    clear = updates[~updates.get("routing_tie", pd.Series(False, updates.index))]
+    return {
+        "name": name,
+        "precision": precision,
+        "worst_update": float(1 - clear["cosine"].fillna(-1.0).min()),
+        "median_update": float(1 - clear["cosine"].median()),
+        "worst_kv": float(table.loc[table["tensor"] != "update", "error"].max()),
+        "logits": logits,
+    }
+
+
+def runtime_gates(row: dict) -> list[Gate]:
+    """Whether a runtime's updates and, in exact arithmetic, its caches and tokens are the golden's."""
+    of = f"{row['name']} {row['precision']}"
+    limit, update = UPDATE_LIMITS[row["precision"]], row["worst_update"]
+    results = [gates.at_most(f"{of}: update", update, limit, "1 − cosine, worst isolated update")]
+    if row["precision"] == "exact":
+        kv, top = row["worst_kv"], row["logits"]["top1_agreement"]
+        reason = "relative RMS of a row of K or V, worst"
+        results.append(gates.at_most(f"{of}: kv", kv, gates.REAUTHORING, reason))
+        results.append(gates.at_least(f"{of}: greedy", top, 1.0, "positions of equal top token"))
+    return results
+
+
+def between(
+    decoder: Decoder,
+    golden: Golden,
+    portable: dict[int, ForwardPass],
+    apple: dict[int, ForwardPass],
+) -> pd.DataFrame:
+    """Rows as `price_rows` of the Core AI passes by T, with the portable passes as their golden."""
+    parts = []
+    for T, trace in portable.items():
+        layers = range(len(golden.x))
+        own = replace(
+            golden,
+            x=trace.x,
+            hidden=np.stack([trace.hidden[layer] for layer in layers]),
+            k=np.stack([trace.k.get(layer, golden.k[layer]) for layer in layers]),
+            v=np.stack([trace.v.get(layer, golden.v[layer]) for layer in layers]),
+        )
+        parts.append(price.price_rows(decoder, own, {T: apple[T]}))
+    return pd.concat(parts, ignore_index=True)
+
+
+def bits_equal(portable: dict[int, ForwardPass], apple: dict[int, ForwardPass]) -> float:
+    """Share of K and V values that are the same fp16 number on both."""
+    equal = [
+        np.float16(rows[layer]) == np.float16(getattr(apple[T], name)[layer])
+        for T, trace in portable.items()
+        for name in ("k", "v")
+        for layer, rows in getattr(trace, name).items()
+    ]
+    return float(np.mean(np.concatenate([part.ravel() for part in equal])))

@@ -1,0 +1,110 @@
+"""Faults in modules, before two questions: does the asset compute what the module does, which
+Apple's tools ask, and does the bundle compute what Hugging Face's model does?
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import torch
+
+import workbench.export as exporting
+from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, X
+from workbench.check import metrics
+from workbench.check.program import program_gates
+from workbench.decode import Decoder
+from workbench.export.coreai import CoreAIMaker
+from workbench.models.cache import Cache
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.layers import AttentionGeometry
+
+LENGTH = 7  # tokens of the comparison between module and asset, in calls of 4
+
+
+def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
+    """Every token of a call but its first is written one row too far."""
+    mask = io[KV_WRITE_MASK]
+    shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
+    later = shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask  # the row before is written too
+    mixed = mask * (1 - later) + shifted * later
+    return append(self, name, rows, io | {KV_WRITE_MASK: mixed}, suffix)
+
+
+def _merged_without_transpose(self, x):
+    """Heads and tokens are exchanged in the output of attention, which no call of one token shows."""
+    return self.plane(x, self.H * self.D)
+
+
+def _mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.attend):
+    """The mask that attends is 1, the one that blocks 0, as a product would need them."""
+    name = ATTN_MASK + self.suffix
+    return attend(self, q, k, v, cache, io | {name: (io[name] > -1).to(io[name].dtype)})
+
+
+def _wrong_rope_base(source, options, read_plan=exporting.read_plan):
+    """The frequencies of another base."""
+    plan = read_plan(source, options)
+    rope = [
+        one.model_copy(update={"inv_freq": [f**1.1 for f in one.inv_freq]}) for one in plan.rope
+    ]
+    return replace(plan, rope=rope)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
+    "none": ExitStack,
+    "write row off by one at T > 1": lambda: patch.object(Cache, "append", _later_rows_shifted),
+    "heads permuted": lambda: patch.object(AttentionGeometry, "merge", _merged_without_transpose),
+    "wrong rope base": lambda: patch.object(exporting, "read_plan", _wrong_rope_base),
+    "mask 1/0": lambda: patch.object(AttentionGeometry, "attend", _mask_of_ones_and_zeros),
+}
+
+
+def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame:
+    """One row per fault: 1 − cosine of the first shard's module and its asset, gate `program` of
+    the fp32 bundle through Apple's runtime, both on the program that the fault was exported into."""
+    rows, options = [], {"target": "coreai", "program_dtype": "fp32"} | options
+    for number, (name, planted) in enumerate(FAULTS.items()):
+        modules, make_module = [], CoreAIMaker._module
+
+        def keep(maker, spec, stored, kept=modules, make_module=make_module):
+            kept.append(make_module(maker, spec, stored))
+            return kept[-1]
+
+        with planted(), patch.object(CoreAIMaker, "_module", keep):
+            path = folder / f"fault_{number}"
+            bundle = exporting.export(checkpoint.path, path, progress=False, **options)
+            decoder = Decoder(bundle)
+            module_asset = module_against_asset(modules[0], decoder)
+        program, _ = program_gates(decoder, checkpoint)
+        rows.append(
+            {
+                "fault": name,
+                "module_asset": module_asset,
+                "program": program.value,
+                "verdict": program.verdict,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def module_against_asset(module: torch.nn.Module, decoder: Decoder) -> float:
+    """1 − cosine of what the first shard's module and its asset give for the same inputs and
+    states, the worst call."""
+    model, rng, worst = decoder.layers[0], np.random.default_rng(0), 0.0
+    state, B = model.make_state(), decoder.options.batch
+    for start in range(0, LENGTH, 4):
+        T = min(4, LENGTH - start)
+        io = decoder.host.inputs(np.full(B, start), np.full(B, T), T)
+        io[X] = decoder.plane(rng.standard_normal((B, decoder.manifest.dims.C, T)))
+        inputs = {name: np.float32(io[name]) for name in model.shard.inputs}
+        with torch.no_grad():
+            results = module(*map(torch.from_numpy, inputs.values()))
+        outputs = model.predict(inputs, state)
+        for name, result in zip(model.shard.outputs, results):
+            pair = result.numpy().reshape(1, -1), outputs[name].reshape(1, -1)
+            worst = max(worst, 1 - float(metrics.cosine(*pair)[0]))
+    return worst
