@@ -43,6 +43,7 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
 
 
 def test_programs_that_have_run_are_not_run_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(programs, "SHAPES", programs.SHAPES[:1])
     monkeypatch.setattr(programs, "fault_of", lambda decoder, seed: "" if seed else "a fault")
     for _ in range(2):
         assert programs.prove(["llama"], 2, tmp_path / "programs.jsonl") == 1
