@@ -1,5 +1,6 @@
 """A tiny decoder in plain torch, and its conversion to packages with another exporter's interface."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,11 +139,15 @@ class Model(nn.Module):
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Within, the converter checks no program: it does so after every pass, which takes half of its
-    time. Progress bars are off."""
+    time. Its notes and progress bars are off."""
     program = "coremltools.converters.mil.mil.Program.validate"
     coremltools()
     with quiet(), no_progress(), patch(program, lambda *arguments, **options: None):
-        yield
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def convert(module, inputs, outputs, states=(), **options):
