@@ -257,7 +257,7 @@ def test_matrices_that_are_not_found_are_said(adoptions, monkeypatch):
     from workbench.adopt import weights
 
     monkeypatch.setattr(weights, "ALIKE", 1.1)
-    found = gates_of(command("validate", adoptions.folder("chunks"), "--json"))
+    found = gates_of(command("validate", adoptions.folder("shards"), "--json"))
     assert "were not recognised" in found["keys_and_values"]["reason"]
     assert found["keys_and_values"]["threshold"] > 1e-3
 

@@ -209,7 +209,7 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
     if length < 2 * step:
         most = f"at most {adapter.context - 2 * step} behind a prompt of {2 * step}"
         raise InputError("--max-new", f"{max_new} tokens", most, "ask for fewer")
-    ids, others = (passes.randompasses.random_ids(adapter, rng, length + new) for _ in range(2))
+    ids, others = (passes.random_ids(adapter, rng, length + new) for _ in range(2))
 
     def continued(state: dict, prefix: int) -> list[Pass]:
         rest = passes.run(adapter, ids[prefix:length], T, state, prefix)

@@ -384,6 +384,9 @@ STYLES = {
     "CoreML-LLM, chunks": Style("qwen3", host, "norm_order", "q/k norm after rope"),
     "ane-book": Style("qwen3", shards, "norm_order", "q/k norm after rope"),
     "Apple's recipe": Style(
-        "llama", recipe, "theta", "rope scaling replaced by theta × factor, theta 40000"
+        "llama",
+        partial(recipe, S=24),
+        "theta",
+        "rope scaling replaced by theta × factor, theta 40000",
     ),
 }

@@ -91,12 +91,13 @@ def finding_table(found: dict[str, Finding]) -> pd.DataFrame:
 
 def key_rows(found: dict[str, Finding]) -> pd.DataFrame:
     """Rows of the `fidelity` table for K, in calls of the fewest and the most tokens."""
+    columns = ["packages", "layer", "position", "T", "tensor", "mode", "cosine", "finite"]
     frames = []
     for name, finding in found.items():
         rows = finding.validation.rows
         ends = rows["T"].isin([rows["T"].min(), rows["T"].max()])
         frames.append(rows[ends & (rows["tensor"] == "k")].assign(packages=name))
-    return pd.concat(frames)
+    return pd.concat(frames)[columns]
 
 
 def windows(found: dict[str, Finding]) -> dict[str, int]:

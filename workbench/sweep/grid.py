@@ -236,6 +236,10 @@ def cells(grid: Grid) -> Iterator[Cell]:
             portable = options.target == "coreml" and may_be_portable(how["runtime"])
             if others and not portable:
                 continue  # the same again: Core ML and Core AI know nothing of these axes
+            if isinstance(options, AdoptedOptions):  # they have no other graph than the literal one
+                if how["fast"] != run["fast"][0]:
+                    continue
+                how["fast"] = False
             first = (round_, how["T"], how["depth"]) == (0, min(run["T"]), min(run["depth"]))
             ids = tuple(grid.validate_ids) if first else ()
             yield Cell(grid.checkpoint, options, how, round_, ids, bundle)
