@@ -329,5 +329,6 @@ def test_faults_are_red_through_apples_runtime_and_module_against_asset_is_blind
     from workbench.studies.module_asset import fault_table
 
     table = fault_table(tiny_llama, tmp_path, max_seq_len=32)
+    print(table.to_string())
     assert (table["module_asset"] < 1e-6).all()
     assert table["verdict"].tolist() == ["GREEN", "RED", "RED", "RED", "RED"], table
