@@ -153,7 +153,7 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
     program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
     for node in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
         if lines := node.meta.get("stack_trace"):
-            node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "', lines)
+            node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/', lines)
     return program
 
 
@@ -208,8 +208,10 @@ def modules(program: torch.export.ExportedProgram, asset) -> dict[str, str]:
     paths = {}
     for node in program.graph.nodes:
         if node.name in mapping and (stack := node.meta.get("nn_module_stack")):
-            path = list(stack.values())[-1][0].replace("blocks.", "layers.", 1)
-            paths[str(mapping[node.name].target_op_id)] = path
+            path, kind = list(stack.values())[-1]
+            if path != kind:  # torch's name for none
+                number = str(mapping[node.name].target_op_id)
+                paths[number] = path.replace("blocks.", "layers.", 1)
     return paths
 
 
