@@ -55,7 +55,8 @@ def test_the_tour_runs_as_written(tmp_path, monkeypatch):
     ]
     assert len(tour) >= 6
     for line in tour:
-        if not any(word in line for word in ("/models/", "golden", "FOLDER")):
+        # llama-apple needs an extra; tests/coreai runs these commands
+        if not any(word in line for word in ("/models/", "golden", "FOLDER", "llama-apple")):
             arguments = shlex.split(line)[1:]
             if arguments[0] == "export" and Path(arguments[2]).exists():
                 continue

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,9 +190,12 @@ from workbench.export import export
 print(export({str(tiny_llama.path)!r}, {str(tmp_path / "b")!r}, progress=False,
              **{bundle_options(apple)!r}).identity)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    how = dict(capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", code], **how)
     assert done.stdout.strip() == apple.identity
     assert Bundle.open(tmp_path / "b").manifest.shards == apple.manifest.shards
+    program = (apple.package(apple.manifest.shards[0]) / "main.mlirb").read_bytes()
+    assert str(Path.cwd()).encode() not in program
 
 
 @installed
@@ -296,7 +300,7 @@ def test_validate_trace_sweep_and_doctor_take_it(apple, tiny_llama, tmp_path):
     gates = {gate["name"]: gate["verdict"] for gate in verdict["gates"]}
     assert verdict["verdict"] == "GREEN" and gates["program"] == gates["weights"] == "GREEN"
     traced = invoke("trace", apple.root, "--prompt-ids", ids)
-    assert traced["ops"] > 100 and traced["first_inf"] is None
+    assert traced["ops"] > 40 and traced["first_inf"] is None
     assert any("mlp" in row["module"] for row in traced["worst"])
     assert any("Core AI" in note for note in invoke("doctor")["notes"])
     grid = tmp_path / "grid.yaml"
@@ -329,5 +333,6 @@ def test_faults_are_red_through_apples_runtime_and_module_against_asset_is_blind
     from workbench.studies.module_asset import fault_table
 
     table = fault_table(tiny_llama, tmp_path, max_seq_len=32)
+    print(table.to_string())
     assert (table["module_asset"] < 1e-6).all()
     assert table["verdict"].tolist() == ["GREEN", "RED", "RED", "RED", "RED"], table

@@ -7,7 +7,7 @@ affects another.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import cycle
 from operator import methodcaller
@@ -33,30 +33,11 @@ from workbench.decode.snapshot import (
     take,
     undoable,
 )
+from workbench.decode.times import Times
 from workbench.errors import InputError
 from workbench.runtime import Model, State
 
 GREEDY = Sampling()
-
-
-@dataclass
-class Times:
-    """Milliseconds of one call: every layer shard, every head slice, and the whole call on the host's clock.
-
-    `cpu_ms` and `native_ms` have one value for each layer shard and then one for the head: CPU time
-    of the calling thread, and Core ML's own share of the time (None where nothing says it).
-    """
-
-    layers: list[float] = field(default_factory=list)
-    head: float = 0.0
-    total: float = 0.0
-    cpu_ms: list[float] = field(default_factory=list)
-    native_ms: list[float | None] = field(default_factory=list)
-
-    def add_step(self, cpu_start: float, native_ms: list[float | None]) -> None:
-        """Adds a step that began at a `time.thread_time` and made predictions of these native times."""
-        self.cpu_ms.append((time.thread_time() - cpu_start) * 1e3)
-        self.native_ms.append(None if None in native_ms else sum(native_ms))
 
 
 @dataclass

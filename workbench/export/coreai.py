@@ -9,6 +9,7 @@ reshape and returns other values (tests/coreai/test_coreai.py has the smallest m
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -57,10 +58,10 @@ class CoreAIMaker(Maker):
             stored[weight.path] = shaped(weight, arrays, DTYPES[self.options.program_dtype])
         with self.clock("template"), quiet():
             if plain or shape not in self.programs:
-                program = trace(self._module(spec, stored), spec, self.options)
-                self.programs[shape] = program, modules(program, spec)
+                self.programs[shape] = trace(self._module(spec, stored), spec, self.options), {}
             program, paths = self.programs[shape]
-            save(program, spec, stored, self._package(spec, folder))
+            asset = save(program, spec, stored, self._package(spec, folder))
+            paths.update({} if paths else modules(program, asset))
         with self.clock("write"):
             raw = (self._package(spec, folder) / PROGRAM).read_bytes()
             weights = self.weights[spec.name]
@@ -149,36 +150,34 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
             dynamic_shapes=tuple(axes) if free else None,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
-    return program.run_decompositions(optional("coreai_torch").get_decomp_table())
+    program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
+    for node in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
+        if lines := node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/', lines)
+    return program
 
 
-def save(
-    program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, dict], path: Path
-) -> None:
-    """Writes a traced program with these weights; the same program and weights give the same bytes,
-    in any process."""
+def save(program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, dict], path: Path):
+    """Writes a traced program with these weights; returns Apple's program. The same trace and
+    weights give the same bytes, in any process."""
     for name, parts in stored.items():
         for role, part in parts.items():
             program.state_dict[f"{name}{STORED}.{role}"] = part
-    path.parent.mkdir(parents=True, exist_ok=True)
-    converted(program, spec, "RELEASE").save_asset(path)
-    metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
-    (path / "metadata.json").write_text(json.dumps(metadata, indent=1, sort_keys=True))
-
-
-def converted(program: torch.export.ExportedProgram, spec: Spec, mode: str):
-    """Apple's program of a trace; mode DEBUG says where operations came from, by paths of this
-    machine as well."""
     torch_converter = optional("coreai_torch").TorchConverter
     with named_resources(), open(os.devnull, "w") as null, redirect_stdout(null):
-        converter = torch_converter(mode=torch_converter.Mode[mode])
+        converter = torch_converter(mode=torch_converter.Mode.DEBUG)
         converter.add_exported_program(
             program,
             input_names=list(spec.inputs),
             output_names=list(spec.outputs),
             state_names=list(spec.buffers),
         )
-        return converter.to_coreai()
+        asset = converter.to_coreai()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        asset.save_asset(path)
+    metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
+    (path / "metadata.json").write_text(json.dumps(metadata, indent=1, sort_keys=True))
+    return asset
 
 
 @contextmanager
@@ -202,15 +201,17 @@ def named_resources() -> Iterator[None]:
         yield
 
 
-def modules(program: torch.export.ExportedProgram, spec: Spec) -> dict[str, str]:
+def modules(program: torch.export.ExportedProgram, asset) -> dict[str, str]:
     """Id of a Core AI operation → path of the module whose value it makes."""
     utils = optional("coreai_torch.debugging.torch_utils")
-    mapping = utils.get_torch_to_coreai_output_mapping(converted(program, spec, "DEBUG"))
+    mapping = utils.get_torch_to_coreai_output_mapping(asset)
     paths = {}
     for node in program.graph.nodes:
         if node.name in mapping and (stack := node.meta.get("nn_module_stack")):
-            path = list(stack.values())[-1][0].replace("blocks.", "layers.", 1)
-            paths[str(mapping[node.name].target_op_id)] = path
+            path, kind = list(stack.values())[-1]
+            if path != kind:  # torch's name for none
+                number = str(mapping[node.name].target_op_id)
+                paths[number] = path.replace("blocks.", "layers.", 1)
     return paths
 
 

@@ -180,7 +180,8 @@ class Logged:
         asset._write_odix(Path(self.folder.name), enable_debug_info=True)
         self.model = wait(_load_model(runtime, self.folder.name))
         inspector = module.CoreAIInspector(self.model)  # reads the debug infos, before the function
-        sources, requested = inspector._build_mapping_and_compile_ids(list(inspector._compile_map))
+        numbers = sorted({number for number, _ in inspector._compile_map})
+        sources, requested = inspector._build_mapping_and_compile_ids(numbers)
         callback = inspector._create_capture_callback(self.values, sources)
         logger = runtime.IntermediateLogger(requested, callback, True)
         self.function = self.model.load_function("main", intermediate_logger=logger)

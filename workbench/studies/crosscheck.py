@@ -163,7 +163,7 @@ def between(
 def bits_equal(portable: dict[int, ForwardPass], apple: dict[int, ForwardPass]) -> float:
     """Share of K and V values that are the same fp16 number on both."""
     equal = [
-        np.float16(rows[layer]) == np.float16(getattr(apple[T], name)[layer])
+        np.float16(rows) == np.float16(getattr(apple[T], name)[layer])
         for T, trace in portable.items()
         for name in ("k", "v")
         for layer, rows in getattr(trace, name).items()

@@ -15,7 +15,7 @@ import pandas as pd
 
 from workbench.bundle import Options
 from workbench.decode import Decoder
-from workbench.decode.decoder import Times
+from workbench.decode.times import Times
 from workbench.errors import InputError
 from workbench.log.host_state import thermal_level
 
