@@ -14,7 +14,7 @@ from workbench.adopt.folder import Adopted, AdoptedOptions, options_of
 from workbench.bundle import Bundle, Options
 from workbench.bundle.bundle import read_manifest
 from workbench.decode import Decoder
-from workbench.decode.decoder import Times
+from workbench.decode.times import Times
 from workbench.errors import InputError
 from workbench.runtime import named
 
