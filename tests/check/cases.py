@@ -25,6 +25,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import clean  # noqa: E402
 import faults_lfm2  # noqa: E402, F401  (registers its faults)
+import faults_matrix  # noqa: E402, F401
 import faults_model  # noqa: E402, F401
 import faults_zaya  # noqa: E402, F401
 import tiny  # noqa: E402
@@ -59,6 +60,8 @@ BASES = {
     "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
     "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
+    "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "t_max": 8}),
+    "granite": ({"family": "granitemoehybrid"}, {"max_seq_len": 32}),
     "wide": (
         {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
         {"max_seq_len": 16},
