@@ -25,6 +25,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import clean  # noqa: E402
 import faults_lfm2  # noqa: E402, F401  (registers its faults)
+import faults_matrix  # noqa: E402, F401
 import faults_model  # noqa: E402, F401
 import faults_undo  # noqa: E402, F401
 import faults_zaya  # noqa: E402, F401
@@ -62,6 +63,8 @@ BASES = {
     "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
     "undo": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32, "undo": True}),
     "ring": ({"family": "gemma3_text"}, {"max_seq_len": 32, "sliding": "ring"}),
+    "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "t_max": 8}),
+    "granite": ({"family": "granitemoehybrid"}, {"max_seq_len": 32}),
     "wide": (
         {"family": "llama", "vocab_size": 2 * 16_384, "num_hidden_layers": 1},
         {"max_seq_len": 16},

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from workbench.bundle.names import (
+    ACCEPT,
     ATTN_MASK,
     KV_WRITE_MASK,
     MASKED,
+    ORDER,
     POS,
     ROPE_COS,
     ROPE_SIN,
@@ -30,7 +32,9 @@ from workbench.check.golden import (
     assign_parameter,
     empty_model,
     final_norm,
+    has_attention,
     head_weight,
+    logit_divisor,
 )
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
@@ -53,6 +57,8 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     for name, _ in list(base.named_parameters()):
         if not name.startswith(("layers.", "embed_tokens.")):
             assign_parameter(base, name, checkpoint.tensor(checkpoint.prefix + name).half().float())
+    if base.rotary_emb is None:
+        base.rotary_emb = NoRotation(decoder.manifest.dims.D)
     with torch.inference_mode():
         kinds = _layer_kinds(decoder, base)
         errors = [
@@ -93,13 +99,25 @@ class LayerKind:
         return self._mask(0, 0, q, k).numpy()
 
 
+class NoRotation(torch.nn.Module):
+    """The rotary module that a model without rope lacks: it turns nothing."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inv_freq = torch.zeros(width // 2)
+
+    def forward(self, x, positions):
+        ones = torch.ones(*positions.shape, 2 * len(self.inv_freq))
+        return ones, ones - ones
+
+
 def _layer_kinds(decoder: Decoder, base) -> list[LayerKind]:
     """The kinds of layers with attention, those of another rope table in the manifest apart."""
     by_type = "layer_type" in inspect.signature(base.rotary_emb.forward).parameters
     everywhere = getattr(base.config, "sliding_window", None)  # in families that have but one
     kinds, S = {}, decoder.options.max_seq_len
     for index, layer in enumerate(decoder.manifest.layers):
-        if hasattr(base.layers[index], "self_attn"):
+        if has_attention(base.layers[index]):
             attention = base.layers[index].self_attn
             layer_type = base.config.layer_types[index] if by_type else None
             window = getattr(attention, "sliding_window", everywhere)
@@ -124,7 +142,7 @@ def _call_errors(decoder: Decoder, kinds: list[LayerKind]) -> Iterator[Error]:
     shapes = {n: s for model in decoder.layers for n, s in model.shard.inputs.items() if n != X}
     for offsets, counts, T in _calls(decoder):
         undone = (offsets + counts) % (decoder.options.t_max + 1) * decoder.options.undo
-        inputs = decoder.host.inputs(offsets, counts, T, None, undone)
+        inputs = decoder.host.inputs(offsets, counts, T, undone, undone)
         for name, shape in shapes.items():
             error = _input_error(name, shape, inputs, kinds, offsets, counts, T, undone)
             if name not in worst or not error <= worst[name][0]:
@@ -169,6 +187,11 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
     if name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST):
         sequences = zip(array, counts, undone, strict=True)
         return max(_tail_error(name, *sequence) for sequence in sequences)
+    if name == ORDER:
+        column = np.arange(T)
+        return _largest(array[:, 0, :, 0], np.where(column < counts[:, None], column + 1, 0))
+    if name == ACCEPT:
+        return _largest(array[:, 0, :, 0], np.arange(array.shape[2]) < undone[:, None])
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
@@ -251,7 +274,7 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     """
     probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
     probes = probes.astype(np.float32)
-    normed = final_norm(base)(torch.from_numpy(probes))
+    normed = final_norm(base)(torch.from_numpy(probes)) / logit_divisor(checkpoint.config)
     hidden = probes.T / decoder.manifest.stream_scale
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
     for ids, rows in _checkpoint_rows(decoder, checkpoint, head_weight(checkpoint)):
