@@ -10,7 +10,15 @@ import numpy as np
 import torch
 
 from workbench import Bundle, Decoder
-from workbench.bundle.names import CONV_STATE, K_STATE, ROUTER_STATE, V_DELAYED_STATE, V_STATE, X
+from workbench.bundle.names import (
+    CONV_STATE,
+    K_STATE,
+    MATRIX_STATE,
+    ROUTER_STATE,
+    V_DELAYED_STATE,
+    V_STATE,
+    X,
+)
 from workbench.models import checkpoint
 
 DIMS = {
@@ -170,6 +178,36 @@ DIMS = {
         layer_types=["conv", "full_attention", "conv"],
         vocab_size=157,
     ),
+    "qwen3_5_text": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        vocab_size=163,
+    ),
+    "granitemoehybrid": dict(
+        hidden_size=64,
+        shared_intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        mamba_n_heads=4,
+        mamba_d_state=32,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=3.0,
+        vocab_size=167,
+    ),
 }
 
 
@@ -214,7 +252,7 @@ def hf(path: Path):
             if name in source:
                 buffer.copy_(source.tensor(name))
         for module in model.modules():
-            if type(module).__name__ == "Gemma3RMSNorm":
+            if type(module).__name__ in ("Gemma3RMSNorm", "Qwen3_5RMSNorm"):
                 module.weight.copy_((1 + module.weight).half().float() - 1)
     return model
 
@@ -270,10 +308,10 @@ def side_states(cache, layer: int) -> dict[str, np.ndarray]:
     conv = cache.get_conv_state(layer, state_idx=0)[0].T.numpy()
     if not kept.is_recurrent_states_initialized[0]:
         return {CONV_STATE: conv[1:]}
-    return {
-        CONV_STATE: conv,
-        V_DELAYED_STATE: cache.get_recurrent_state(layer, state_idx=0).numpy(),
-    }
+    recurrent = cache.get_recurrent_state(layer, state_idx=0).numpy()
+    if recurrent.ndim == 2:
+        return {CONV_STATE: conv, V_DELAYED_STATE: recurrent}
+    return {CONV_STATE: conv[1:], MATRIX_STATE: recurrent[0]}
 
 
 def prompt(V: int, length: int, seed: int = 0) -> list[int]:

@@ -25,6 +25,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import clean  # noqa: E402
 import faults_lfm2  # noqa: E402, F401  (registers its faults)
+import faults_matrix  # noqa: E402, F401
 import faults_model  # noqa: E402, F401
 import faults_undo  # noqa: E402, F401
 import faults_zaya  # noqa: E402, F401
@@ -60,6 +61,8 @@ BASES = {
     "olmo2": ({"family": "olmo2"}, {"max_seq_len": 32}),
     "phi3": ({"family": "phi3"}, {"max_seq_len": 32}),
     "lfm2": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32}),
+    "qwen3_5": ({"family": "qwen3_5_text"}, {"max_seq_len": 32, "t_max": 8}),
+    "granite": ({"family": "granitemoehybrid"}, {"max_seq_len": 32}),
     "undo": ({"family": "lfm2", "conv_L_cache": 4}, {"max_seq_len": 32, "undo": True}),
     "ring": ({"family": "gemma3_text"}, {"max_seq_len": 32, "sliding": "ring"}),
     "wide": (

@@ -22,6 +22,12 @@ HEADS = dict.fromkeys(("llama", "olmo2", "olmo3"), EVEN) | dict.fromkeys(
     ("qwen2", "qwen3", "mistral", "ministral3", "smollm3", "hunyuan_v1_dense"), ANY
 )
 WINDOWED = "gemma3_text", "mistral", "olmo3"
+# Families with layers that do not attend, and numbers of these layers' sizes to choose from.
+HYBRID = {
+    "lfm2": {"conv_L_cache": [2, 3, 4]},
+    "qwen3_5_text": {"linear_num_value_heads": [2, 4, 6], "linear_conv_kernel_dim": [2, 4, 5]},
+    "granitemoehybrid": {"mamba_n_groups": [1, 2], "mamba_d_conv": [2, 4], "mamba_n_heads": [2, 4]},
+}
 
 
 def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
@@ -35,8 +41,8 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
     family = FAMILIES[seed % len(FAMILIES)]
     if kinds := sorted(set(DIMS[family].get("layer_types", []))):
         changes["layer_types"] = rng.choice(kinds[::-1], changes["num_hidden_layers"]).tolist()
-    if family == "lfm2":
-        changes["conv_L_cache"] = int(rng.choice([2, 3, 4]))
+    if family in HYBRID:
+        changes |= {name: int(rng.choice(sizes)) for name, sizes in HYBRID[family].items()}
         changes["layer_types"][-1] = "full_attention"  # one at least is needed
     if heads := HEADS.get(family):
         changes |= dict(

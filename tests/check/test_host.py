@@ -23,6 +23,8 @@ OPTIONS = {
     "smollm3": dict(max_seq_len=16, kv_write="slice", layers_per_shard=3),
     "phi3": dict(max_seq_len=16, states="packed"),
     "lfm2": dict(max_seq_len=16, batch=3, layers_per_shard=3),
+    "qwen3_5_text": dict(max_seq_len=16, batch=3, layers_per_shard=3),
+    "granitemoehybrid": dict(max_seq_len=16, batch=2, t_max=8),
 }
 
 

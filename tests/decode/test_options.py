@@ -99,6 +99,13 @@ def test_pairs_of_options_agree_with_hugging_face(exports, chosen):
         ("phi3", {"kv_write": "slice", "states": "packed"}),
         ("lfm2", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t", "batch": 2}),
         ("lfm2", {"states": "packed", "layers_per_shard": 3, "batch": 3}),
+        ("qwen3_5_text", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"}),
+        ("qwen3_5_text", {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8}),
+        ("qwen3_5_text", {"t": "fixed", "layout": "bc1t", "batch": 2}),
+        ("qwen3_5_text", {"functions": (1, 4)}),
+        ("granitemoehybrid", {"kv_write": "slice", "layers_per_shard": 2, "layout": "bc1t"}),
+        ("granitemoehybrid", {"states": "packed", "layers_per_shard": 3, "batch": 3, "t_max": 8}),
+        ("granitemoehybrid", {"t_max": 1, "layout": "bc1t", "batch": 2}),
     ],
 )
 def test_options_of_the_other_families_agree_with_hugging_face(exports, family, chosen):

@@ -78,6 +78,35 @@ def test_the_memory_of_layers_without_a_cache_is_predicted(exports):
     assert predicted.side_states == measured.side_states == 3 * 2 * 2 * 64 * 2
 
 
+def test_layers_with_a_matrix_keep_it_beside_their_tail():
+    chosen = Options(max_seq_len=16, batch=2)
+    recurrent, attention = list(shards.specs(plan("qwen3_5_text"), chosen))[:2]
+    assert recurrent.inputs["order"] == [2, 1, "T", 1] and "accept" not in recurrent.inputs
+    assert recurrent.buffers == {"conv_state": [2, 3, 192], "matrix_state": [2, 4, 16, 32]}
+    assert "order" not in attention.inputs
+    undone = next(shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"undo": True})))
+    assert undone.inputs["accept"] == [2, 1, 4, 1]
+    assert undone.buffers["pending_state"] == [2, 4, 4, 16 + 32 + 32]
+    packed = Options(max_seq_len=16, states="packed", layers_per_shard=3)
+    (granite, _) = shards.specs(plan("granitemoehybrid"), packed)
+    assert granite.buffers["side_state"] == [1, 2, 3 * 192 + 4 * 32 * 32]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("undo", [False, True])
+def test_the_memory_of_matrix_states_is_predicted(family, undo):
+    chosen = Options(max_seq_len=16, batch=2, undo=undo)
+    spec = next(shards.specs(plan(family), chosen))
+    bytes_of_a_layer = sum(2 * np.prod(shape) for shape in spec.buffers.values())
+    side = sum(
+        4 * np.prod(shape)
+        for i in range(3)
+        for name, shape in plan(family).states(i, chosen).items()
+        if name not in ("k_state", "v_state")
+    )
+    assert side == 2 * bytes_of_a_layer
+
+
 @pytest.mark.parametrize(
     "family, tensors",
     [

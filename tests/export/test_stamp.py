@@ -53,6 +53,8 @@ def files(bundle) -> dict[str, list]:
             4,
         ),
         ("phi3", {}, {"compress": "int8-tensor"}, 1),
+        ("qwen3_5_text", {}, {"compress": "int8-channel"}, 1),
+        ("granitemoehybrid", {}, {"compress": "lut6", "layout": "bc1t"}, 1),
     ],
 )
 def test_every_stamped_shard_is_the_bytes_of_its_conversion(

@@ -107,9 +107,15 @@ def test_rope_frequencies_are_those_of_hugging_face(rope):
         ("hunyuan_v1_dense", {"head_dim": None}, "head_dim"),
         ("phi3", {"layer_types": ["full_attention"] * 2}, "layer_types"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "sliding_attention"]}, "'sliding"),
-        ("lfm2", {"layer_types": ["conv"] * 3}, "convolutions alone"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "conv alone"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
         ("phi3", {"hidden_act": "gelu"}, "gelu"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "linear_attention alone"),
+        ("qwen3_5_text", {"layer_types": ["conv", *["full_attention"] * 2]}, "'conv'"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, "gelu"),
+        ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts = 4"),
+        ("granitemoehybrid", {"time_step_limit": (0.0, 0.1)}, "time_step_limit"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "linear_attention alone"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(model_type, changed, found):
@@ -126,6 +132,14 @@ def test_a_cache_longer_than_the_positions_are_made_for_is_refused(exports, tmp_
     path = exports.checkpoint(family)
     with pytest.raises(InputError, match=f"max_seq_len = 513.*{family}.*at most 512"):
         export(path, tmp_path / "b", progress=False, max_seq_len=513)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_more_tokens_a_call_than_a_matrix_takes_in_fp16_are_refused(exports, tmp_path, family):
+    path = exports.checkpoint(family)
+    with pytest.raises(InputError, match=f"t_max = 9.*{family}.*at most 8"):
+        export(path, tmp_path / "b", progress=False, max_seq_len=32, t_max=9)
     assert not (tmp_path / "b").exists()
 
 
@@ -229,13 +243,37 @@ ODD = [
     ("lfm2", {"conv_L_cache": 2, "hidden_size": 60}),
     ("lfm2", {"conv_L_cache": 6, "conv_bias": True, "block_ffn_dim_multiplier": 1.3}),
     ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+    ("qwen3_5_text", {"hidden_size": 60, "linear_key_head_dim": 24, "linear_value_head_dim": 20}),
+    (
+        "qwen3_5_text",
+        {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+    ),
+    (
+        "qwen3_5_text",
+        {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+    ),
+    (
+        "granitemoehybrid",
+        {"hidden_size": 60, "mamba_n_heads": 6, "mamba_n_groups": 3, "mamba_d_state": 20},
+    ),
+    (
+        "granitemoehybrid",
+        {"mamba_n_heads": 1, "mamba_expand": 1, "mamba_d_conv": 3, "mamba_conv_bias": False},
+    ),
+    (
+        "granitemoehybrid",
+        {"mamba_proj_bias": True, "attention_bias": True, "tie_word_embeddings": True}
+        | {"position_embedding_type": "rope", "mamba_n_groups": 2},
+    ),
 ]
+HYBRIDS = "lfm2", "qwen3_5_text", "granitemoehybrid"
 
 
 @pytest.mark.filterwarnings("ignore:states of width")
 @pytest.mark.parametrize("family, changed", ODD)
 def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, changed):
-    few = {"gemma3_text": ONE_LAYER, "lfm2": {}}.get(family, {"num_hidden_layers": 1})
+    few = {"gemma3_text": ONE_LAYER} | dict.fromkeys(HYBRIDS, {})
+    few = few.get(family, {"num_hidden_layers": 1})
     checkpoint = exports.checkpoint(family, **few, **changed)
     decoder = exports.decoder(checkpoint)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(decoder.manifest.dims.V, 14))

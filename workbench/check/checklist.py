@@ -23,6 +23,7 @@ from workbench.runtime import Model, load_shard
 SILENCING = (
     *("v_proj.weight", "o_proj.weight"),
     *("self_attn.out_proj.weight", ".conv.out_proj.weight"),
+    *("linear_attn.out_proj.weight", "mamba.out_proj.weight"),
 )
 SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16

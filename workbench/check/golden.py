@@ -314,6 +314,7 @@ class ReferenceModel:
         """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a
         time."""
         name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
+        hidden = hidden / logit_divisor(self.config)
         if self.weights:
             return (hidden @ self.weights(name).T).numpy()
         slices = (slice(i, min(i + LOGIT_ROWS, V)) for i in range(0, V, LOGIT_ROWS))
@@ -324,6 +325,16 @@ class ReferenceModel:
 def final_norm(base: nn.Module) -> nn.Module:
     """The norm in front of the head of Hugging Face's model."""
     return base.norm if hasattr(base, "norm") else base.embedding_norm
+
+
+def has_attention(layer: nn.Module) -> bool:
+    """Whether a decoder layer of Hugging Face's model attends: others keep a recurrent state."""
+    return getattr(layer, "self_attn", None) is not None
+
+
+def logit_divisor(config) -> float:
+    """What Hugging Face's model divides its logits by."""
+    return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def empty_model(config) -> nn.Module:

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from workbench.bundle.names import (
+    ACCEPT,
     ATTN_MASK,
     KV_WRITE_MASK,
     MASKED,
+    ORDER,
     POS,
     ROPE_COS,
     ROPE_SIN,
@@ -25,7 +27,14 @@ from workbench.bundle.names import (
 )
 from workbench.check import gates
 from workbench.check.fidelity import default_ts
-from workbench.check.golden import LOGIT_ROWS, assign_parameter, empty_model, final_norm
+from workbench.check.golden import (
+    LOGIT_ROWS,
+    assign_parameter,
+    empty_model,
+    final_norm,
+    has_attention,
+    logit_divisor,
+)
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -47,6 +56,8 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
     for name, _ in list(base.named_parameters()):
         if not name.startswith(("layers.", "embed_tokens.")):
             assign_parameter(base, name, checkpoint.tensor(checkpoint.prefix + name).half().float())
+    if base.rotary_emb is None:
+        base.rotary_emb = NoRotation(decoder.manifest.dims.D)
     with torch.inference_mode():
         kinds = _layer_kinds(decoder, base)
         errors = [
@@ -85,6 +96,18 @@ class LayerKind:
         return self._mask(0, 0, q, k).numpy()
 
 
+class NoRotation(torch.nn.Module):
+    """The rotary module that a model without rope lacks: it turns nothing."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inv_freq = torch.zeros(width // 2)
+
+    def forward(self, x, positions):
+        ones = torch.ones(*positions.shape, 2 * len(self.inv_freq))
+        return ones, ones - ones
+
+
 def _rope_key(base, layer: int) -> dict[str, str]:
     """How the rotary module is asked for a layer's table, where it has several."""
     if "layer_type" in inspect.signature(base.rotary_emb.forward).parameters:
@@ -95,7 +118,7 @@ def _rope_key(base, layer: int) -> dict[str, str]:
 def _attending(decoder: Decoder, base) -> list:
     """(index, the manifest's entry) of layers in which Hugging Face's model has attention."""
     layers = enumerate(decoder.manifest.layers)
-    return [(i, layer) for i, layer in layers if hasattr(base.layers[i], "self_attn")]
+    return [(i, layer) for i, layer in layers if has_attention(base.layers[i])]
 
 
 def _window(base, layer: int) -> int | None:
@@ -190,6 +213,11 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
     if name in (TAIL_SELECT, TAIL_KEEP, TAIL_FIRST):
         sequences = zip(array, counts, undone, strict=True)
         return max(_tail_error(name, *sequence) for sequence in sequences)
+    if name == ORDER:
+        column = np.arange(T)
+        return _largest(array[:, 0, :, 0], np.where(column < counts[:, None], column + 1, 0))
+    if name == ACCEPT:
+        return _largest(array, np.ones_like(array))
     sequences = list(zip(array[:, 0], offsets, counts, strict=True))
     if name.startswith(KV_WRITE_MASK):
         return max(_write_error(rows, offset, count) for rows, offset, count in sequences)
@@ -278,7 +306,7 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     V, C = decoder.manifest.dims.V, decoder.manifest.dims.C
     tied = checkpoint.config.tie_word_embeddings
     probes = np.random.default_rng(0).standard_normal((PROBES, C)).astype(np.float32)
-    normed = final_norm(base)(torch.from_numpy(probes))
+    normed = final_norm(base)(torch.from_numpy(probes)) / logit_divisor(checkpoint.config)
     hidden = probes.T / np.float32(2.0**decoder.manifest.residual_exponent)
     logits = decoder.logits(np.tile(hidden, (decoder.options.batch, 1, 1)))  # [B, PROBES, V]
     for ids in np.split(np.arange(V), range(LOGIT_ROWS, V, LOGIT_ROWS)):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.bundle.names import ATTN_MASK, split_layer
-from workbench.bundle.states import TAIL
+from workbench.bundle.names import ATTN_MASK, MATRIX_STATE, PENDING_STATE, split_layer
+from workbench.bundle.states import MATRIX, PENDING, TAIL
 from workbench.check import fidelity, gates
 from workbench.check import reach as positions
 from workbench.check.gates import Gate
@@ -208,9 +208,15 @@ class ProgramPass(fidelity.Pass):
         options = self.decoder.options
         for state in self.decoder.states:
             for name in state.shard.states:
+                kind = state.shard.kind_of(name)
+                if kind is PENDING:
+                    continue  # is in the matrix, which is compared
                 actual = np.asarray(state.read(name)[seq], np.float32)
-                if options.undo and state.shard.kind_of(name) is TAIL:
+                if kind is TAIL and options.undo:
                     actual = actual[options.t_max :]  # rows for undoing, which no reference has
+                if kind is MATRIX and options.undo:
+                    pending = state.read(name.replace(MATRIX_STATE, PENDING_STATE))[seq]
+                    actual = positions.with_pending(actual, np.asarray(pending, np.float32))
                 expected, again = [
                     positions.expected_value(actual.shape, name, s.after, self.end(seq))
                     for s in (self.stretches[seq], nudged)

@@ -18,9 +18,24 @@ import numpy as np
 import torch
 
 from workbench.bundle import Bundle, Manifest
-from workbench.bundle.names import CONV_STATE, K_STATE, V_DELAYED_STATE, V_STATE, split_layer
+from workbench.bundle.names import (
+    CONV_STATE,
+    K_STATE,
+    MATRIX_STATE,
+    PENDING_STATE,
+    V_DELAYED_STATE,
+    V_STATE,
+    split_layer,
+)
 from workbench.bundle.states import state_kind
-from workbench.check.golden import NUDGED, Golden, ReferenceModel, head_weight, stored_weights
+from workbench.check.golden import (
+    NUDGED,
+    Golden,
+    ReferenceModel,
+    head_weight,
+    logit_divisor,
+    stored_weights,
+)
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
@@ -105,6 +120,7 @@ def reach_stretches(
     weights that `bundle` stores computes them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
     head_rms = float(reference.weights(head_weight(checkpoint)).square().mean().sqrt())
+    head_rms /= logit_divisor(checkpoint.config)
     prompts = reach_prompts(bundle.manifest, plan, seed)
     unit = bundle.manifest.options.t_max if bundle.manifest.options.t == "fixed" else 1
     rows = []
@@ -190,8 +206,11 @@ def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
         return {}
     sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[seq].T.numpy().copy()}
     if cache.layers[layer].is_recurrent_states_initialized[0]:
-        delayed = cache.get_recurrent_state(layer, state_idx=0)[seq : seq + 1]
-        sides[V_DELAYED_STATE] = delayed.numpy().copy()
+        recurrent = cache.get_recurrent_state(layer, state_idx=0)[seq].numpy().copy()
+        if recurrent.ndim == 1:
+            sides[V_DELAYED_STATE] = recurrent[None]
+        else:
+            sides[MATRIX_STATE] = recurrent
     return sides
 
 
@@ -209,9 +228,22 @@ def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
 
 def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: int) -> np.ndarray:
     """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds
-    the last ones, and so does the tail of a convolution, of which transformers keeps one more."""
+    the last ones, and so does the tail of a convolution, of which transformers keeps one more.
+    Nothing is pending: every token is in the matrix."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
+    if leaf == PENDING_STATE:
+        return value
     stored = states[layer][leaf]
     put(value, state_kind(name), stored, count)
     return value
+
+
+def with_pending(matrix: np.ndarray, pending: np.ndarray) -> np.ndarray:
+    """A matrix state [H, K, V] and what the last call's tokens add to it, from their rows [H, t_max,
+    K + V + ..]: k, v and the logarithm of the decay."""
+    _, K, V = matrix.shape
+    k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
+    later = np.flip(np.cumsum(np.flip(g, 1), 1), 1) - g
+    added = (k * np.exp(later)).swapaxes(1, 2) @ v
+    return matrix * np.exp(g.sum(1, keepdims=True)) + added

@@ -107,7 +107,7 @@ def variants(
     """
     config = checkpoint.config
     layers = golden.empty_model(config).model.layers
-    layer = next(layer for layer in layers if hasattr(layer, "self_attn"))
+    layer = next(filter(golden.has_attention, layers))
     yield from _rope_variants(checkpoint, ropes)
     yield from _norm_variants(config, layer)
     yield from _window_variants(config)
@@ -276,7 +276,7 @@ def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
 
     def leave_out(base):
         _without(f"self_attn.{q_norm}", f"self_attn.{k_norm}")(base)
-        for layer in (layer for layer in base.layers if hasattr(layer, "self_attn")):
+        for layer in filter(golden.has_attention, base.layers):
             layer.self_attn.register_forward_pre_hook(
                 lambda module, args, kwargs: current.append(module), with_kwargs=True
             )

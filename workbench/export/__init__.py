@@ -27,6 +27,7 @@ from workbench.bundle import (
     file_entries,
 )
 from workbench.bundle.manifest import first_fault
+from workbench.bundle.names import MATRIX_STATE
 from workbench.errors import InputError
 from workbench.export import shards
 from workbench.export.make import Maker
@@ -38,6 +39,7 @@ from workbench.models.family import Plan
 
 # no room left: on the disk, for this user, in one file
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
 THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
@@ -182,6 +184,13 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
     if options.sliding == "ring" and not any(layer.window for layer in plan.layers):
         raise InputError(
             "sliding = ring", subject, "a family with sliding attention", "leave out --sliding"
+        )
+    if options.t_max > MATRIX_T_MAX and any(MATRIX_STATE in own for own in plan.side_states):
+        raise InputError(
+            f"t_max = {options.t_max}",
+            subject,
+            f"at most {MATRIX_T_MAX}: fp16 cannot hold what more tokens at once do to a matrix state",
+            f"export with --t-max {MATRIX_T_MAX} or less",
         )
     if options.max_seq_len > (plan.max_positions or options.max_seq_len):
         raise InputError(

@@ -10,6 +10,7 @@ from torch import nn
 from workbench.bundle import Options, StateEntry
 from workbench.bundle.names import (
     ACC,
+    ACCEPT,
     BASE,
     EXPERT_IN,
     EXPERT_WEIGHT,
@@ -17,6 +18,8 @@ from workbench.bundle.names import (
     KV_STATE,
     KV_WRITE_MASK,
     LOGITS,
+    MATRIX_STATE,
+    ORDER,
     POS,
     ROUTER_PROBS,
     ROUTER_SCORES,
@@ -103,6 +106,10 @@ def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[st
             inputs |= {TAIL_KEEP: [B, rows, rows]}
         if options.undo:
             inputs |= {TAIL_FIRST: [B, n, rows]}
+    if any(MATRIX_STATE in states for states in plan.side_states[first:last]):
+        inputs |= {ORDER: [options.batch, 1, "T", 1]}
+        if options.undo:
+            inputs |= {ACCEPT: [options.batch, 1, options.t_max, 1]}
     if plan.router_width:
         inputs |= {ROUTER_STATE: options.plane(plan.router_width)}
     return inputs

@@ -12,6 +12,7 @@ from workbench.errors import InputError
 
 FAMILIES = {
     "gemma3_text": "gemma3",
+    "granitemoehybrid": "granitemoehybrid",
     "hunyuan_v1_dense": "hunyuan_v1_dense",
     "lfm2": "lfm2",
     "llama": "llama",
@@ -22,6 +23,7 @@ FAMILIES = {
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_5_text": "qwen3_5",
     "smollm3": "smollm3",
     "zaya": "zaya",
 }

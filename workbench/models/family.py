@@ -25,7 +25,7 @@ class Plan:
     inputs. `router_width` R and `experts` E are those of a mixture of experts. The residual stream
     is kept as 2^-residual_exponent of the model's. `names` maps a part of a parameter's path
     (`q_norm`) to the checkpoint's name for it, where that is another one. The plan holds for caches
-    of up to `max_positions` tokens (None: any). `close_eps` is that of `RMSNorm`.
+    of up to `max_positions` tokens (None: any). `close_eps` and `norm_offset` are those of its norms.
     """
 
     config: Any
@@ -43,10 +43,12 @@ class Plan:
     names: dict[str, str] = field(default_factory=dict)
     max_positions: int | None = None
     close_eps: bool = False
+    norm_offset: float = 0.0
 
     def norm(self, width: int, dim: int = 1) -> RMSNorm:
         """An RMSNorm over `width` entries of axis `dim`, with the configuration's epsilon."""
-        return RMSNorm(width, self.config.rms_norm_eps, dim=dim, close_eps=self.close_eps)
+        eps, close = self.config.rms_norm_eps, self.close_eps
+        return RMSNorm(width, eps, dim=dim, offset=self.norm_offset, close_eps=close)
 
     def rotary(self, index: int) -> int:
         """How many of the D dims of a head decoder layer `index` turns."""
@@ -120,6 +122,16 @@ def alternating(
         for t in config.layer_types
     ]
     return [rope(config, t, n, kinds) for t, n in names.items()], layers
+
+
+def hybrid_layers(config, recurrent: str) -> list[Layer]:
+    """Layers of a configuration whose `layer_types` are full attention or another kind without
+    attention; refuses others, and models without attention."""
+    if others := set(config.layer_types) - {recurrent, "full_attention"}:
+        refuse(config, f"layer types {sorted(others)}", f"{recurrent} or full_attention")
+    if "full_attention" not in config.layer_types:
+        refuse(config, f"layers of {recurrent} alone", "a layer of full_attention, at least")
+    return [Layer(attends=kind == "full_attention") for kind in config.layer_types]
 
 
 def head_dim(config) -> int:

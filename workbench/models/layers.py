@@ -6,7 +6,7 @@ arithmetic differs from the original's only by what the stored weights differ.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -176,6 +176,8 @@ class Attention(nn.Module):
 
     Args:
         fused: one projection makes q, k and v, in this order.
+        gated: `q_proj` makes q and then a gate of D channels for each head; the sigmoid of the gate
+            multiplies what the head attends to.
         qk_norm: makes the RMSNorms of q and k from a width, or None.
         norm_at: what these norm: each head (`heads`), each head after rope (`rotated`), or all
             heads together (`channels`).
@@ -191,16 +193,18 @@ class Attention(nn.Module):
         qkv_bias=False,
         o_bias=False,
         fused=False,
+        gated=False,
         qk_norm=None,
         norm_at: Literal["heads", "rotated", "channels"] = "heads",
     ):
         super().__init__()
-        self.shape, self.scale, self.rotary = shape, scale, rotary
+        self.shape, self.scale, self.rotary, self.gated = shape, scale, rotary, gated
         queries, keys = shape.H * shape.D, shape.H_kv * shape.D
         if fused:
             self.qkv_proj = Conv(C, queries + 2 * keys, qkv_bias)
         else:
-            self.q_proj, self.k_proj = Conv(C, queries, qkv_bias), Conv(C, keys, qkv_bias)
+            self.q_proj = Conv(C, queries * (1 + gated), qkv_bias)
+            self.k_proj = Conv(C, keys, qkv_bias)
             self.v_proj = Conv(C, keys, qkv_bias)
         self.o_proj = Conv(queries, C, o_bias)
         self.norm_at = norm_at
@@ -217,17 +221,23 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.norm_at == "channels":
             q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
             return s.heads(q, s.H), s.heads(k, s.H_kv), s.heads(self.v_proj(x), s.H_kv)
-        q, k = s.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
+        wide = replace(s, D=2 * s.D) if self.gated else s
+        q, k = wide.heads(self.q_proj(x), s.H), s.heads(self.k_proj(x), s.H_kv)
         return q, k, s.heads(self.v_proj(x), s.H_kv)
 
     def forward(self, x, cache: Cache, io: dict):
         s = self.shape
         q, k, v = self.heads(x)
+        if self.gated:
+            q, gate = q[..., : s.D], q[..., s.D :]
         if self.q_norm is not None and self.norm_at == "heads":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = s.rotate(q, io, self.rotary), s.rotate(k, io, self.rotary)
         if self.q_norm is not None and self.norm_at == "rotated":
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.gated:
+            mixed = s.attend(scaled(q, self.scale), k, v, cache, io)
+            return self.o_proj(s.merge(mixed * torch.sigmoid(gate)))
         return self.o_proj(s.merge(s.attend(scaled(q, self.scale), k, v, cache, io)))
 
 

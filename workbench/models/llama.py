@@ -7,7 +7,7 @@ from torch import nn
 from workbench.bundle import Layer, Options
 from workbench.models.cache import Cache
 from workbench.models.family import Plan, dims, refuse, rope
-from workbench.models.layers import Attention, GatedMLP, Head
+from workbench.models.layers import Attention, GatedMLP, Head, scaled
 
 # norms in front of attention and MLP, and behind them
 READING = "input_layernorm", "post_attention_layernorm"
@@ -20,28 +20,46 @@ class DecoderLayer(nn.Module):
     Args:
         behind: norms follow attention and MLP instead of preceding them.
         fused: projections of the same input are one.
+        mixer: name and module of what stands in place of attention, if anything does.
+        gain: multiplies what attention and MLP add, unless norms follow them.
         attention: further keywords of `Attention`.
     """
 
     def __init__(
-        self, plan: Plan, index: int, options: Options, *, behind=False, fused=False, **attention
+        self,
+        plan: Plan,
+        index: int,
+        options: Options,
+        *,
+        behind=False,
+        fused=False,
+        mixer: tuple[str, nn.Module] | None = None,
+        gain: float = 1.0,
+        **attention,
     ):
         super().__init__()
         config, C = plan.config, plan.dims.C
-        self.behind = behind
+        self.behind, self.gain = behind, gain
         for name in ADDING if behind else READING:
             self.add_module(name, plan.norm(C))
-        shape, rotary = plan.shape(index, options), plan.rotary(index)
-        scale = plan.dims.D**-0.5
-        self.self_attn = Attention(C, shape, scale=scale, rotary=rotary, fused=fused, **attention)
+        if mixer is None:
+            shape, rotary = plan.shape(index, options), plan.rotary(index)
+            attention = {"scale": plan.dims.D**-0.5, "rotary": rotary, "fused": fused} | attention
+            self.self_attn = Attention(C, shape, **attention)
         bias = getattr(config, "mlp_bias", False)
         self.mlp = GatedMLP(C, config.intermediate_size, nn.functional.silu, bias, fused)
+        self.mixer, module = mixer or ("self_attn", self.self_attn)
+        self.add_module(self.mixer, module)
 
     def forward(self, x, cache: Cache, io: dict):
+        mixer = self.get_submodule(self.mixer)
         if self.behind:
-            x = x + self.post_attention_layernorm(self.self_attn(x, cache, io))
+            x = x + self.post_attention_layernorm(mixer(x, cache, io))
             return x + self.post_feedforward_layernorm(self.mlp(x))
-        x = x + self.self_attn(self.input_layernorm(x), cache, io)
+        if self.gain != 1:
+            x = x + scaled(mixer(self.input_layernorm(x), cache, io), self.gain)
+            return x + scaled(self.mlp(self.post_attention_layernorm(x)), self.gain)
+        x = x + mixer(self.input_layernorm(x), cache, io)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

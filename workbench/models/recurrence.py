@@ -8,13 +8,20 @@ decay. For the T tokens of a call, with the `Decays` of their g,
     S ← S + S ∘ expm1(total) + (k ∘ leave)ᵀ v
 
 Columns that hold no token have order 0: they decay nothing, and their k or v must be zeros.
+
+With a pending state the matrix lacks the last call's tokens: their k, v and g are kept, and the next
+call adds those that `accept` marks.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
 
-from workbench.models.layers import NORMAL, scaled
+from workbench.bundle.names import ACCEPT, MATRIX_STATE, ORDER, PENDING_STATE
+from workbench.models.cache import Cache
+from workbench.models.layers import NORMAL, AttentionGeometry, scaled, split
 
 
 class Decays(NamedTuple):
@@ -45,6 +52,66 @@ def decays(g, order) -> Decays:
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
 
 
+def constant(values: np.ndarray) -> torch.Tensor:
+    """float32 values that a trace takes as they are."""
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def matrix_before(cache: Cache, io: dict):
+    """The matrix [B, H, K, V] of all tokens before this call; pending ones are added to its state."""
+    matrix = cache.read(MATRIX_STATE)
+    if PENDING_STATE not in cache.states:
+        return matrix
+    pending, (*_, K, V) = cache.read(PENDING_STATE), cache.states[MATRIX_STATE].shape
+    places = cache.states[PENDING_STATE].shape[2]
+    k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
+    later = constant(np.triu(np.ones((1, 1, places, places)), 1))
+    g = g * io[ACCEPT]
+    k = k * torch.exp(later @ g) * io[ACCEPT]
+    matrix = matrix + (matrix * expm1(g.sum(2, keepdim=True)) + k.transpose(2, 3) @ v)
+    cache.write(MATRIX_STATE, matrix)
+    return matrix
+
+
+def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
+    """Adds this call's tokens to `matrix`, the one before the call, or puts them into the pending
+    state, each in the row of its order."""
+    if PENDING_STATE not in cache.states:
+        added = (k * among.leave).transpose(2, 3) @ v
+        cache.write(MATRIX_STATE, matrix + (matrix * expm1(among.total) + added))
+        return
+    _, _, places, width = cache.states[PENDING_STATE].shape
+    number = constant(np.arange(1, places + 1).reshape(1, 1, -1, 1))
+    place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(0, 1)  # [B, 1, places, T]
+    *_, K, V = cache.states[MATRIX_STATE].shape
+    rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)))], -1)
+    cache.write(PENDING_STATE, place @ rows)
+
+
+def among_tokens(q, k, v, among: Decays):
+    """What the tokens of a call read of one another and of themselves: [B, H, T, V]."""
+    earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
+    return earlier + (q * k).sum(-1, keepdim=True) * v
+
+
+def repeated(x, shape: AttentionGeometry, times: int):
+    """The heads x [B, H, T, D] of `shape` → [B, H · times, T, D], each `times` times in a row."""
+    if times == 1:
+        return x
+    return torch.cat([x] * times, 2).reshape(shape.B, shape.H * times, -1, shape.D)
+
+
+def per_head(count: int) -> nn.Parameter:
+    """One number for each of `count` heads, as it multiplies [B, H, T, D]."""
+    return nn.Parameter(torch.zeros(1, count, 1, 1))
+
+
+def log_decay(A_log, step):
+    """-e^A · step, of `step` [B, H, T, 1]. step - step: zeros that keep e^A, which fp16 would
+    round, out of the stored weights."""
+    return -torch.exp(A_log + (step - step)) * step
+
+
 def expm1(x):
     """e^x - 1 without cancellation: S + S·expm1(g) keeps a slow decay, where fp16 has no number
     between e^g and 1."""
@@ -58,7 +125,7 @@ def softplus(x):
     square = s * s
     series = scaled(square, 1 / 9)
     for divisor in (7, 5, 3):
-        series = (scaled(torch.ones_like(s), 1 / divisor) + series) * square
+        series = scaled(square, 1 / divisor) + series * square
     return torch.relu(x) + s * 2 * (series + 1)
 
 
@@ -66,5 +133,7 @@ def unit(x, eps: float):
     """x over the root of Σx² + eps along its last axis, in fp16 for every finite x."""
     peak = x.abs().amax(-1, keepdim=True).clamp(*NORMAL)
     y = x / peak
-    root = scaled(torch.ones_like(peak), eps**0.5) / peak
+    first, *second = split(eps**0.5)
+    root = constant(np.full((1, 1, 1, 1), first)) / peak  # a tensor, as in `RMSNorm`
+    root = root * second[0] if second else root
     return y * torch.rsqrt((y * y).sum(-1, keepdim=True) + root * root)

@@ -1,0 +1,130 @@
+"""Faults of layers that keep a matrix, DeltaNet and Mamba 2, and of the attention beside them: see
+`faults`."""
+
+from functools import partial
+
+import torch
+from faults import constant, fault, host, steps, wrap
+from faults_zaya import forget
+
+delta = partial(fault, bundle="qwen3_5")
+mamba = partial(fault, bundle="granite")
+RECURRENT = 0, 2  # layers
+
+
+def dummies_have_an_order(decoder):
+    def every(made, offsets, counts, T):
+        made["order"][:, 0, :, 0] = range(1, T + 1)
+
+    host(decoder, every)
+
+
+@delta("host")
+def dummy_columns_advance_a_matrix(decoder):
+    dummies_have_an_order(decoder)
+
+
+@mamba("host")
+def dummy_columns_advance_a_mamba_matrix(decoder):
+    dummies_have_an_order(decoder)
+
+
+@delta("program")
+def matrix_not_carried(decoder):
+    forget(decoder, "matrix_state", RECURRENT)
+
+
+@mamba("program")
+def matrix_of_mamba_not_carried(decoder):
+    forget(decoder, "matrix_state", RECURRENT)
+
+
+def grow(decoder, module: str) -> None:
+    """Turns a layer's decays into growth: the sign of -e^A."""
+    for step in steps(decoder, 0, "mul", module):
+        if "y" in step.constants and (step.constants["y"] == -1).all():
+            step.constants["y"] = -step.constants["y"]
+
+
+@delta("program")
+def sign_of_the_decay_lost(decoder):
+    grow(decoder, "linear_attn")
+
+
+@mamba("program")
+def sign_of_mamba_s_decay_lost(decoder):
+    grow(decoder, "mamba")
+
+
+@delta("program")
+def decays_of_other_heads(decoder):
+    constant(decoder, 2, "linear_attn.A_log", lambda a: a.flip(1))
+
+
+@delta("program")
+def bias_of_the_step_lost(decoder):
+    constant(decoder, 0, "linear_attn.dt_bias", torch.zeros_like)
+
+
+@mamba("program")
+def skip_past_the_matrix_lost(decoder):
+    constant(decoder, 2, "mamba.D", torch.zeros_like)
+
+
+@delta("program")
+def gate_before_the_norm(decoder):
+    # n · z over the RMS of n / γ · z is the norm of what was gated first
+    gamma = decoder.layers[0].executable.body.constants[
+        decoder.layers[0].shard.weights["model.layers.0.linear_attn.norm.weight"]
+    ]
+
+    def gated_first(r):
+        return r * torch.rsqrt((r / gamma).square().mean(-1, keepdim=True))
+
+    product = [s for s in steps(decoder, 0, "mul", "linear_attn") if s.op.kind == "mul"][-1]
+    wrap(product, after=gated_first)
+
+
+@mamba("program")
+def norm_before_the_gate(decoder):
+    gates = []
+    gate = [s for s in steps(decoder, 0, "mul", "mamba")][-1]
+
+    def without(arguments):
+        gates[:] = [arguments["y"]]
+        return arguments | {"y": torch.ones_like(arguments["y"])}
+
+    wrap(gate, before=without)
+    wrap(
+        steps(decoder, 0, "conv", "out_proj")[0],
+        before=lambda arguments: arguments | {"x": arguments["x"] * gates[0]},
+    )
+
+
+@delta("program")
+def one_step_too_few_for_eight_tokens(decoder):
+    last = []
+    product = [s for s in steps(decoder, 0, "matmul", "linear_attn")]
+    change = steps(decoder, 0, "sub", "linear_attn")[-1]
+    name = change.operands[1][1] if len(change.operands) > 1 else change.operands[0][1]
+    (final,) = [s for s in product if s.outputs[0][0] == name]
+    wrap(final, before=lambda arguments: last.append(arguments["y"]) or arguments)
+    wrap(change, after=lambda _: last.pop())
+
+
+@delta("program")
+def gate_of_attention_dropped(decoder):
+    wrap(steps(decoder, 1, "sigmoid", "self_attn")[0], after=torch.ones_like)
+
+
+@delta("program")
+def taps_of_delta_net_in_reverse(decoder):
+    constant(decoder, 2, "linear_attn.conv1d.weight", lambda w: w.flip(-1))
+
+
+@mamba("program")
+def branches_join_the_stream_at_full_size(decoder):
+    for step in steps(decoder, 1, "mul", "blocks.0"):
+        factor = step.constants.get("y")
+        if factor is not None and factor.numel() == 1:
+            step.constants["y"] = torch.ones_like(factor)

@@ -1,0 +1,67 @@
+"""Granite 4 (hybrid, dense): Mamba 2 in most layers, attention in the others, by default without
+rope; embeddings, branches, scores and logits have multipliers."""
+
+import copy
+from dataclasses import replace
+
+from torch import nn
+
+from workbench.bundle import Options, Rope
+from workbench.bundle.names import CONV_STATE, MATRIX_STATE
+from workbench.models import llama
+from workbench.models.family import Plan, head_dim, hybrid_layers, refuse, rope
+from workbench.models.layers import GatedMLP, Head, scaled
+from workbench.models.mamba import Mamba2
+
+NAMES = {"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"}
+
+
+def plan(config) -> Plan:
+    if config.num_local_experts:
+        refuse(config, f"num_local_experts = {config.num_local_experts}", "no experts")
+    if tuple(config.time_step_limit) != (0.0, float("inf")):
+        refuse(config, f"time_step_limit = {config.time_step_limit}", "steps without a limit")
+    layers, dense = hybrid_layers(config, "linear_attention"), copy.copy(config)
+    dense.intermediate_size = config.shared_intermediate_size
+    table = Rope(name="nope", inv_freq=[0.0] * (head_dim(config) // 2))
+    if config.position_embedding_type == "rope":
+        table = rope(config)
+    layers = [layer.model_copy(update={"rope": table.name}) for layer in layers]
+    whole = llama.plan_alike(dense, [table], layers)
+    heads, P, N = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    width, tail = heads * P + 2 * config.mamba_n_groups * N, config.mamba_d_conv - 1
+    state = {CONV_STATE: (tail, width), MATRIX_STATE: (heads, P, N)}
+    sides = [{} if layer.attends else state for layer in layers]
+    scale = float(config.embedding_multiplier)
+    return replace(whole, side_states=sides, tail=tail, names=NAMES, embedding_scale=scale)
+
+
+def layer(plan: Plan, index: int, options: Options) -> nn.Module:
+    config, mixer = plan.config, None
+    if not plan.layers[index].attends:
+        heads, groups, P = config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_head
+        shape = replace(plan.shape(index, options), H=heads, H_kv=groups, D=P)
+        biases = config.mamba_conv_bias, config.mamba_proj_bias
+        norm = plan.norm(heads * P // groups, dim=2)
+        sizes = config.mamba_d_state, config.mamba_d_conv
+        mixer = "mamba", Mamba2(plan.dims.C, shape, *sizes, biases, norm)
+    gain, scale = config.residual_multiplier, config.attention_multiplier
+    made = llama.layer(plan, index, options, mixer=mixer, gain=gain, scale=scale)
+    made.mlp = GatedMLP(plan.dims.C, config.intermediate_size, nn.functional.silu, fused=True)
+    return made
+
+
+class ScaledHead(Head):
+    """A head whose logits are divided by `divisor`."""
+
+    def __init__(self, norm, C: int, rows: int, divisor: float):
+        super().__init__(norm, C, rows)
+        self.divisor = divisor
+
+    def forward(self, x):
+        return scaled(super().forward(x), 1 / self.divisor)
+
+
+def head(plan: Plan, rows: int) -> nn.Module:
+    C = plan.dims.C
+    return ScaledHead(plan.norm(C), C, rows, plan.config.logits_scaling)
