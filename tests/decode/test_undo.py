@@ -1,4 +1,5 @@
-"""Tokens that are undone leave nothing behind, in whatever kind of state; `make prove` runs more of the programs."""
+"""Tokens that are undone leave nothing behind, in whatever kind of state; `make prove` runs more of
+the programs."""
 
 from dataclasses import replace
 from pathlib import Path
