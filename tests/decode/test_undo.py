@@ -43,6 +43,7 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
     assert any(programs.fault_of(decoder, seed) for seed in range(SAMPLE))
 
 
+@pytest.mark.filterwarnings("ignore:states of width 80")
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family):
     decoder = exports.decoder(exports.checkpoint(family), **programs.options(family, 0))
