@@ -35,7 +35,7 @@ from faults import FAULTS  # noqa: E402
 from planted import PLANTED  # noqa: E402
 
 from workbench import Bundle, Decoder, InputError  # noqa: E402
-from workbench.check import causality, checklist, device, host, interface, program, undo, weights  # noqa: E402  # noqa: E402
+from workbench.check import causality, checklist, device, host, interface, program, undo, weights  # noqa: E402
 from workbench.check.gates import NOT_RUN, RED, Gate  # noqa: E402
 from workbench.check.golden import Golden, make_golden  # noqa: E402
 from workbench.check.price import Budget, measure_budget  # noqa: E402

@@ -1,15 +1,16 @@
-"""Random programs of prefill, decode, trim, snapshot, restore, add and remove, against the tokens that count alone.
+"""Random programs of prefill, decode, trim, snapshot, restore, add and remove, against the tokens
+that count alone.
 
-A program runs on a batch of three sequences. Beside it, every sequence has a history: its calls, each with its T, those
-of its tokens that count, and its place in the batch, on which a kernel's order of sums depends. At the end a fresh
-decoder runs each history alone, the other sequences waiting: what one more call computes, and what every state holds,
-must be the same bits in `exact`.
+A program runs on a batch of three sequences. Beside it, every sequence has a history: its calls,
+each with its T, those of its tokens that count, and its place in the batch, on which a kernel's
+order of sums depends. At the end a fresh decoder runs each history alone, the other sequences
+waiting: what one more call computes, and what every state holds, must be the same bits in `exact`.
 
     python -m tests.decode.programs                    200 programs of every family
     python -m tests.decode.programs lfm2 --count 20    20 of one
 
-Every program is one JSON line in build/prove/programs.jsonl, skipped when it is there for the same version of the code.
-Exits 1 when a program ends otherwise than its tokens alone.
+Every program is one JSON line in build/prove/programs.jsonl, skipped when it is there for the same
+version of the code. Exits 1 when a program ends otherwise than its tokens alone.
 """
 
 import argparse
@@ -51,8 +52,8 @@ SHAPES = ({"layers_per_shard": 3}, {"layers_per_shard": 1, "states": "packed", "
 
 @dataclass
 class Lineage:
-    """A sequence as it counts: its calls as [T, tokens, place in the batch], the most tokens that it has had, and how many
-    of the last call's count, which it may have waited in."""
+    """A sequence as it counts: its calls as [T, tokens, place in the batch], the most tokens that
+    it has had, and how many of the last call's count, which it may have waited in."""
 
     calls: list[list] = field(default_factory=list)
     high: int = 0
@@ -77,7 +78,8 @@ class Lineage:
 
 
 class Program:
-    """One random program on a decoder; `lineages` and `stored` say what each sequence and snapshot should be."""
+    """One random program on a decoder; `lineages` and `stored` say what each sequence and snapshot
+    should be."""
 
     def __init__(self, decoder: Decoder, seed: int):
         self.decoder, self.rng = decoder, np.random.default_rng(seed)
@@ -124,7 +126,8 @@ class Program:
             self.decoder.decode_one_token([self.tokens(1)[0] if go else None for go in going])
 
     def trim(self) -> None:
-        """Within the depth that is promised it must work; beyond, it may be refused, and then changes nothing."""
+        """Within the depth that is promised it must work; beyond, it may be refused, and then
+        changes nothing."""
         seq, count = int(self.rng.integers(B)), int(self.rng.integers(1, T_MAX + 3))
         lineage = self.lineages[seq]
         self.text.append(f"trim {count} of {seq}, {len(lineage.ids)} tokens")
@@ -197,7 +200,8 @@ class Program:
 
 
 def move(decoder: Decoder, source: int, target: int) -> None:
-    """Moves a sequence to another place of the batch, without a snapshot; nothing of it may be undone."""
+    """Moves a sequence to another place of the batch, without a snapshot; nothing of it may be
+    undone."""
     order = np.arange(B)
     order[[source, target]] = target, source
     for state in decoder.states if source != target else ():
@@ -226,7 +230,8 @@ def options(family: str, shape: int) -> dict:
 
 
 def fault_of(decoder: Decoder, seed: int) -> str:
-    """What the program of a seed ends with that its tokens alone do not, and what it did; "" if nothing."""
+    """What the program of a seed ends with that its tokens alone do not, and what it did; "" if
+    nothing."""
     program = Program(decoder, seed)
     program.run()
     faults = list(program.faults())

@@ -1,4 +1,5 @@
-"""Tokens that are undone leave nothing behind, in whatever kind of state; `make prove` runs more of the programs."""
+"""Tokens that are undone leave nothing behind, in whatever kind of state; `make prove` runs more of
+the programs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,20 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
     host = decoder.host.inputs
     decoder.host.inputs = lambda offsets, counts, T, *_: host(offsets, counts, T)
     assert any(programs.fault_of(decoder, seed) for seed in range(SAMPLE))
+
+
+@pytest.mark.filterwarnings("ignore:states of width 80")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family):
+    decoder = exports.decoder(exports.checkpoint(family), **programs.options(family, 0))
+    decoder.begin()
+    decoder.prefill(ids(decoder, 18))  # in calls of 4: the last has two tokens
+    for trim in (decoder.snapshot().trim, decoder.trim):
+        with pytest.raises(InputError, match="3 to undo; needs at most 2"):
+            trim(3)
+    assert decoder.trim(1) == 1 and decoder.snapshot().floor == 16
+    assert not any(programs.fault_of(decoder, seed) for seed in range(SAMPLE))
+    assert undo_gate(decoder).verdict == "GREEN"
 
 
 def test_programs_that_have_run_are_not_run_again(tmp_path, monkeypatch, capsys):

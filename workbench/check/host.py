@@ -206,8 +206,8 @@ def _input_error(name, shape, inputs, kinds, offsets, counts, T, undone) -> floa
 
 
 def _tail_error(name: str, one_hot: np.ndarray, count: int, undone: int) -> float:
-    """Rows of a tail input of one sequence against the places, in the old rows and the valid columns
-    behind them, of the last ones that count; −1 where there are fewer."""
+    """Rows of a tail input of one sequence against the places, in the old rows and the valid
+    columns behind them, of the last ones that count; −1 where there are fewer."""
     lines, width = one_hot.shape
     rows = lines if name == TAIL_SELECT else width
     old, new = np.arange(rows - undone), np.arange(rows, rows + count)

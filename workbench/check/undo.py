@@ -15,7 +15,8 @@ SEED = 0
 
 @dataclass
 class Call:
-    """Tokens [B, T] that ran, how many of each sequence's still count [B], and their hidden states [B, C, T]."""
+    """Tokens [B, T] that ran, how many of each sequence's still count [B], and their hidden states
+    [B, C, T]."""
 
     ids: np.ndarray
     counts: np.ndarray
@@ -23,8 +24,9 @@ class Call:
 
 
 def undo_gate(decoder: Decoder) -> Gate:
-    """Undoes the last tokens of calls of every T, then as many as the decoder allows, and runs what is left alone, in calls
-    of the same T: hidden states and the states behind the last call, bit for bit. Any runtime and precision."""
+    """Undoes the last tokens of calls of every T, then as many as the decoder allows, and runs what
+    is left alone, in calls of the same T: hidden states and the states behind the last call, bit
+    for bit. Any runtime and precision."""
     options, experts = decoder.options, decoder.experts
     if decoder.undo.floor(0, 1):
         return gates.not_run("undo", "this bundle cannot undo a token: export with --undo")
@@ -58,8 +60,9 @@ def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
 
 
 def _calls_with_undo(decoder: Decoder, sizes: list[int], rng) -> list[Call]:
-    """Calls of these T whose last tokens are undone, another number in every sequence; two more calls, and as much undone as
-    the decoder allows; a last call. A slice write takes no dummy columns: there whole calls are undone."""
+    """Calls of these T whose last tokens are undone, another number in every sequence; two more
+    calls, and as much undone as the decoder allows; a last call. A slice write takes no dummy
+    columns: there whole calls are undone."""
     options, calls = decoder.options, []
     B, t_max, whole = options.batch, options.t_max, options.kv_write == "slice"
     for T in sizes:
@@ -83,7 +86,8 @@ def _call(decoder: Decoder, T: int, rng, calls: list[Call]) -> None:
 
 
 def _undo(decoder: Decoder, calls: list[Call], seq: int, count: int) -> None:
-    """Undoes the last `count` tokens of a sequence, of those that `calls` ran and the decoder lets go."""
+    """Undoes the last `count` tokens of a sequence, of those that `calls` ran and the decoder lets
+    go."""
     depth = decoder.offsets[seq] - decoder.floors[seq]
     count = int(min(count, depth, sum(call.counts[seq] for call in calls)))
     decoder.trim(count, seq)
@@ -94,7 +98,8 @@ def _undo(decoder: Decoder, calls: list[Call], seq: int, count: int) -> None:
 
 
 def _rerun(decoder: Decoder, calls: list[Call], after: list[Snapshot]) -> Iterator[str]:
-    """What differs where the tokens of `calls` that count are run alone; `after`: what was left of each sequence."""
+    """What differs where the tokens of `calls` that count are run alone; `after`: what was left of
+    each sequence."""
     for call in calls:
         if not call.counts.any():
             continue

@@ -97,8 +97,8 @@ def bug_gates(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Whether a bundle is faulty, whatever its compression: interface, weights, host, program, scores, causality and
-    undo.
+    """Whether a bundle is faulty, whatever its compression: interface, weights, host, program,
+    scores, causality and undo.
 
     Args:
         exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of Core AI

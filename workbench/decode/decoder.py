@@ -52,8 +52,8 @@ class Record:
 
 
 class Decoder:
-    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three; `trim` undoes
-    tokens, as speculative decoding does with those that it guessed wrongly.
+    """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three; `trim`
+    undoes tokens, as speculative decoding does with those that it guessed wrongly.
 
     Args:
         bundle: an opened bundle or its path.
@@ -219,7 +219,8 @@ class Decoder:
         self.add(seq, Snapshot((), self.identity, empty, 0))
 
     def trim(self, count: int, seq: int = 0) -> int:
-        """Undoes the last `count` tokens of a sequence, as if they had never run; returns how many it had to undo.
+        """Undoes the last `count` tokens of a sequence, as if they had never run; returns how many
+        it had to undo.
 
         No state is copied: the next call writes over what these tokens left. Caches go back to
         any token; rings, and with the export option `undo` tails, t_max tokens from the most that
@@ -227,7 +228,8 @@ class Decoder:
         snapshotted, trimmed again and continued.
 
         Raises:
-            InputError: a state does not go back that far, which is then unchanged; a negative count.
+            InputError: a state does not go back that far, which is then unchanged; a negative
+            count.
         """
         offset = int(self.offsets[checks.sequence(seq, self.options.batch)])
         count = undoable(count, offset, int(self.floors[seq]))

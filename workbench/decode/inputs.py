@@ -78,9 +78,10 @@ class Host:
         Returns:
             tail_select [B, rows, T] and tail_keep [B, rows, rows], rows being those of a tail, and
             tail_first [B, n, rows] where tokens can be undone; order [B, 1, T, 1] and accept
-            [B, 1, t_max, 1]; router_state of zeros, which the first layer takes; pos [1] or kv_write_mask [B, 1, rows, T]; and for each rope table, under
-            its suffix, rope_cos, rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows],
-            kv_write_mask where its caches are rings.
+            [B, 1, t_max, 1]; router_state of zeros, which the first layer takes; pos [1] or
+            kv_write_mask [B, 1, rows, T]; and for each rope table, under its suffix, rope_cos,
+            rope_sin [B, 1, T, rope_half], attn_mask [B, 1, T, rows], kv_write_mask where its caches
+            are rings.
         """
         self.check(offsets, counts)
         positions = offsets[:, None] + np.arange(T)  # [B, T]
@@ -105,8 +106,8 @@ class Host:
         return inputs
 
     def _tail(self, counts: np.ndarray, T: int, undone: np.ndarray) -> dict[str, np.ndarray]:
-        """Where the rows of a tail come from: of its old rows without the last `undone`, followed by the valid columns,
-        the last ones, each as a one-hot row; zeros where there are fewer."""
+        """Where the rows of a tail come from: of its old rows without the last `undone`, followed
+        by the valid columns, the last ones, each as a one-hot row; zeros where there are fewer."""
         rows, undone = np.arange(self.tail), undone[:, None, None]
         # of each row among all the old ones and the columns, [B, rows, 1]
         place = counts[:, None, None] + rows[:, None]
@@ -120,7 +121,8 @@ class Host:
         return inputs
 
     def _matrix(self, counts: np.ndarray, T: int, accepted) -> dict[str, np.ndarray]:
-        """The places of the valid columns, from 1 on, and which of the last call's columns count."""
+        """The places of the valid columns, from 1 on, and which of the last call's columns
+        count."""
         column, last = np.arange(T), np.arange(self.options.t_max)
         accepted = np.full(len(counts), len(last)) if accepted is None else accepted
         return {

@@ -45,7 +45,8 @@ class Snapshot:
         return sum(value.nbytes for value in self.states.values())
 
     def trim(self, count: int) -> "Snapshot":
-        """Without its last `count` tokens (all of them, when it has fewer), as if they had never run.
+        """Without its last `count` tokens (all of them, when it has fewer), as if they had never
+        run.
 
         Raises:
             InputError: fewer tokens than `floor` would be left; a negative count.
@@ -59,7 +60,8 @@ class Snapshot:
 
 
 def undoable(count: int, offset: int, floor: int) -> int:
-    """How many of the last `count` tokens of `offset` there are to undo; refuses to go below `floor`."""
+    """How many of the last `count` tokens of `offset` there are to undo; refuses to go below
+    `floor`."""
     count = min(checks.count(count, "tokens to trim"), offset)
     if offset - count < floor:
         raise InputError(
@@ -82,7 +84,8 @@ def foreign(subject: str, other: str, own: str) -> InputError:
 
 
 class UndoDepth:
-    """How far the sequences of a bundle can go back: the table of `bundle.states`, for all states at once."""
+    """How far the sequences of a bundle can go back: the table of `bundle.states`, for all states
+    at once."""
 
     def __init__(self, manifest: Manifest):
         self.t_max, self.undo = manifest.options.t_max, manifest.options.undo
@@ -95,7 +98,8 @@ class UndoDepth:
                     self.rings.add((entry.ring, window))
 
     def floor(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The fewest tokens that sequences of `after` [B] tokens can go back to, whose last call began at `before` [B]."""
+        """The fewest tokens that sequences of `after` [B] tokens can go back to, whose last call
+        began at `before` [B]."""
         floors = np.zeros_like(after)
         for ring, window in self.rings:  # the window before the next token must be in it
             wrapped = np.where(after > ring, after - ring + window - 1, 0)
@@ -114,8 +118,8 @@ def layout(manifest: Manifest, offset: int, floor: int | None = None) -> dict[st
         floor: by default the lowest after a call that ran no token.
 
     Returns:
-        By name: caches [H_kv, rows, D] of all tokens, rings of those from `floor` − window + 1 on; tails
-        [n + offset − floor, W]; pending states [H, offset − floor, width]; matrices whole.
+        By name: caches [H_kv, rows, D] of all tokens, rings of those from `floor` − window + 1 on;
+        tails [n + offset − floor, W]; pending states [H, offset − floor, width]; matrices whole.
     """
     if floor is None:
         floor = int(UndoDepth(manifest).floor(offset, offset))
@@ -137,8 +141,9 @@ def layout(manifest: Manifest, offset: int, floor: int | None = None) -> dict[st
 
 
 def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a snapshot has states of the `needed` names and shapes. A cache may have any rows of its tokens, since a ring
-    of another size lacks some; another state may have more rows than are needed."""
+    """Whether a snapshot has states of the `needed` names and shapes. A cache may have any rows of
+    its tokens, since a ring of another size lacks some; another state may have more rows than are
+    needed."""
     shapes = {name: value.shape for name, value in snapshot.states.items()}
     if {n: len(shape) for n, shape in shapes.items()} != {n: len(s) for n, s in needed.items()}:
         return False
@@ -166,8 +171,9 @@ def identity(manifest: Manifest, precision: str) -> str:
 
 
 def take(value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int) -> np.ndarray:
-    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its last `rows` rows that count, in token order;
-    a copy. `undone` of `offset` tokens and more were undone since the last call."""
+    """One sequence's state, as `state.read(name)[seq]` gives it, cut to its last `rows` rows that
+    count, in token order; a copy. `undone` of `offset` tokens and more were undone since the last
+    call."""
     if kind is RING:
         return value[:, np.arange(offset - rows, offset) % value.shape[1]]
     if kind is TAIL:
@@ -177,7 +183,8 @@ def take(value: np.ndarray, kind: StateKind, rows: int, offset: int, undone: int
 
 
 def put(target: np.ndarray, kind: StateKind, value: np.ndarray, offset: int) -> None:
-    """The inverse of `take`, into a state full of zeros; of rows that do not fit a smaller state, the last ones."""
+    """The inverse of `take`, into a state full of zeros; of rows that do not fit a smaller state,
+    the last ones."""
     count = min(value.shape[-2], target.shape[-2])
     value = value[..., value.shape[-2] - count :, :]
     if kind is RING or kind is ROWS:

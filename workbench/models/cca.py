@@ -2,8 +2,8 @@
 
 Queries and keys are mixed over time by two short convolutions and pulled towards their means; half of the value channels
 are the previous token's. Beyond K and V a layer therefore keeps `conv_state` [B, 2, (H + H_kv)·D], the last two inputs of
-the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start as zeros, and keep t_max earlier ones
-besides where tokens can be undone.
+the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start as zeros, and
+keep t_max earlier ones besides where tokens can be undone.
 """
 
 import torch

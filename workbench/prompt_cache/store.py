@@ -187,7 +187,8 @@ class Store:
         return self.folder / f"{name}{SUFFIX}"
 
     def _scan(self) -> dict[str, Encoded]:
-        """Ids and header of every snapshot on the disk that is this bundle's; reads only those of new files."""
+        """Ids and header of every snapshot on the disk that is this bundle's; reads only those of
+        new files."""
         seen = {}
         for name in self.names():
             try:

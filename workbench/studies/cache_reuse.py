@@ -338,8 +338,9 @@ def differs(
 def wrong_rows(
     snapshot: Snapshot, states: dict[str, np.ndarray], format: str, shapes: dict[str, tuple]
 ) -> str:
-    """What a snapshot, of these `shapes`, holds that a cold prefill's states [H_kv, S, D] do not, or "": fp16 must be
-    equal, q4 within half a step of its group along head_dim (a fifteenth of the group's range) and one rounding."""
+    """What a snapshot, of these `shapes`, holds that a cold prefill's states [H_kv, S, D] do not,
+    or "": fp16 must be equal, q4 within half a step of its group along head_dim (a fifteenth of the
+    group's range) and one rounding."""
     for name, cold in states.items():
         rows, allowed = snapshot.states.get(name), 0.0
         kind = RING if is_cache(name) else state_kind(name)
