@@ -124,7 +124,7 @@ def taps_of_delta_net_in_reverse(decoder):
 
 @mamba("program")
 def branches_join_the_stream_at_full_size(decoder):
-    for step in steps(decoder, 1, "mul", "blocks.0"):
+    for step in steps(decoder, 1, "mul", "layers.1"):
         factor = step.constants.get("y")
         if factor is not None and factor.numel() == 1:
             step.constants["y"] = torch.ones_like(factor)

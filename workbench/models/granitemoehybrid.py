@@ -10,7 +10,7 @@ from workbench.bundle import Options, Rope
 from workbench.bundle.names import CONV_STATE, MATRIX_STATE
 from workbench.models import llama
 from workbench.models.family import Plan, head_dim, hybrid_layers, refuse, rope
-from workbench.models.layers import GatedMLP, Head, scaled
+from workbench.models.layers import GatedMLP, Head
 from workbench.models.mamba import Mamba2
 
 NAMES = {"mlp": "shared_mlp", "gate_up_proj": "input_linear", "down_proj": "output_linear"}
@@ -51,17 +51,6 @@ def layer(plan: Plan, index: int, options: Options) -> nn.Module:
     return made
 
 
-class ScaledHead(Head):
-    """A head whose logits are divided by `divisor`."""
-
-    def __init__(self, norm, C: int, rows: int, divisor: float):
-        super().__init__(norm, C, rows)
-        self.divisor = divisor
-
-    def forward(self, x):
-        return scaled(super().forward(x), 1 / self.divisor)
-
-
 def head(plan: Plan, rows: int) -> nn.Module:
     C = plan.dims.C
-    return ScaledHead(plan.norm(C), C, rows, plan.config.logits_scaling)
+    return Head(plan.norm(C), C, rows, plan.config.logits_scaling)

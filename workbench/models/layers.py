@@ -262,11 +262,14 @@ class GatedMLP(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T, 1]."""
+    """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T, 1], which are
+    divided by `divisor`."""
 
-    def __init__(self, norm: RMSNorm, C: int, rows: int):
+    def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float = 1.0):
         super().__init__()
-        self.norm, self.lm_head = norm, Conv(C, rows)
+        self.norm, self.lm_head, self.divisor = norm, Conv(C, rows), divisor
 
     def forward(self, x):
+        if self.divisor != 1:
+            return scaled(self.lm_head(self.norm(x)), 1 / self.divisor)
         return self.lm_head(self.norm(x))

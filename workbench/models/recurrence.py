@@ -134,6 +134,6 @@ def unit(x, eps: float):
     peak = x.abs().amax(-1, keepdim=True).clamp(*NORMAL)
     y = x / peak
     first, *second = split(eps**0.5)
-    root = constant(np.full((1, 1, 1, 1), first)) / peak  # a tensor, as in `RMSNorm`
+    root = constant(np.full((1,) * peak.dim(), first)) / peak  # a tensor, as in `RMSNorm`
     root = root * second[0] if second else root
     return y * torch.rsqrt((y * y).sum(-1, keepdim=True) + root * root)
