@@ -47,7 +47,7 @@ def add(
     for i, c in enumerate(sweep.cells(made)):
         run_id = f"{START + timedelta(hours=number, seconds=i):%Y%m%dT%H%M%S%fZ}-{number:08x}"
         how, ms = c.run, call_ms(c.options, c.run)
-        portable = runtime == "portable"
+        portable, on_core_ml = runtime == "portable", runtime not in ("portable", "coreai")
         row = (
             runs.exported(c.options)
             | machine
@@ -63,8 +63,8 @@ def add(
                 "runtime": runtime,
                 "precision": how["precision"] if portable else None,
                 "fast": how["fast"] and ALONE[how["precision"]] if portable else None,
-                "compute_units": None if portable else how["compute_units"],
-                "hints": None if portable else how["hints"],
+                "compute_units": how["compute_units"] if on_core_ml else None,
+                "hints": how["hints"] if on_core_ml else None,
                 "T": how["T"],
                 "depth": how["depth"],
                 "n_gen": how["n_gen"],

@@ -28,6 +28,8 @@ OTHER = {
     "sliding": "ring",
     "functions": (1, 4),
     "undo": True,
+    "target": "coreai",
+    "program_dtype": "fp32",
 }
 """Of every export option a value that is not its default."""
 
@@ -41,6 +43,7 @@ AXES = {
     "depth": [0, 4],
 }
 ON_CORE_ML = {"compute_units", "hints"}
+ON_TARGET = ["portable", "coreai"]  # what runs bundles of either target
 
 
 def varied(axis: str) -> dict:
@@ -52,6 +55,8 @@ def varied(axis: str) -> dict:
     }
     if axis in AXES:
         return grid | {"run": grid["run"] | {axis: AXES[axis]}}
+    if axis == "program_dtype":
+        grid["export"] |= {"target": ["coreai"]}
     first = 16 if axis == "max_seq_len" else getattr(options(), axis)
     return grid | {"export": grid["export"] | {axis: [first, OTHER[axis]]}}
 
@@ -85,9 +90,11 @@ def test_every_option_has_a_column_and_another_value_here():
 def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
     grid, root = varied(axis), tmp_path / "experiments" / "log"
     FIRST.clear()
-    if axis == "runtime":
-        for i, runtime in enumerate(AXES[axis]):
+    if axis in ("runtime", "target"):
+        for i, runtime in enumerate(AXES["runtime"] if axis == "runtime" else ON_TARGET):
             part = grid | {"run": grid["run"] | {"runtime": [runtime]}}
+            if axis == "target":
+                part = grid | {"export": grid["export"] | {"target": [grid["export"][axis][i]]}}
             add(
                 root,
                 part,
@@ -105,7 +112,9 @@ def test_an_option_that_varies_is_told_apart_everywhere(tmp_path, axis):
             ms,
             number=0,
             checkpoint_hash=HASH,
-            runtime="coreml" if axis in ON_CORE_ML else "portable",
+            runtime={"program_dtype": "coreai"}.get(
+                axis, "coreml" if axis in ON_CORE_ML else "portable"
+            ),
         )
     made = sweep.make_grid(grid)
     stored = sweep.stored_tables(made, root)

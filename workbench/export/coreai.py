@@ -153,7 +153,7 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
     program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
     for node in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
         if lines := node.meta.get("stack_trace"):
-            node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/', lines)
+            node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/program/', lines)
     return program
 
 
