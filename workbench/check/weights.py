@@ -30,7 +30,7 @@ import miltorch
 from miltorch.program import Op, Ref, Type
 from workbench.bundle import Bundle, Shard
 from workbench.bundle.aimodel import read_weight
-from workbench.bundle.names import MIN_NORMAL, ROUTER_STATE, split_layer
+from workbench.bundle.names import ACCEPT, MIN_NORMAL, ROUTER_STATE, split_layer
 from workbench.bundle.presets import Preset
 from workbench.check import gates
 from workbench.check.gates import Gate
@@ -169,13 +169,19 @@ class Constants:
 
     def _formula(self, op: Op) -> bool:
         """Whether `op` is a constant of the model that no checkpoint holds: the first layer's scale
-        of the router state before it, zeros, or the numbers of the expert classes."""
-        value = op.inputs.get("val")
-        if op.kind != "const" or value is None or ROUTER_STATE not in self.shard.inputs:
+        of the router state before it, zeros; the numbers of the expert classes; where tokens are
+        pending, ones in a row, and which of t_max places is later than which."""
+        value, inputs, known = op.inputs.get("val"), self.shard.inputs, []
+        if op.kind != "const" or value is None:
             return False
-        value, before = np.ravel(value), self.shard.inputs[ROUTER_STATE][1]
-        first = self.shard.layers[0] == 0 and len(value) == before
-        return (first and not value.any()) or np.array_equal(value, np.arange(len(value)))
+        if ROUTER_STATE in inputs:
+            known.append(np.arange(np.size(value)))
+            if self.shard.layers[0] == 0:
+                known.append(np.zeros(inputs[ROUTER_STATE][1]))
+        if ACCEPT in inputs:
+            places = inputs[ACCEPT][2]
+            known += [np.ones(np.shape(value)[-1]), np.triu(np.ones((places, places)), 1)]
+        return any(np.array_equal(np.ravel(value), constant.ravel()) for constant in known)
 
     def _dense(self, tensor: str, op: Op) -> np.ndarray:
         """The stored values, float32: dequantized, but not rounded to fp16 again."""
