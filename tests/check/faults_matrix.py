@@ -104,10 +104,10 @@ def norm_before_the_gate(decoder):
 @delta("program")
 def one_step_too_few_for_eight_tokens(decoder):
     last = []
-    product = [s for s in steps(decoder, 0, "matmul", "linear_attn")]
+    products = steps(decoder, 0, "matmul", "linear_attn")
     change = steps(decoder, 0, "sub", "linear_attn")[-1]
-    name = change.operands[1][1] if len(change.operands) > 1 else change.operands[0][1]
-    (final,) = [s for s in product if s.outputs[0][0] == name]
+    (subtracted,) = [name for parameter, name, *_ in change.operands if parameter == "y"]
+    (final,) = [s for s in products if s.outputs[0][0] == subtracted]
     wrap(final, before=lambda arguments: last.append(arguments["y"]) or arguments)
     wrap(change, after=lambda _: last.pop())
 

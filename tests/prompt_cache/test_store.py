@@ -381,6 +381,7 @@ def stand_in(decoder):
         manifest=decoder.manifest,
         runtime=decoder.runtime,
         precision=decoder.precision,
+        arithmetic=decoder.arithmetic,
     )
 
 
@@ -393,7 +394,7 @@ from workbench.decode import Snapshot
 from workbench.prompt_cache import Store
 from workbench.decode.snapshot import UndoDepth, layout
 
-decoder = SimpleNamespace(identity="a" * 64, manifest=Bundle.open(sys.argv[1]).manifest, runtime="portable", precision="exact")
+decoder = SimpleNamespace(identity="a" * 64, manifest=Bundle.open(sys.argv[1]).manifest, runtime="portable", precision="exact", arithmetic="exact")
 
 def filled(i):
     ids = tuple(range(10 + i % 50))
