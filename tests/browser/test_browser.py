@@ -106,10 +106,10 @@ def move(notebook: Notebook, project: Path) -> None:
             cell_is_the_log_s(widget, project)
             run_and_cancel(widget)
             widget.press("Save figure")
-            widget.box.locator("text=saved explorer-update").wait_for(timeout=60_000)
+            widget.box.locator("text=saved explorer-update").wait_for(timeout=180_000)
         if kind == "planner":
             widget.press("Run what is missing")
-            widget.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=60_000)
+            widget.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=180_000)
     assert not notebook.errors(), notebook.errors()
     notebook.shoot("-moved")
 
@@ -134,10 +134,10 @@ def cell_is_the_log_s(explorer: Widget, project: Path) -> None:
 def run_and_cancel(explorer: Widget) -> None:
     """Run counts what it does, Cancel ends it and keeps what was finished."""
     explorer.press("Run what is missing")
-    explorer.box.locator("text=/^\\d+ of \\d+: /").wait_for(timeout=60_000)
+    explorer.box.locator("text=/^\\d+ of \\d+: /").wait_for(timeout=180_000)
     start = time.monotonic()
     explorer.press("Cancel")
-    explorer.box.locator("text=cancelled; what was finished is kept").wait_for(timeout=60_000)
+    explorer.box.locator("text=cancelled; what was finished is kept").wait_for(timeout=180_000)
     explorer.notebook.seconds["Cancel"] = [time.monotonic() - start]
 
 
@@ -190,12 +190,12 @@ def test_the_run_button_makes_what_is_missing_and_the_figure_can_be_saved(lab, p
     notebook = opened(lab, written(project, "run_button", EXPLORER))
     explorer = notebook.widget("explorer")
     explorer.changes(lambda: explorer.press("Run what is missing"), "Run", limit=240)
-    explorer.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=60_000)
+    explorer.box.locator("button:has-text('Nothing is missing')").wait_for(timeout=180_000)
     cell_is_the_log_s(explorer, project)
     sharp = explorer.picture.evaluate("image => image.naturalWidth / image.width")
     assert sharp >= 2 and not notebook.page.locator(".workbench-still:visible").count()
     explorer.press("Save figure")
-    explorer.box.locator("text=saved explorer-update-S16-T1-fp16").wait_for(timeout=60_000)
+    explorer.box.locator("text=saved explorer-update-S16-T1-fp16").wait_for(timeout=180_000)
     notebook.shoot()
     assert "explorer-update-S16-T1-fp16-declared" in set(plotted(project, "34")["stem"])
     notebook.page.close()
