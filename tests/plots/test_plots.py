@@ -325,7 +325,8 @@ def test_two_paths_stand_side_by_side_on_one_scale():
     rows = rows.assign(unit="ms", path=["decode path"] * 2 + ["every operation"] * 2)
     figure = plots.speed_beside(rows, by="path")
     left, right = figure.axes
-    assert [ax.get_title("left") for ax in figure.axes] == ["decode path", "every operation"]
+    names = [ax.get_xlabel().splitlines()[-1] for ax in figure.axes]
+    assert names == ["decode path", "every operation"]
     assert left.get_ylim() == right.get_ylim() and right.get_ylim()[1] > 9
     assert left.containers[0].lines[0].get_ydata().tolist() == [1.0, 1.1]
     assert "time of a call, median and range, n = 1" in figure.get_suptitle()

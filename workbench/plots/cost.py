@@ -83,7 +83,8 @@ def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
     figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
     for ax, (name, rows) in zip(panels, groups):
         title = speed(rows, lines=lines, ax=ax).get_title("left")
-        ax.set_title(name)
+        ax.set_title("")
+        ax.set_xlabel(f"{ax.get_xlabel()}\n{name}")
     panels[0].set_ylim(0, 1.05 * samples["value"].max())
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     return figure
@@ -284,6 +285,7 @@ def speed_against_fidelity(
         what = "median and range" if "slowest" in points else "medians"
         title += f", {what}; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
+    highest = float(points.reindex(columns=["tokens_per_s", "fastest"]).max(axis=None))
     if "slowest" in valid:
         ends = valid[["slowest", "fastest"]].astype(float)
         ax.vlines(valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8)
@@ -312,7 +314,7 @@ def speed_against_fidelity(
         limit = {"color": "black", "linewidth": 1, "linestyle": "--"}
         ax.axvline(max_kl, label=f"your limit, {max_kl:g}", **limit)
     ax.set_xscale("log")
-    ax.set(xlabel=label, ylabel="tok/s", ylim=(0, 1.12 * float(points["tokens_per_s"].max())))
+    ax.set(xlabel=label, ylabel="tok/s", ylim=(0, 1.12 * highest))
     ax.margins(x=0.25)
     ax.grid()
     keys = ax.get_legend_handles_labels()[0] + invalid_key(ax, invalid)
