@@ -231,10 +231,11 @@ def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     return sizes["bytes"].agg(["count", "sum", "max"]).reset_index()
 
 
-def bench_rows(rows: list[dict], machine: str) -> pd.DataFrame:
-    """Benchmark rows without their raw samples, and the machine they were taken on."""
-    frame = pd.DataFrame(rows)[["name", "value", "unit", "peer", "peer_value", "ratio", "n"]]
-    return frame.assign(machine=machine)
+def bench_rows(rows: list[dict], machine: str, samples: bool = False) -> pd.DataFrame:
+    """Benchmark rows, with their raw `samples` or without, and the machine they were taken on."""
+    columns = ["name", "value", "unit", "peer", "peer_value", "ratio", "n"]
+    columns += ["samples", "peer_samples"] if samples else []
+    return pd.DataFrame(rows)[columns].assign(machine=machine)
 
 
 def moe_conclusion(rows: list[dict], experts: int, machine: str) -> str:
