@@ -24,10 +24,7 @@ def test_layer_by_layer_equals_the_whole_model(family, exports):
     )
     with torch.inference_mode():
         whole = model.eval()(torch.tensor([IDS]), output_hidden_states=True)
-    logits, scaled = whole.logits[0].numpy(), getattr(model.config, "logits_scaling", 1) != 1
-    # the golden divides the hidden state by logits_scaling, not the logits: the last bit differs
-    limit = 1e-6 * np.abs(logits).max() if scaled else 0
-    np.testing.assert_allclose(found.logits, logits, rtol=0, atol=limit)
+    assert np.array_equal(found.logits, whole.logits[0].numpy())
     for layer in range(1, len(found.x)):
         assert np.array_equal(found.x[layer], whole.hidden_states[layer][0].numpy())
     assert found.k.shape[2] == found.v.shape[2] == len(IDS)

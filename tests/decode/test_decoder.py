@@ -29,8 +29,8 @@ def family(request, exports):
 def test_logits_equal_hugging_face_whatever_the_tiling(family, sizes):
     decoder, _, g = family
     logits = tiny.chained(decoder, g.ids, sizes)
-    # a matrix sums over all tokens, and in DeltaNet over the iterations of a call
-    limit = 5e-6 if decoder.manifest.family in ("qwen3_5_text", "granitemoehybrid") else 2e-6
+    # DeltaNet solves for what a call's tokens change in one another by three or more products
+    limit = 5e-6 if decoder.manifest.family == "qwen3_5_text" else 2e-6
     assert tiny.relative(logits, g.logits) < limit
     assert tiny.cosine(logits, g.logits) > 0.999999
 

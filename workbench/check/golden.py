@@ -327,12 +327,12 @@ class ReferenceModel:
         """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a
         time."""
         name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
-        hidden = hidden / logit_divisor(self.config)
+        divisor = logit_divisor(self.config)
         if self.weights:
-            return (hidden @ self.weights(name).T).numpy()
+            return (hidden @ self.weights(name).T / divisor).numpy()
         slices = (slice(i, min(i + LOGIT_ROWS, V)) for i in range(0, V, LOGIT_ROWS))
         parts = [hidden @ self.checkpoint.tensor(name, rows).T for rows in slices]
-        return torch.cat(parts, dim=-1).numpy()
+        return (torch.cat(parts, dim=-1) / divisor).numpy()
 
 
 def final_norm(base: nn.Module) -> nn.Module:
