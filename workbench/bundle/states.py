@@ -15,7 +15,6 @@ neither a tail nor a matrix can go back.
 from dataclasses import dataclass
 
 from workbench.bundle.names import (
-    ACCEPT,
     ATTN_MASK,
     CONV_STATE,
     K_STATE,
@@ -23,7 +22,6 @@ from workbench.bundle.names import (
     MATRIX_STATE,
     ORDER,
     PENDING_STATE,
-    TAIL_FIRST,
     TAIL_KEEP,
     TAIL_SELECT,
     V_DELAYED_STATE,
@@ -37,25 +35,18 @@ class StateKind:
 
     Args:
         inputs: the host's inputs by which a call addresses such a state (without the suffix of a
-            rope table), `undo_inputs` those that bundles with the option `undo` have besides.
-        row_per_token: its second to last axis has a row for each token: of all tokens (`rows`,
-            `ring`) or of those of the last call (`pending`). A snapshot holds only rows of tokens
-            that count, of a tail those that the next token reads and those to go back to.
-        always_undone: tokens can be undone without the option `undo`.
+            rope table).
     """
 
     name: str
     inputs: tuple[str, ...]
-    undo_inputs: tuple[str, ...] = ()
-    row_per_token: bool = False
-    always_undone: bool = False
 
 
-ROWS = StateKind("rows", (ATTN_MASK, KV_WRITE_MASK), row_per_token=True, always_undone=True)
-RING = StateKind("ring", (ATTN_MASK, KV_WRITE_MASK), row_per_token=True, always_undone=True)
-TAIL = StateKind("tail", (TAIL_SELECT, TAIL_KEEP), (TAIL_FIRST,))
-MATRIX = StateKind("matrix", (ORDER,), (ACCEPT,))
-PENDING = StateKind("pending", (ORDER,), (ACCEPT,), row_per_token=True)
+ROWS = StateKind("rows", (ATTN_MASK, KV_WRITE_MASK))
+RING = StateKind("ring", (ATTN_MASK, KV_WRITE_MASK))
+TAIL = StateKind("tail", (TAIL_SELECT, TAIL_KEEP))
+MATRIX = StateKind("matrix", (ORDER,))
+PENDING = StateKind("pending", (ORDER,))
 KINDS = {
     K_STATE: ROWS,
     V_STATE: ROWS,
