@@ -208,6 +208,16 @@ def test_cancel_keeps_what_was_finished(root, tmp_path):
     assert done == [1] and "cancelled" in made.job.label.value and made.job.cancel.disabled
 
 
+def test_nothing_is_drawn_after_a_job_says_that_it_is_cancelled(root, tmp_path):
+    """A message written after "cancelled", such as that of Save, would be overwritten."""
+    made = Explorer(PART, root=tmp_path / "experiments" / "log")
+    labels, steps = [], [("one", 1, made.job.cancel.click), ("two", 1, lambda: None)]
+    made.job.steps, made.job.finish = lambda: steps, lambda: labels.append(made.job.label.value)
+    made.job.start()
+    made.job.thread.join()
+    assert labels == ["1 of 2: one"] and "cancelled" in made.job.label.value
+
+
 def test_cancel_kills_the_process_that_a_step_waits_for(root, tmp_path):
     made = Explorer(PART, root=tmp_path / "experiments" / "log")
     made.job.run.click()

@@ -233,8 +233,9 @@ class BackgroundJob:
                 self.panel.guarded(step)
             total += parts
             self.advance(total - self.progress.value)
-        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
         self.cancel.disabled, self.progress.layout.visibility = True, "hidden"
         if len(self.panel.errors) == errors:
             self.finish()
         self.panel.guarded(self.refresh)
+        # last, because nothing is drawn after it: a message of the next action stays
+        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
