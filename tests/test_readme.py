@@ -1,5 +1,6 @@
 """What README and the guide tell people to type exists and is spelled right; links and notebooks named there are there."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from workbench.bundle import states
 from workbench.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -116,3 +118,33 @@ def test_files_named_in_the_documents_exist():
 def test_readme_names_every_notebook():
     text = (ROOT / "README.md").read_text()
     assert all(f"`{p.stem}`" in text for p in (ROOT / "notebooks").glob("*.ipynb"))
+
+
+def names_of_gates() -> set[str]:
+    """Every literal name that a function with a parameter `name` makes a `Gate` of."""
+    modules = [ast.parse(path.read_text()) for path in (ROOT / "workbench").rglob("*.py")]
+    nodes = [node for module in modules for node in ast.walk(module)]
+    places = {"Gate": 0}
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef) and "Gate" in ast.unparse(node.returns or node.args):
+            parameters = [parameter.arg for parameter in node.args.args]
+            if "name" in parameters:
+                places[node.name] = parameters.index("name")
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            place = places.get(getattr(node.func, "attr", getattr(node.func, "id", "")))
+            if place is not None and len(node.args) > place:
+                names.add(getattr(node.args[place], "value", None))
+    return {name for name in names if isinstance(name, str) and name.isidentifier()}
+
+
+def test_the_glossary_has_every_gate_and_every_kind_of_state():
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    entries = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", page, re.MULTILINE))))
+    gates = names_of_gates()
+    assert {"interface", "nan_in_state_is_noticed", "undo", "keys_and_values"} <= gates
+    assert not gates - entries
+    assert not {kind.name for kind in [*states.KINDS.values(), states.RING]} - entries
+    assert "docs/glossary.md" in (ROOT / "README.md").read_text()
+    assert "glossary.md" in (ROOT / "docs" / "architecture.md").read_text()
