@@ -44,9 +44,10 @@ def test_a_program_notices_an_undo_that_forgets_the_tail(exports):
 
 
 @pytest.mark.filterwarnings("ignore:states of width 80")
+@pytest.mark.parametrize("pair", [{}, {"state_pair": True}], ids=["one", "pair"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family):
-    decoder = exports.decoder(exports.checkpoint(family), **programs.options(family, 0))
+def test_a_matrix_goes_back_to_the_first_token_of_the_last_call(exports, family, pair):
+    decoder = exports.decoder(exports.checkpoint(family), **programs.options(family, 0) | pair)
     decoder.begin()
     decoder.prefill(ids(decoder, 18))  # in calls of 4: the last has two tokens
     for trim in (decoder.snapshot().trim, decoder.trim):

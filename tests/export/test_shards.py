@@ -87,6 +87,8 @@ def test_layers_with_a_matrix_keep_it_beside_their_tail():
     undone = next(shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"undo": True})))
     assert undone.inputs["accept"] == [2, 1, 4, 1]
     assert undone.buffers["pending_state"] == [2, 4, 4, 16 + 32 + 32]
+    pair = next(shards.specs(plan("qwen3_5_text"), chosen.model_copy(update={"state_pair": True})))
+    assert pair.buffers == recurrent.buffers | {"remainder_state": [2, 4, 16, 32]}
     packed = Options(max_seq_len=16, states="packed", layers_per_shard=3)
     (granite, _) = shards.specs(plan("granitemoehybrid"), packed)
     assert granite.buffers["side_state"] == [1, 2, 3 * 192 + 4 * 32 * 32]
@@ -94,8 +96,9 @@ def test_layers_with_a_matrix_keep_it_beside_their_tail():
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 @pytest.mark.parametrize("undo", [False, True])
-def test_the_memory_of_matrix_states_is_predicted(family, undo):
-    chosen = Options(max_seq_len=16, batch=2, undo=undo)
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_memory_of_matrix_states_is_predicted(family, undo, pair):
+    chosen = Options(max_seq_len=16, batch=2, undo=undo, state_pair=pair)
     spec = next(shards.specs(plan(family), chosen))
     bytes_of_a_layer = sum(2 * np.prod(shape) for shape in spec.buffers.values())
     side = sum(

@@ -28,6 +28,7 @@ OTHER = {
     "sliding": "ring",
     "functions": (1, 4),
     "undo": True,
+    "state_pair": True,
     "target": "coreai",
     "program_dtype": "fp32",
 }

@@ -79,7 +79,8 @@ class Options(ManifestModel):
     `functions` are the T of which each shard has a function of its own, in ascending order; with
     them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
 
-    `undo` lets tokens be taken back from states that are not rows of a cache (see `states`).
+    `undo` lets tokens be taken back from states that are not rows of a cache (see `states`);
+    `state_pair` keeps the remainder of each matrix state in a second state of its size.
     `target` = coreai makes programs for Apple's Core AI; `program_dtype` is the dtype of their
     inputs, states and results. Both are written only where they are not Core ML's.
     """
@@ -97,6 +98,7 @@ class Options(ManifestModel):
     sliding: Literal["mask", "ring"] = "mask"
     functions: tuple[Count, ...] = Field((), exclude_if=operator.not_)
     undo: bool = Field(False, exclude_if=operator.not_)
+    state_pair: bool = Field(False, exclude_if=operator.not_)
     target: Literal["coreml", "coreai"] = Field("coreml", exclude_if="coreml".__eq__)
     program_dtype: Literal["fp16", "fp32"] = Field("fp16", exclude_if="fp16".__eq__)
 

@@ -34,6 +34,7 @@ CONV_STATE, V_DELAYED_STATE = (
 )  # [B, 2, (H + H_kv)·D], [B, 1, H_kv·D / 2]
 # [B, H, K, V], and what the last call will add to it: [B, H, t_max, K + V + 32]
 MATRIX_STATE, PENDING_STATE = "matrix_state", "pending_state"
+REMAINDER_STATE = "remainder_state"  # [B, H, K, V]: what rounding cut off the matrix
 KV_STATE, SIDE_STATE = "kv_state", "side_state"  # the tensors of packed states
 
 MASKED = -1e4  # additive mask value of a blocked position: finite in fp16, far below any real score

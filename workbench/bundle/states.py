@@ -9,7 +9,8 @@
 | pending | [H, t_max, width], what each token of the last call will add to the matrix | the next call adds those that `accept` marks, and replaces all | `accept` marks fewer |
 
 Bundles without the option `undo` have no pending state: each call adds its tokens to the matrix at once, and
-neither a tail nor a matrix can go back.
+neither a tail nor a matrix can go back. With `state_pair` a matrix is the sum of two states of its kind, a value
+and the remainder that rounding cut off it.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from workbench.bundle.names import (
     MATRIX_STATE,
     ORDER,
     PENDING_STATE,
+    REMAINDER_STATE,
     TAIL_KEEP,
     TAIL_SELECT,
     V_DELAYED_STATE,
@@ -53,6 +55,7 @@ KINDS = {
     CONV_STATE: TAIL,
     V_DELAYED_STATE: TAIL,
     MATRIX_STATE: MATRIX,
+    REMAINDER_STATE: MATRIX,
     PENDING_STATE: PENDING,
 }
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from workbench.bundle.names import ATTN_MASK, MATRIX_STATE, PENDING_STATE, split_layer
+from workbench.bundle.names import (
+    ATTN_MASK,
+    MATRIX_STATE,
+    PENDING_STATE,
+    REMAINDER_STATE,
+    split_layer,
+)
 from workbench.bundle.states import MATRIX, PENDING, TAIL
 from workbench.check import fidelity, gates
 from workbench.check import reach as positions
@@ -188,11 +194,14 @@ class ProgramPass(fidelity.Pass):
         for state in self.decoder.states:
             for name in state.shard.states:
                 kind = state.shard.kind_of(name)
-                if kind is PENDING:
+                if kind is PENDING or name.endswith(REMAINDER_STATE):
                     continue  # is in the matrix, which is compared
                 actual = np.asarray(state.read(name)[seq], np.float32)
                 if options.undo and kind is TAIL:
                     actual = actual[options.t_max :]  # rows for undoing, which no reference has
+                if options.state_pair and kind is MATRIX:
+                    remainder = state.read(name.replace(MATRIX_STATE, REMAINDER_STATE))[seq]
+                    actual = actual + np.asarray(remainder, np.float32)
                 if options.undo and kind is MATRIX:
                     pending = state.read(name.replace(MATRIX_STATE, PENDING_STATE))[seq]
                     actual = positions.with_pending(actual, np.asarray(pending, np.float32))

@@ -23,6 +23,7 @@ from workbench.bundle.names import (
     K_STATE,
     MATRIX_STATE,
     PENDING_STATE,
+    REMAINDER_STATE,
     V_DELAYED_STATE,
     V_STATE,
     split_layer,
@@ -223,10 +224,10 @@ def write_states(decoder: Decoder, stretches: Sequence[Stretch]) -> None:
 def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: int) -> np.ndarray:
     """The value of one sequence's logical state that holds `states` of `count` tokens; a ring holds
     the last ones, and so does the tail of a convolution, of which transformers keeps one more.
-    Nothing is pending: every token is in the matrix."""
+    Nothing is pending, and there is no remainder: every token is in the matrix."""
     layer, leaf = split_layer(name)
     value = np.zeros(shape, np.float32)
-    if leaf == PENDING_STATE:
+    if leaf in (PENDING_STATE, REMAINDER_STATE):
         return value
     stored = states[layer][leaf]
     put(value, state_kind(name), stored, count)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.bundle.names import REMAINDER_STATE
 from workbench.check import fidelity, gates
 from workbench.check.gates import Gate
 from workbench.decode import Decoder, Snapshot
@@ -53,9 +54,12 @@ def undo_gate(decoder: Decoder) -> Gate:
 
 
 def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
-    """A snapshot of so many tokens that holds random values, none of them to be undone."""
+    """A snapshot of so many tokens that holds random values, none of them to be undone, and no
+    remainders, which would have to be below the last bit of theirs."""
     shapes = layout(decoder.manifest, tokens, tokens)
     states = {name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    for name in (name for name in states if name.endswith(REMAINDER_STATE)):
+        states[name][:] = 0
     return Snapshot((0,) * tokens, decoder.identity, states, tokens)
 
 

@@ -43,6 +43,7 @@ def export_command(
     sliding: str = "mask",
     functions: str | None = None,
     undo: bool = False,
+    state_pair: bool = False,
     target: str = "coreml",
     program_dtype: str = "fp16",
     plain: bool = False,
@@ -68,6 +69,7 @@ def export_command(
         sliding: mask or ring.
         functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
         undo: Let the last tokens be taken back from states that are no rows of a cache.
+        state_pair: Keep the remainder of each matrix state in a second state of its size.
         target: coreml, or coreai for Apple's interpreter (needs the extra workbench[coreai]).
         program_dtype: Dtype of a Core AI program, fp16 or fp32.
         plain: Convert every shard; stamp none.

@@ -193,7 +193,12 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         raise InputError(
             "sliding = ring", subject, "a family with sliding attention", "leave out --sliding"
         )
-    if options.t_max > MATRIX_T_MAX and any(MATRIX_STATE in own for own in plan.side_states):
+    matrices = any(MATRIX_STATE in own for own in plan.side_states)
+    if options.state_pair and not matrices:
+        raise InputError(
+            "state_pair", subject, "a family with matrix states", "leave out --state-pair"
+        )
+    if options.t_max > MATRIX_T_MAX and matrices:
         raise InputError(
             f"t_max = {options.t_max}",
             subject,

@@ -55,7 +55,7 @@ SCHEMAS: dict[str, pa.Schema] = {
         int:  threads T depth n_gen
         int:  max_seq_len t_max batch layers_per_shard bundle_bytes
         text: compress kv_write layout states moe t sliding functions target program_dtype
-        bool: undo
+        bool: undo state_pair
     """),
     # Raw measurements, warm-ups included: `order` is the place in the whole run, `repetition` the
     # place in its setting. Of calls and their parts, `cpu_ms` is the calling thread's CPU time,

@@ -27,7 +27,7 @@ from workbench.models.recurrence import (
     softplus,
     unit,
 )
-from workbench.models.tail import extended
+from workbench.models.tail import depthwise, extended
 
 EPS = 1e-6  # added to the sums of squares of q and k
 
@@ -53,7 +53,7 @@ class GatedDeltaNet(nn.Module):
         width = 2 * keys + values
         self.in_proj_qkv, self.in_proj_z = Conv(C, width), Conv(C, values)
         self.in_proj_b, self.in_proj_a = Conv(C, shape.H), Conv(C, shape.H)
-        self.conv1d = Conv(width, width, kernel=(1, taps), groups=width)
+        self.conv1d = depthwise(width, taps)
         self.A_log, self.dt_bias = per_head(shape.H), per_head(shape.H)
         self.norm, self.out_proj = norm, Conv(values, C)
 

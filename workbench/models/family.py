@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from workbench.bundle import Dims, Layer, Options, Rope
-from workbench.bundle.names import K_STATE, MATRIX_STATE, PENDING_STATE, V_STATE
+from workbench.bundle.names import K_STATE, MATRIX_STATE, PENDING_STATE, REMAINDER_STATE, V_STATE
 from workbench.bundle.states import TAIL, state_kind
 from workbench.errors import InputError
 from workbench.models.layers import AttentionGeometry, RMSNorm
@@ -66,6 +66,8 @@ class Plan:
             if options.undo and state_kind(name) is TAIL:
                 shape = n + options.t_max, *width
             states[name] = shape
+            if options.state_pair and name == MATRIX_STATE:
+                states[REMAINDER_STATE] = shape
             if options.undo and name == MATRIX_STATE:
                 states[PENDING_STATE] = n, options.t_max, sum(width) + DECAY_WIDTH
         return states

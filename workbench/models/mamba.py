@@ -25,7 +25,7 @@ from workbench.models.recurrence import (
     repeated,
     softplus,
 )
-from workbench.models.tail import extended
+from workbench.models.tail import depthwise, extended
 
 
 class Mamba2(nn.Module):
@@ -53,7 +53,7 @@ class Mamba2(nn.Module):
         self.width = width = self.inner + 2 * shape.H_kv * state_width
         of_conv, of_projections = biases
         self.in_proj = Conv(C, self.inner + width + shape.H, of_projections)
-        self.conv1d = Conv(width, width, of_conv, kernel=(1, taps), groups=width)
+        self.conv1d = depthwise(width, taps, of_conv)
         self.A_log, self.dt_bias, self.D = (per_head(shape.H) for _ in range(3))
         self.norm, self.out_proj = norm, Conv(self.inner, C, of_projections)
         self.norm.weight = nn.Parameter(torch.zeros(1, shape.H_kv, self.inner // shape.H_kv, 1))

@@ -10,7 +10,8 @@ decay. For the T tokens of a call, with the `Decays` of their g,
 Columns that hold no token have order 0: they decay nothing, and their k or v must be zeros.
 
 With a pending state the matrix lacks the last call's tokens: their k, v and g are kept, and the next
-call adds those that `accept` marks.
+call adds those that `accept` marks. With a remainder state the matrix is a pair, which together
+has twice the digits of fp16: what a call adds is not lost where it is small beside the matrix.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.bundle.names import ACCEPT, MATRIX_STATE, ORDER, PENDING_STATE
+from workbench.bundle.names import ACCEPT, MATRIX_STATE, ORDER, PENDING_STATE, REMAINDER_STATE
 from workbench.models.cache import Cache
 from workbench.models.layers import NORMAL, AttentionGeometry, scaled, split
 
@@ -68,6 +69,8 @@ def matrix_before(cache: Cache, io: dict):
     later = constant(np.triu(np.ones((1, 1, places, places)), 1))
     g = g * io[ACCEPT]
     k = k * torch.exp(later @ g) * io[ACCEPT]
+    if REMAINDER_STATE in cache.states:
+        return write_pair(cache, matrix, g.sum(2, keepdim=True), k.transpose(2, 3) @ v)
     matrix = matrix + (matrix * expm1(g.sum(2, keepdim=True)) + k.transpose(2, 3) @ v)
     cache.write(MATRIX_STATE, matrix)
     return matrix
@@ -78,6 +81,9 @@ def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
     state, each in the row of its order."""
     if PENDING_STATE not in cache.states:
         added = (k * among.leave).transpose(2, 3) @ v
+        if REMAINDER_STATE in cache.states:
+            write_pair(cache, matrix, among.total, added)
+            return
         cache.write(MATRIX_STATE, matrix + (matrix * expm1(among.total) + added))
         return
     _, _, places, width = cache.states[PENDING_STATE].shape
@@ -86,6 +92,19 @@ def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
     *_, K, V = cache.states[MATRIX_STATE].shape
     rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)))], -1)
     cache.write(PENDING_STATE, place @ rows)
+
+
+def write_pair(cache: Cache, matrix, total, added):
+    """Writes e^total · (matrix + remainder) + `added` as a matrix, which it returns, and the
+    remainder that rounding cuts off it: Knuth's exact sum of two, whichever is the larger one, so
+    that a call without a token changes no bit."""
+    decay, remainder = expm1(total), cache.read(REMAINDER_STATE)
+    change = matrix * decay + added + remainder * (decay + 1)
+    after = matrix + change
+    gained = after - matrix
+    cache.write(REMAINDER_STATE, (matrix - (after - gained)) + (change - gained))
+    cache.write(MATRIX_STATE, after)
+    return after
 
 
 def among_tokens(q, k, v, among: Decays):

@@ -7,6 +7,10 @@ from workbench.bundle.names import CONV_STATE, TAIL_FIRST, TAIL_KEEP, TAIL_SELEC
 from workbench.models.cache import Cache
 from workbench.models.layers import AttentionGeometry, Conv
 
+WIDE = (
+    1024  # channels from which on a depthwise convolution leaves the Neural Engine (lint rule S7)
+)
+
 
 def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
     """x of W channels behind the n columns that state `name` kept: [B, W, 1, n + T]; the state
@@ -45,6 +49,30 @@ def _extended_behind(B: int, name: str, x, cache: Cache, select, keep, first):
     return joined
 
 
+def depthwise(width: int, taps: int, bias: bool = False) -> nn.Module:
+    """A convolution over time with `taps` taps for each channel: [B, width, 1, taps - 1 + T] →
+    [B, width, 1, T]."""
+    if width < WIDE:
+        return Conv(width, width, bias, kernel=(1, taps), groups=width)
+    return ShiftedProducts(width, taps, bias)
+
+
+class ShiftedProducts(nn.Module):
+    """The same as a sum of products with shifted inputs, which the Neural Engine runs at any
+    width."""
+
+    def __init__(self, width: int, taps: int, bias: bool):
+        super().__init__()
+        self.taps, self.weight = taps, nn.Parameter(torch.zeros(1, width, taps, 1))
+        self.bias = nn.Parameter(torch.zeros(1, width, 1, 1)) if bias else None
+
+    def forward(self, x):
+        last = self.taps - 1
+        shifted = [x[..., i : i - last] for i in range(last)] + [x[..., last:]]
+        mixed = (torch.cat(shifted, 2) * self.weight).sum(2, keepdim=True)
+        return mixed if self.bias is None else mixed + self.bias
+
+
 class ShortConv(nn.Module):
     """out(c ∘ conv(b ∘ x)), where one projection makes b, c and x, and `conv` has `taps` taps for
     each channel.
@@ -57,7 +85,7 @@ class ShortConv(nn.Module):
         super().__init__()
         self.C, self.shape = C, shape
         self.in_proj, self.out_proj = Conv(C, 3 * C, bias), Conv(C, C, bias)
-        self.conv = Conv(C, C, bias, kernel=(1, taps), groups=C)
+        self.conv = depthwise(C, taps, bias)
 
     def forward(self, x, cache: Cache, io: dict):
         s, parts = self.shape, self.in_proj(x)
