@@ -244,7 +244,7 @@ def main(words: list[str]) -> int:
                 print(rows[-1], flush=True)
                 pd.DataFrame(rows).to_csv(table, index=False)
     frame = pd.DataFrame(rows)
-    print(frame[list(LIMITS)].max().to_string(), f"\n{len(frame)} cases, {table}")
+    print(frame.reindex(columns=list(LIMITS)).max().to_string(), f"\n{len(frame)} cases, {table}")
     return int(frame["faults"].any())
 
 
