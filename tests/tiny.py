@@ -368,17 +368,27 @@ def columns(decoder: Decoder, rows: np.ndarray, T: int) -> np.ndarray:
 
 
 def check_states(state, layer: int, g: Golden, tolerance: float) -> None:
-    n = len(g.ids)
+    for name, error in state_errors(state, layer, g).items():
+        assert error < tolerance, name
+
+
+def state_errors(
+    state, layer: int, g: Golden, seq: int = 0, sides: bool = True
+) -> dict[str, float]:
+    """By name of a state of `layer`, its deviation from the golden's as `relative` has it; rows
+    without a token must be zeros. Without `sides` K and V alone."""
+    n, errors = len(g.ids), {}
     for name, rows in ((K_STATE, g.keys[layer]), (V_STATE, g.values[layer])):
         if rows is None:
             continue
-        held = state.read(f"layers.{layer}.{name}")[0]
+        held = state.read(f"layers.{layer}.{name}")[seq]
         expected = np.zeros_like(held)
         kept = np.arange(max(0, n - held.shape[1]), n)
         expected[:, kept % held.shape[1]] = rows[:, kept]
-        assert relative(held, expected) < tolerance, name
-    for name, expected in g.sides[layer].items():
-        assert relative(state.read(f"layers.{layer}.{name}")[0], expected) < tolerance, name
+        errors[name] = relative(held, expected)
+    for name, expected in g.sides[layer].items() if sides else ():
+        errors[name] = relative(state.read(f"layers.{layer}.{name}")[seq], expected)
+    return errors
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

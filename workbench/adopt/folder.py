@@ -30,7 +30,7 @@ class AdoptedOptions:
     batch: int = 1
     compress: str | None = None  # the preset whose size is nearest
     kv_write = "mask"
-    target = "coreml"
+    target, program_dtype = "coreml", "fp16"
 
     def model_dump(self) -> dict:
         """The options that the packages say, by name."""

@@ -81,6 +81,7 @@ def compare_exports(
     if layers:
         _empty(folder)
         single = apart(layers, str(source), str(folder / "bundle"), LAYERS, options)
+        result["layer_seconds_max"] = {how: max(samples) for how, samples in single.items()}
         rows += [
             bench_row(f"{name}_{what}", values["stamped"], "s", "plain", values["plain"])
             for what, values in (("seconds", times), ("layer_seconds", single))

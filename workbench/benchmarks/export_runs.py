@@ -54,14 +54,14 @@ def export_layers(checkpoint: str, folder: str, count: int, options: dict) -> di
     from miltorch.quiet import coremltools
     from workbench import export as exports
     from workbench.bundle import Writer
-    from workbench.export.make import Maker
     from workbench.models.checkpoint import Checkpoint
 
     coremltools()
     source, options = Checkpoint(checkpoint), exports.options(**options)
-    plan, seconds = exports.read_plan(source, options), {"plain": [], "stamped": []}
+    plan, make = exports.read_plan(source, options), exports.MAKERS[options.target]
+    seconds = {"plain": [], "stamped": []}
     with closing(Writer(Path(folder))) as writer:
-        maker, plainly = (Maker(source, plan, options, writer, plain) for plain in (False, True))
+        maker, plainly = (make(source, plan, options, writer, plain) for plain in (False, True))
         first, *others = [spec for spec in maker.specs if spec.kind == "layers"]
         maker.convert(first)
         for spec in others[:count]:

@@ -3,18 +3,19 @@
 Nothing here needs a golden: each gate states a property that the program must have whatever its weights are.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 import miltorch
+from miltorch import Program
 from workbench.ane import memory
-from workbench.bundle import Bundle, Options
+from workbench.bundle import Bundle, Options, Shard
 from workbench.bundle.names import BASE, HIDDEN, V_STATE, is_cache, split_layer
 from workbench.check import fidelity, gates, metrics
 from workbench.check.gates import Gate
-from workbench.check.golden import Golden
+from workbench.check.golden import Golden, constants
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.runtime import Model, State, load_shard
@@ -27,6 +28,7 @@ SILENCING = (
 )
 SMALL_STATE = 32  # up to this S every (T, pos) is probed
 STALE_FACTOR = 16
+DTYPES = {"fp16": "FLOAT16", "fp32": "FLOAT32"}
 SMALLEST_NORMAL = 2.0**-14  # of float16
 
 
@@ -64,15 +66,10 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
     """State shapes and dtype as declared in the package; K and V are states, never inputs or outputs."""
     d, o = bundle.manifest.dims, bundle.manifest.options
     shapes, leaks = [], []
-    programs = [
-        (shard, miltorch.read(bundle.package(shard), function))
-        for shard in bundle.shards("layers")
-        for function in shard.functions or [None]
-    ]
-    for shard, program in programs:
+    for shard, program in _programs(bundle):
         for name, entry in shard.states.items():
             state = program.states.get(entry.tensor)
-            if state is None or state.dtype != "FLOAT16":
+            if state is None or state.dtype != DTYPES[o.program_dtype]:
                 shapes.append(f"{shard.name}: {name} is {state.dtype if state else 'absent'}")
             elif entry.part is None and list(state.shape) != entry.shape:
                 shapes.append(f"{shard.name}: {name} is {list(state.shape)}, not {entry.shape}")
@@ -93,7 +90,10 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
         ]
     return [
         gates.none(
-            "state_shapes", shapes, "every state is fp16 and as declared, [B, H_kv, S, D]", sep="; "
+            "state_shapes",
+            shapes,
+            f"every state is {o.program_dtype} and as declared, [B, H_kv, S, D]",
+            sep="; ",
         ),
         gates.none(
             "kv_are_states",
@@ -102,6 +102,16 @@ def interface_gates(bundle: Bundle) -> list[Gate]:
             sep="; ",
         ),
     ]
+
+
+def _programs(bundle: Bundle) -> Iterator[tuple[Shard, Program]]:
+    """Each shard of layers with its program's interface, once for each of its functions."""
+    for shard in bundle.shards("layers"):
+        if bundle.manifest.options.target == "coreai":
+            yield shard, load_shard(bundle, shard).program
+        else:
+            for function in shard.functions or [None]:
+                yield shard, miltorch.read(bundle.package(shard), function)
 
 
 def lifetime(decoder: Decoder) -> list[Gate]:
@@ -144,11 +154,11 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
 
 def _mute(decoder: Decoder, shard) -> bool:
     """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do."""
-    program = miltorch.Executable(miltorch.read(decoder.bundle.package(shard)), "exact")
+    values_of = constants(decoder.bundle, shard)
     silent = {
         split_layer(tensor)[0]
         for tensor, name in shard.weights.items()
-        if tensor.endswith(SILENCING) and not program.constant(name).any()
+        if tensor.endswith(SILENCING) and not values_of(name).any()
     }
     return len(silent) == len(range(*shard.layers))
 
@@ -327,13 +337,13 @@ def subnormals_are_kept(decoder: Decoder) -> Gate:
 def _on_portable(
     decoder: Decoder, name: str, fails: Callable[[Model], bool], fine: str, lead: str
 ) -> Gate:
-    """A gate that the program must pass in portable arithmetic. A device is known to treat NaN and
+    """A gate that the program must pass in portable arithmetic, of Core AI in its own. A device is known to treat NaN and
     subnormal numbers in ways of its own: what it does is part of the reason, never of the
     verdict."""
     models = [model for model in decoder.layers if any(map(is_cache, model.shard.states))]
     shards = [model.shard for model in models]
     failing = [model.shard.name for model in models if fails(model)]
-    if decoder.runtime == "portable":
+    if decoder.runtime in ("portable", "coreai"):
         return gates.none(name, failing, fine, lead)
     models = (load_shard(decoder.bundle, shard, "portable") for shard in shards)
     on_portable = [model.shard.name for model in models if fails(model)]

@@ -121,7 +121,7 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     slices: dict[str, list[torch.Tensor]] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:
-            constant_of = _constants(bundle, shard)
+            constant_of = constants(bundle, shard)
             for tensor, constant in shard.weights.items():
                 value, offset = constant_of(constant), shard.offsets.get(tensor)
                 slices.setdefault(tensor, []).append(value - offset if offset else value)
@@ -138,7 +138,7 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     return read
 
 
-def _constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
+def constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
     """Name of a constant → its values, decompressed, float32."""
     package = bundle.package(shard)
     if bundle.manifest.options.target == "coreai":

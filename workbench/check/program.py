@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from workbench.bundle import Bundle
 from workbench.bundle.names import (
     ATTN_MASK,
     MATRIX_STATE,
@@ -23,6 +24,7 @@ from workbench.check.gates import Gate
 from workbench.check.metrics import over, rms
 from workbench.check.reach import Stretch
 from workbench.decode import Decoder
+from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
 # One limit on the relative RMS of a difference, per layer, position, T and tensor. Both sides sum the same terms in
@@ -34,6 +36,23 @@ LIMIT = 1e-5
 # of inputs that are one step off (`Stretch.nudged`), or the step itself where that is larger.
 STEP, STEPS = 2.0**-23, 2
 BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 cannot tell from none
+
+
+def exact_runtime(bundle: Bundle) -> str:
+    """The runtime that runs a bundle's programs in `exact` arithmetic.
+
+    Raises:
+        InputError: fp16 programs of Core AI, which no runtime here runs in fp32.
+    """
+    options = bundle.manifest.options
+    if options.target == "coreai" and options.program_dtype == "fp16":
+        raise InputError(
+            f"bundle {bundle.root.name}",
+            "fp16 programs of Core AI",
+            "fp32 programs, whose arithmetic is exact",
+            "export with --program-dtype fp32, or run crosscheck on the Core ML bundle",
+        )
+    return "coreai" if options.target == "coreai" else "portable"
 
 
 def program_gates(

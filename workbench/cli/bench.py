@@ -163,6 +163,7 @@ def export_benchmark(
     layers: int | None = None,
     compress: str = "int8-tensor",
     moe: str = "dense",
+    target: str = "coreml",
     plain: bool = True,
     rounds: Rounds = 1,
     folder: Folder = BUILD,
@@ -177,6 +178,7 @@ def export_benchmark(
         layers: Decoder layers (default: the model's own).
         compress: As for export.
         moe: dense or routed.
+        target: coreml or coreai, the programs that are made.
         plain: Also export plainly and compare times and bytes.
     """
     from workbench.benchmarks.export import compare_exports, model
@@ -187,6 +189,7 @@ def export_benchmark(
         folder, f"{family}-bf16", family, layers or count, dtype="bfloat16", **dims
     ).path
     options = {"compress": compress} | ({"moe": moe} if family == "zaya" else {})
+    options |= {"target": target} if target != "coreml" else {}
     result = compare_exports(
         export_once, export_layers if plain else None, path, folder / "export", rounds, options
     )

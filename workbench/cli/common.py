@@ -235,6 +235,22 @@ def another(only: str) -> str:
     return runtime
 
 
+def of_core_ai(bundle) -> bool:
+    """Whether a bundle, which may be an adopted one, holds Core AI programs."""
+    return bundle.manifest.options.target == "coreai"
+
+
+def core_ml_only(bundle, subject: str) -> None:
+    """Refuses a bundle of Core AI programs."""
+    if of_core_ai(bundle):
+        raise InputError(
+            subject,
+            "a bundle exported with --target coreai",
+            "the operations of Core ML programs",
+            "export the checkpoint once more, without --target coreai",
+        )
+
+
 def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables) -> None:
     """Writes a command's run into the log: its `row` and what describes bundle and decoder; the run's id joins `result`."""
     from workbench.sweep import runs

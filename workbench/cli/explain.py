@@ -24,6 +24,7 @@ from workbench.cli.common import (
     Units,
     another,
     bundles_only,
+    core_ml_only,
     gate_lines,
     load_golden,
     look_at,
@@ -61,12 +62,16 @@ def error_command(
     look_at(golden, checkpoint)
     look_at_prompt(prompt_ids, prompt, text)
     from workbench.check.golden import Golden, make_golden
+    from workbench.check.program import exact_runtime
     from workbench.explain import error
     from workbench.explain import weights as weighing
     from workbench.models.checkpoint import Checkpoint
     from workbench.runtime import resolve
 
-    source, runtime = Checkpoint(checkpoint), resolve(runtime)
+    if weights:
+        core_ml_only(opened, "--weights")
+    source, runtime = Checkpoint(checkpoint), resolve(runtime, opened.manifest.options.target)
+    exact_runtime(opened)
     text_options = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
     ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
     reference = Golden.load(golden) if golden else make_golden(source, ids)
@@ -101,7 +106,7 @@ def _record(
     name, _, fault = runtime.partition(":")
     config = gates.jsonable(result) | ({"fault": fault} if fault else {})
     row = {"verdict": result["verdict"], "runtime": name, "config": config}
-    if name != "portable":
+    if name not in ("portable", "coreai"):
         row["compute_units"] = compute_units
     record(command, result, bundle, row)
 

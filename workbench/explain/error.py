@@ -8,6 +8,8 @@ From Hugging Face to the device one thing changes at a time, each step adding a 
     precision     every result rounded to the dtype its program declares     (portable, declared)
     runtime       the device in place of the portable runtime                (absent off a Mac)
 
+Of Core AI's fp32 programs, which Apple's interpreter runs, the first three parts are all.
+
 The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only the bundle's own
 program runs: a fault of it is re-authoring error, whatever the weights are stored as.
 """
@@ -20,6 +22,7 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, golden, metrics
+from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -99,12 +102,13 @@ def split_error(
     Args:
         T: tokens a call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
-        runtime: whose part is measured too, on `compute_units`; `portable`: none is.
+        runtime: whose part is measured too, on `compute_units`; `portable`, and for Core AI any: none is.
     """
     from tqdm.auto import tqdm
 
-    source, runtime = reference or golden.make_golden(checkpoint, ids), resolve(runtime)
-    stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
+    runs = _runs(bundle, runtime)
+    source = reference or golden.make_golden(checkpoint, ids)
+    stages = _stages(checkpoint, bundle, source, T, runs, compute_units)
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
@@ -114,8 +118,22 @@ def split_error(
     return splits
 
 
+def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
+    """(part, runtime, precision) of each run of the bundle's own program.
+
+    Raises:
+        InputError: a runtime that is not here; fp16 programs of Core AI.
+    """
+    runs = [("reauthoring", exact_runtime(bundle), "exact")]
+    if bundle.manifest.options.target == "coreml":
+        runs.append(("precision", "portable", "declared"))
+        runtime = resolve(runtime)
+        runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
+    return runs
+
+
 def _stages(
-    checkpoint, bundle, source, T, runtime, compute_units
+    checkpoint, bundle, source, T, runs, compute_units
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     for part, read in (("storage", golden.fp16_weights), ("quantization", golden.stored_weights)):
@@ -125,8 +143,6 @@ def _stages(
             for fed in ((source.x, source.router), ())
         ]
         yield part, [stored.update.astype(np.float64) for stored in goldens]
-    runs = [("reauthoring", "portable", "exact"), ("precision", "portable", "declared")]
-    runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
@@ -136,13 +152,14 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls of T.
 
     Raises:
-        InputError: a runtime that does not show every layer's output (Core ML inside a shard of several layers).
+        InputError: a runtime that does not show every layer's output (all but the portable one, inside a shard of
+            several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
         raise InputError(
             f"bundle {decoder.bundle.root.name}",
-            "layers inside a shard that Core ML does not show",
+            f"layers inside a shard that {decoder.runtime} does not show",
             "one layer a shard",
             "export with --layers-per-shard 1",
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, golden, metrics
+from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
@@ -42,11 +43,11 @@ class Trial:
     """What a bundle computes, with Hugging Face's inputs, and how far a variant is from it."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
-        self.bundle, self.checkpoint = bundle, checkpoint
+        self.bundle, self.checkpoint, runtime = bundle, checkpoint, exact_runtime(bundle)
         self.read = golden.stored_weights(checkpoint, bundle)
         self.ids = _prompt(bundle, checkpoint)
         self.source = golden.make_golden(checkpoint, self.ids, self.read, "stored", head=False)
-        decoder = Decoder(bundle, "portable", "exact")
+        decoder = Decoder(bundle, runtime, "exact")
         self.outputs = fidelity.run_golden(decoder, self.source, decoder.options.t_max)
         scale = bundle.manifest.stream_scale
         self.embedded = bundle.embed(self.source.ids[None])[0] * scale

@@ -43,6 +43,7 @@ __all__ = ["export", "options", "read_plan", "versions"]
 # no room left: on the disk, for this user, in one file
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 MATRIX_T_MAX = 8  # most tokens a call where layers keep a matrix
+MAKERS = {"coreml": Maker, "coreai": CoreAIMaker}  # by the option `target`
 THREADS = 2  # stamping is bound by memory and disk: more gain little
 
 
@@ -105,8 +106,7 @@ def export(
             writer = stack.enter_context(Writer(Path(bundle)))
             if writer.resumes:
                 writer.resume(identity())
-            make = CoreAIMaker if settings.target == "coreai" else Maker
-            maker = make(source, plan, settings, writer, plain, clock or Clock())
+            maker = MAKERS[settings.target](source, plan, settings, writer, plain, clock or Clock())
             _check_room(maker, f"bundle {bundle}")
             pool = stack.enter_context(ThreadPoolExecutor(THREADS))
             stack.callback(pool.shutdown, cancel_futures=True)  # before the folder is unlocked

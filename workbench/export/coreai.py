@@ -51,6 +51,8 @@ class CoreAIMaker(Maker):
         constants, modules = self._convert(spec, self.writer.root, self.plain)
         return self._record(spec, constants, modules, self._files(spec, self.writer.root), how)
 
+    stamp = convert  # of a shape that was traced
+
     def _convert(self, spec: Spec, folder: Path, plain: bool) -> tuple[dict, dict]:
         shape, stored = self._shape(spec), {}
         for weight in self.weights[spec.name]:

@@ -90,9 +90,9 @@ class CoreAIModel:
         start = time.perf_counter()
         with no_stderr(), self._one_message():
             self.function = wait(_load(self.package))
-        program = interface(self.function.desc, self.t_max)
-        check_interface(shard, program, self.t_max)
-        self.shapes = {name: list(kind.shape) for name, kind in program.states.items()}
+        self.program = interface(self.function.desc, self.t_max)
+        check_interface(shard, self.program, self.t_max)
+        self.shapes = {name: list(kind.shape) for name, kind in self.program.states.items()}
         load_ms = (time.perf_counter() - start) * 1e3
         self.loading_ms = {"compile": None, "load": load_ms, "first_predict": None}
 

@@ -22,6 +22,7 @@ from workbench.export import export
 from workbench.models.checkpoint import Checkpoint
 
 ARITHMETICS = {"exact": "fp32", "declared": "fp16"}  # portable precision → dtype of the twin
+WITNESSES = {"portable": "portable", "coreai": "Apple"}  # in figures, beside HF
 # 1 − cosine of an isolated update, worst of all, near ties of a router apart (issue 24)
 UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}
 
@@ -90,12 +91,12 @@ def crosscheck(
             rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
             passes[name] = traces
             table = price.price_rows(decoder, golden, traces, budget)
-            errors.append(table.assign(pair=f"HF ↔ {name}", precision=precision))
+            errors.append(table.assign(pair=f"HF ↔ {WITNESSES[name]}", precision=precision))
             logits = metrics.compare_logits(golden.logits, chained.logits)
             runtimes.append(figures(name, precision, rows, table, logits))
             results += runtime_gates(runtimes[-1])
         table = between(decoders["coreai"], golden, passes["portable"], passes["coreai"])
-        errors.append(table.assign(pair="portable ↔ coreai", precision=precision))
+        errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
         runtimes[-1]["kv_bits_equal"] = bits_equal(passes["portable"], passes["coreai"])
         if precision == "exact":
             worst, reason = float(table["error"].max()), "relative RMS of portable ↔ coreai, worst"

@@ -1,0 +1,103 @@
+"""Commands on a Core AI bundle: each works, or refuses in one message that names the next step.
+
+What reads no program is tested without the packages of the extra, on a Core ML bundle that is
+labelled as one of Core AI.
+"""
+
+import json
+import shutil
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from workbench import Bundle, Decoder, InputError
+from workbench.ane import memory
+from workbench.bundle.names import KV_WRITE_MASK
+from workbench.check import checklist
+from workbench.cli.app import app
+
+installed = pytest.mark.skipif(
+    find_spec("coreai_torch") is None, reason="needs the extra: pip install 'workbench[coreai]'"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
+IDS = "1,42,100,7,9,3,5,8,77,20"
+CHECKPOINT = "--checkpoint", "data/tiny-llama"
+
+
+def invoke(*arguments) -> dict:
+    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "--json")])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+def labelled(bundle: Bundle, folder, dtype: str) -> Bundle:
+    """A copy of a Core ML bundle whose manifest names Core AI programs of `dtype`."""
+    path = shutil.copytree(bundle.root, folder / dtype) / "bundle.json"
+    manifest = json.loads(path.read_text())
+    manifest["options"] |= {"target": "coreai", "program_dtype": dtype}
+    path.write_text(json.dumps(manifest))
+    return Bundle.open(path.parent)
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (("residency",), "--target coreai.*export.* without --target coreai"),
+        (("error", *CHECKPOINT), "fp16.*--program-dtype fp32.*crosscheck"),
+        (("error", *CHECKPOINT, "--weights"), "--target coreai.*export.* without --target coreai"),
+        (("explain", *CHECKPOINT), "fp16.*--program-dtype fp32.*crosscheck"),
+        (("check", "--runtime", "portable"), "portable.*--target coreai"),
+    ],
+)
+def test_what_core_ai_cannot_answer_is_refused_with_the_next_step(
+    command, message, llama_bundle, tmp_path
+):
+    bundle = labelled(llama_bundle, tmp_path, "fp16")
+    with pytest.raises(InputError, match=message):
+        invoke(command[0], bundle.root, *command[1:])
+
+
+def test_memory_counts_states_and_buffers_of_fp32_programs_twice(llama_bundle, tmp_path):
+    half, whole = (labelled(llama_bundle, tmp_path, dtype) for dtype in ("fp16", "fp32"))
+    budgets = [memory.budget_of_bundle(bundle) for bundle in (llama_bundle, half, whole)]
+    assert budgets[0] == budgets[1]
+    assert (budgets[2].kv, budgets[2].buffers) == (2 * budgets[1].kv, 2 * budgets[1].buffers)
+    assert budgets[2].weights == budgets[1].weights  # as they are stored
+    result = invoke("memory", whole.root, "--memory", "16G")
+    assert result["kv"] == budgets[2].kv and result["fits"] and result["predicted"] is None
+    assert invoke("memory", llama_bundle.root)["predicted"]
+
+
+@pytest.fixture(scope="session")
+def apple(exports, tiny_llama) -> Bundle:
+    return exports.bundle(tiny_llama.path, target="coreai", program_dtype="fp32")
+
+
+@installed
+def test_the_checklist_is_gone_through_on_apples_interpreter(apple, monkeypatch):
+    result = invoke("check", apple.root)
+    verdicts = {gate["name"]: gate["verdict"] for gate in result["gates"]}
+    assert {name for name, verdict in verdicts.items() if verdict != "GREEN"} == {"cache_contents"}
+    decoder, predict = Decoder(apple), type(Decoder(apple).layers[0]).predict
+
+    def shifted(model, inputs, state=None):
+        """Every call writes one row too far."""
+        mask = np.roll(inputs[KV_WRITE_MASK], 1, axis=2)
+        return predict(model, inputs | {KV_WRITE_MASK: mask}, state)
+
+    monkeypatch.setattr(type(decoder.layers[0]), "predict", shifted)
+    gates = {gate.name: gate.verdict for gate in checklist.check_bundle(decoder)}
+    assert gates["write_address"] == "RED"
+
+
+@installed
+def test_error_and_explain_take_fp32_programs(apple):
+    result = invoke("error", apple.root, *CHECKPOINT, "--prompt-ids", IDS)
+    assert result["verdict"] == "GREEN"
+    for layer in result["layers"]:
+        assert 0 < layer["reauthoring"] < 1e-5 and layer["precision"] is layer["runtime"] is None
+    assert invoke("explain", apple.root, *CHECKPOINT)["fits"] == "as configured"
