@@ -1,4 +1,5 @@
-"""An adopted folder: its description, and beside it what the manifest of a bundle says by itself."""
+"""An adopted folder: its description, and beside it what the manifest of a bundle says by
+itself."""
 
 import hashlib
 import os

@@ -98,7 +98,8 @@ def write_address(adapter: Adapter) -> Gate:
 
 
 def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> str:
-    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now `after`."""
+    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now
+    `after`."""
     moved = np.arange(len(after))
     places = {int(p): row for row, p in enumerate(before) if p >= 0}
     new = after >= start
@@ -181,8 +182,8 @@ def reuse_gate(adapter: Adapter) -> Gate:
 
 @dataclass
 class ReuseCell:
-    """A continuation of a restored cache by the rest of a prompt and then `tokens` more: `warm` in a
-    fresh state, `hot` over another sequence."""
+    """A continuation of a restored cache by the rest of a prompt and then `tokens` more: `warm` in
+    a fresh state, `hot` over another sequence."""
 
     cache: str
     context: int

@@ -23,8 +23,8 @@ FITS = 0.02  # relative RMS of K and V that rope tables and constants in fp16 ex
 @dataclass
 class Validation:
     """All gates, rows of the log's `fidelity` table (T: tokens of the largest calls that a pass
-    makes), the comparison of the runtime's logits with the checkpoint's (None: no package puts any out). A price is not
-    measured: the weights that packages store are no gate's limit."""
+    makes), the comparison of the runtime's logits with the checkpoint's (None: no package puts any
+    out). A price is not measured: the weights that packages store are no gate's limit."""
 
     gates: list[Gate]
     rows: pd.DataFrame

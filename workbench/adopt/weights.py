@@ -1,5 +1,5 @@
-"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like: constants
-have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
+"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like:
+constants have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
 
 from collections.abc import Iterable, Iterator
 

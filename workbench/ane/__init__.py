@@ -1,1 +1,2 @@
-"""What published rules and figures say of the Neural Engine: lint, predicted placement, roofline, memory."""
+"""What published rules and figures say of the Neural Engine: lint, predicted placement, roofline,
+memory."""

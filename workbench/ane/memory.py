@@ -1,4 +1,5 @@
-"""Bytes a decoding process needs, before anything is allocated, against the machine it shall run on."""
+"""Bytes a decoding process needs, before anything is allocated, against the machine it shall run
+on."""
 
 import re
 import resource
@@ -49,8 +50,8 @@ class Budget:
 
 
 def usable_bytes(machine: int, mac: bool | None = None) -> int:
-    """What one process may use of a machine's memory: all of it, on a Mac `MAC_SHARE` (`mac`: whether
-    it is one; default: what this machine is)."""
+    """What one process may use of a machine's memory: all of it, on a Mac `MAC_SHARE` (`mac`:
+    whether it is one; default: what this machine is)."""
     mac = sys.platform == "darwin" if mac is None else mac
     return int(MAC_SHARE * machine) if mac else machine
 
@@ -63,7 +64,8 @@ def machine_bytes() -> int:
 
 
 def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
-    """Measured from the bundle's own files and states: nothing is estimated but the call buffers."""
+    """Measured from the bundle's own files and states: nothing is estimated but the call
+    buffers."""
     m, states = bundle.manifest, Counter()
     for shard in m.shards:
         for name, state in shard.states.items():
@@ -74,7 +76,8 @@ def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
 
 
 def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
-    """Predicted from a checkpoint's tensor shapes and export options: nothing is read but headers."""
+    """Predicted from a checkpoint's tensor shapes and export options: nothing is read but
+    headers."""
     plan, elements, embedding = _elements_of(checkpoint)
     d, B = plan.dims, options.batch
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
@@ -89,7 +92,8 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
 
 
 def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
-    """What one call of T tokens would make the shards of a checkpoint do, as `roofline.bundle_work` says of a bundle."""
+    """What one call of T tokens would make the shards of a checkpoint do, as `roofline.bundle_work`
+    says of a bundle."""
     plan, elements, embedding = _elements_of(checkpoint)
     budget, routed = budget_of_checkpoint(checkpoint, options), options.moe == "routed"
     head, flops = plan.dims.V * plan.dims.C, 2 * T * options.batch
@@ -116,7 +120,8 @@ def _elements_of(checkpoint):
 
 
 def _buffers(d: Dims, options: Options) -> int:
-    """Host-side call buffers in fp16: hidden in and out, two masks, logits; one set, reused by every shard."""
+    """Host-side call buffers in fp16: hidden in and out, two masks, logits; one set, reused by
+    every shard."""
     T, B, S = options.t_max, options.batch, options.max_seq_len
     return 2 * B * (2 * d.C * T + 2 * T * S + T * d.V)
 

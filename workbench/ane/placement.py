@@ -1,7 +1,9 @@
-"""Where a bundle's operations run: Core ML's own plan on a Mac, elsewhere what the rules predict, labelled as predicted.
+"""Where a bundle's operations run: Core ML's own plan on a Mac, elsewhere what the rules predict,
+labelled as predicted.
 
-Each shard has one `Placement`. A prediction separates `eligible` (what no rule keeps off the Neural Engine) from `ane`
-(what is expected there, given the shard's size and neighbours), and lists the rules behind it, disputed ones marked.
+Each shard has one `Placement`. A prediction separates `eligible` (what no rule keeps off the Neural
+Engine) from `ane` (what is expected there, given the shard's size and neighbours), and lists the
+rules behind it, disputed ones marked.
 """
 
 import math
@@ -24,8 +26,9 @@ SMALL_LAYER = 600_000  # bytes of fp16 weights, of rule G1
 
 @dataclass(frozen=True)
 class Placement:
-    """Compute operations of a shard by where they run; None: there is no figure. `convolutions` [on the ANE, of all] counts as
-    experiment 30 did, convolutions alone; `cost_ane` is the share of the plan's estimated cost that falls on the ANE."""
+    """Compute operations of a shard by where they run; None: there is no figure. `convolutions` [on
+    the ANE, of all] counts as experiment 30 did, convolutions alone; `cost_ane` is the share of the
+    plan's estimated cost that falls on the ANE."""
 
     shard: str
     source: str  # measured, predicted, or simulated: the plan of a stand-in
@@ -87,7 +90,8 @@ def predicted_units(program: miltorch.Program) -> dict[str, str]:
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
-    """The placement that follows from the rules a graph breaks; disputed rules are listed and change nothing."""
+    """The placement that follows from the rules a graph breaks; disputed rules are listed and
+    change nothing."""
     findings, ops = lint(graph), {op.name for op in graph.ops}
     eligible, ane = _units(findings, ops)
     convolutions = {op.name for op in graph.of("conv")}
@@ -149,7 +153,8 @@ def plan_main(job: dict) -> list[dict]:
 
 
 def count_units(name: str, plan: list[Placed], source: str = "measured") -> Placement:
-    """A plan's operations counted by where they prefer to run; those without an answer count as no unit's."""
+    """A plan's operations counted by where they prefer to run; those without an answer count as no
+    unit's."""
     units = Counter(p.preferred for p in plan)
     convolutions = Counter(p.preferred for p in plan if p.op == "conv")
     cost = sum(p.cost or 0 for p in plan)
@@ -194,8 +199,8 @@ def off_engine(placements: list[Placement], compute_units: str) -> str | None:
 
 
 def contradictions(placements: list[Placement]) -> list[str]:
-    """Where a prediction contradicts experiment 30, which counted all four convolutions of stateful attention shards,
-    int8 and RangeDim, on the Neural Engine of an M4 Max."""
+    """Where a prediction contradicts experiment 30, which counted all four convolutions of stateful
+    attention shards, int8 and RangeDim, on the Neural Engine of an M4 Max."""
     off = [
         p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]
     ]
@@ -211,7 +216,8 @@ def contradictions(placements: list[Placement]) -> list[str]:
 
 
 def lines(placements: list[Placement]) -> list[str]:
-    """Placements as text: shards that fare alike on one line, then each rule once with its advice."""
+    """Placements as text: shards that fare alike on one line, then each rule once with its
+    advice."""
     groups: dict[tuple, list[Placement]] = {}
     for p in placements:
         alike = (p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions)

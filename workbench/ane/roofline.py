@@ -1,12 +1,16 @@
-"""How long a shard should take on a Neural Engine: its bytes, operations and dispatches in, milliseconds out.
+"""How long a shard should take on a Neural Engine: its bytes, operations and dispatches in,
+milliseconds out.
 
-t = dispatches · t_dispatch + max(FLOP / peak, weights / weight stream + 2 · states / activation stream) / share
+t = dispatches · t_dispatch + max(FLOP / peak, weights / weight stream + 2 · states / activation
+stream) / share
 
-Weights are read once, states read and written once a call. How many bytes of weights are read depends on chip and format:
-what `weight_streams.csv` does not say a chip streams as stored is unpacked to fp16 when the model is loaded. Stream rates and peaks are published per chip; t_dispatch and
-the share of them that decoding reaches are fitted to the published times of one chip (`CALIBRATED_ON`, in
-`data/sources/ane_decode.csv`); `misfits` compares the fit with figures left out of it, those of other chips included.
-The result is a prediction, never a measurement, and does not depend on this machine.
+Weights are read once, states read and written once a call. How many bytes of weights are read
+depends on chip and format: what `weight_streams.csv` does not say a chip streams as stored is
+unpacked to fp16 when the model is loaded. Stream rates and peaks are published per chip; t_dispatch
+and the share of them that decoding reaches are fitted to the published times of one chip
+(`CALIBRATED_ON`, in `data/sources/ane_decode.csv`); `misfits` compares the fit with figures left
+out of it, those of other chips included. The result is a prediction, never a measurement, and does
+not depend on this machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +35,9 @@ DISPATCH_MS, SHARES = np.arange(0.0, 3.0, 0.02), np.arange(0.4, 1.3, 0.02)
 
 @dataclass(frozen=True)
 class Work:
-    """What one call makes the Neural Engine do: bytes of weights as stored and of states, multiply-adds counted twice,
-    predictions that wait for each other; the weights' format (of `PRESETS`), bytes of the largest value it computes."""
+    """What one call makes the Neural Engine do: bytes of weights as stored and of states,
+    multiply-adds counted twice, predictions that wait for each other; the weights' format (of
+    `PRESETS`), bytes of the largest value it computes."""
 
     name: str
     weight_bytes: int
@@ -45,8 +50,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Chip:
-    """Published rates of one chip; GB/s and TFLOPS are bytes and operations per nanosecond and picosecond. `assumed`
-    names the rates that nobody published for it."""
+    """Published rates of one chip; GB/s and TFLOPS are bytes and operations per nanosecond and
+    picosecond. `assumed` names the rates that nobody published for it."""
 
     name: str
     weights_gb_s: float
@@ -96,8 +101,8 @@ def streamed_bytes(work: Work, chip: Chip) -> float:
 
 
 def spills(work: Work, chip: Chip) -> bool | None:
-    """Whether the largest value exceeds the chip's working set; None between what is published for the oldest and the
-    newest chip, where the chip's own is not."""
+    """Whether the largest value exceeds the chip's working set; None between what is published for
+    the oldest and the newest chip, where the chip's own is not."""
     rows = _table("chips.csv")
     sizes = rows[rows["quantity"] == "working set before it spills"].set_index("chip")["low"] * 1e6
     least, most = [sizes.get(f"M{chip.generation}")] * 2
@@ -108,7 +113,8 @@ def spills(work: Work, chip: Chip) -> bool | None:
 
 @cache
 def chips() -> dict[str, Chip]:
-    """Chips whose weight stream is published, by name; a rate that nobody published is its nearest relative's."""
+    """Chips whose weight stream is published, by name; a rate that nobody published is its nearest
+    relative's."""
     rows = _table("chips.csv")
     rows["mean"] = (rows["low"] + rows["high"]) / 2
     rows = (
@@ -178,11 +184,12 @@ def calibrated() -> LinearFit:
 
 
 def misfits(by_model: bool = False) -> pd.DataFrame:
-    """Every figure predicted by a fit from which it was left out (`by_model`: with all others of its model).
+    """Every figure predicted by a fit from which it was left out (`by_model`: with all others of
+    its model).
 
     Returns:
-        figure, chip, weights (the format stored, and that streamed), published_ms, predicted_ms, misfit (predicted over
-        published, less 1).
+        figure, chip, weights (the format stored, and that streamed), published_ms, predicted_ms,
+        misfit (predicted over published, less 1).
     """
     rows, every = [], figures()
     for figure in every:
@@ -199,7 +206,8 @@ def _weights(work: Work, chip: Chip) -> str:
 
 
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
-    """What one call of T tokens makes each shard do; of experts a token runs one a layer, of head slices all at once."""
+    """What one call of T tokens makes each shard do; of experts a token runs one a layer, of head
+    slices all at once."""
     layers = [shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
     by_size = sorted(bundle.shards("expert"), key=lambda shard: shard.bytes)
     largest = {shard.layers[0]: shard for shard in by_size}  # of each layer's experts
@@ -226,7 +234,8 @@ def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
 def flops(program: miltorch.Program, T: int) -> float:
     """Operations of a program's products at T columns, a multiply-add as two.
 
-    A program does not say what its varying sizes are: they are T, and what a reshape makes of it where it folds heads in.
+    A program does not say what its varying sizes are: they are T, and what a reshape makes of it
+    where it folds heads in.
     """
     types, total = program.inputs | program.states, 0.0
     varying = dict.fromkeys(types, T)  # value → its size on the axis that varies
@@ -259,8 +268,9 @@ def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
 
 
 def by_chip(works: Sequence[Work]) -> pd.DataFrame:
-    """chip, ms of one call and tok/s of one token a call, predicted, host time left out; weights: the format stored and that
-    streamed, and MiB of them a call; whether a value spills (null: not known of this chip); which rates were assumed."""
+    """chip, ms of one call and tok/s of one token a call, predicted, host time left out; weights:
+    the format stored and that streamed, and MiB of them a call; whether a value spills (null: not
+    known of this chip); which rates were assumed."""
     rows, largest = [], max(works, key=lambda work: work.largest_bytes)
     for name, on in sorted(chips().items()):
         ms = predict_ms(works, name)["ms"].sum()

@@ -1,7 +1,8 @@
-"""Neural Engine rules: a program in, the rules it breaks out, each with its confidence, its source and what to do.
+"""Neural Engine rules: a program in, the rules it breaks out, each with its confidence, its source
+and what to do.
 
-Most rules are other people's measurements of an undocumented unit, so each says who found it, and `disputed` says who
-found otherwise: a disputed rule is reported and changes no placement. Effects:
+Most rules are other people's measurements of an undocumented unit, so each says who found it, and
+`disputed` says who found otherwise: a disputed rule is reported and changes no placement. Effects:
 
     cpu    the operation cannot run on the Neural Engine
     stays  it could, and is expected not to
@@ -53,7 +54,8 @@ ON_ANE = frozenset(
 
 
 class LintGraph(Graph):
-    """The def-use index that rules search, with what they need to know about the package and the chip.
+    """The def-use index that rules search, with what they need to know about the package and the
+    chip.
 
     Args:
         program: a function of a package.
@@ -107,7 +109,8 @@ class LintGraph(Graph):
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of `rules.csv`. `of` says what the rule looks at, see `_subjects`; where it is empty, at the whole graph."""
+    """A row of `rules.csv`. `of` says what the rule looks at, see `_subjects`; where it is empty,
+    at the whole graph."""
 
     id: str
     of: str
@@ -140,11 +143,11 @@ with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as
 
 
 def rule(test):
-    """Registers the test of the rule with whose id its name begins, `T1_float32`. A rule without a test is broken by
-    every subject; a second test of a rule is an error of ours.
+    """Registers the test of the rule with whose id its name begins, `T1_float32`. A rule without a
+    test is broken by every subject; a second test of a rule is an error of ours.
 
-    The test takes a graph and one `_subjects(graph, of)`, and returns whether that one breaks the rule; where `of` is empty it
-    takes a graph and returns names.
+    The test takes a graph and one `_subjects(graph, of)`, and returns whether that one breaks the
+    rule; where `of` is empty it takes a graph and returns names.
     """
     id = test.__name__.partition("_")[0]
     assert id in RULES.keys() - TESTS.keys(), id
@@ -153,8 +156,9 @@ def rule(test):
 
 
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
-    """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every operation); else (name,
-    operation) of the compute operations whose kind fits one of the patterns in `of`, such as `scatter*`."""
+    """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every
+    operation); else (name, operation) of the compute operations whose kind fits one of the patterns
+    in `of`, such as `scatter*`."""
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":

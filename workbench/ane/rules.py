@@ -1,4 +1,5 @@
-"""The rules of the Neural Engine, by subject, and `lint`; see `workbench.ane.rule` for what a rule is."""
+"""The rules of the Neural Engine, by subject, and `lint`; see `workbench.ane.rule` for what a rule
+is."""
 
 from math import ceil, prod
 
@@ -391,7 +392,8 @@ def _blocks(g, op) -> bool:
 
 
 def _nibbles(g, op) -> bool:
-    """Whether a weight is stored in 4 bits: by its values, since the program stores one per byte."""
+    """Whether a weight is stored in 4 bits: by its values, since the program stores one per
+    byte."""
     data = g.constant(op, "data")
     return (
         data is not None

@@ -1,5 +1,5 @@
-"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2
-with one message, a notebook's cell that crashes exits 3."""
+"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input
+exits 2 with one message, a notebook's cell that crashes exits 3."""
 
 import sys
 import warnings
@@ -92,7 +92,8 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: an InputError becomes one message and exit code 2, a warning one line without the source around it."""
+    """Entry point: an InputError becomes one message and exit code 2, a warning one line without
+    the source around it."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {message}\n"
     try:
         app()

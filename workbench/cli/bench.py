@@ -33,14 +33,16 @@ def qwen2_checkpoint(folder: Path, layers: int):
 
 
 def bundle_of(checkpoint, folder: Path, json: bool, **options):
-    """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown unless JSON is printed."""
+    """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown unless
+    JSON is printed."""
     return workbench.sweep.bundle_for(
         checkpoint, workbench.export.options(**options), folder, progress=not json
     )
 
 
 def show_rows(rows: list[dict], json: bool, **more) -> None:
-    """Prints rows and what else was measured; a row as text is its value, and the peer's and the ratio where there is a peer."""
+    """Prints rows and what else was measured; a row as text is its value, and the peer's and the
+    ratio where there is a peer."""
     lines = [
         f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
         + (
@@ -63,7 +65,8 @@ def decode_benchmark(
     folder: Folder = BUILD,
     json: Json = False,
 ) -> None:
-    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
+    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging
+    Face's model.
 
     Example: workbench bench decode
 
@@ -97,7 +100,8 @@ def decode_benchmark(
 
 
 def validate_benchmark(layers: int = 24, folder: Folder = BUILD, json: Json = False) -> None:
-    """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
+    """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation
+    beside a forward.
 
     Example: workbench bench validate
 
@@ -118,7 +122,8 @@ def reuse_benchmark(
     folder: Folder = BUILD,
     json: Json = False,
 ) -> None:
-    """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
+    """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's
+    dimensions.
 
     Example: workbench bench reuse --layers 24
 

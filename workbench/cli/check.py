@@ -1,4 +1,5 @@
-"""`workbench check` and `validate`: whether a bundle keeps its cache, and computes what the checkpoint computes."""
+"""`workbench check` and `validate`: whether a bundle keeps its cache, and computes what the
+checkpoint computes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -66,7 +67,8 @@ def check_command(
     compute_units: Units = "CPU_AND_NE",
     json: Json = False,
 ) -> None:
-    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
+    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows,
+    memory.
 
     Example: workbench check build/llama --memory 16G
     """
@@ -234,8 +236,8 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
     if checkpoint:
         reach = plan_reach(decoder.manifest)
         text += f", {reach.count} to reach every row of the cache"
-        # Hugging Face's side runs each position three times and costs about two calls of one token each; causality makes
-        # up to 16 calls, undo up to 26
+        # Hugging Face's side runs each position three times and costs about two calls of one token
+        # each; causality makes up to 16 calls, undo up to 26
         calls += reach.calls(Ts) + 6 * reach.count + 42
     with decoder.set_aside():
         decoder.begin()

@@ -1,4 +1,5 @@
-"""What several commands share: argument types, prompts, goldens, lines of text, and how a result is printed."""
+"""What several commands share: argument types, prompts, goldens, lines of text, and how a result is
+printed."""
 
 import re
 from inspect import cleandoc, signature
@@ -39,11 +40,11 @@ Memory = Annotated[str | None, Option(help="Memory of the target machine, such a
 
 
 def register(app: Typer, functions: dict, suffix: str) -> None:
-    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's. `PANEL`
-    among them is the heading that they have in the help.
+    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the
+    command's. `PANEL` among them is the heading that they have in the help.
 
-    The docstring is the help of the command, its section `Args:` that of its options. An option that is False unless it
-    is given has no `--no` form.
+    The docstring is the help of the command, its section `Args:` that of its options. An option
+    that is False unless it is given has no `--no` form.
     """
     for name, function in functions.items():
         if name.endswith(suffix):
@@ -119,8 +120,10 @@ def ids_for(
 
     Args:
         prompt_ids: ids as `--prompt-ids` writes them.
-        bos: where no prompt is given, 24 seeded random ids, the first of them `bos` if there is one.
-        prompt: text, or `text`, a file of it, which the tokenizer in the folder `tokenizer` encodes.
+        bos: where no prompt is given, 24 seeded random ids, the first of them `bos` if there is
+            one.
+        prompt: text, or `text`, a file of it, which the tokenizer in the folder `tokenizer`
+            encodes.
     """
     import numpy as np
 
@@ -181,7 +184,8 @@ def bundles_only(**options) -> None:
 
 
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:
-    """Refuses a path of a golden or a checkpoint that is none, before anything heavy is imported."""
+    """Refuses a path of a golden or a checkpoint that is none, before anything heavy is
+    imported."""
     if golden:
         paths.golden(golden)
     if checkpoint:
@@ -189,7 +193,8 @@ def look_at(golden: Path | None, checkpoint: Path | None) -> None:
 
 
 def look_at_prompt(prompt_ids: str | None, prompt: str | None, text: Path | None) -> None:
-    """Refuses several prompts, and a file of text that is none, before anything heavy is imported."""
+    """Refuses several prompts, and a file of text that is none, before anything heavy is
+    imported."""
     if sum(value is not None for value in (prompt_ids, prompt, text)) > 1:
         options = "--prompt-ids, --prompt, --text"
         raise InputError("prompt", f"several of {options}", "at most one", "give one of them")
@@ -236,7 +241,8 @@ def another(only: str) -> str:
 
 
 def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables) -> None:
-    """Writes a command's run into the log: its `row` and what describes bundle and decoder; the run's id joins `result`."""
+    """Writes a command's run into the log: its `row` and what describes bundle and decoder; the
+    run's id joins `result`."""
     from workbench.sweep import runs
 
     row = runs.describe(bundle, decoder) | {"command": command} | row

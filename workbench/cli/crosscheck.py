@@ -1,4 +1,5 @@
-"""`workbench crosscheck`: Hugging Face, the portable runtime and Apple's interpreter side by side."""
+"""`workbench crosscheck`: Hugging Face, the portable runtime and Apple's interpreter side by
+side."""
 
 from pathlib import Path
 from typing import Annotated

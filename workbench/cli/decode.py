@@ -1,4 +1,5 @@
-"""`workbench decode` and `reuse`: tokens, and whether a restored cache goes on with the same ones."""
+"""`workbench decode` and `reuse`: tokens, and whether a restored cache goes on with the same
+ones."""
 
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ def decode_command(
     prefill_bundle: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Decoding, greedy unless a temperature is given: text as it comes, tok/s, per-layer ms, head ms.
+    """Decoding, greedy unless a temperature is given: text as it comes, tok/s, per-layer ms, head
+    ms.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
 
@@ -107,7 +109,8 @@ def reuse_command(
     precision: Precision = "exact",
     json: Json = False,
 ) -> None:
-    """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.
+    """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context,
+    against sequences alone.
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2
 

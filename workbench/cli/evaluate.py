@@ -45,7 +45,8 @@ def evaluate_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Perplexity over a text of any length, KL and same top token against Hugging Face's model, with 95% intervals.
+    """Perplexity over a text of any length, KL and same top token against Hugging Face's model,
+    with 95% intervals.
 
     A beginning-of-sequence token comes first where the checkpoint has one; every other token is
     scored once. Finished windows are stored in data/evaluations: an interrupted run goes on.

@@ -1,5 +1,5 @@
-"""`workbench error`, `explain`, `trace` and `matrix`: where a bundle's error comes from, which other model it computes, how
-near it comes to fp16's limits, and what each compute unit computes."""
+"""`workbench error`, `explain`, `trace` and `matrix`: where a bundle's error comes from, which
+other model it computes, how near it comes to fp16's limits, and what each compute unit computes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +53,8 @@ def error_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The error of every layer's update, split into storage, quantization, re-authoring, precision and runtime.
+    """The error of every layer's update, split into storage, quantization, re-authoring, precision
+    and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
@@ -112,7 +113,8 @@ def explain_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Which variant of the checkpoint's model a faulty bundle computes: another rope, norm, window, scale, order of layers …
+    """Which variant of the checkpoint's model a faulty bundle computes: another rope, norm, window,
+    scale, order of layers …
 
     Example: workbench explain build/llama --checkpoint data/tiny-llama
     """
@@ -148,7 +150,8 @@ def trace_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result and with narrow sums.
+    """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result
+    and with narrow sums.
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
@@ -237,7 +240,8 @@ def matrix_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The validation once per compute unit, each in a process that may die; off a Mac the portable arithmetics alone.
+    """The validation once per compute unit, each in a process that may die; off a Mac the portable
+    arithmetics alone.
 
     Example: workbench matrix build/llama --checkpoint data/tiny-llama
     """

@@ -1,4 +1,5 @@
-"""`workbench export` and `golden`: a checkpoint's bundle, and the values that it is compared with."""
+"""`workbench export` and `golden`: a checkpoint's bundle, and the values that it is compared
+with."""
 
 import contextlib
 import os
@@ -118,7 +119,8 @@ def golden_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
+    """Hugging Face's per-layer values, written once; everything that compares takes them with
+    --golden.
 
     With --for, the bundle's verdict.json and the device gate's reference beside the golden: a Mac
     then validates the bundle with one copy of it in memory.
@@ -163,7 +165,8 @@ def golden_command(
 
 
 def check_writable(out: Path) -> None:
-    """Refuses, before anything is computed, a path where no file could be written; makes its folder."""
+    """Refuses, before anything is computed, a path where no file could be written; makes its
+    folder."""
     with contextlib.suppress(OSError):
         out.parent.mkdir(parents=True, exist_ok=True)
         if not out.is_dir() and os.access(out.parent, os.W_OK):

@@ -13,13 +13,15 @@ PANEL = "Machine, memory, placement, cost"
 
 
 def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json = False) -> None:
-    """Six stages of measurements on Core ML, at most 15 minutes, and one file to send back. Nothing is
-    sent anywhere; needs neither root nor a network. Elsewhere every stage runs over the stand-in.
+    """Six stages of measurements on Core ML, at most 15 minutes, and one file to send back. Nothing
+    is sent anywhere; needs neither root nor a network. Elsewhere every stage runs over the
+    stand-in.
 
     Example: workbench first-light --out build/first-light.zip
 
     Args:
-        out: Zip to write: results, log rows, Core ML's messages, without user, host, home and serial number.
+        out: Zip to write: results, log rows, Core ML's messages, without user, host, home and
+            serial number.
         runtime: coreml where it is, else stand-in; stand-in:mac simulates a Mac.
     """
     import tempfile

@@ -1,4 +1,5 @@
-"""`workbench doctor`, `memory` and `residency`: what this machine can do, what fits, and where operations run."""
+"""`workbench doctor`, `memory` and `residency`: what this machine can do, what fits, and where
+operations run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -48,7 +49,8 @@ def memory_command(
     memory: Memory = None,
     json: Json = False,
 ) -> None:
-    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
+    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that
+    each chip should reach.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """

@@ -1,4 +1,5 @@
-"""`workbench run` and `report`: an experiment's notebook, headless, and its write-up from the log."""
+"""`workbench run` and `report`: an experiment's notebook, headless, and its write-up from the
+log."""
 
 import contextlib
 import sys
@@ -26,7 +27,8 @@ def run_command(
     publish: Publish = False,
     json: Json = False,
 ) -> None:
-    """Runs experiment notebooks headless: verdict, figures, log rows, report. A cell that crashes exits 3.
+    """Runs experiment notebooks headless: verdict, figures, log rows, report. A cell that crashes
+    exits 3.
 
     The write-up goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 
@@ -102,7 +104,8 @@ def report_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
+    """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and
+    PNG.
 
     It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 

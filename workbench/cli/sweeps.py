@@ -1,4 +1,5 @@
-"""`workbench sweep`, `log`, `compare` and `diff`: many logged runs, their rows, and how two of them differ."""
+"""`workbench sweep`, `log`, `compare` and `diff`: many logged runs, their rows, and how two of them
+differ."""
 
 from enum import StrEnum
 from json import loads
@@ -22,9 +23,11 @@ def sweep_command(
     scheduler: str | None = None,
     json: Json = False,
 ) -> None:
-    """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
+    """The cross product of a grid's options, one logged run per cell and round, each in a fresh
+    process; resumes.
 
-    Bundles are kept in data/bundles of the project that the log belongs to, or beside a log of its own.
+    Bundles are kept in data/bundles of the project that the log belongs to, or beside a log of its
+    own.
 
     Example: workbench sweep grid.yaml
 
@@ -54,7 +57,8 @@ def log_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Rows of the experiment log; `--summary`: speed beside fidelity, a row per configuration and test.
+    """Rows of the experiment log; `--summary`: speed beside fidelity, a row per configuration and
+    test.
 
     `log import ZIP` takes another machine's first light into it.
 
@@ -104,7 +108,8 @@ def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
 
 
 def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False) -> None:
-    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with intervals.
+    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with
+    intervals.
 
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
@@ -127,7 +132,8 @@ def diff_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Two validated runs of one checkpoint: a heatmap of A's error less B's, saved, and the gates that changed.
+    """Two validated runs of one checkpoint: a heatmap of A's error less B's, saved, and the gates
+    that changed.
 
     Example: workbench diff 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
 

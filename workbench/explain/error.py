@@ -1,15 +1,19 @@
-"""The error of a bundle split into its causes: checkpoint and bundle in, one difference vector per cause out.
+"""The error of a bundle split into its causes: checkpoint and bundle in, one difference vector per
+cause out.
 
-From Hugging Face to the device one thing changes at a time, each step adding a difference to every layer's update:
+From Hugging Face to the device one thing changes at a time, each step adding a difference to every
+layer's update:
 
-    storage       weights rounded to fp16                                    (both Hugging Face, float32)
-    quantization  the weights that the bundle stores, compressed             (both Hugging Face, float32)
-    reauthoring   the bundle's program in place of Hugging Face's model      (portable, exact, stored weights)
-    precision     every result rounded to the dtype its program declares     (portable, declared)
-    runtime       the device in place of the portable runtime                (absent off a Mac)
+    storage       weights rounded to fp16                                    (both Hugging Face,
+    float32) quantization  the weights that the bundle stores, compressed             (both Hugging
+    Face, float32) reauthoring   the bundle's program in place of Hugging Face's model
+    (portable, exact, stored weights) precision     every result rounded to the dtype its program
+    declares     (portable, declared) runtime       the device in place of the portable runtime
+    (absent off a Mac)
 
-The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only the bundle's own
-program runs: a fault of it is re-authoring error, whatever the weights are stored as.
+The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only
+the bundle's own program runs: a fault of it is re-authoring error, whatever the weights are stored
+as.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +35,8 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, the difference that each part makes.
+    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, the difference
+    that each part makes.
 
     A part that was not measured is absent from `parts`.
     """
@@ -45,8 +50,9 @@ class Split:
         return self.bundle - self.reference
 
     def layers(self) -> pd.DataFrame:
-        """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss` of the parts, and
-        `cross`, the share of total² that the parts' inner products make up (0 if they are orthogonal)."""
+        """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss`
+        of the parts, and `cross`, the share of total² that the parts' inner products make up (0 if
+        they are orthogonal)."""
         scale = _rms(self.reference)
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
@@ -67,7 +73,8 @@ class Split:
         return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
 
     def shares(self) -> pd.DataFrame:
-        """Inner products of the parts over ‖total‖², all layers together: a part × part table whose cells sum to 1."""
+        """Inner products of the parts over ‖total‖², all layers together: a part × part table whose
+        cells sum to 1."""
         flat, names = np.stack([part.ravel() for part in self.parts.values()]), list(self.parts)
         return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), names, names)
 
@@ -94,7 +101,8 @@ def split_error(
     compute_units: str = "CPU_AND_NE",
     progress: bool = False,
 ) -> dict[str, Split]:
-    """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and chained.
+    """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and
+    chained.
 
     Args:
         T: tokens a call (default: t_max).
@@ -133,10 +141,12 @@ def _stages(
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
-    """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls of T.
+    """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls
+    of T.
 
     Raises:
-        InputError: a runtime that does not show every layer's output (Core ML inside a shard of several layers).
+        InputError: a runtime that does not show every layer's output (Core ML inside a shard of
+            several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
@@ -154,7 +164,8 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
 
 
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
-    """The parts add up, and the exported program computes what Hugging Face's does on the weights it holds."""
+    """The parts add up, and the exported program computes what Hugging Face's does on the weights
+    it holds."""
     residual = max(split.residual for split in splits.values())
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())

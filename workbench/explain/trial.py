@@ -1,4 +1,5 @@
-"""One change of Hugging Face's model at a time, and how far a bundle is from what it then computes."""
+"""One change of Hugging Face's model at a time, and how far a bundle is from what it then
+computes."""
 
 import copy
 import sys
@@ -25,8 +26,9 @@ class Variant:
     """One way in which a model may differ from its checkpoint's configuration.
 
     config: attributes of the configuration. model: changes the built model in place. functions:
-    what changes those of transformers' modelling file, by name. read: (name, its reader) → a weight. embedding: factor of
-    what enters the first layer. order: layer → the checkpoint's layer whose weights it has.
+    what changes those of transformers' modelling file, by name. read: (name, its reader) → a
+    weight. embedding: factor of what enters the first layer. order: layer → the checkpoint's layer
+    whose weights it has.
     """
 
     name: str
@@ -54,7 +56,8 @@ class Trial:
 
     def errors(self, variant: Variant, count: int) -> np.ndarray:
         """Relative RMS [1 + count] of the embeddings and of the first `count` layers, each one's
-        worst of update, K and V; 1 where a layer has weights of another layer than the variant's."""
+        worst of update, K and V; 1 where a layer has weights of another layer than the
+        variant's."""
         reference, outputs = self._run(variant, count), self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
         for layer in range(count):

@@ -1,9 +1,11 @@
-"""Which variant of Hugging Face's model a bundle computes: the cause of a fault of the model kind, by name.
+"""Which variant of Hugging Face's model a bundle computes: the cause of a fault of the model kind,
+by name.
 
-The bundle's own program runs in exact arithmetic on the weights it stores. Hugging Face's model runs on the same weights
-as the checkpoint's configuration says, then with one thing changed at a time: rope, norms, window, scale, activation,
-biases, order of heads and layers. The variant whose updates, K, V and embeddings are the bundle's within rounding is
-the cause; where none is, the fault is another.
+The bundle's own program runs in exact arithmetic on the weights it stores. Hugging Face's model
+runs on the same weights as the checkpoint's configuration says, then with one thing changed at a
+time: rope, norms, window, scale, activation, biases, order of heads and layers. The variant whose
+updates, K, V and embeddings are the bundle's within rounding is the cause; where none is, the fault
+is another.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -115,7 +117,8 @@ def conclusion(fits: str | None) -> str:
 
 
 def first_layers(config, wrong: list[int]) -> int:
-    """As many layers as show every kind, at least two; where only some layers are wrong, those too."""
+    """As many layers as show every kind, at least two; where only some layers are wrong, those
+    too."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     some = wrong if len(wrong) < len(types) else []
     return min(

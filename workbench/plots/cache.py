@@ -1,4 +1,5 @@
-"""The KV cache: which rows each call changed, which restored caches go on as they should, how soon a token comes."""
+"""The KV cache: which rows each call changed, which restored caches go on as they should, how soon
+a token comes."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -31,10 +32,12 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 
 @style()
 def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Call × row: filled where a row was written as expected, hollow where it was missed, crossed where it strayed.
+    """Call × row: filled where a row was written as expected, hollow where it was missed, crossed
+    where it strayed.
 
-    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed`` and ``expected``, for up
-    to about 100 rows. A fault in any layer shows; "as expected" holds in all of them.
+    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed``
+    and ``expected``, for up to about 100 rows. A fault in any layer shows; "as expected" holds in
+    all of them.
     """
     rows = changed.astype({"changed": bool, "expected": bool})
     rows["missed"] = rows["expected"] & ~rows["changed"]
@@ -58,8 +61,8 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None) -> None:
-    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is hatched. `texts` stand
-    in the place of marks where there are any."""
+    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is
+    hatched. `texts` stand in the place of marks where there are any."""
     marks = verdicts.map(lambda verdict: _MARKS.get(verdict, ""))
     holds = marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float)
     mesh = grid_cells(ax, holds, Normalize(0, 1), _HOLDS)
@@ -70,8 +73,9 @@ def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None)
 
 @style()
 def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``. A cell for batch, cache and
-    format over the context says how many of its paths (stream, generate) hold, and names the ones that do not."""
+    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``.
+    A cell for batch, cache and format over the context says how many of its paths (stream,
+    generate) hold, and names the ones that do not."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
     cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path)
@@ -96,8 +100,9 @@ def _together(verdicts: pd.Series) -> str:
 
 @style()
 def failure_patterns(results: pd.DataFrame) -> Figure:
-    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``, ``path``, ``result`` (ok
-    or FAIL), one session for each cell; the first hypothesis is set apart."""
+    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``,
+    ``path``, ``result`` (ok or FAIL), one session for each cell; the first hypothesis is set
+    apart."""
     words = results["hypothesis"].str.replace("_", " ")
     results = results.assign(hypothesis=words.replace("none", "no fault planted"))
     names, contexts = results["hypothesis"].drop_duplicates(), sorted(results["context"].unique())
@@ -118,8 +123,8 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
 
 @style()
 def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one row per repetition;
-    medians, bars from the least to the largest."""
+    """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one
+    row per repetition; medians, bars from the least to the largest."""
     ax = axes(ax, COLUMN, 2.8)
     median_range(ax, samples, "context", "ms", "temperature")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")

@@ -1,10 +1,11 @@
 """Snapshots as flat tensors and a header, ready for a file or for memory, and back.
 
-`fp16` keeps every array as it is. `q4` keeps 4 bits a value of K and V: groups run along head_dim alone (its largest
-divisor up to 64), so that no two tokens share a group and any slice of tokens is exact; value ≈ low + code ·
-scale with `low` and `scale` in fp16, hence an error of at most scale / 2 (and one rounding to the state's dtype).
-Side states stay as they are, and so does a cache tensor whose error is more than a quarter of what differs from token
-to token in it: there, a few large channels would use up the range of all the others.
+`fp16` keeps every array as it is. `q4` keeps 4 bits a value of K and V: groups run along head_dim
+alone (its largest divisor up to 64), so that no two tokens share a group and any slice of tokens is
+exact; value ≈ low + code · scale with `low` and `scale` in fp16, hence an error of at most scale /
+2 (and one rounding to the state's dtype). Side states stay as they are, and so does a cache tensor
+whose error is more than a quarter of what differs from token to token in it: there, a few large
+channels would use up the range of all the others.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A snapshot's tensors by name, its header (text to text), each quantized tensor's relative error (as OUTLIER)."""
+    """A snapshot's tensors by name, its header (text to text), each quantized tensor's relative
+    error (as OUTLIER)."""
 
     tensors: dict[str, np.ndarray]
     header: dict[str, str]
@@ -37,7 +39,8 @@ class Encoded:
 
 
 def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
-    """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or quantized."""
+    """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or
+    quantized."""
     check_choice("snapshot format", format, FORMATS, "choose one of these")
     tensors, errors = {IDS: np.array(snapshot.ids, np.int32)}, {}
     for name, value in snapshot.states.items():
@@ -79,7 +82,8 @@ def decode_rows(encoded: Encoded) -> Snapshot:
 def shapes(
     layout: dict[str, tuple[int, ...]], dtype: str, names: set[str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a snapshot's states; `names`, those of a file, say which caches are quantized."""
+    """Dtype and shape of every tensor of a snapshot's states; `names`, those of a file, say which
+    caches are quantized."""
     tensors = {}
     for name, shape in layout.items():
         if is_cache(name) and name not in names and name + CODES in names:
@@ -97,8 +101,8 @@ def group(D: int) -> int:
 
 
 def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [..., D] → codes [..., D / 2] uint8 (two values a byte, the first in the low half), scale and low
-    [..., D / group] fp16. A group of equal values has scale 0."""
+    """Rows [..., D] → codes [..., D / 2] uint8 (two values a byte, the first in the low half),
+    scale and low [..., D / group] fp16. A group of equal values has scale 0."""
     if rows.shape[-1] % 2 or (rows.size and not np.abs(rows).max() <= MAX_FP16):
         raise InputError(
             "q4",
@@ -129,7 +133,8 @@ def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
 
 
 def _error(value: np.ndarray, approximation: np.ndarray) -> float:
-    """RMS of the error over the RMS of what differs from token to token: deviations from the mean of each channel."""
+    """RMS of the error over the RMS of what differs from token to token: deviations from the mean
+    of each channel."""
     if not value.shape[1]:
         return 0.0
     value = value.astype(np.float32)

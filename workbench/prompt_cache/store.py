@@ -1,7 +1,9 @@
-"""Snapshots saved for later: warm on disk, hot in memory, by name and by the tokens they begin with.
+"""Snapshots saved for later: warm on disk, hot in memory, by name and by the tokens they begin
+with.
 
-A file is one snapshot. It is written under a temporary name, synced and renamed, so that it is whole or absent. Nothing
-is locked: several processes may share a folder, and the last one to save a name replaces the others' files.
+A file is one snapshot. It is written under a temporary name, synced and renamed, so that it is
+whole or absent. Nothing is locked: several processes may share a folder, and the last one to save a
+name replaces the others' files.
 """
 
 import contextlib
@@ -32,8 +34,8 @@ Stamp = tuple[int, int, int]  # inode, size, mtime in ns: another one means anot
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: its file and size, the size of the arrays as they were, and the largest relative error of what
-    was quantized (0 when exact)."""
+    """What a save wrote: its file and size, the size of the arrays as they were, and the largest
+    relative error of what was quantized (0 when exact)."""
 
     path: Path
     bytes: int
@@ -43,7 +45,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Hit:
-    """A snapshot that a prompt begins with, the tokens behind it (at least one), its name, and where it came from."""
+    """A snapshot that a prompt begins with, the tokens behind it (at least one), its name, and
+    where it came from."""
 
     snapshot: Snapshot
     rest: list[int]
@@ -55,9 +58,12 @@ class Store:
     """The snapshots of one decoder's bundle in a folder.
 
     Args:
-        folder: made if missing; snapshots of other bundles may lie there too, `find` passes them by.
-        decoder: whose snapshots these are; decoders of bundles that differ only in their batch may share them.
-        block: tokens per block, of which a prompt uses whole ones (default: 256, fewer when max_seq_len is below 1024).
+        folder: made if missing; snapshots of other bundles may lie there too, `find` passes them
+            by.
+        decoder: whose snapshots these are; decoders of bundles that differ only in their batch may
+            share them.
+        block: tokens per block, of which a prompt uses whole ones (default: 256, fewer when
+            max_seq_len is below 1024).
         hot_bytes: memory for hot snapshots; the least recently used leave first.
     """
 
@@ -96,7 +102,8 @@ class Store:
         """Saves a snapshot under a name, hot and warm, in place of what had the name before.
 
         Raises:
-            InputError: an unusable name or snapshot, no room on the disk; what was there before stays.
+            InputError: an unusable name or snapshot, no room on the disk; what was there before
+                stays.
         """
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
@@ -117,15 +124,17 @@ class Store:
         """The snapshot of a name, detached, from memory or disk.
 
         Raises:
-            InputError: nothing under the name; a file that is damaged, of another bundle, or of an unknown version.
+            InputError: nothing under the name; a file that is damaged, of another bundle, or of an
+                unknown version.
         """
         return self._fetch(name)[0]
 
     def find(self, ids: Sequence[int]) -> Hit | None:
-        """The snapshot that shares the longest beginning with a prompt: all of its tokens, or whole blocks of them.
+        """The snapshot that shares the longest beginning with a prompt: all of its tokens, or whole
+        blocks of them.
 
-        At least one token remains to run, for its logits: of a prompt that is stored whole the last token is run
-        again, at its own position. What cannot be trimmed as far is used whole or not.
+        At least one token remains to run, for its logits: of a prompt that is stored whole the last
+        token is run again, at its own position. What cannot be trimmed as far is used whole or not.
         """
         prompt = np.array(ids, np.int32)
         lengths = {name: self._usable(stored, prompt) for name, stored in self._scan().items()}
@@ -217,7 +226,8 @@ class Store:
         return length if length >= int(encoded.header["floor"]) else 0
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
-        """A file's contents, every claim in it checked against this bundle before anything of its size is allocated."""
+        """A file's contents, every claim in it checked against this bundle before anything of its
+        size is allocated."""
         from safetensors import SafetensorError, safe_open
 
         if path.is_symlink() or not path.is_file():
@@ -252,7 +262,8 @@ class Store:
     def _tensors(
         self, path: Path, header: dict[str, str], names: set[str]
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor that a file with this header must hold; refuses a header of another bundle."""
+        """Dtype and shape of every tensor that a file with this header must hold; refuses a header
+        of another bundle."""
         keys = "format", "version", "identity", "dtype"
         kind, version, identity, dtype = map(header.get, keys)
         if (kind, version) != ("workbench-snapshot", formats.FORMAT_VERSION):
@@ -277,7 +288,8 @@ _DTYPES = {"float16": "F16", "float32": "F32", "uint8": "U8", "int32": "I32"}
 
 
 def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
-    """Writes a snapshot beside its place, syncs it, renames it; leaves nothing behind when that fails."""
+    """Writes a snapshot beside its place, syncs it, renames it; leaves nothing behind when that
+    fails."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 

@@ -1,4 +1,5 @@
-"""How two validated runs differ: where the error of one is larger than that of the other, and which gates changed."""
+"""How two validated runs differ: where the error of one is larger than that of the other, and which
+gates changed."""
 
 import json
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from workbench.report.writeup import folder
 class RunDifference:
     """Run A against run B.
 
-    `cells`: layer, position, `a` and `b` (the error of each, worst over the T that both have), `difference` (a − b);
-    `metric`: relative RMS error, or 1 − cosine where a run has no other; `gates`: gate, a, b (verdicts, null where a run
-    lacks the gate), value_a, value_b, only those whose verdicts differ; `settings`: setting, a, b, those that differ.
+    `cells`: layer, position, `a` and `b` (the error of each, worst over the T that both have),
+    `difference` (a − b); `metric`: relative RMS error, or 1 − cosine where a run has no other;
+    `gates`: gate, a, b (verdicts, null where a run lacks the gate), value_a, value_b, only those
+    whose verdicts differ; `settings`: setting, a, b, those that differ.
     """
 
     runs: tuple[str, str]
@@ -33,8 +35,8 @@ class RunDifference:
     settings: pd.DataFrame
 
     def save(self, root: Root = None, stem: Path | None = None) -> list[Path]:
-        """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an ending (default: in the folder
-        `diffs` beside the log)."""
+        """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an ending
+        (default: in the folder `diffs` beside the log)."""
         stem = stem or folder("diffs", "-".join(self.runs), root) / self.tensor
         Ts, (a, b) = ", ".join(map(str, self.Ts)), self.runs
         differing = self.settings[~self.settings["setting"].isin(IDENTITIES)]
@@ -58,11 +60,12 @@ class RunDifference:
 def run_difference(
     run_a: str, run_b: str, root: Root = None, tensor: str = "update"
 ) -> RunDifference:
-    """Compares what two logged runs measured of a tensor, isolated where both did so (the logits and adopted packages:
-    chained), at the layers, positions and T that both have.
+    """Compares what two logged runs measured of a tensor, isolated where both did so (the logits
+    and adopted packages: chained), at the layers, positions and T that both have.
 
     Raises:
-        InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the tensor in common.
+        InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the
+            tensor in common.
     """
     check_choice("--tensor", tensor, sorted(ALLOWED["tensor"]))
     settings = log.compare(run_a, run_b, root).settings

@@ -1,4 +1,5 @@
-"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy in `build/`."""
+"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy
+in `build/`."""
 
 import re
 import tempfile
@@ -9,8 +10,8 @@ from workbench.errors import InputError
 
 
 class CellError(RuntimeError):
-    """A cell failed, and not because of its input. The message names the notebook, the cell by its number
-    in brackets, the last line of the error, and the executed copy."""
+    """A cell failed, and not because of its input. The message names the notebook, the cell by its
+    number in brackets, the last line of the error, and the executed copy."""
 
 
 def run_notebook(
@@ -19,12 +20,13 @@ def run_notebook(
     """Executes the notebook of experiment `number`; a cell that raises ends the run.
 
     Args:
-        parameters: values for names that its cell tagged `parameters` sets; unknown names are refused.
+        parameters: values for names that its cell tagged `parameters` sets; unknown names are
+            refused.
         publish: makes the write-up the shipped one (see `report.publish`).
 
     Returns:
-        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new or that the report
-        stands on, `verdict` is theirs.
+        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new
+        or that the report stands on, `verdict` is theirs.
 
     Raises:
         InputError: the one that a cell raised.
@@ -70,7 +72,8 @@ def run_notebook(
 
 
 def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
-    """Runs the cells of the notebook at `source` in its folder; a failure's message ends in `copy`."""
+    """Runs the cells of the notebook at `source` in its folder; a failure's message ends in
+    `copy`."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
     from tqdm.auto import tqdm

@@ -77,8 +77,8 @@ def write_page(
 
 
 def write_site(place: Path, root: Path | str | None = None) -> Path:
-    """Writes an index of all experiments that the log holds, the newest run of each as a page, and a
-    page of all machines into the folder `place`; returns the index."""
+    """Writes an index of all experiments that the log holds, the newest run of each as a page, and
+    a page of all machines into the folder `place`; returns the index."""
     place.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, experiment in writeup.EXPERIMENTS.items():

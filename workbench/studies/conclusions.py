@@ -47,7 +47,8 @@ def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The isolated cells (layer, position, tensor) furthest from the golden, each at its worst T."""
+    """The isolated cells (layer, position, tensor) furthest from the golden, each at its worst
+    T."""
     isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
     ranked = isolated.sort_values("cosine", na_position="first", ignore_index=True)
     ranked = ranked.drop_duplicates(["layer", "position", "tensor"]).head(count)
@@ -93,7 +94,8 @@ def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
 
 
 def path_conclusion(calls: pd.DataFrame) -> str:
-    """What a longer cache and more tokens cost a call on each path, a line each, from medians in ms."""
+    """What a longer cache and more tokens cost a call on each path, a line each, from medians in
+    ms."""
     lines = []
     for path, rows in valid(calls).groupby("path", sort=False):
         ms = rows.groupby(["max_seq_len", "T"])["value"].median()

@@ -127,7 +127,8 @@ def figures(
 
 
 def runtime_gates(row: dict) -> list[Gate]:
-    """Whether a runtime's updates and, in exact arithmetic, its caches and tokens are the golden's."""
+    """Whether a runtime's updates and, in exact arithmetic, its caches and tokens are the
+    golden's."""
     of = f"{row['name']} {row['precision']}"
     limit, update = UPDATE_LIMITS[row["precision"]], row["worst_update"]
     results = [gates.at_most(f"{of}: update", update, limit, "1 − cosine, worst isolated update")]

@@ -1,4 +1,5 @@
-"""A tiny decoder in plain torch, and its conversion to packages with another exporter's interface."""
+"""A tiny decoder in plain torch, and its conversion to packages with another exporter's
+interface."""
 
 from pathlib import Path
 
@@ -88,8 +89,8 @@ class Model(nn.Module):
         return nn.functional.linear(x, self.w(layer, name))
 
     def layer(self, i, x, cos, sin, mask, cache, mlp=True):
-        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T, D]
-        and returns all keys and values [kv, columns, D]."""
+        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T,
+        D] and returns all keys and values [kv, columns, D]."""
         eps, g = self.config.rms_norm_eps, self.gemma
         y = rms(x, self.w(i, "input_layernorm"), eps)
         q, k, v = (

@@ -268,7 +268,8 @@ def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
 
 
 class Monolith(nn.Module):
-    """One package, one token a call, one-hot write, argmax inside; sliding layers mask themselves."""
+    """One package, one token a call, one-hot write, argmax inside; sliding layers mask
+    themselves."""
 
     def __init__(self, model, window):
         super().__init__()

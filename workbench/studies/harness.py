@@ -1,4 +1,5 @@
-"""A bundle as a model of EleutherAI's lm-evaluation-harness, an optional package (`workbench[harness]`).
+"""A bundle as a model of EleutherAI's lm-evaluation-harness, an optional package
+(`workbench[harness]`).
 
 import lm_eval
 from workbench.studies.harness import BundleModel
@@ -24,9 +25,9 @@ from workbench.errors import InputError
 
 
 class BundleModel(TemplateLM):
-    """The model that a bundle, or a folder of adopted packages, of batch 1 holds. Texts are encoded,
-    windowed and cut from the left to max_seq_len tokens as by the harness' own class for Hugging
-    Face's models.
+    """The model that a bundle, or a folder of adopted packages, of batch 1 holds. Texts are
+    encoded, windowed and cut from the left to max_seq_len tokens as by the harness' own class for
+    Hugging Face's models.
 
     Args:
         folder: of the bundle; it needs a tokenizer.

@@ -35,7 +35,8 @@ def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
 
 
 def _merged_without_transpose(self, x):
-    """Heads and tokens are exchanged in the output of attention, which no call of one token shows."""
+    """Heads and tokens are exchanged in the output of attention, which no call of one token
+    shows."""
     return self.plane(x, self.H * self.D)
 
 
@@ -65,7 +66,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame:
     """One row per fault: 1 − cosine of the first shard's module and its asset, gate `program` of
-    the fp32 bundle through Apple's runtime, both on the program that the fault was exported into."""
+    the fp32 bundle through Apple's runtime, both on the program that the fault was exported
+    into."""
     rows, options = [], {"target": "coreai", "program_dtype": "fp32"} | options
     for number, (name, planted) in enumerate(FAULTS.items()):
         modules, make_module = [], CoreAIMaker._module

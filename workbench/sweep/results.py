@@ -66,8 +66,8 @@ def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
 
 
 def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """A log table with `columns` of its rows of `runs`; runs that `rows` lacks are left out. A column
-    that both have is the run's where the table leaves it open."""
+    """A log table with `columns` of its rows of `runs`; runs that `rows` lacks are left out. A
+    column that both have is the run's where the table leaves it open."""
     for name in (column for column in columns if column in table):
         of_run = table["run_id"].map(rows.set_index("run_id")[name])
         table = table.assign(**{name: table[name].fillna(of_run)})

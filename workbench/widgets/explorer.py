@@ -1,4 +1,5 @@
-"""The Explorer: how far an exported model is from Hugging Face's, at every setting that the log holds."""
+"""The Explorer: how far an exported model is from Hugging Face's, at every setting that the log
+holds."""
 
 import html
 from functools import partial
@@ -36,18 +37,19 @@ WORST = 8
 
 
 class Explorer(Panel):
-    """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split into causes; speed.
+    """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split
+    into causes; speed.
 
-    The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len that it lacks the nearest
-    one, which the message names; the Run button measures the rest of the grid, the shown setting first. The line below the
-    picture has the figures of the cell under the pointer, else of the one that is chosen: by clicking on it or on a line of
-    the list.
+    The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len
+    that it lacks the nearest one, which the message names; the Run button measures the rest of the
+    grid, the shown setting first. The line below the picture has the figures of the cell under the
+    pointer, else of the one that is chosen: by clicking on it or on a line of the list.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
-        machine: whose times are shown first (see `workbench.log.machine.machine_name`); default: that of
-            `workbench.sweep.stored_tables`.
+        machine: whose times are shown first (see `workbench.log.machine.machine_name`); default:
+            that of `workbench.sweep.stored_tables`.
     """
 
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
@@ -92,13 +94,15 @@ class Explorer(Panel):
         self.box.children = (first, ui.HBox([self.job.box, save]), *others)
 
     def refresh(self, machine: str | None = None) -> None:
-        """Reads the log again and draws; shows the times of `machine`, where there are some, else of the one shown before."""
+        """Reads the log again and draws; shows the times of `machine`, where there are some, else
+        of the one shown before."""
         self.machine = None
         self.guarded(lambda: self._offer(machine))
         self.draw()
 
     def _offer(self, machine: str | None) -> None:
-        """Lists the machines of which the log has times, or this one without any, and selects one."""
+        """Lists the machines of which the log has times, or this one without any, and selects
+        one."""
         control, here = self.controls["machine"], runs.here()
         names, shown = sweep.offered_machines(self.grid, self.root) or [here], control.value
         control.options = names
@@ -119,7 +123,8 @@ class Explorer(Panel):
         return options if self.grid.bundle else options.model_copy(update={"max_seq_len": length})
 
     def missing(self) -> list:
-        """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per bundle's error split."""
+        """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per
+        bundle's error split."""
         done, steps = sweep.done_cells(self.root), []
         everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
         for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
@@ -338,7 +343,8 @@ class Explorer(Panel):
             self.worst.options = lines
 
     def _split(self) -> tuple | None:
-        """The split of the chosen cell's layer, or of the one with the largest error; also as a table."""
+        """The split of the chosen cell's layer, or of the one with the largest error; also as a
+        table."""
         self.split.value = ""
         length = {"max_seq_len": self.length}
         parts = self.source.checkpoint and self._stored_split(
@@ -361,8 +367,8 @@ class Explorer(Panel):
         return ("speed", rates[columns], {}) if len(rates) else None
 
     def save(self) -> list[Path]:
-        """Logs what is shown (heatmap, split, speed) as exhibits of the experiment, in one run, and writes each as SVG, PDF
-        and PNG with a sidecar."""
+        """Logs what is shown (heatmap, split, speed) as exhibits of the experiment, in one run, and
+        writes each as SVG, PDF and PNG with a sidecar."""
         if not self.shown:
             raise InputError(
                 "figures", "nothing measured at this setting", "a heatmap", "press Run first"

@@ -1,4 +1,5 @@
-"""What all widgets share: controls above a picture that can be clicked, a message, and work that runs beside the notebook.
+"""What all widgets share: controls above a picture that can be clicked, a message, and work that
+runs beside the notebook.
 
 Subclasses draw the picture; this module knows nothing of its content.
 """
@@ -27,10 +28,12 @@ _ONE_FIGURE = (
 
 
 class Picture(anywidget.AnyWidget):
-    """A PNG that can be clicked, with a line of text below: that of the cell under the pointer, else `chosen`.
+    """A PNG that can be clicked, with a line of text below: that of the cell under the pointer,
+    else `chosen`.
 
-    `clicked` is [x, y] as fractions of its size, from the top left; `cells` a `box` [left, top, right, bottom] in such
-    fractions and the `texts` of its rows of cells; `width` in pixels of the page.
+    `clicked` is [x, y] as fractions of its size, from the top left; `cells` a `box` [left, top,
+    right, bottom] in such fractions and the `texts` of its rows of cells; `width` in pixels of the
+    page.
     """
 
     _esm = """
@@ -82,8 +85,8 @@ class Picture(anywidget.AnyWidget):
 
 
 class Panel:
-    """Controls, by their descriptions, above a picture; `draw` follows every control. A control with one stop is a text.
-    What a callback raises is shown and stays in `errors`."""
+    """Controls, by their descriptions, above a picture; `draw` follows every control. A control
+    with one stop is a text. What a callback raises is shown and stays in `errors`."""
 
     def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
         self.controls, self.errors, self.figure = {c.description: c for c in controls}, [], None
@@ -145,7 +148,8 @@ class Panel:
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
 
     def _ipython_display_(self) -> None:
-        """Displays the widget after a still picture of it, which is seen where no widget can be: in HTML of nbconvert."""
+        """Displays the widget after a still picture of it, which is seen where no widget can be: in
+        HTML of nbconvert."""
         from IPython.display import HTML, display
 
         data = base64.b64encode(self.picture.png).decode()
@@ -184,12 +188,12 @@ def button(icon: str, press: Callable[[], None], description: str = "", **option
 
 
 class BackgroundJob:
-    """A Run and a Cancel button over steps that run one after the other in a thread, with progress. Cancel kills the
-    process that a step waits for (see `workbench.sweep.process.stopped_by`).
+    """A Run and a Cancel button over steps that run one after the other in a thread, with progress.
+    Cancel kills the process that a step waits for (see `workbench.sweep.process.stopped_by`).
 
     Args:
-        steps: returns the steps to run now, as (label, parts, function): a step of several parts calls `advance` after
-            each of them.
+        steps: returns the steps to run now, as (label, parts, function): a step of several parts
+            calls `advance` after each of them.
         panel: the panel whose `guarded` runs each step; an error ends the job.
         finish: called at the end, cancelled or not, unless a step failed.
     """
