@@ -1,5 +1,5 @@
-"""`workbench doctor`, `memory` and `residency`: what this machine can do, what fits, and where
-operations run."""
+"""`workbench doctor`, `memory` and `residency`: this machine's abilities, the bytes that a model
+needs, and the compute unit of every operation."""
 
 from pathlib import Path
 from typing import Annotated
@@ -49,8 +49,8 @@ def memory_command(
     memory: Memory = None,
     json: Json = False,
 ) -> None:
-    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that
-    each chip should reach.
+    """Bytes of weights, caches, embedding and buffers against a machine's memory, and the decode
+    speed that is predicted for each chip.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """
@@ -70,20 +70,19 @@ def memory_command(
         options = workbench.export.options(
             max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress
         )
-        budget, works = (
-            budgets.budget_of_checkpoint(checkpoint, options, size),
-            budgets.decode_work(checkpoint, options),
-        )
+        budget = budgets.budget_of_checkpoint(checkpoint, options, size)
+        works = budgets.decode_work(checkpoint, options)
     sizes, speeds = budget.json(), roofline.by_chip(works)
     misfit = float(roofline.misfits()["misfit"].abs().median())
-    lines = [
-        f"{name:14}{value / 2**20:12.2f} MiB"
-        for name, value in sizes.items()
-        if not name.startswith("fits")
-    ]
+    lines = []
+    for name, value in sizes.items():
+        if not name.startswith("fits"):
+            lines.append(f"{name:14}{value / 2**20:12.2f} MiB")
+    answers = {True: "fits", False: "does not fit"}
+    share = f"a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}"
     lines += [
-        "fits" if sizes["fits"] else "does not fit",
-        f"{'fits' if sizes['fits_mac'] else 'does not fit'} a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}",
+        answers[bool(sizes["fits"])],
+        f"{answers[bool(sizes['fits_mac'])]} {share}",
         "",
         f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
         speeds.to_string(index=False, float_format="%.3g"),
@@ -100,8 +99,8 @@ def residency_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Where every compute operation runs: Core ML's plan on a Mac; where it gives none, and
-    elsewhere, what published rules predict, with advice.
+    """The compute unit of every operation: Core ML's compute plan on a Mac, else a prediction from
+    published rules, with advice.
 
     Example: workbench residency build/llama --chip M1
 
@@ -127,9 +126,8 @@ def residency_command(
         except InputError as problem:
             planned, facts = False, [f"Predicted, since Core ML gave no plan: {problem}"]
     if not planned:
-        placements = placement.predicted_placement(
-            opened, generation=int(roofline.chip(chip).name[1])
-        )
+        generation = int(roofline.chip(chip).name[1])
+        placements = placement.predicted_placement(opened, generation=generation)
     facts += placement.contradictions(placements)
     result = {
         "source": placements[0].source,
@@ -143,7 +141,7 @@ def residency_command(
 
 
 def _packages(path: Path) -> list[Path]:
-    """One package, those of an adopted folder, or none where a bundle is to be opened."""
+    """The package at `path`, or those of an adopted folder; none where a bundle is there."""
     if paths.adopted(path):
         from workbench.adopt.folder import Adopted
 
@@ -153,15 +151,13 @@ def _packages(path: Path) -> list[Path]:
 
 
 def _package_residency(packages: list[Path], chip: str, function: str | None, json: bool) -> tuple:
-    """What the rules predict for packages without a bundle, as `show` takes it."""
+    """The arguments of `show` for the predicted placement of packages without a bundle."""
     from workbench.ane import placement, roofline
 
     generation = int(roofline.chip(chip).name[1])
-    placements = [
-        placed
-        for package in packages
-        for placed in placement.package_placement(package, generation, function=function)
-    ]
+    placements = []
+    for package in packages:
+        placements += placement.package_placement(package, generation, function=function)
     facts = placement.contradictions(placements)
     shards = [placed.json() for placed in placements]
     result = {"source": "predicted", "chip": chip, "known": facts, "shards": shards}
