@@ -42,10 +42,9 @@ class Budget:
     def json(self) -> dict:
         """The parts, `total`, and whether it `fits` this machine, or a Mac of as much memory."""
         each = {"fits": None, "fits_mac": True}
-        fits = {
-            name: self.machine and self.total <= usable_bytes(self.machine, mac)
-            for name, mac in each.items()
-        }
+        fits = {}
+        for name, mac in each.items():
+            fits[name] = self.machine and self.total <= usable_bytes(self.machine, mac)
         return asdict(self) | {"total": self.total} | fits
 
 
@@ -70,7 +69,8 @@ def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     for shard in m.shards:
         for name, state in shard.states.items():
             states[is_cache(name)] += 2 * prod(state.shape)
-    weights, buffers = sum(s.bytes for s in m.shards), _buffers(m.dims, m.options)
+    weights = sum(s.bytes for s in m.shards)
+    buffers = _buffers(m.dims, m.options)
     embedding = m.embedding.file.bytes
     return Budget(weights, states[True], states[False], embedding, buffers, machine)
 
@@ -83,7 +83,9 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
     matrices = sum(elements.values()) - vectors
     matrices -= 0 if plan.tied else embedding  # a tied head stores its own copy, compressed
-    states = [item for i in range(d.L) for item in plan.states(i, options).items()]
+    states = []
+    for i in range(d.L):
+        states += plan.states(i, options).items()
     side = sum(2 * B * prod(shape) for name, shape in states if not is_cache(name))
     weights = int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2
     attending = sum(layer.attends for layer in plan.layers)
@@ -95,13 +97,16 @@ def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     """What one call of T tokens would make the shards of a checkpoint do, as `roofline.bundle_work`
     says of a bundle."""
     plan, elements, embedding = _elements_of(checkpoint)
-    budget, routed = budget_of_checkpoint(checkpoint, options), options.moe == "routed"
-    head, flops = plan.dims.V * plan.dims.C, 2 * T * options.batch
+    budget = budget_of_checkpoint(checkpoint, options)
+    routed = options.moe == "routed"
+    head = plan.dims.V * plan.dims.C
+    flops = 2 * T * options.batch
     experts = sum(n for name, n in elements.items() if ".experts." in name)
     idle = experts * (1 - 1 / plan.experts) if routed else 0
     active = sum(elements.values()) - embedding - (0 if plan.tied else head) - idle
     head_bytes, idle_bytes = (int(n * STORED_BITS[options.compress] / 8) for n in (head, idle))
-    weights, states = budget.weights - head_bytes - idle_bytes, budget.kv + budget.side_states
+    weights = budget.weights - head_bytes - idle_bytes
+    states = budget.kv + budget.side_states
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
     d, S = plan.dims, options.max_seq_len
     largest = 2 * options.batch * S * max(d.H_kv * d.D, d.H * T)  # a cache rewritten, or scores

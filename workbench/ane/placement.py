@@ -70,7 +70,12 @@ def package_placement(
     process loads with this one (default: the package's functions)."""
     weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
     functions = sorted(read_spec(package).mlProgram.functions)
-    chosen = [function] if function else functions if len(functions) > 1 else [None]
+    if function:
+        chosen = [function]
+    elif len(functions) > 1:
+        chosen = functions
+    else:
+        chosen = [None]
     placements = []
     for own in chosen:
         program = miltorch.read(package, own)
@@ -95,7 +100,8 @@ def place_operations(name: str, graph: LintGraph) -> Placement:
     findings, ops = lint(graph), {op.name for op in graph.ops}
     eligible, ane = _units(findings, ops)
     convolutions = {op.name for op in graph.of("conv")}
-    on_ane, rules = len(convolutions & ane), [_rule(f) for f in findings]
+    on_ane = len(convolutions & ane)
+    rules = [_rule(f) for f in findings]
     counts = len(ops), len(eligible), len(ane), len(ops - ane), 0, (on_ane, len(convolutions))
     return Placement(name, "predicted", *counts, rules=rules)
 
@@ -139,16 +145,16 @@ def plan_main(job: dict) -> list[dict]:
     Raises:
         InputError: Core ML gives no plan.
     """
-    bundle, standin = Bundle.open(job["bundle"]), job["runtime"] == "stand-in"
+    bundle = Bundle.open(job["bundle"])
+    standin = job["runtime"] == "stand-in"
     source = "simulated" if standin else "measured"
     shards = {shard.name: shard for shard in bundle.manifest.shards}
     with installed(job["fault"]) if standin else nullcontext():
-        plans = {
-            " ".join(filter(None, (name, function))): compute_plan(
+        plans = {}
+        for name, function in job["programs"]:
+            plans[" ".join(filter(None, (name, function)))] = compute_plan(
                 bundle, shards[name], job["compute_units"], function
             )
-            for name, function in job["programs"]
-        }
     return [count_units(name, plan, source).json() for name, plan in plans.items()]
 
 
@@ -169,14 +175,18 @@ def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row: counts by shard, and the Neural Engine's share of all operations
     and of the plans' estimated costs, where each shard weighs the same. No share is made of a
     prediction."""
-    by_shard = {
-        p.shard: {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")} for p in placements
-    }
+    by_shard = {}
+    for p in placements:
+        by_shard[p.shard] = {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")}
     source, row = placements[0].source, {"placement": by_shard}
     if source != "predicted" and _named(placements):
-        ops, costs = sum(p.ops for p in placements), [p.cost_ane for p in placements]
+        ops = sum(p.ops for p in placements)
+        costs = [p.cost_ane for p in placements]
         row["ane_ops_share"] = sum(p.ane for p in placements) / ops
-        row["ane_cost_share"] = None if None in costs else sum(costs) / len(costs)
+        if None in costs:
+            row["ane_cost_share"] = None
+        else:
+            row["ane_cost_share"] = sum(costs) / len(costs)
     return row | {"placement_source": source}
 
 
@@ -192,7 +202,8 @@ def off_engine(placements: list[Placement], compute_units: str) -> str | None:
     if compute_units != "CPU_AND_NE" or any(p.ane for p in placements) or not _named(placements):
         return None
     ops = sum(p.ops for p in placements)
-    cpu, gpu = sum(p.cpu for p in placements), sum(p.gpu or 0 for p in placements)
+    cpu = sum(p.cpu for p in placements)
+    gpu = sum(p.gpu or 0 for p in placements)
     units = {"the CPU": cpu, "the GPU": gpu, "no unit named": ops - cpu - gpu}
     ran = ", ".join(f"{count} on {unit}" for unit, count in units.items() if count)
     return f"not on the Neural Engine: the plan puts 0 of {ops} operations there, {ran}"
@@ -201,9 +212,10 @@ def off_engine(placements: list[Placement], compute_units: str) -> str | None:
 def contradictions(placements: list[Placement]) -> list[str]:
     """Where a prediction contradicts experiment 30, which counted all four convolutions of stateful
     attention shards, int8 and RangeDim, on the Neural Engine of an M4 Max."""
-    off = [
-        p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]
-    ]
+    off = []
+    for p in placements:
+        if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]:
+            off.append(p)
     if not off:
         return []
     broken = [r for p in off for r in p.rules if not r["disputed"]]
@@ -224,7 +236,10 @@ def lines(placements: list[Placement]) -> list[str]:
         groups.setdefault(alike, []).append(p)
     text = [f"{placements[0].source} placement"]
     for p, *more in groups.values():
-        name = f"{p.shard} … {more[-1].shard} ({len(more) + 1})" if more else p.shard
+        if more:
+            name = f"{p.shard} … {more[-1].shard} ({len(more) + 1})"
+        else:
+            name = p.shard
         text.append(
             f"{name:32}{p.ane} of {p.ops} operations on the ANE ({p.eligible} eligible), {p.cpu} CPU, {p.gpu} GPU; "
             f"convolutions {p.convolutions[0]} of {p.convolutions[1]}"

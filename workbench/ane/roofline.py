@@ -91,7 +91,9 @@ def _first_generations() -> dict[str, int]:
 
 def streams_as(compress: str, chip: Chip) -> str:
     """The format in which a chip reads weights that are stored as `compress`: the same, or fp16."""
-    return compress if chip.generation >= _first_generations()[compress] else "fp16"
+    if chip.generation >= _first_generations()[compress]:
+        return compress
+    return "fp16"
 
 
 def streamed_bytes(work: Work, chip: Chip) -> float:
@@ -108,7 +110,9 @@ def spills(work: Work, chip: Chip) -> bool | None:
     least, most = [sizes.get(f"M{chip.generation}")] * 2
     if least is None:
         least, most = sizes.min(), sizes.max()
-    return None if least < work.largest_bytes <= most else bool(work.largest_bytes > most)
+    if least < work.largest_bytes <= most:
+        return None
+    return bool(work.largest_bytes > most)
 
 
 @cache
@@ -134,7 +138,11 @@ def chips() -> dict[str, Chip]:
 
 def _nearest(rates: dict[str, float], chip: str) -> float:
     """A chip's own rate, else its generation's, else the generation's before."""
-    older = [n for g in range(int(chip[1]), 0, -1) for n in sorted(rates) if n.startswith(f"M{g}")]
+    older = []
+    for g in range(int(chip[1]), 0, -1):
+        for n in sorted(rates):
+            if n.startswith(f"M{g}"):
+                older.append(n)
     return rates[chip if chip in rates else older[0]]
 
 
@@ -173,7 +181,10 @@ def fit(figures: Iterable[Figure]) -> LinearFit:
         if chip.name == CALIBRATED_ON
     ]
     calls, busy, ms = np.array(numbers).T
-    models = [LinearFit(float(d), float(s)) for d in DISPATCH_MS for s in SHARES]
+    models = []
+    for d in DISPATCH_MS:
+        for s in SHARES:
+            models.append(LinearFit(float(d), float(s)))
     predicted = np.array([m.dispatch_ms * calls + busy / m.share for m in models])
     return models[int(np.abs(np.log(predicted / ms)).mean(1).argmin())]
 
@@ -215,7 +226,8 @@ def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
     if not heads:  # another exporter's packages may have it behind their last layer
         return works
-    weights, flops = sum(h.weight_bytes for h in heads), sum(h.flops for h in heads)
+    weights = sum(h.weight_bytes for h in heads)
+    flops = sum(h.flops for h in heads)
     largest = max(h.largest_bytes for h in heads)
     return [*works, Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest)]
 

@@ -91,7 +91,9 @@ class LintGraph(Graph):
     def fixed(self, op: Op, parameter: str) -> bool:
         """Whether an argument is known before the program runs: plain, or a compressed weight."""
         producer = self.source(op, parameter)
-        return self.constant(op, parameter) is not None if producer is None else producer.constant
+        if producer is None:
+            return self.constant(op, parameter) is not None
+        return producer.constant
 
     def shape(self, op: Op, parameter: str) -> tuple:
         """Shape of an argument, None for sizes known only at run time; () where there is none."""
@@ -167,7 +169,10 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
         ).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
-    ops = g.producers.values() if of.startswith("constexpr_") else g.ops
+    if of.startswith("constexpr_"):
+        ops = g.producers.values()
+    else:
+        ops = g.ops
     return [(op.name, op) for op in ops if any(fnmatchcase(op.kind, kind) for kind in of.split())]
 
 

@@ -25,7 +25,10 @@ def T1_float32(g, t):
 
 @rule
 def T2_islands(g, op):
-    dtypes = {t.dtype for o in g.ops for t in results(o)}
+    dtypes = set()
+    for o in g.ops:
+        for t in results(o):
+            dtypes.add(t.dtype)
     source = getattr(op.inputs["x"], "name", None)
     return "FLOAT16" in dtypes and "FLOAT32" in {
         t.dtype for t in (op.outputs[0][1], g.types.get(source)) if t
@@ -191,7 +194,11 @@ def K6_shifted(g, op):
     """A shift joins rows of the cache itself; whatever else a concat joins is no shift."""
     slices = ("slice_by_index", "slice_by_size", "concat")
     concats = [o for o in _views(g, op, (*slices, "slice_update")) if o.kind == "concat"]
-    reads = [o for concat in concats for o in _views(g, concat, slices) if o.kind == "read_state"]
+    reads = []
+    for concat in concats:
+        for o in _views(g, concat, slices):
+            if o.kind == "read_state":
+                reads.append(o)
     return any(read.inputs["input"] == op.inputs["input"] for read in reads)
 
 
@@ -208,7 +215,11 @@ def K12_long_cache(g, t):
 @rule
 def K14_blended(g, op):
     sums = [o for o in _views(g, op, ("slice_update", "concat")) if o.kind == "add"]
-    products = [p for s in sums for p in (g.source(s, "x"), g.source(s, "y")) if p is not None]
+    products = []
+    for s in sums:
+        for p in (g.source(s, "x"), g.source(s, "y")):
+            if p is not None:
+                products.append(p)
     rows = [o for p in products if p.kind == "mul" for o in _views(g, p, ("slice_by_index",))]
     return any(o.kind == "read_state" for o in rows)
 
@@ -357,7 +368,9 @@ def _makers(g, op, *parameters) -> set[str]:
 
 def _scalar(g, op, parameter, default):
     value = g.constant(op, parameter)
-    return np.ravel(value)[0] if value is not None and np.size(value) == 1 else default
+    if value is not None and np.size(value) == 1:
+        return np.ravel(value)[0]
+    return default
 
 
 def _views(g, op, kinds) -> list[Op]:
@@ -378,7 +391,9 @@ def _columns(g, op) -> int:
     if op.kind == "linear":
         return prod(n or 2 for n in g.shape(op, "x")[-2:-1])
     pointwise = prod(g.shape(op, "weight")[2:]) == 1
-    return prod(n or 2 for n in g.shape(op, "x")[2:]) if pointwise else 1
+    if pointwise:
+        return prod(n or 2 for n in g.shape(op, "x")[2:])
+    return 1
 
 
 def _entries(g, op) -> int:

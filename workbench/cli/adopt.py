@@ -88,7 +88,10 @@ def validate_adopted(
     adopted, ids = Adopted.open(folder, checkpoint), None
     stored = golden and Golden.load(golden)
     if prompt_ids:
-        V = len(stored.logits[0]) if stored else adopted.needed_checkpoint().config.vocab_size
+        if stored:
+            V = len(stored.logits[0])
+        else:
+            V = adopted.needed_checkpoint().config.vocab_size
         ids = check_ids(parse_ids(prompt_ids), V).tolist()
     how = dict(runtime=runtime, precision=precision, compute_units=compute_units)
     validation = validate(adopted, stored, ids, **how)

@@ -37,7 +37,10 @@ def clean_command(
             remove(entry)
     total = sum(entry.bytes for entry in entries)
     lines = [f"{entry.bytes / 2**20:10.1f} MiB  {entry.kind:11} {entry.path}" for entry in entries]
-    end = "removed" if yes else "in all; workbench clean --yes removes them"
+    if yes:
+        end = "removed"
+    else:
+        end = "in all; workbench clean --yes removes them"
     lines.append(f"{total / 2**20:10.1f} MiB  {end}" if entries else "nothing to remove")
     rows = [{**vars(entry), "path": str(entry.path)} for entry in entries]
     show({"bytes": total, "removed": yes, "entries": rows}, json, lines)

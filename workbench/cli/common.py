@@ -155,7 +155,9 @@ def open_folder(path: Path):
 
 def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
     """The folder of the tokenizer: the checkpoint where there is one, else the bundle's copy."""
-    return paths.checkpoint(checkpoint) if checkpoint else bundle.tokenizer
+    if checkpoint:
+        return paths.checkpoint(checkpoint)
+    return bundle.tokenizer
 
 
 def prompt_of(golden: Path | None, prompt_ids: str | None, V: int, **prompt) -> list[int]:

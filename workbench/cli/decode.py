@@ -95,7 +95,10 @@ def _look_at_source(
 def _transcript_lines(result: dict) -> list[str]:
     """The token ids, empty where their text was printed as it came, and the summary line."""
     times = result["decode"]
-    ids = ",".join(map(str, result["tokens"])) if result["text"] is None else ""
+    if result["text"] is None:
+        ids = ",".join(map(str, result["tokens"]))
+    else:
+        ids = ""
     summary = f"{times['tokens']} tokens"
     if times["tokens_per_s"] is not None:
         summary += f", {times['tokens_per_s']:.1f} tok/s"
@@ -127,10 +130,9 @@ def reuse_command(
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 
-    decoders = [
-        workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
-        for opened in bundles
-    ]
+    decoders = []
+    for opened in bundles:
+        decoders.append(workbench.Decoder(opened, runtime, precision, compute_units=compute_units))
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
     show(matrix.json(), json, [matrix.verdict, *map(_cell_line, red_first(matrix.cells))])
 

@@ -70,7 +70,10 @@ def error_command(
     source, runtime = Checkpoint(checkpoint), resolve(runtime)
     text_options = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
     ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
-    reference = Golden.load(golden) if golden else make_golden(source, ids)
+    if golden:
+        reference = Golden.load(golden)
+    else:
+        reference = make_golden(source, ids)
     how = {"runtime": runtime, "compute_units": compute_units}
     splits = error.split_error(source, opened, ids, reference=reference, **how, progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
@@ -160,7 +163,10 @@ def trace_command(
     if not adopted:
         paths.bundle_or_package(source)
     look_at(golden, None)
-    bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
+    if (source / paths.BUNDLE).exists():
+        bundle = workbench.Bundle.open(source)
+    else:
+        bundle = None
     from workbench.explain import trace
 
     if bundle:
@@ -175,7 +181,8 @@ def trace_command(
         from workbench.adopt import probe
 
         values = probe.inputs(source, function, position)
-        values |= _package_inputs(inputs, source, function) if inputs else {}
+        if inputs:
+            values |= _package_inputs(inputs, source, function)
         ranges = trace.trace_package(source, values, function=function)
     result = ranges.json()
     if log:
@@ -255,6 +262,8 @@ def matrix_command(
     }
     if log:
         _record(opened, "matrix", result)
-    note = [] if device else ["no compute unit was measured: there is no Core ML here"]
     text = table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g")
-    show(result, json, [result["verdict"], text, *note])
+    lines = [result["verdict"], text]
+    if not device:
+        lines.append("no compute unit was measured: there is no Core ML here")
+    show(result, json, lines)

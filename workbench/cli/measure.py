@@ -32,11 +32,10 @@ def doctor_command(json: Json = False) -> None:
     from workbench.report.doctor import examine
 
     result = examine()
-    lines = [
-        f"{name:20}{'–' if value is None else value}"
-        for name, value in result.items()
-        if name != "notes"
-    ]
+    lines = []
+    for name, value in result.items():
+        if name != "notes":
+            lines.append(f"{name:20}{'–' if value is None else value}")
     show(result, json, lines + [f"- {note}" for note in result["notes"]])
 
 
@@ -60,7 +59,10 @@ def memory_command(
     from workbench.ane import memory as budgets
     from workbench.ane import roofline
 
-    size = budgets.machine_bytes() if memory is None else budgets.parse_bytes(memory)
+    if memory is None:
+        size = budgets.machine_bytes()
+    else:
+        size = budgets.parse_bytes(memory)
     if bundle:
         budget, works = budgets.budget_of_bundle(bundle, size), roofline.bundle_work(bundle)
     else:
@@ -147,7 +149,9 @@ def _packages(path: Path) -> list[Path]:
 
         adopted = Adopted.open(path)
         return list(dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts))
-    return [path] if paths.is_package(paths.bundle_or_package(path)) else []
+    if paths.is_package(paths.bundle_or_package(path)):
+        return [path]
+    return []
 
 
 def _package_residency(packages: list[Path], chip: str, function: str | None, json: bool) -> tuple:

@@ -121,8 +121,11 @@ def report_command(
         html: Also one HTML page that needs no other file.
     """
     if (experiment is None) != all_ or (all_ and (run or publish)):
-        actual = "the number of an experiment and --all" if experiment else "no experiment"
-        actual = "--run or --publish, which are of one experiment" if run or publish else actual
+        actual = "no experiment"
+        if run or publish:
+            actual = "--run or --publish, which are of one experiment"
+        elif experiment:
+            actual = "the number of an experiment and --all"
         needed, step = "either an experiment or --all", "give one of them"
         raise InputError("workbench report", actual, needed, step)
     from workbench import log

@@ -57,7 +57,10 @@ class Split:
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
             measured = part in self.parts
-            frame[part] = metrics.over(_rms(self.parts[part]), scale) if measured else None
+            if measured:
+                frame[part] = metrics.over(_rms(self.parts[part]), scale)
+            else:
+                frame[part] = None
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
@@ -75,7 +78,8 @@ class Split:
     def shares(self) -> pd.DataFrame:
         """Inner products of the parts over ‖total‖², all layers together: a part × part table whose
         cells sum to 1."""
-        flat, names = np.stack([part.ravel() for part in self.parts.values()]), list(self.parts)
+        flat = np.stack([part.ravel() for part in self.parts.values()])
+        names = list(self.parts)
         return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), names, names)
 
     @property
@@ -111,7 +115,8 @@ def split_error(
     """
     from tqdm.auto import tqdm
 
-    source, runtime = reference or golden.make_golden(checkpoint, ids), resolve(runtime)
+    source = reference or golden.make_golden(checkpoint, ids)
+    runtime = resolve(runtime)
     stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
@@ -128,13 +133,15 @@ def _stages(
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     for part, read in (("storage", golden.fp16_weights), ("quantization", golden.stored_weights)):
         weights = read(checkpoint, bundle)
-        goldens = [
-            golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
-            for fed in ((source.x, source.router), ())
-        ]
+        goldens = []
+        for fed in ((source.x, source.router), ()):
+            goldens.append(golden.make_golden(checkpoint, source.ids, weights, "stored", *fed))
         yield part, [stored.update.astype(np.float64) for stored in goldens]
     runs = [("reauthoring", "portable", "exact"), ("precision", "portable", "declared")]
-    runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
+    if runtime == "portable":
+        runs += []
+    else:
+        runs += [("runtime", runtime, "declared")]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
@@ -183,7 +190,8 @@ def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
     """What the parts of isolated layers and the remedies for their weights say, in plain words."""
     layers, shares = split.layers(), split.shares()
     own = pd.Series(np.diag(shares), shares.index)
-    part, worst = own.idxmax(), layers.loc[layers["total"].idxmax()]
+    part = own.idxmax()
+    worst = layers.loc[layers["total"].idxmax()]
     lines = [
         f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
         f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",

@@ -56,8 +56,10 @@ class Range:
         if not math.isfinite(peak):
             self.nans += int(magnitude.isnan().sum())
             self.infs += int(magnitude.isinf().sum())
-            self.nan_at = now if self.nans and self.nan_at is None else self.nan_at
-            self.inf_at = now if self.infs and self.inf_at is None else self.inf_at
+            if self.nans and self.nan_at is None:
+                self.nan_at = now
+            if self.infs and self.inf_at is None:
+                self.inf_at = now
             peak = float(magnitude.nan_to_num(0.0, 0.0).max())
         self.max_abs = max(self.max_abs, peak)
         self.subnormals += int(((magnitude < MIN_NORMAL) & (magnitude > 0)).sum())
@@ -89,7 +91,9 @@ class Ranges:
         times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
         times.pop(None, None)
         names = ("shard", "op", "kind", "module")
-        return {name: getattr(times[min(times)], name) for name in names} if times else None
+        if times:
+            return {name: getattr(times[min(times)], name) for name in names}
+        return None
 
     def frame(self) -> pd.DataFrame:
         """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs),
@@ -275,7 +279,8 @@ def trace_ranges(
     Args:
         decoders: portable ones by precision; `exact`, where there is one, before `declared`.
     """
-    departure, ranges = Departure(), {p: Ranges() for p in decoders}
+    departure = Departure()
+    ranges = {p: Ranges() for p in decoders}
     size = tile or next(iter(decoders.values())).options.t_max
 
     def hook(precision: str, shard: Shard):
@@ -305,11 +310,13 @@ def trace_package(
             at the default shape.
         function: the function to run (default: the package's own default).
     """
-    program, name = miltorch.read(path, function), Path(path).stem
+    program = miltorch.read(path, function)
+    name = Path(path).stem
     rng = np.random.default_rng(seed)
     values = _random_inputs(program, rng) | (inputs or {})
     tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
-    departure, ranges = Departure(), {p: Ranges() for p in ORDER}
+    departure = Departure()
+    ranges = {p: Ranges() for p in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
         if precision == "exact":

@@ -58,10 +58,12 @@ class Trial:
         """Relative RMS [1 + count] of the embeddings and of the first `count` layers, each one's
         worst of update, K and V; 1 where a layer has weights of another layer than the
         variant's."""
-        reference, outputs = self._run(variant, count), self.outputs
+        reference = self._run(variant, count)
+        outputs = self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
         for layer in range(count):
-            update, rows = reference.update[layer], outputs.cached.get(layer)
+            update = reference.update[layer]
+            rows = outputs.cached.get(layer)
             difference = outputs.hidden[layer] - outputs.x[layer] - update
             rounding = STREAM_ULPS * _rms(reference.x[layer])
             worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
@@ -95,12 +97,11 @@ class Trial:
         L, order = self.bundle.manifest.dims.L, {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
-            errors = {
-                other: metrics.relative_rms(
+            errors = {}
+            for other in range(max(0, layer - 1), min(L, layer + 2)):
+                errors[other] = metrics.relative_rms(
                     self.checkpoint.tensor(name.format(other)).numpy(), stored
                 )
-                for other in range(max(0, layer - 1), min(L, layer + 2))
-            }
             best = min(errors, key=errors.get)
             if best != layer and errors[layer] > UNLIKE > errors[best]:
                 order[layer] = best

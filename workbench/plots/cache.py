@@ -50,7 +50,8 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, PAGE * (0.7 if len(slots) <= 32 else 1), 0.9 + 0.16 * len(calls))
     for kind, look in _CALL_MARKS.items():
         marked = cells[cells[kind]]
-        x, y = slots.get_indexer(marked["slot"]), calls.index.get_indexer(marked["call"])
+        x = slots.get_indexer(marked["slot"])
+        y = calls.index.get_indexer(marked["call"])
         ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
     ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call")
     label_cells(ax.xaxis, slots)
@@ -88,7 +89,8 @@ def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     texts = failing.unstack().reindex(index=table.index, columns=table.columns)
     _marked(ax, table, texts.map(lambda names: f"✗ {names}", na_action="ignore"))
     ax.set(xlabel="context (tokens)", ylabel="")
-    green, count = int((cells["verdict"] == "GREEN").sum()), len(cells)
+    green = int((cells["verdict"] == "GREEN").sum())
+    count = len(cells)
     title = f"restored caches: {green} of {count} sessions go on as they would alone"
     return heading(ax, title, unmeasured_key(table.where(table.isin(["GREEN", "RED"]))))
 
@@ -105,7 +107,8 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
     apart."""
     words = results["hypothesis"].str.replace("_", " ")
     results = results.assign(hypothesis=words.replace("none", "no fault planted"))
-    names, contexts = results["hypothesis"].drop_duplicates(), sorted(results["context"].unique())
+    names = results["hypothesis"].drop_duplicates()
+    contexts = sorted(results["context"].unique())
     size = (PAGE, 1.5 + 0.24 * len(names))
     figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):

@@ -163,7 +163,8 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
     table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
-    table, machines = table / scale, pd.Series(budget, dtype=float) / scale
+    table = table / scale
+    machines = pd.Series(budget, dtype=float) / scale
     ax = axes(ax, PAGE, 0.9 + 0.25 * (len(table) + len(machines)))
     totals = _stack(ax, table)
     for name, total in totals.items():
@@ -175,8 +176,14 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
         note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
     ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
-    parts_drawn = ax.get_legend_handles_labels()[0] if len(table.columns) > 1 else []
-    alone = f"{table.columns[0]}, resident" if len(table.columns) == 1 else "resident memory"
+    if len(table.columns) > 1:
+        parts_drawn = ax.get_legend_handles_labels()[0]
+    else:
+        parts_drawn = []
+    if len(table.columns) == 1:
+        alone = f"{table.columns[0]}, resident"
+    else:
+        alone = "resident memory"
     return heading(ax, alone, parts_drawn)
 
 
@@ -230,7 +237,10 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
             if len(samples) > 1:
                 ax.vlines(place, min(samples), max(samples), color="#D55E00", linewidth=1.5)
                 ax.set_xlabel(f"n = {len(samples)}, range")
-        better = f"{row.ratio:.1f}× better" if row.ratio >= 1 else f"{1 / row.ratio:.1f}× worse"
+        if row.ratio >= 1:
+            better = f"{row.ratio:.1f}× better"
+        else:
+            better = f"{1 / row.ratio:.1f}× worse"
         ax.set(title=f"{row.name.replace('_', ' ')}: {better}", ylabel=row.unit)
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
@@ -261,7 +271,10 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
         text = f"{row.ratio:.3g}×"
         if "unit" in shown and row.ratio != 1:
-            text += ", B better" if (row.ratio > 1) == (row.unit == "tok/s") else ", B worse"
+            if (row.ratio > 1) == (row.unit == "tok/s"):
+                text += ", B better"
+            else:
+                text += ", B worse"
         ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
@@ -269,7 +282,10 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
         axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     ax.set_yticks(range(len(shown)), labels=names)
-    hollow = "; hollow: too few rounds to be sure" if shown["low"].isna().any() else ""
+    if shown["low"].isna().any():
+        hollow = "; hollow: too few rounds to be sure"
+    else:
+        hollow = ""
     ax.set(xlabel=f"median of B over median of A{hollow}", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
@@ -290,8 +306,12 @@ def speed_against_fidelity(
     ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
     """
     priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
-    cost = configurations["kl_mean"] if priced else 1 - configurations["worst_cosine"].astype(float)
-    label = "mean KL from Hugging Face (nats)" if priced else "1 − worst update cosine"
+    if priced:
+        cost = configurations["kl_mean"]
+        label = "mean KL from Hugging Face (nats)"
+    else:
+        cost = 1 - configurations["worst_cosine"].astype(float)
+        label = "1 − worst update cosine"
     points = configurations.assign(cost=cost.astype(float).clip(lower=1e-9))
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"

@@ -22,7 +22,8 @@ def witness_lines(
     def line(values: pd.Series, rows: pd.DataFrame) -> pd.Series:
         return np.sqrt((values.astype(float) ** 2).groupby(rows[x]).mean())
 
-    rows, ax = errors[errors["tensor"] == tensor], axes(ax, PAGE, 2.8)
+    rows = errors[errors["tensor"] == tensor]
+    ax = axes(ax, PAGE, 2.8)
     for marker, (pair, own) in zip("osv^D", rows.groupby("pair", sort=False)):
         mean = line(own["error"], own)
         ax.plot(mean.index, mean, marker=marker, markersize=4, label=str(pair))

@@ -75,7 +75,10 @@ class View:
 
     def values(self, rows: pd.DataFrame) -> pd.Series:
         """The metric of each row."""
-        value = 1 - rows["cosine"] if self.metric == "1-cosine" else rows[self.metric]
+        if self.metric == "1-cosine":
+            value = 1 - rows["cosine"]
+        else:
+            value = rows[self.metric]
         return value.astype(float)
 
     def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
@@ -111,9 +114,15 @@ class View:
         It spans the layers and positions measured at any T, so that figures at several T line up.
         """
         measured = self.measured(fidelity)
-        rows = measured[measured["T"] == T] if isinstance(T, int) else self.worst(fidelity, T)
+        if isinstance(T, int):
+            rows = measured[measured["T"] == T]
+        else:
+            rows = self.worst(fidelity, T)
         if rows.empty or rows.duplicated(["layer", "position"]).any():
-            problem = "several rows for one layer and position" if len(rows) else "no rows"
+            if len(rows):
+                problem = "several rows for one layer and position"
+            else:
+                problem = "no rows"
             raise ValueError(
                 f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
             )
@@ -124,14 +133,18 @@ class View:
         threshold = np.nan if self.threshold is None else self.threshold
         limit = f"{threshold:g}"
         if self.budget is not None:
-            limit, threshold = (
-                f"{self.budget:g} × budget",
-                self.budget * rows["budget"].astype(float),
-            )
+            limit = f"{self.budget:g} × budget"
+            threshold = self.budget * rows["budget"].astype(float)
         if self.metric == "psnr_db":  # small values fail; bright colours lie on the failing side
-            colours, off_scale, beyond, sign = "cividis_r", least - 1, value < threshold, "<"
+            colours = "cividis_r"
+            off_scale = least - 1
+            beyond = value < threshold
+            sign = "<"
         else:
-            colours, off_scale, beyond, sign = "cividis", 2 * most, value > threshold, ">"
+            colours = "cividis"
+            off_scale = 2 * most
+            beyond = value > threshold
+            sign = ">"
         cell = value.clip(least, most).mask(infinite, off_scale)
         table = rows.assign(cell=cell, crossed=beyond | infinite).pivot(
             index="layer", columns="position", values=["cell", "crossed"]
@@ -262,7 +275,9 @@ def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
 def _numbers(Ts: Sequence[int]) -> str:
     """1, 2, 3, 4 as "1 to 4"."""
     together = len(Ts) > 2 and list(Ts) == list(range(Ts[0], Ts[-1] + 1))
-    return f"{Ts[0]} to {Ts[-1]}" if together else ", ".join(map(str, Ts))
+    if together:
+        return f"{Ts[0]} to {Ts[-1]}"
+    return ", ".join(map(str, Ts))
 
 
 def _title(view: View) -> str:

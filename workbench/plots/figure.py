@@ -142,7 +142,9 @@ def writer() -> str:
 
 def axes(ax: Axes | None, width: float, height: float) -> Axes:
     """`ax`, or the axes of a new figure of that size in inches."""
-    return plt.subplots(figsize=(width, height))[1] if ax is None else ax
+    if ax is None:
+        return plt.subplots(figsize=(width, height))[1]
+    return ax
 
 
 def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
@@ -204,7 +206,10 @@ def on_machine(title: str, data: pd.DataFrame) -> str:
     Raises:
         ValueError: rows of several machines.
     """
-    machines = data["machine"].dropna().unique() if "machine" in data else []
+    if "machine" in data:
+        machines = data["machine"].dropna().unique()
+    else:
+        machines = []
     if len(machines) > 1:
         raise ValueError(
             f"rows of the machines {'; '.join(machines)}; times are shown of one machine at a time"
@@ -220,7 +225,10 @@ def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
 def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of valid runs, and the rest: those whose column `invalid`, where there is one, gives a
     reason."""
-    invalid = data["invalid"].notna() if "invalid" in data else pd.Series(False, data.index)
+    if "invalid" in data:
+        invalid = data["invalid"].notna()
+    else:
+        invalid = pd.Series(False, data.index)
     return data[~invalid], data[invalid]
 
 
@@ -241,7 +249,10 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     `keys` are the legend's entries, by default all labelled artists; without any there is no
     legend.
     """
-    keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
+    if keys is None:
+        keys = ax.get_legend_handles_labels()[0]
+    else:
+        keys = list(keys)
     ax.set_title(title, pad=18 if keys else None)
     if keys:
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1.01)}

@@ -42,7 +42,8 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
     """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or
     quantized."""
     check_choice("snapshot format", format, FORMATS, "choose one of these")
-    tensors, errors = {IDS: np.array(snapshot.ids, np.int32)}, {}
+    tensors = {IDS: np.array(snapshot.ids, np.int32)}
+    errors = {}
     for name, value in snapshot.states.items():
         parts = {name: value.copy()}
         if format == "q4" and is_cache(name):
@@ -75,7 +76,8 @@ def decode_rows(encoded: Encoded) -> Snapshot:
             ).astype(dtype)
         elif name != IDS and not name.endswith((SCALE, LOW)):
             states[name] = value.copy()
-    ids, header = tuple(encoded.tensors[IDS].tolist()), encoded.header
+    ids = tuple(encoded.tensors[IDS].tolist())
+    header = encoded.header
     return Snapshot(ids, header["identity"], states, int(header["floor"]))
 
 
@@ -138,7 +140,8 @@ def _error(value: np.ndarray, approximation: np.ndarray) -> float:
     if not value.shape[1]:
         return 0.0
     value = value.astype(np.float32)
-    error, deviation = _rms(value - approximation), _rms(value - value.mean(1, keepdims=True))
+    error = _rms(value - approximation)
+    deviation = _rms(value - value.mean(1, keepdims=True))
     return float(error / deviation if deviation else error > 0)
 
 

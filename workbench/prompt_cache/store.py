@@ -232,7 +232,8 @@ class Store:
 
         if path.is_symlink() or not path.is_file():
             raise _damaged_snapshot(path, "a symlink or no file")
-        S, size = self.manifest.options.max_seq_len, path.stat().st_size
+        S = self.manifest.options.max_seq_len
+        size = path.stat().st_size
         longest = layout(self.manifest, S, S - self.manifest.options.t_max)
         most = sum(4 * math.prod(shape) for shape in longest.values())
         with path.open("rb") as file:

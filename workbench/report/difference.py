@@ -40,10 +40,11 @@ class RunDifference:
         stem = stem or folder("diffs", "-".join(self.runs), root) / self.tensor
         Ts, (a, b) = ", ".join(map(str, self.Ts)), self.runs
         differing = self.settings[~self.settings["setting"].isin(IDENTITIES)]
-        sides = [
-            "; ".join(f"{row['setting']} {row[side]}" for row in differing.to_dict("records"))
-            for side in ("a", "b")
-        ]
+        sides = []
+        for side in ("a", "b"):
+            sides.append(
+                "; ".join(f"{row['setting']} {row[side]}" for row in differing.to_dict("records"))
+            )
         names = [
             f"{name}: {shortened(side or run, 80)}"
             for name, side, run in zip("AB", sides, self.runs)
@@ -72,13 +73,15 @@ def run_difference(
     if (settings["setting"] == "checkpoint_hash").any():
         step = "name two runs of one checkpoint; workbench log --summary lists them"
         raise InputError("diff", "runs of two checkpoints", "two of one checkpoint", step)
-    sides = [
-        log.load("fidelity", root, {"run_id": run_id, "tensor": tensor})
-        for run_id in (run_a, run_b)
-    ]
+    sides = []
+    for run_id in (run_a, run_b):
+        sides.append(log.load("fidelity", root, {"run_id": run_id, "tensor": tensor}))
     isolated = all((side["mode"] == "isolated").any() for side in sides)
     sides = [side[side["mode"] == ("isolated" if isolated else "chained")] for side in sides]
-    metric = "error" if all(side["error"].notna().all() for side in sides) else "1-cosine"
+    if all(side["error"].notna().all() for side in sides):
+        metric = "error"
+    else:
+        metric = "1-cosine"
     a, b = (_errors(side, metric) for side in sides)
     both = a.to_frame("a").join(b.rename("b"), how="inner")
     if both.empty:

@@ -26,7 +26,9 @@ def examine(name: str | None = "auto") -> dict:
     versions, coreai = machine["versions"], None
     with suppress(PackageNotFoundError):
         coreai = version("coreai-core")
-    available, devices, results = runtime.coreml_available(), None, None
+    available = runtime.coreml_available()
+    devices = None
+    results = None
     if available and name:
         outcome = process.call(
             "workbench.runtime.selftest:compute_devices", {}, timeout_s=TIMEOUT_S

@@ -103,10 +103,14 @@ def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
 
 def _failure(problem: Exception, where: str, copy: str) -> Exception:
     """The InputError that a cell raised, if it was one, or any other failure in one line."""
-    name, text = getattr(problem, "ename", None), getattr(problem, "evalue", str(problem))
+    name = getattr(problem, "ename", None)
+    text = getattr(problem, "evalue", str(problem))
     lines = text.strip().splitlines() or [""]
     words = f"{name}: {lines[-1]}" if name else lines[0]
-    refusal = InputError.from_message(text) if name == "InputError" else None
+    if name == "InputError":
+        refusal = InputError.from_message(text)
+    else:
+        refusal = None
     return refusal or CellError(f"{where}: {words} {copy}")
 
 
@@ -114,7 +118,11 @@ def _verdict(runs) -> str:
     """RED if the newest verdict of any bundle is; GREEN if there is a verdict."""
     rows = runs.dropna(subset="verdict").sort_values("run_id")
     verdicts = rows.groupby(["bundle_hash", "command"], dropna=False)["verdict"].last()
-    return "RED" if "RED" in set(verdicts) else "GREEN" if len(verdicts) else "not_run"
+    if "RED" in set(verdicts):
+        return "RED"
+    if len(verdicts):
+        return "GREEN"
+    return "not_run"
 
 
 def parameter_names(number: str) -> set[str]:
@@ -123,7 +131,9 @@ def parameter_names(number: str) -> set[str]:
 
     folder = log.project(log.default_root()) / "notebooks"
     source = folder / f"{report.experiment(number).name}.ipynb"
-    return _parameters_cell(nbformat.read(source, 4))[1] if source.is_file() else set()
+    if source.is_file():
+        return _parameters_cell(nbformat.read(source, 4))[1]
+    return set()
 
 
 def _parameters_cell(notebook) -> tuple:

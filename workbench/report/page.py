@@ -109,7 +109,10 @@ def _machines(root: Path | str | None) -> str:
     rows = all_machines(root)
     body = "<h1>All machines</h1><p>One row per setting, fastest first; failed runs stay in. – is not measured.</p>"
     for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
-        heading = machine if origin == "measured" else f"{machine}: {origin}"
+        if origin == "measured":
+            heading = machine
+        else:
+            heading = f"{machine}: {origin}"
         body += f"<h2>{html.escape(str(heading))}</h2>"
         shown = [name for name in own if name in ALWAYS or own[name].notna().any()]
         own = own[shown].drop(columns=["origin", "machine"])

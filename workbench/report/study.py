@@ -284,7 +284,10 @@ class Study:
         """
         decoder = subject if isinstance(subject, Decoder) else None
         bundle = decoder.bundle if decoder else subject
-        verdict = [tables.verdict_conclusion(bundle, self.gates)] if self.gates else []
+        if self.gates:
+            verdict = [tables.verdict_conclusion(bundle, self.gates)]
+        else:
+            verdict = []
         words = "\n\n".join(filter(None, [words, *verdict]))
         if decoder and decoder.runtime != "portable":
             place = self._ran_on(decoder.runtime, decoder.compute_units)
@@ -294,7 +297,10 @@ class Study:
             "gates": [g.json() for g in self.gates],
             "conclusion": words,
         } | results
-        row = {"runtime": "portable"} | runs.describe(bundle, decoder) if bundle else {}
+        if bundle:
+            row = {"runtime": "portable"} | runs.describe(bundle, decoder)
+        else:
+            row = {}
         row |= {
             "command": f"notebook {self.experiment.number}",
             "T": T,

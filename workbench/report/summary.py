@@ -93,7 +93,10 @@ def text_table(rows: pd.DataFrame, format: str = "md") -> str:
     if format == "tex":
         return table.to_latex(index=False, escape=True)
     right = ("size", "tok/s", "n", "worst update", "KL")
-    align = ["right" if name in right else "left" for name in table] if len(table) else None
+    if len(table):
+        align = ["right" if name in right else "left" for name in table]
+    else:
+        align = None
     return table.to_markdown(index=False, colalign=align, disable_numparse=True)
 
 
@@ -105,10 +108,9 @@ def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
         return ["–" if pd.isna(v) else form.format(v) for v in rows[column]]
 
     spread = words("sd", " ± {:.1f}")
-    speeds = [
-        mean + ("" if sd == "–" else sd)
-        for mean, sd in zip(words("tokens_per_s", "{:.1f}"), spread, strict=True)
-    ]
+    speeds = []
+    for mean, sd in zip(words("tokens_per_s", "{:.1f}"), spread, strict=True):
+        speeds.append(mean + ("" if sd == "–" else sd))
     columns = {
         "model": words("checkpoint", "{}"),
         "size": words("bundle_bytes", "{}"),

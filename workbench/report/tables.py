@@ -25,17 +25,18 @@ def shard_interface(bundle: Bundle) -> pd.DataFrame:
     shard = bundle.manifest.shards[0]
     states = {name: state.shape for name, state in shard.states.items()}
     roles = {"input": shard.inputs, "state": states, "output": shard.outputs}
-    rows = [
-        {
-            "role": role,
-            "name": name,
-            "shape": f"[{', '.join(map(str, dims))}]",
-            "dtype": "int32" if name == "pos" else "fp16",
-            "bytes": 2 * prod(n for n in dims if n != "T"),
-        }
-        for role, shapes in roles.items()
-        for name, dims in shapes.items()
-    ]
+    rows = []
+    for role, shapes in roles.items():
+        for name, dims in shapes.items():
+            rows.append(
+                {
+                    "role": role,
+                    "name": name,
+                    "shape": f"[{', '.join(map(str, dims))}]",
+                    "dtype": "int32" if name == "pos" else "fp16",
+                    "bytes": 2 * prod(n for n in dims if n != "T"),
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -75,7 +76,10 @@ def budget(sizes: Budget, setting: str) -> pd.DataFrame:
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
     """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what
     it says, advice."""
-    rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
+    rows = []
+    for p in placements:
+        for rule in p.rules:
+            rows.append({"shard": p.shard, **rule})
     by = ["id", "confidence", "effect", "says", "advice"]
     frame = pd.DataFrame(rows, columns=["shard", *by])
     return frame.groupby(by)["shard"].nunique().reset_index(name="shards")

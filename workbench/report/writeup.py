@@ -73,7 +73,10 @@ def folder(number: str, checkpoint: str | None, root: Path | str | None = None) 
         checkpoint: name of what the run was about (see `subject`); None: the shipped write-up,
             which is in `experiments/NN_slug` itself. A sweep of one's own has a folder of its name.
     """
-    name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
+    if number in EXPERIMENTS:
+        name = EXPERIMENTS[number].name
+    else:
+        name = number
     shipped = log.whole(root).parent / name
     if checkpoint is None:
         return shipped
@@ -86,7 +89,10 @@ def subject(runs: Iterable[Mapping]) -> str:
     parameters name, else the logged ones."""
     names = []
     for run in runs:
-        config = json.loads(run["config"]) if isinstance(run["config"], str) else {}
+        if isinstance(run["config"], str):
+            config = json.loads(run["config"])
+        else:
+            config = {}
         parameters = config.get("parameters", {})
         paths = parameters.get("CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"]))
         paths = paths if isinstance(paths, list) else [paths]
@@ -145,14 +151,20 @@ def write_exhibit(
 ) -> list[Path]:
     """Writes the files of one exhibit below `place`: the same row gives the same bytes. Figures
     name what the rows of `runs` that they stand on are about."""
-    data, name, caption = data_of(row), row["name"], row["caption"]
+    data = data_of(row)
+    name = row["name"]
+    caption = row["caption"]
     if row["plot"]:
-        draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
+        draw = getattr(plots, row["plot"])
+        options = json.loads(row["options"])
         stem = place / "figures" / name
         run_ids = runs_of(row)
         # else other machines' figures, or arithmetic on another model's sizes
         measured_here = runs is not None and "chip" not in data and row["plot"] != "memory_bar"
-        about = figure_subject(runs[runs["run_id"].isin(run_ids)]) if measured_here else ""
+        if measured_here:
+            about = figure_subject(runs[runs["run_id"].isin(run_ids)])
+        else:
+            about = ""
         return plots.save(
             lambda: draw(data, **options), stem, run_ids=run_ids, alt=caption, about=about
         )
@@ -173,8 +185,12 @@ def figure_subject(runs: pd.DataFrame) -> str:
     texts = []
     for column, text in FIGURE_SUBJECT.items():
         values = with_machines(runs)[column].dropna().drop_duplicates().sort_values().tolist()
-        shown = values if len(values) <= 3 else [values[0], "…", values[-1]]
-        texts += [text.format(", ".join(map(str, shown)))] if values else []
+        if len(values) <= 3:
+            shown = values
+        else:
+            shown = [values[0], "…", values[-1]]
+        if values:
+            texts += [text.format(", ".join(map(str, shown)))]
     texts += ["stand-in, not Core ML"] * bool((runs["runtime"] == "stand-in").any())
     texts += ["simulated"] * bool((runs["placement_source"] == "simulated").any())
     return " · ".join(texts)
@@ -335,7 +351,9 @@ def _results(exhibits: list[dict], again: str) -> str:
     """Tables and figures in the order the notebook showed them."""
     parts = ["## Results"]
     for row in exhibits:
-        name, caption, rows = row["name"], row["caption"], f"Log rows {', '.join(runs_of(row))}"
+        name = row["name"]
+        caption = row["caption"]
+        rows = f"Log rows {', '.join(runs_of(row))}"
         if row["plot"]:
             again_by = f"{caption} {rows}; drawn again by `{again}`."
             parts += [f"![{caption}](figures/{name}.svg)", again_by]

@@ -69,10 +69,13 @@ class Matrix:
         if RED in (cell.verdict for cell in self.cells):
             return RED
         complete = {(c.cache, c.streaming) for c in self.ran} == set(product(CACHES, (True, False)))
-        return GREEN if complete and {c.batch for c in self.ran} == set(self.batches) else NOT_RUN
+        if complete and {c.batch for c in self.ran} == set(self.batches):
+            return GREEN
+        return NOT_RUN
 
     def gate(self, name: str) -> Gate:
-        count, red = len(self.ran), [cell for cell in self.cells if cell.verdict == RED]
+        count = len(self.ran)
+        red = [cell for cell in self.cells if cell.verdict == RED]
         green = count - len(red)
         reason = (
             f"{green} of {count} cells hold; {sum(c.batch > 1 for c in self.ran)} ran in a batch"
@@ -213,7 +216,9 @@ def _check_cell(
 ) -> tuple[list[list[Record]], list[str]]:
     """Records by sequence, and every way in which they, or what was restored, are not the
     references'."""
-    after, rests, problems = None, [sequence.ids for sequence in sequences], []
+    after = None
+    rests = [sequence.ids for sequence in sequences]
+    problems = []
     if cell.cache != "cold":
         after, rests, problems = _restored(cell, store, sequences)
     with count_predictions(decoder) as calls:
@@ -382,7 +387,8 @@ def four_bits(rows: np.ndarray) -> np.ndarray:
     """Rows [..., D] on 16 steps above the least of each group along D; step and least are fp16 and
     contain the group."""
     grouped = _grouped(rows)
-    least, most = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+    least = grouped.min(-1, keepdims=True)
+    most = grouped.max(-1, keepdims=True)
     low = _fp16_beyond(least, -np.inf)
     step = _fp16_beyond((most - low) / np.float32(15), np.inf)
     codes = np.divide(grouped - low, step, out=np.zeros_like(grouped), where=step > 0).round()
@@ -393,7 +399,8 @@ def four_bit_error(rows: np.ndarray) -> float:
     """RMS of what four bits change in rows [H, tokens, D], over that of what differs from token to
     token."""
     rows = rows.astype(np.float32)
-    change, spread = four_bits(rows) - rows, rows - rows.mean(1, keepdims=True)
+    change = four_bits(rows) - rows
+    spread = rows - rows.mean(1, keepdims=True)
     error, scale = (float(np.sqrt(np.mean(values**2))) for values in (change, spread))
     return error / scale if scale else float(error > 0)
 

@@ -74,7 +74,8 @@ def measure_cell(job: dict) -> None:
     counts.pop("threads")
     with ioreport.metered() as energy:
         samples = timing.measure_speed(decoder, **counts)
-    row, fidelity = runs.describe(bundle, decoder) | _identity(job) | before, None
+    row = runs.describe(bundle, decoder) | _identity(job) | before
+    fidelity = None
     row |= runs.pick(energy, "ane_joules", "ane_active_ms")
     config = _config(job) | {
         "not_timed": timing.NOT_TIMED,
@@ -111,7 +112,8 @@ def _validation(job: dict, decoder: Decoder) -> Validation:
     Bug gates and budget need the checkpoint, which a job of a finished bundle lacks. Adopted
     packages have gates of their own.
     """
-    checkpoint, path = None if job["identity"] else _checkpoint(job), None
+    checkpoint = None if job["identity"] else _checkpoint(job)
+    path = None
     if job["golden"]:
         path = find(job["golden"], log.default_root())
         reference = golden.Golden.load(path)
@@ -225,7 +227,10 @@ def _path(job: dict) -> Path:
     """The folder of a job's bundle on this machine."""
     if job["identity"]:
         return find(job["bundle"], log.default_root())
-    folder = Path(job["bundles"]) if job["bundles"] else log.project() / "data" / "bundles"
+    if job["bundles"]:
+        folder = Path(job["bundles"])
+    else:
+        folder = log.project() / "data" / "bundles"
     model = paths.model_name(Path(job["checkpoint"]))
     return folder / _bundle_name(model, job["checkpoint_hash"], Options(**job["options"]))
 

@@ -148,7 +148,10 @@ def _failed_files(
     job: dict, problem: Exception, failed: Callable, indices: dict[str, int]
 ) -> dict[str, bytes]:
     """The log files of the failed run of a job that returned none."""
-    reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
+    if isinstance(problem, _errors()):
+        reason = "the worker died or left"
+    else:
+        reason = repr(problem)
     worker = getattr(getattr(problem, "last_worker", None), "address", None)
     with tempfile.TemporaryDirectory() as root:
         row = job | {"root": root, "worker": indices.get(worker)}

@@ -36,7 +36,8 @@ def measure_split(
 
 def split_main(argument: dict) -> None:
     """In the child: exports the bundle if it is missing, splits its error and logs one run."""
-    checkpoint, root = Checkpoint(argument["checkpoint"]), Path(argument["root"])
+    checkpoint = Checkpoint(argument["checkpoint"])
+    root = Path(argument["root"])
     bundles = log.project(root) / "data" / "bundles"
     bundle = bundle_for(checkpoint, Options(**argument["options"]), bundles)
     splits = error.split_error(checkpoint, bundle, argument["ids"])

@@ -85,7 +85,8 @@ def _make_folder(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        needed, step = "a folder that can be written", "name another with --log"
+        needed = "a folder that can be written"
+        step = "name another with --log"
         raise InputError(f"log {root}", problem.strerror, needed, step) from None
 
 
@@ -109,7 +110,8 @@ def _source(grid: Grid, bundle: str | None, root: Path) -> dict:
     if bundle is None:
         checkpoint = Checkpoint(cell.find(grid.checkpoint, root))
         token_ids(grid.validate_ids, checkpoint.config.vocab_size, subject)
-        path, sha256 = str(checkpoint.path.resolve()), checkpoint.sha256
+        path = str(checkpoint.path.resolve())
+        sha256 = checkpoint.sha256
         more = {"bundle": None, "identity": None}
     else:
         opened = open_folder(cell.find(bundle, root))
@@ -171,14 +173,18 @@ def _sent(source: dict, workers: cluster.Cluster, checkpoint: str) -> dict:
     Bundles and goldens are sent to the workers that lack them, into folders named by their hash; a
     checkpoint must be on each worker already.
     """
-    paths = {"checkpoint": checkpoint} if source["identity"] is None else {}
+    if source["identity"] is None:
+        paths = {"checkpoint": checkpoint}
+    else:
+        paths = {}
     if paths:
         workers.check(cell.lacks, checkpoint)
     for name, folder in (("bundle", "bundles"), ("golden", "golden")):
         if source[name]:
             path = Path(source[name])
             if adopted(path):
-                needed, step = "bundles, which are whole folders", "leave --scheduler out"
+                needed = "bundles, which are whole folders"
+                step = "leave --scheduler out"
                 raise InputError(f"cluster, {path}", "packages beside a folder", needed, step)
             digest = source["identity"] if name == "bundle" else sha256(path)
             paths[name] = f"data/{folder}/{digest[:16]}/{path.name}"

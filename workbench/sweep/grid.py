@@ -136,7 +136,10 @@ class Cell:
 
     def key(self, checkpoint_hash: str) -> str:
         """Identity of the cell: its setting, its round, and a hash of its prompt if it has one."""
-        ids = f"-{_hash(list(self.judge_ids))[:6]}" if self.judge_ids else ""
+        if self.judge_ids:
+            ids = f"-{_hash(list(self.judge_ids))[:6]}"
+        else:
+            ids = ""
         return f"{self.setting(checkpoint_hash)}-{self.round}{ids}"
 
     def columns(self, auto: str) -> dict:
@@ -194,7 +197,8 @@ def check_sizes(grid: Grid) -> None:
         sizes = runs.pick(cell.run, "T", "depth", "n_gen")
         timing.check_size(cell.options, **sizes, subject="grid, ")
         if count > S:
-            needed, step = f"at most max_seq_len = {S}", "validate on fewer, or export more"
+            needed = f"at most max_seq_len = {S}"
+            step = "validate on fewer, or export more"
             raise InputError("grid, validate_ids", f"{count} tokens", needed, step)
 
 
@@ -209,7 +213,8 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
         )
     if grid.golden is None:
         if grid.bundle and grid.validate_ids:
-            needed, step = "golden", "run: workbench golden CHECKPOINT --out G"
+            needed = "golden"
+            step = "run: workbench golden CHECKPOINT --out G"
             raise InputError(subject, "validate_ids of bundles without golden", needed, step)
         return grid
     ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()

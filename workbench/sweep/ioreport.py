@@ -91,7 +91,10 @@ class Counters:
     def __init__(self, ioreport, core_foundation):
         self.functions = {}
         for name, (result, arguments) in SIGNATURES.items():
-            library = ioreport if name.startswith("IOReport") else core_foundation
+            if name.startswith("IOReport"):
+                library = ioreport
+            else:
+                library = core_foundation
             function = getattr(library, name, None)
             if function is None:
                 raise Missing(f"no function {name}")
@@ -167,7 +170,8 @@ class Counters:
 
     def text(self, name: str, *arguments) -> str:
         """The text that a function gives; "" where it gives none."""
-        string, buffer = self.call(name, *arguments), ctypes.create_string_buffer(256)
+        string = self.call(name, *arguments)
+        buffer = ctypes.create_string_buffer(256)
         if not string or not self.call("CFStringGetCString", string, buffer, 256, UTF8):
             return ""
         return buffer.value.decode(errors="replace").strip()
@@ -176,7 +180,8 @@ class Counters:
 def reading(counters: Counters, before: dict, after: dict, seconds: float) -> dict:
     """``ane_joules`` and ``ane_active_ms`` between two `samples` that many seconds apart, and the
     ``reason`` why one of them is None."""
-    values, reasons = {"ane_joules": None, "ane_active_ms": None}, []
+    values = {"ane_joules": None, "ane_active_ms": None}
+    reasons = []
     for name, value in (
         ("ane_joules", lambda: counters.joules(before, after)),
         ("ane_active_ms", lambda: 1e3 * seconds * counters.active_share(before, after)),

@@ -12,7 +12,10 @@ def plan_job(
     bundle: Bundle, shards: Iterable[Shard], runtime: str, compute_units: str, fault: str
 ) -> dict:
     """The argument of `placement.plan_main` for every function of some shards of a bundle."""
-    programs = [(shard.name, name) for shard in shards for name in shard.functions or [None]]
+    programs = []
+    for shard in shards:
+        for name in shard.functions or [None]:
+            programs.append((shard.name, name))
     job = {"bundle": str(bundle.root), "programs": programs, "runtime": runtime}
     return job | {"compute_units": compute_units, "fault": fault}
 

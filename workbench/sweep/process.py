@@ -108,7 +108,10 @@ def call(
         errors.seek(0)
         lines = _lines(errors.read())
     if not reply:
-        failure = f"no answer in {timeout_s} s" if late else _death(code, lines)
+        if late:
+            failure = f"no answer in {timeout_s} s"
+        else:
+            failure = _death(code, lines)
         notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
         return Outcome(failure=failure, lines=tuple(notes))
     outcome = json.loads(reply)
@@ -152,7 +155,10 @@ def core_ml_messages() -> list[str]:
 def messages_behind(start: int) -> list[str]:
     """`core_ml_messages` after the first `start` bytes."""
     about = os.fstat(2)
-    written = os.pread(2, about.st_size - start, start) if stat.S_ISREG(about.st_mode) else b""
+    if stat.S_ISREG(about.st_mode):
+        written = os.pread(2, about.st_size - start, start)
+    else:
+        written = b""
     return _messages(_lines(written))
 
 

@@ -40,7 +40,8 @@ def stored_tables(
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    measured, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
+    measured = _of_checkpoint(grid, root)
+    timed = _timed_runs(grid, root)
     of_checkpoint = measured[measured["status"] == "ok"]
     timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
     logged = set((of_checkpoint if timed.empty else timed)["runtime"])
@@ -174,7 +175,8 @@ def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     of_key = valid.groupby([timed[key] for key in keys], dropna=False)
     timed = timed[valid | ~of_key.transform("any")]
     of_run = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
-    median, p90 = of_run.median().unstack("phase"), of_run.quantile(0.9).unstack("phase")
+    median = of_run.median().unstack("phase")
+    p90 = of_run.quantile(0.9).unstack("phase")
     by_run = median.reindex(columns=["tokens_per_s", "call"])
     by_run = by_run.assign(p90=p90.reindex(columns=["call"]))
     by_key = by_run.set_axis(_SPEEDS, axis=1).groupby(keys, dropna=False)

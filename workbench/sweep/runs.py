@@ -47,7 +47,10 @@ def counted(run: Mapping) -> dict:
 def exported(options: Options | Mapping) -> dict:
     """The columns of `runs` for export options, null for those that are missing."""
     columns = dict.fromkeys(OPTIONS)
-    columns |= options if isinstance(options, Mapping) else options.model_dump()
+    if isinstance(options, Mapping):
+        columns |= options
+    else:
+        columns |= options.model_dump()
     for name, value in columns.items():
         if isinstance(value, list | tuple | dict):
             columns[name] = _text(value)
@@ -60,7 +63,8 @@ def executed(
     """The columns of `runs` for a decoder's arguments, null where the runtime has no such thing.
     Other arguments are ignored; the fault of a stand-in has no column."""
     name, _, _ = runtime.partition(":")
-    portable, coreml = name == "portable", name not in ("portable", "coreai")
+    portable = name == "portable"
+    coreml = name not in ("portable", "coreai")
     return {
         "runtime": name,
         "precision": precision if portable else None,

@@ -60,7 +60,10 @@ def measure_speed(
         decoder.begin()
         for _ in range(RAMP_CALLS):
             decoder.advance(_ids(decoder, np.random.default_rng(0), T), T)
-    rng, rows, seconds, pressure_s = np.random.default_rng(0), [], 0.0, 0.0
+    rng = np.random.default_rng(0)
+    rows = []
+    seconds = 0.0
+    pressure_s = 0.0
     began = time.perf_counter()
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
     for repetition in count():
@@ -87,7 +90,9 @@ def _timed_sequence(
     rate."""
     T, depth = setting["T"], setting["depth"]
     common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
-    rows, ms, first = [], [], repetition * (WARMUP_CALLS + calls)
+    rows = []
+    ms = []
+    first = repetition * (WARMUP_CALLS + calls)
     decoder.begin()
     if depth:
         start = time.perf_counter()
@@ -108,9 +113,12 @@ def _timed_sequence(
 def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = "") -> int:
     """How many calls of T tokens a measurement times; refuses what the bundle's cache or T cannot
     hold. `subject` goes before the message's own."""
-    S, t_max, calls = options.max_seq_len, options.t_max, -(-n_gen // T)
+    S = options.max_seq_len
+    t_max = options.t_max
+    calls = -(-n_gen // T)
     if not 1 <= T <= t_max:
-        needed, step = f"1 to t_max = {t_max}", "export with a larger --t-max"
+        needed = f"1 to t_max = {t_max}"
+        step = "export with a larger --t-max"
         raise InputError(f"{subject}T", str(T), needed, step)
     if depth + (calls + WARMUP_CALLS) * T > S:
         raise InputError(
@@ -123,7 +131,7 @@ def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = 
 
 
 def _loading(decoder: Decoder) -> list[dict]:
-    """Samples of compilation, loading and first prediction per shard, where the runtime has them."""
+    """Samples of compiling, loading and first prediction per shard, where the runtime has them."""
     once = {"repetition": 0, "warmup": False, "unit": "ms"}
     return [
         once | {"phase": phase, "shard": model.shard.name, "value": value}
@@ -146,7 +154,8 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
     total, cpu = ((now - since) * 1e3 for now, since in ends)
     native = None if None in times.native_ms else sum(times.native_ms)
-    shards, ms = [model.shard.name for model in decoder.layers], [*times.layers, times.head]
+    shards = [model.shard.name for model in decoder.layers]
+    ms = [*times.layers, times.head]
     names = ["layer"] * len(shards) + ["head"], [*shards, None]
     phases = [
         ("call", None, total, cpu, native),
@@ -160,7 +169,8 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n,
     and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    spans, rows = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}, []
+    spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
+    rows = []
     timed = timed[timed["shard"].map(lambda shard: len(spans[shard]) > 0)]
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
         each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(spans[shard])

@@ -104,7 +104,8 @@ class Explorer(Panel):
         """Lists the machines of which the log has times, or this one without any, and selects
         one."""
         control, here = self.controls["machine"], runs.here()
-        names, shown = sweep.offered_machines(self.grid, self.root) or [here], control.value
+        names = sweep.offered_machines(self.grid, self.root) or [here]
+        shown = control.value
         control.options = names
         control.value = next(name for name in (machine, shown, here, *names) if name in names)
 
@@ -119,8 +120,11 @@ class Explorer(Panel):
     @property
     def setting(self) -> Options:
         """Export options that the controls name."""
-        options, length = self.options[self.value("bundle")], self.value("max_seq_len")
-        return options if self.grid.bundle else options.model_copy(update={"max_seq_len": length})
+        options = self.options[self.value("bundle")]
+        length = self.value("max_seq_len")
+        if self.grid.bundle:
+            return options
+        return options.model_copy(update={"max_seq_len": length})
 
     def missing(self) -> list:
         """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per
@@ -128,7 +132,8 @@ class Explorer(Panel):
         done, steps = sweep.done_cells(self.root), []
         everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
         for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
-            options, contents = cell.options, self.source.contents(cell)
+            options = cell.options
+            contents = self.source.contents(cell)
             name = f"{self.source.label(cell)}, max_seq_len {options.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(cell, precision)
@@ -227,7 +232,8 @@ class Explorer(Panel):
         with self.picture.hold_sync():  # the picture comes with the texts of its cells
             self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
             self._name_cells(axes["fidelity"])
-        layers, time = self._at_setting(self._stored("layers")), "no times yet: press Run"
+        layers = self._at_setting(self._stored("layers"))
+        time = "no times yet: press Run"
         ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
         if len(layers):
             time = f"invalid: {layers['invalid'].iloc[-1]}"
@@ -275,21 +281,21 @@ class Explorer(Panel):
     def _stored(self, table: str) -> pd.DataFrame:
         """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
         run = {axis: self.value(axis) for axis in self.axes}
-        settings = [
-            cell.columns(runtime)
-            for cell in self.cells
-            for runtime in runs.RUNTIMES
-            if self.source.label(cell) == self.value("bundle")
-            and all(
-                cell.run[axis] == value
-                for axis, value in run.items()
-                if axis not in PORTABLE_AXES or may_be_portable(cell.run["runtime"])
-            )
-        ]
+        settings = []
+        for cell in self.cells:
+            for runtime in runs.RUNTIMES:
+                if self.source.label(cell) == self.value("bundle") and all(
+                    cell.run[axis] == value
+                    for axis, value in run.items()
+                    if axis not in PORTABLE_AXES or may_be_portable(cell.run["runtime"])
+                ):
+                    settings.append(cell.columns(runtime))
         columns = runs.VALUES if table == "fidelity" else runs.TIMES
         columns = [c for c in columns if c not in ("max_seq_len", "T")]
         rows = runs.fitting(self.tables[table], settings, columns)
-        return rows[rows["bundle"] == self.value("bundle")] if self.grid.bundle else rows
+        if self.grid.bundle:
+            return rows[rows["bundle"] == self.value("bundle")]
+        return rows
 
     def _at_setting(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows at the max_seq_len and T that are shown."""
@@ -311,10 +317,9 @@ class Explorer(Panel):
             return None
         T, tensor, metric = (self.value(name) for name in ("T", "tensor", "metric"))
         if self._differs():
-            rows = [
-                r.assign(value=self._values(r)).set_index(["layer", "position"])
-                for r in (self.rows, self.base)
-            ]
+            rows = []
+            for r in (self.rows, self.base):
+                rows.append(r.assign(value=self._values(r)).set_index(["layer", "position"]))
             cells = rows[0].assign(difference=rows[0]["value"] - rows[1]["value"]).reset_index()
             sides = f"T = {T} minus T = {self.first_T}"
             options = {"metric": metric, "sides": sides, "title": f"{tensor}, {sides}"}
@@ -333,7 +338,8 @@ class Explorer(Panel):
 
     def _list_worst(self) -> None:
         """The cells furthest from the golden; the first line selects none."""
-        metric, lines = self.value("metric"), [("click on a cell, or choose one here", None)]
+        metric = self.value("metric")
+        lines = [("click on a cell, or choose one here", None)]
         column = "cosine" if metric == "1-cosine" else metric
         rising = column not in ("max_abs", "error")
         ranked = self.rows.sort_values(column, ascending=rising, na_position="first")

@@ -153,7 +153,8 @@ class Panel:
         from IPython.display import HTML, display
 
         data = base64.b64encode(self.picture.png).decode()
-        size, alt = self.picture.width, html.escape(self.picture.alt, quote=True)
+        size = self.picture.width
+        alt = html.escape(self.picture.alt, quote=True)
         source = f'src="data:image/png;base64,{data}"'
         display(
             HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'), self.box
@@ -174,7 +175,8 @@ def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
 def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **options) -> ui.Widget:
     """One of `values`, which may be (label, value) pairs: `start`, or the first."""
     options |= {} if start is None else {"value": start}
-    options |= {"layout": ui.Layout(width="auto")} if kind is ui.Dropdown else {}
+    if kind is ui.Dropdown:
+        options |= {"layout": ui.Layout(width="auto")}
     return kind(options=values, description=name, style={"description_width": "initial"}, **options)
 
 
@@ -212,7 +214,10 @@ class BackgroundJob:
         """Writes the number of steps on the Run button."""
         count = sum(parts for _, parts, _ in self.steps())
         self.run.disabled = not count
-        self.run.description = f"Run what is missing ({count})" if count else "Nothing is missing"
+        if count:
+            self.run.description = f"Run what is missing ({count})"
+        else:
+            self.run.description = "Nothing is missing"
 
     def start(self) -> None:
         self.stopped.clear()
@@ -227,7 +232,9 @@ class BackgroundJob:
         self.label.value = f"{self.progress.value} of {self.progress.max}: {self.step}"
 
     def _work(self) -> None:
-        steps, errors, total = self.steps(), len(self.panel.errors), 0
+        steps = self.steps()
+        errors = len(self.panel.errors)
+        total = 0
         self.progress.value, self.progress.max = 0, sum(parts for _, parts, _ in steps)
         for self.step, parts, step in steps:
             if self.stopped.is_set() or len(self.panel.errors) > errors:
@@ -242,4 +249,7 @@ class BackgroundJob:
             self.finish()
         self.panel.guarded(self.refresh)
         # last, because nothing is drawn after it: a message of the next action stays
-        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
+        if self.stopped.is_set():
+            self.label.value = "cancelled; what was finished is kept"
+        else:
+            self.label.value = ""
