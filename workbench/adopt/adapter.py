@@ -141,7 +141,9 @@ class Adapter:
             InputError: no function takes so many tokens there.
         """
         by_kind, chosen = self.run_body(state, ids, start)
-        return self.result(self.run_heads(by_kind, ids, start)) if chosen.logits else Result()
+        if chosen.logits:
+            return self.result(self.run_heads(by_kind, ids, start))
+        return Result()
 
     def run_body(self, state: dict, ids, start: int) -> tuple[dict[str, list], Function]:
         """Runs the parts up to the last one with a state, whose function comes with their outputs
@@ -164,7 +166,8 @@ class Adapter:
             if index not in functions:
                 outputs = self._in_columns(index, ids, hidden, start)
             else:
-                begin, raw = (time.perf_counter(), time.thread_time()), state[self.owner(index)]
+                begin = (time.perf_counter(), time.thread_time())
+                raw = state[self.owner(index)]
                 outputs = self._call(index, functions[index], raw, ids, hidden, start)
                 ends = time.perf_counter(), time.thread_time()
                 self.ms.append([1e3 * (end - since) for end, since in zip(ends, begin)])
@@ -197,7 +200,9 @@ class Adapter:
     def _in_columns(self, index: int, ids, hidden, start: int) -> dict[str, list[np.ndarray]]:
         """A part without a state over all tokens, in as many calls as its functions need; a call
         that is larger than what is left is filled up with copies of the last token."""
-        functions, results, done = self.foreign.parts[index].functions, [], 0
+        functions = self.foreign.parts[index].functions
+        results = []
+        done = 0
         while done < len(ids):
             left = len(ids) - done
             f = max(
@@ -219,7 +224,8 @@ class Adapter:
 
     def _call(self, index: int, function: Function, raw, ids, hidden, start: int) -> dict:
         """One call of a part: its outputs by their kind, each with the tokens first."""
-        part, model = self.foreign.parts[index], self.model(index, function)
+        part = self.foreign.parts[index]
+        model = self.model(index, function)
         feeds = {}
         for name, kind in model.program.inputs.items():
             value = self.feed(part.inputs[name], model.program, name, ids, hidden, start)
@@ -270,7 +276,10 @@ class Adapter:
                 value = named(state[entry.part].read(entry.name), entry.axes, "LHSD")
                 i, n = entry.layers.index(layer), len(entry.layers)
                 if entry.holds == "kv":
-                    k, v = (i, n + i) if entry.order == "halves" else (2 * i, 2 * i + 1)
+                    if entry.order == "halves":
+                        k, v = i, n + i
+                    else:
+                        k, v = 2 * i, 2 * i + 1
                     rows |= {"k": value[k], "v": value[v]}
                 else:
                     rows[entry.holds] = value[i]
@@ -312,7 +321,8 @@ class Adapter:
     @cached_property
     def table(self) -> np.ndarray:
         """The table [V, C] that the host looks embeddings up in, before its scale."""
-        entry, C = self.foreign.embedding, self.reference.config.hidden_size
+        entry = self.foreign.embedding
+        C = self.reference.config.hidden_size
         if entry.file is None:
             name = f"{self.checkpoint.prefix}embed_tokens.weight"
             return self.checkpoint.tensor(name).half().float().numpy()
@@ -339,7 +349,8 @@ class Adapter:
         if entry.theta:
             D = head_dim(self.reference.config)
             angles = positions[0, :, None] * entry.theta ** (-torch.arange(0, D, 2) / D)
-            cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+            cos = torch.cat([angles, angles], -1).cos()
+            sin = torch.cat([angles, angles], -1).sin()
         else:
             types = [entry.layer_type] if entry.layer_type else []
             cos, sin = (t[0] for t in self.reference.rotary_emb(torch.zeros(1), positions, *types))

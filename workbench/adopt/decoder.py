@@ -44,7 +44,10 @@ class AdoptedDecoder(Decoder):
         self.compute_units, self.hints = compute_units, {}
         self.layers = [SimpleNamespace(shard=s, loading_ms={}) for s in bundle.shards("layers")]
         self.heads: list = []
-        outputs = [entry.kind for part in bundle.foreign.parts for entry in part.outputs.values()]
+        outputs = []
+        for part in bundle.foreign.parts:
+            for entry in part.outputs.values():
+                outputs.append(entry.kind)
         self.gives_logits = "logits" in outputs
         self.begin()
 
@@ -77,7 +80,9 @@ class AdoptedDecoder(Decoder):
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """What `advance` gave [1, X, T] → logits [1, T, V]; nan where the call's function gives
         none."""
-        start, cpu_start, rows = time.perf_counter(), time.thread_time(), hidden[0].T
+        start = time.perf_counter()
+        cpu_start = time.thread_time()
+        rows = hidden[0].T
         if self.silent:
             rows = np.broadcast_to(rows, (len(rows), self.manifest.dims.V))
         elif self.bundle.shards("head"):
@@ -133,7 +138,9 @@ def open_folder(path: str | Path, checkpoint: Path | None = None) -> Bundle | Ad
     Raises:
         InputError: neither is there, or it is damaged or does not fit its packages.
     """
-    return Adopted.open(path, checkpoint) if paths.adopted(path) else Bundle.open(path)
+    if paths.adopted(path):
+        return Adopted.open(path, checkpoint)
+    return Bundle.open(path)
 
 
 def open_decoder(folder: Bundle | Adopted, *arguments, **options) -> Decoder:
@@ -153,7 +160,9 @@ def folder_unverified(path: Path) -> Bundle | Adopted:
 def folder_options(path: Path) -> Options | AdoptedOptions:
     """The options of a bundle or of adopted packages, whose files are not checked."""
     folder = folder_unverified(path)
-    return options_of(folder.foreign) if paths.adopted(path) else folder.manifest.options
+    if paths.adopted(path):
+        return options_of(folder.foreign)
+    return folder.manifest.options
 
 
 def folder_identity(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""An adopted folder: its description, and beside it what the manifest of a bundle says by itself."""
+"""An adopted folder: its description, and beside it what the manifest of a bundle says by
+itself."""
 
 import hashlib
 import os
@@ -156,8 +157,14 @@ class Adopted:
     def manifest(self) -> SimpleNamespace:
         """What commands read of a bundle's manifest, of the packages and their checkpoint."""
         source, foreign = self.checkpoint, self.foreign
-        name = paths.model_name(source.path) if source else foreign.exporter or self.root.name
-        tables = self.path(foreign.embedding.file) if foreign.embedding.file else None
+        if source:
+            name = paths.model_name(source.path)
+        else:
+            name = foreign.exporter or self.root.name
+        if foreign.embedding.file:
+            tables = self.path(foreign.embedding.file)
+        else:
+            tables = None
         size = tables.stat().st_size if tables and tables.is_file() else 0
         shards = [self._shard(index) for index in range(len(foreign.parts))]
         hidden = source.config.hidden_size if source else 0
@@ -173,9 +180,16 @@ class Adopted:
         )
 
     def _shard(self, index: int) -> AdoptedShard:
-        part, path = self.foreign.parts[index], self.package(self.foreign.parts[index])
-        stateful, first = index in self.stateful, index == self.stateful[0]
-        kind = "layers" if stateful else "head" if index > self.stateful[-1] else "embedding"
+        part = self.foreign.parts[index]
+        path = self.package(self.foreign.parts[index])
+        stateful = index in self.stateful
+        first = index == self.stateful[0]
+        if stateful:
+            kind = "layers"
+        elif index > self.stateful[-1]:
+            kind = "head"
+        else:
+            kind = "embedding"
         own = [s for s in self.foreign.states if s.part == index or (s.part is None and first)]
         states = {}
         for entry in own:
@@ -183,12 +197,16 @@ class Adopted:
             for name in (f"layers.{i}.{t}_state" for i in entry.layers for t in entry.holds):
                 states[name] = SimpleNamespace(shape=[1, *(sizes[axis] for axis in "HSD")])
         single = len(self.stateful) == 1 or all(s.part is not None for s in own)
-        layers = [layer for s in own for layer in s.layers] if stateful and single else []
-        files = [
-            SimpleNamespace(path=file.name, bytes=file.stat().st_size)
-            for file in sorted(path.rglob("*"))
-            if file.is_file()
-        ]
+        if stateful and single:
+            layers = []
+            for s in own:
+                layers += s.layers
+        else:
+            layers = []
+        files = []
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                files.append(SimpleNamespace(path=file.name, bytes=file.stat().st_size))
         span = (min(layers), max(layers) + 1) if layers else None
         return AdoptedShard(path.stem, kind, part.package, files, states, span)
 
@@ -214,12 +232,10 @@ def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptio
     """The options of packages: their context, and the largest call of those with a state
     (default: of all that take more than ids and hidden states)."""
     placed = {"mask", "write", "start", "end", "positions"}
-    functions = [
-        f
-        for index, part in enumerate(foreign.parts)
-        if (index in parts if parts else placed & {e.kind for e in part.inputs.values()})
-        for f in part.functions
-    ]
+    functions = []
+    for index, part in enumerate(foreign.parts):
+        if index in parts if parts else placed & {e.kind for e in part.inputs.values()}:
+            functions += part.functions
     largest = max(largest_tile(f) for f in functions)
     return AdoptedOptions(foreign.context, min(largest, foreign.context))
 
@@ -227,4 +243,6 @@ def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptio
 def largest_tile(function: schema.Function) -> int:
     """The most tokens of a call that gates make: at most `LARGEST_TILE` where any number can be."""
     fixed = function.t_min == function.t_max
-    return function.t_max if fixed else min(function.t_max, LARGEST_TILE)
+    if fixed:
+        return function.t_max
+    return min(function.t_max, LARGEST_TILE)

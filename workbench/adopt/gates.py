@@ -98,7 +98,8 @@ def write_address(adapter: Adapter) -> Gate:
 
 
 def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> str:
-    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now `after`."""
+    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now
+    `after`."""
     moved = np.arange(len(after))
     places = {int(p): row for row, p in enumerate(before) if p >= 0}
     new = after >= start
@@ -108,7 +109,8 @@ def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> 
     if (before < 0).any() and (moved != np.arange(len(after))).any():
         same |= after < 0  # rows that move up take what lay in empty ones along
     written = (now != was).any(2).all(0) | ~new
-    unwritten, changed = np.flatnonzero(~written).tolist(), np.flatnonzero(~same).tolist()
+    unwritten = np.flatnonzero(~written).tolist()
+    changed = np.flatnonzero(~same).tolist()
     text = [f"rows {unwritten[:4]} not written"] if unwritten else []
     return " and ".join(text + ([f"rows {changed[:4]} changed"] if changed else []))
 
@@ -181,8 +183,8 @@ def reuse_gate(adapter: Adapter) -> Gate:
 
 @dataclass
 class ReuseCell:
-    """A continuation of a restored cache by the rest of a prompt and then `tokens` more: `warm` in a
-    fresh state, `hot` over another sequence."""
+    """A continuation of a restored cache by the rest of a prompt and then `tokens` more: `warm` in
+    a fresh state, `hot` over another sequence."""
 
     cache: str
     context: int
@@ -203,7 +205,10 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
     Raises:
         InputError: no room for so many.
     """
-    rng, cells, T, step = np.random.default_rng(SEED), [], max(adapter.tiles), min(adapter.tiles)
+    rng = np.random.default_rng(SEED)
+    cells = []
+    T = max(adapter.tiles)
+    step = min(adapter.tiles)
     new = -(-max_new // step) * step
     length = min(adapter.context - new, 3 * T + 5) // step * step
     if length < 2 * step:
@@ -225,13 +230,15 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
             if cache == "hot":
                 passes.run(adapter, others, T, restored)
             adapter.write(restored, copy)
-            faults = {
-                name
-                for a, b in zip(expected, continued(restored, prefix), strict=True)
-                for name in ("k", "v", "logits", "top")
-                if _bits(getattr(a, name)) != _bits(getattr(b, name))
-            }
-            reason = f"{', '.join(sorted(faults))} differ" if faults else "the same bits"
+            faults = set()
+            for a, b in zip(expected, continued(restored, prefix), strict=True):
+                for name in ("k", "v", "logits", "top"):
+                    if _bits(getattr(a, name)) != _bits(getattr(b, name)):
+                        faults.add(name)
+            if faults:
+                reason = f"{', '.join(sorted(faults))} differ"
+            else:
+                reason = "the same bits"
             verdict = gates.RED if faults else gates.GREEN
             cells.append(ReuseCell(cache, prefix, [new], verdict, reason))
     return cells
@@ -309,8 +316,12 @@ def _top_tokens(by_T: dict[int, Pass], golden: Golden) -> Gate:
     """Every top token is the golden's, near-ties apart."""
     wrong, count = [], 0
     for T, own in by_T.items():
-        tops = own.top if own.logits is None else np.nan_to_num(own.logits, nan=-np.inf).argmax(-1)
-        there = own.top >= 0 if own.logits is None else np.isfinite(own.logits).all(-1)
+        if own.logits is None:
+            tops = own.top
+            there = own.top >= 0
+        else:
+            tops = np.nan_to_num(own.logits, nan=-np.inf).argmax(-1)
+            there = np.isfinite(own.logits).all(-1)
         for position in np.flatnonzero(there):
             logits, count = golden.logits[position], count + 1
             if logits.max() - logits[tops[position]] > metrics.NEAR_TIE_NATS:

@@ -17,7 +17,8 @@ from workbench.models.checkpoint import Checkpoint
 class Pass:
     """`k`, `v` [L, H_kv, n, D] as they lay in the cache right after the call that wrote them (nan
     where a call overwrote its own rows), `T` [n] tokens of each position's call, `function` [n] its
-    name; `logits` [n, V] (nan where there are none) or None, `top` [n] (−1 where there is none) and its logit `value` [n] (nan where there is none)."""
+    name; `logits` [n, V] (nan where there are none) or None, `top` [n] (−1 where there is none) and
+    its logit `value` [n] (nan where there is none)."""
 
     k: np.ndarray
     v: np.ndarray
@@ -113,8 +114,8 @@ def random_ids(adapter: Adapter, rng, count: int) -> np.ndarray:
 
 
 def compare(own: Pass, other: Golden) -> pd.DataFrame:
-    """Rows of the log's `fidelity` table: layer × position of k and v, and of the logits; `distance`
-    is 1 − cosine, 1 where a value is not finite."""
+    """Rows of the log's `fidelity` table: layer × position of k and v, and of the logits;
+    `distance` is 1 − cosine, 1 where a value is not finite."""
     parts = []
     n = len(own.T)
     for layer in range(len(own.k)):

@@ -21,7 +21,8 @@ def inputs(package: Path, function: str | None = None, position: int = 0) -> dic
     they are, at the default shapes; other inputs are left to chance."""
     program, values = miltorch.read(package, function), {}
     for feature in program.description.input:
-        shape, kind = list(feature.type.multiArrayType.shape), kind_of(feature.name)
+        shape = list(feature.type.multiArrayType.shape)
+        kind = kind_of(feature.name)
         value = None
         if kind in ("mask", "write") and len(shape) > 1:
             T, rows = min(shape[-2:]), max(shape[-2:])
@@ -43,7 +44,8 @@ def inputs(package: Path, function: str | None = None, position: int = 0) -> dic
 def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.Trace:
     """Ranges of every operation while `ids` (default: those of the gates) pass through the
     packages, in the largest tiles, with the inputs that the description says."""
-    departure, ranges = trace.Departure(), {p: trace.Ranges() for p in trace.ORDER}
+    departure = trace.Departure()
+    ranges = {p: trace.Ranges() for p in trace.ORDER}
     adapters = {p: Adapter(adopted, "portable", p) for p in trace.ORDER}
     ids = ids or passes.prompt(adapters["exact"])
     with ExitStack() as contexts:
@@ -57,7 +59,8 @@ def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.T
                     departure.feed(name, trace.small_constants(model.executable))
                     feed = lambda values, name=name: departure.feed(name, values)  # noqa: E731
                     contexts.enter_context(attribute(model, "fed", feed))
-        states, start = {p: adapter.begin() for p, adapter in adapters.items()}, 0
+        states = {p: adapter.begin() for p, adapter in adapters.items()}
+        start = 0
         for size in adapters["exact"].plan(len(ids), max(adapters["exact"].tiles), logits="last"):
             for precision, adapter in adapters.items():
                 adapter.advance(states[precision], ids[start : start + size], start)

@@ -54,7 +54,12 @@ class _Package:
     @property
     def order(self) -> tuple:
         """Embeddings first, then what has a state, then heads; each by the numbers in its name."""
-        place = 1 if self.stateful else 0 if self.embeds else 2
+        if self.stateful:
+            place = 1
+        elif self.embeds:
+            place = 0
+        else:
+            place = 2
         return place, _natural(self.path.name)
 
 
@@ -76,13 +81,9 @@ def propose(
 
 def _expand(packages: Sequence[Path]) -> list[Path]:
     """The packages, and those in folders."""
-    paths_ = [
-        path
-        for source in packages
-        for path in (
-            [source] if paths.is_package(source) else sorted(source.glob("[!.]*.mlpackage"))
-        )
-    ]
+    paths_ = []
+    for source in packages:
+        paths_ += [source] if paths.is_package(source) else sorted(source.glob("[!.]*.mlpackage"))
     if not paths_:
         shown = ", ".join(map(str, packages))
         raise InputError("packages", f"none in {shown}", ".mlpackage folders", "name them")
@@ -115,7 +116,9 @@ class _Maker:
         self.kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.L
         self.window = getattr(config, "sliding_window", None)
         self.anemll = any((p.path.parent / "meta.yaml").is_file() for p in packages)
-        names = {name for package in packages for name in package.programs}
+        names = set()
+        for package in packages:
+            names.update(package.programs)
         self.rotates = any("rotate" in (name or "") for name in names)
         self.local_rows = "shift" if self.rotates else "ring"
 
@@ -135,9 +138,16 @@ class _Maker:
         )
 
     def embedding(self) -> Embedding:
-        beside = {f for p in self.packages for f in p.path.parent.iterdir() if f.is_file()}
+        beside = set()
+        for p in self.packages:
+            for f in p.path.parent.iterdir():
+                if f.is_file():
+                    beside.add(f)
         tables = [f for f in sorted(beside) if f.stat().st_size == 2 * self.C * self.V]
-        what = f"the table is {tables[0].name}" if tables else "the table is the checkpoint's"
+        if tables:
+            what = f"the table is {tables[0].name}"
+        else:
+            what = "the table is the checkpoint's"
         self.notes.append(f"The host embeds the tokens: {what} (embedding).")
         return Embedding(file=os.path.relpath(tables[0], self.folder) if tables else None)
 
@@ -159,7 +169,10 @@ class _Maker:
     def function(self, name: str | None, t_min: int, t_max: int, stateful: bool) -> Function:
         rotate, bounds = "rotate" in (name or ""), {}
         if self.rotates and stateful:
-            bounds = {"first": self.window} if rotate else {"until": self.window}
+            if rotate:
+                bounds = {"first": self.window}
+            else:
+                bounds = {"until": self.window}
         logits = "prefill" not in (name or "")
         if rotate:
             self.notes.append(f"{name} is called from position {self.window}, the window, on.")
@@ -196,7 +209,10 @@ class _Maker:
             types = sorted(set(self.kinds))
             if len(types) > 1:
                 local = LOCAL.search(name.lower())
-                entry.layer_type = "sliding_attention" if local else "full_attention"
+                if local:
+                    entry.layer_type = "sliding_attention"
+                else:
+                    entry.layer_type = "full_attention"
                 self.notes.append(f"{name}: the table of {entry.layer_type} layers.")
         return entry
 
@@ -205,13 +221,15 @@ class _Maker:
         axes: list = [1] * len(sizes)
         if kind in ("start", "end"):
             return axes
-        wide, letter = None, {"hidden": "C", "cos": "D", "sin": "D", "write": "S"}.get(kind)
+        wide = None
+        letter = {"hidden": "C", "cos": "D", "sin": "D", "write": "S"}.get(kind)
         if kind == "hidden":
             wide = self._channels(sizes)
         elif kind == "write":
             wide = max((2, 3), key=lambda axis: max(sizes[axis]))
         elif kind in ("mask", "cos", "sin"):
-            wide, letter = len(sizes) - 1, letter or ("E" if len(sizes[-1]) > 1 else "S")
+            wide = len(sizes) - 1
+            letter = letter or ("E" if len(sizes[-1]) > 1 else "S")
         if wide is not None:
             axes[wide] = letter
         free = [i for i, axis in enumerate(axes) if axis == 1]
@@ -278,7 +296,12 @@ class _Maker:
     def state(self, name: str, shape: tuple, part: int | None, first: int) -> State:
         text = name.lower()
         both = re.search(r"kv", text)
-        holds = "kv" if both else "k" if re.search(r"(^|[^a-z])k(ey)?", text) else "v"
+        if both:
+            holds = "kv"
+        elif re.search(r"(^|[^a-z])k(ey)?", text):
+            holds = "k"
+        else:
+            holds = "v"
         planes = shape[0] // (2 if both else 1)
         layers = list(range(first, first + planes))
         number = re.search(r"layers?\D?(\d+)", text)
@@ -287,18 +310,27 @@ class _Maker:
         rows, local = "absolute", LOCAL.search(text)
         if local or "global" in text:
             sliding = [i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"]
-            layers = sliding if local else [i for i in range(self.L) if i not in sliding]
+            if local:
+                layers = sliding
+            else:
+                layers = [i for i in range(self.L) if i not in sliding]
         if local:
             rows = self.local_rows
             self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
-        axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
+        if len(shape) == 5:
+            axes = ["L", 1, "H", "S", "D"]
+        else:
+            axes = ["L", "H", "S", "D"]
         return State(name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows)
 
 
 def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[str]) -> Foreign:
     """The description with the order of packed planes whose keys and values are the checkpoint's
     for a few tokens; says how near they are."""
-    orders = ("halves", "pairs") if any(s.holds == "kv" for s in foreign.states) else ("halves",)
+    if any(s.holds == "kv" for s in foreign.states):
+        orders = ("halves", "pairs")
+    else:
+        orders = ("halves",)
     ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, 4)
     expected = passes.reference(checkpoint, ids, None, head=False)
     trials = {}

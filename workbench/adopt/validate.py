@@ -23,8 +23,8 @@ FITS = 0.02  # relative RMS of K and V that rope tables and constants in fp16 ex
 @dataclass
 class Validation:
     """All gates, rows of the log's `fidelity` table (T: tokens of the largest calls that a pass
-    makes), the comparison of the runtime's logits with the checkpoint's (None: no package puts any out). A price is not
-    measured: the weights that packages store are no gate's limit."""
+    makes), the comparison of the runtime's logits with the checkpoint's (None: no package puts any
+    out). A price is not measured: the weights that packages store are no gate's limit."""
 
     gates: list[Gate]
     rows: pd.DataFrame
@@ -69,13 +69,20 @@ def validate(
             folder names no checkpoint it is compared with, compression included.
         ids: the prompt (default: seeded random ids past every window).
     """
-    checkpoint = adopted.checkpoint if stored else adopted.needed_checkpoint()
+    if stored:
+        checkpoint = adopted.checkpoint
+    else:
+        checkpoint = adopted.needed_checkpoint()
     exact = Adapter(adopted, "portable", "exact")
     chosen = Adapter(adopted, runtime, precision, compute_units)
-    ids = stored.ids if stored is not None else ids or passes.prompt(exact)
+    if stored is not None:
+        ids = stored.ids
+    else:
+        ids = ids or passes.prompt(exact)
     by_T = {T: passes.run(exact, ids, T) for T in exact.tiles if T <= len(ids)}
     if checkpoint is None:
-        own, note = stored, "; the golden's weights are the checkpoint's: compression counts too"
+        own = stored
+        note = "; the golden's weights are the checkpoint's: compression counts too"
     else:
         reader, missing = stored_weights(exact, checkpoint)
         own = passes.reference(checkpoint, ids, reader)
@@ -88,7 +95,8 @@ def validate(
     checks += compared
     pass_ = passes.run(chosen, ids, max(by_T))
     checks.append(_runtime(chosen, pass_, by_T[max(by_T)]))
-    logits, other = None, checkpoint and stored and stored.meta["checkpoint"] != checkpoint.sha256
+    logits = None
+    other = checkpoint and stored and stored.meta["checkpoint"] != checkpoint.sha256
     if pass_.logits is not None and not other:
         source = stored or golden.make_golden(checkpoint, ids)
         there = np.isfinite(pass_.logits).all(-1)
@@ -123,7 +131,10 @@ def _runtime(adapter: Adapter, own: passes.Pass, exact: passes.Pass) -> Gate:
             if distance.max() >= worst:
                 place = f"layer {layer}, position {int(distance.argmax())}, {name}"
                 worst = float(distance.max())
-    how = f"{adapter.runtime}, {adapter.precision}" if adapter.portable else adapter.runtime
+    if adapter.portable:
+        how = f"{adapter.runtime}, {adapter.precision}"
+    else:
+        how = adapter.runtime
     reason = f"1 − cosine of K and V against exact arithmetic, {how}: {place}"
     return gates.at_most("runtime", worst, limit, reason)
 

@@ -1,5 +1,5 @@
-"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like: constants
-have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
+"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like:
+constants have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
 
 from collections.abc import Iterable, Iterator
 
@@ -33,8 +33,11 @@ def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightRead
 
     def read(name: str) -> torch.Tensor:
         value = matrices.get(name)
-        name = f"{checkpoint.prefix}embed_tokens.weight" if name == EMBEDDING else name
-        return checkpoint.tensor(name).half().float() if value is None else value
+        if name == EMBEDDING:
+            name = f"{checkpoint.prefix}embed_tokens.weight"
+        if value is None:
+            return checkpoint.tensor(name).half().float()
+        return value
 
     return read, missing
 
@@ -61,7 +64,8 @@ def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
 
 def _assemble(matrix: torch.Tensor, constants: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """The matrix out of the constants that hold its rows; None where some rows are in none."""
-    stored, filled = matrix.clone(), np.zeros(len(matrix), bool)
+    stored = matrix.clone()
+    filled = np.zeros(len(matrix), bool)
     for constant in constants:
         if constant.shape[1] == matrix.shape[1] and not filled.all():
             for rows, source in _overlap(matrix, constant):
@@ -75,7 +79,10 @@ def _overlap(matrix: torch.Tensor, constant: torch.Tensor) -> Iterator[tuple[sli
     for inner, outer, swapped in ((constant, matrix, False), (matrix, constant, True)):
         at = int(_cosines(outer, inner[0]).argmax())
         n = min(len(inner), len(outer) - at)
-        rows, source = (slice(0, n), outer[at:]) if swapped else (slice(at, at + n), inner)
+        if swapped:
+            rows, source = slice(0, n), outer[at:]
+        else:
+            rows, source = slice(at, at + n), inner
         source, target = source[:n], matrix[rows]
         norms = float(source.norm()), float(target.norm())
         alike = float((source * target).sum()) >= ALIKE * norms[0] * norms[1] > 0

@@ -1,1 +1,1 @@
-"""What published rules and figures say of the Neural Engine: lint, predicted placement, roofline, memory."""
+"""The Neural Engine by published rules and figures: lint, placement, roofline, memory."""

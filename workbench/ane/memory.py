@@ -1,4 +1,4 @@
-"""Bytes a decoding process needs, before anything is allocated, against the machine it shall run on."""
+"""The bytes that a decoding process will need, against the memory of a machine."""
 
 import re
 import resource
@@ -15,7 +15,6 @@ from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
 MAC_SHARE = 0.7  # of a Mac's memory, shared with the system and the GPU; beyond it macOS swaps
-VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
 STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
 
 
@@ -26,7 +25,7 @@ def kv_bytes(L: int, H_kv: int, S: int, D: int, batch: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes by part; `machine` is the memory of the machine, None where it is left out."""
+    """Bytes by part; `machine` is the memory of the machine, or None."""
 
     weights: int
     kv: int
@@ -41,17 +40,15 @@ class Budget:
 
     def json(self) -> dict:
         """The parts, `total`, and whether it `fits` this machine, or a Mac of as much memory."""
-        each = {"fits": None, "fits_mac": True}
-        fits = {
-            name: self.machine and self.total <= usable_bytes(self.machine, mac)
-            for name, mac in each.items()
-        }
-        return asdict(self) | {"total": self.total} | fits
+        sizes = asdict(self) | {"total": self.total}
+        for name, mac in (("fits", None), ("fits_mac", True)):
+            sizes[name] = self.machine and self.total <= usable_bytes(self.machine, mac)
+        return sizes
 
 
 def usable_bytes(machine: int, mac: bool | None = None) -> int:
-    """What one process may use of a machine's memory: all of it, on a Mac `MAC_SHARE` (`mac`: whether
-    it is one; default: what this machine is)."""
+    """The bytes of a machine's memory that one process may use: all, on a Mac the share
+    `MAC_SHARE`. `mac`: whether it is a Mac; default: whether this machine is."""
     mac = sys.platform == "darwin" if mac is None else mac
     return int(MAC_SHARE * machine) if mac else machine
 
@@ -64,25 +61,28 @@ def machine_bytes() -> int:
 
 
 def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
-    """Measured from the bundle's own files and states: nothing is estimated but the call buffers."""
+    """The budget of a bundle from the sizes of its files and states; call buffers are estimated."""
     m, states = bundle.manifest, Counter()
-    width = VALUE_BYTES[m.options.program_dtype]
     for shard in m.shards:
         for name, state in shard.states.items():
-            states[is_cache(name)] += width * prod(state.shape)
-    weights, buffers = sum(s.bytes for s in m.shards), _buffers(m.dims, m.options)
+            states[is_cache(name)] += 2 * prod(state.shape)
+    weights = sum(s.bytes for s in m.shards)
+    buffers = _buffers(m.dims, m.options)
     embedding = m.embedding.file.bytes
     return Budget(weights, states[True], states[False], embedding, buffers, machine)
 
 
 def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = None) -> Budget:
-    """Predicted from a checkpoint's tensor shapes and export options: nothing is read but headers."""
+    """The predicted budget of a checkpoint's bundle, from tensor shapes and export options."""
     plan, elements, embedding = _elements_of(checkpoint)
     d, B = plan.dims, options.batch
     vectors = sum(n for name, n in elements.items() if len(checkpoint.shape(name)) < 2)
     matrices = sum(elements.values()) - vectors
-    matrices -= 0 if plan.tied else embedding  # a tied head stores its own copy, compressed
-    states = [item for i in range(d.L) for item in plan.states(i, options).items()]
+    if not plan.tied:  # a tied head stores its own compressed copy of the table
+        matrices -= embedding
+    states = []
+    for i in range(d.L):
+        states += plan.states(i, options).items()
     side = sum(2 * B * prod(shape) for name, shape in states if not is_cache(name))
     weights = int(matrices * STORED_BITS[options.compress] / 8) + vectors * 2
     attending = sum(layer.attends for layer in plan.layers)
@@ -91,15 +91,20 @@ def budget_of_checkpoint(checkpoint, options: Options, machine: int | None = Non
 
 
 def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
-    """What one call of T tokens would make the shards of a checkpoint do, as `roofline.bundle_work` says of a bundle."""
+    """The predicted work of one call of T tokens of a checkpoint's bundle: all layers, and the
+    head (see `roofline.bundle_work`)."""
     plan, elements, embedding = _elements_of(checkpoint)
-    budget, routed = budget_of_checkpoint(checkpoint, options), options.moe == "routed"
-    head, flops = plan.dims.V * plan.dims.C, 2 * T * options.batch
+    budget = budget_of_checkpoint(checkpoint, options)
+    routed = options.moe == "routed"
+    head = plan.dims.V * plan.dims.C
+    flops = 2 * T * options.batch
     experts = sum(n for name, n in elements.items() if ".experts." in name)
     idle = experts * (1 - 1 / plan.experts) if routed else 0
     active = sum(elements.values()) - embedding - (0 if plan.tied else head) - idle
-    head_bytes, idle_bytes = (int(n * STORED_BITS[options.compress] / 8) for n in (head, idle))
-    weights, states = budget.weights - head_bytes - idle_bytes, budget.kv + budget.side_states
+    bits = STORED_BITS[options.compress]
+    head_bytes, idle_bytes = int(head * bits / 8), int(idle * bits / 8)
+    weights = budget.weights - head_bytes - idle_bytes
+    states = budget.kv + budget.side_states
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
     d, S = plan.dims, options.max_seq_len
     largest = 2 * options.batch * S * max(d.H_kv * d.D, d.H * T)  # a cache rewritten, or scores
@@ -118,10 +123,10 @@ def _elements_of(checkpoint):
 
 
 def _buffers(d: Dims, options: Options) -> int:
-    """Host-side call buffers in the program's dtype: hidden in and out, two masks, logits; one set, reused by every shard."""
+    """Bytes of the fp16 call buffers on the host, which all shards share: hidden in and out, two
+    masks, logits."""
     T, B, S = options.t_max, options.batch, options.max_seq_len
-    width = VALUE_BYTES[options.program_dtype]
-    return width * B * (2 * d.C * T + 2 * T * S + T * d.V)
+    return 2 * B * (2 * d.C * T + 2 * T * S + T * d.V)
 
 
 def parse_bytes(text: str) -> int:
@@ -130,15 +135,14 @@ def parse_bytes(text: str) -> int:
     with suppress(TypeError, ValueError, OverflowError):  # another form, no number, or infinite
         if (total := int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))) > 0:
             return total
-    raise InputError(
-        "memory", repr(text), "a size above zero, such as 16G", "write a number and K, M, G or T"
-    )
+    needed, step = "a size above zero, such as 16G", "write a number and K, M, G or T"
+    raise InputError("memory", repr(text), needed, step)
 
 
 def peak_rss() -> int | None:
     """Peak resident bytes of this process (Linux's VmHWM, macOS' ru_maxrss), imports included.
 
-    On Linux ru_maxrss would do only for a process whose parent was small: it survives exec.
+    Linux's ru_maxrss is not used, since it survives exec and may be the parent's.
     """
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

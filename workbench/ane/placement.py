@@ -1,7 +1,9 @@
-"""Where a bundle's operations run: Core ML's own plan on a Mac, elsewhere what the rules predict, labelled as predicted.
+"""The compute units of a bundle's operations: Core ML's compute plan on a Mac, elsewhere a
+prediction from the rules, labelled as predicted.
 
-Each shard has one `Placement`. A prediction separates `eligible` (what no rule keeps off the Neural Engine) from `ane`
-(what is expected there, given the shard's size and neighbours), and lists the rules behind it, disputed ones marked.
+Each shard has one `Placement`. A prediction separates the operations that are `eligible` for the
+Neural Engine, because no rule excludes them, from those expected to run there (`ane`), given the
+shard's size and neighbours. It lists the rules that were applied and marks disputed ones.
 """
 
 import math
@@ -24,8 +26,11 @@ SMALL_LAYER = 600_000  # bytes of fp16 weights, of rule G1
 
 @dataclass(frozen=True)
 class Placement:
-    """Compute operations of a shard by where they run; None: there is no figure. `convolutions` [on the ANE, of all] counts as
-    experiment 30 did, convolutions alone; `cost_ane` is the share of the plan's estimated cost that falls on the ANE."""
+    """The numbers of a shard's compute operations by unit; None: not known.
+
+    `convolutions` counts convolutions alone (on the ANE, all), as experiment 30 did. `cost_ane` is
+    the ANE's share of the plan's estimated cost.
+    """
 
     shard: str
     source: str  # measured, predicted, or simulated: the plan of a stand-in
@@ -42,17 +47,15 @@ class Placement:
 
 
 def predicted_placement(bundle: Bundle, generation: int = 4) -> list[Placement]:
-    """What the rules expect of every shard, or each of its functions, with compute units
+    """The predicted placement of every shard, or of each of its functions, with compute units
     CPU_AND_NE, on a chip of an M generation."""
     shards = bundle.manifest.shards
     programs = sum(len(shard.functions) or 1 for shard in shards)
-    return [
-        placement
-        for shard in shards
-        for placement in package_placement(
-            bundle.package(shard), generation, shard.name, programs=programs
-        )
-    ]
+    placements = []
+    for shard in shards:
+        package = bundle.package(shard)
+        placements += package_placement(package, generation, shard.name, programs=programs)
+    return placements
 
 
 def package_placement(
@@ -62,12 +65,21 @@ def package_placement(
     function: str | None = None,
     programs: int | None = None,
 ) -> list[Placement]:
-    """What the rules expect of every function of any package, or of the one that is named; `name`
-    is what the placements are called after (default: the package's file). `programs`: how many a
-    process loads with this one (default: the package's functions)."""
+    """The predicted placement of every function of a package, or of `function` alone.
+
+    Args:
+        name: the placements' name; default: the package's file name.
+        programs: number of programs that a process loads with this one; default: the number of the
+            package's functions.
+    """
     weights = sum(file.stat().st_size for file in package.rglob("*.bin"))
     functions = sorted(read_spec(package).mlProgram.functions)
-    chosen = [function] if function else functions if len(functions) > 1 else [None]
+    if function:
+        chosen = [function]
+    elif len(functions) > 1:
+        chosen = functions
+    else:
+        chosen = [None]
     placements = []
     for own in chosen:
         program = miltorch.read(package, own)
@@ -79,51 +91,55 @@ def package_placement(
 
 
 def predicted_units(program: miltorch.Program) -> dict[str, str]:
-    """Where the rules expect each operation of a program (ane, cpu), by its name: what
-    `miltorch.shim.install(compute_plans=…)` asks for."""
+    """The predicted unit (ane, cpu) of each operation of a program, by its name, for
+    `miltorch.shim.install(compute_plans=…)`."""
     graph = LintGraph(program, 0)
     _, ane = _units(lint(graph), {op.name for op in graph.ops})
     return {op.name: "ane" if op.name in ane else "cpu" for op in program.block.walk()}
 
 
 def place_operations(name: str, graph: LintGraph) -> Placement:
-    """The placement that follows from the rules a graph breaks; disputed rules are listed and change nothing."""
+    """The placement predicted from the rules that a graph breaks; disputed rules are only
+    listed."""
     findings, ops = lint(graph), {op.name for op in graph.ops}
     eligible, ane = _units(findings, ops)
     convolutions = {op.name for op in graph.of("conv")}
-    on_ane, rules = len(convolutions & ane), [_rule(f) for f in findings]
+    on_ane = len(convolutions & ane)
+    rules = [_rule(f) for f in findings]
     counts = len(ops), len(eligible), len(ane), len(ops - ane), 0, (on_ane, len(convolutions))
     return Placement(name, "predicted", *counts, rules=rules)
 
 
 def _units(findings: list[Finding], ops: set[str]) -> tuple[set[str], set[str]]:
-    """The operations that no undisputed finding keeps off the Neural Engine, and those that are
-    expected there."""
-    cpu, stays, fails = (
-        {n for f in findings if f.rule.effect == effect and not f.rule.disputed for n in f.names}
-        for effect in ("cpu", "stays", "fails")
-    )
-    eligible = ops - cpu
-    return eligible, set() if fails else eligible - stays
+    """The operations that no undisputed finding excludes from the Neural Engine, and those that
+    are expected to run there."""
+    names = {"cpu": set(), "stays": set(), "fails": set()}
+    for finding in findings:
+        if finding.rule.effect in names and not finding.rule.disputed:
+            names[finding.rule.effect].update(finding.names)
+    eligible = ops - names["cpu"]
+    return eligible, set() if names["fails"] else eligible - names["stays"]
 
 
 def _rule(finding: Finding) -> dict:
+    """A finding as JSON: its rule with the sources in words, and the first names that break it."""
     r = finding.rule
-    sources = {
-        word: RULE_SOURCES[key]
-        for word in r.source.split()
-        if (key := word.partition("#")[0]) in RULE_SOURCES
-    }
+    sources = {}
+    for word in r.source.split():
+        key = word.partition("#")[0]
+        if key in RULE_SOURCES:
+            sources[word] = RULE_SOURCES[key]
     about = {name: getattr(r, name) for name in ("id", "effect", "confidence", "says", "advice")}
     names = {"count": len(finding.names), "names": list(finding.names[:5])}
     return about | {"sources": sources, "disputed": r.disputed or None} | names
 
 
 def plan_main(job: dict) -> list[dict]:
-    """In a process of its own, which Core ML may abort: what it plans for shards of a bundle.
+    """Core ML's compute plans for shards of a bundle; runs in a child process, which Core ML may
+    abort.
 
-    A plan is a preference: only timing each T shows where a shard runs. Compute plans know no
-    optimization hints.
+    A plan is a preference; timing each T shows where a shard runs. Optimization hints do not enter
+    a compute plan.
 
     Args:
         job: {bundle (a path), programs (pairs of a shard's name and a function's, null for its
@@ -135,21 +151,22 @@ def plan_main(job: dict) -> list[dict]:
     Raises:
         InputError: Core ML gives no plan.
     """
-    bundle, standin = Bundle.open(job["bundle"]), job["runtime"] == "stand-in"
+    bundle = Bundle.open(job["bundle"])
+    standin = job["runtime"] == "stand-in"
     source = "simulated" if standin else "measured"
     shards = {shard.name: shard for shard in bundle.manifest.shards}
     with installed(job["fault"]) if standin else nullcontext():
-        plans = {
-            " ".join(filter(None, (name, function))): compute_plan(
+        plans = {}
+        for name, function in job["programs"]:
+            plans[" ".join(filter(None, (name, function)))] = compute_plan(
                 bundle, shards[name], job["compute_units"], function
             )
-            for name, function in job["programs"]
-        }
     return [count_units(name, plan, source).json() for name, plan in plans.items()]
 
 
 def count_units(name: str, plan: list[Placed], source: str = "measured") -> Placement:
-    """A plan's operations counted by where they prefer to run; those without an answer count as no unit's."""
+    """The placement of a compute plan, by each operation's preferred unit; operations without one
+    count in `ops` alone."""
     units = Counter(p.preferred for p in plan)
     convolutions = Counter(p.preferred for p in plan if p.op == "conv")
     cost = sum(p.cost or 0 for p in plan)
@@ -162,16 +179,19 @@ def count_units(name: str, plan: list[Placed], source: str = "measured") -> Plac
 
 def columns(placements: list[Placement]) -> dict:
     """The columns of a `runs` row: counts by shard, and the Neural Engine's share of all operations
-    and of the plans' estimated costs, where each shard weighs the same. No share is made of a
-    prediction."""
-    by_shard = {
-        p.shard: {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")} for p in placements
-    }
+    and of the plans' estimated costs, averaged over shards. A prediction has no shares."""
+    by_shard = {}
+    for p in placements:
+        by_shard[p.shard] = {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")}
     source, row = placements[0].source, {"placement": by_shard}
     if source != "predicted" and _named(placements):
-        ops, costs = sum(p.ops for p in placements), [p.cost_ane for p in placements]
+        ops = sum(p.ops for p in placements)
+        costs = [p.cost_ane for p in placements]
         row["ane_ops_share"] = sum(p.ane for p in placements) / ops
-        row["ane_cost_share"] = None if None in costs else sum(costs) / len(costs)
+        if None in costs:
+            row["ane_cost_share"] = None
+        else:
+            row["ane_cost_share"] = sum(costs) / len(costs)
     return row | {"placement_source": source}
 
 
@@ -181,28 +201,30 @@ def _named(placements: list[Placement]) -> bool:
 
 
 def off_engine(placements: list[Placement], compute_units: str) -> str | None:
-    """Why a run was not of the Neural Engine that its compute units CPU_AND_NE ask for: its plans
-    put no operation there; says where they are instead. None where they do, where they name no unit
-    at all, and for other compute units."""
+    """The reason why a run with CPU_AND_NE is invalid: its plans put no operation on the Neural
+    Engine. None if they put one there, if they name no unit, and for other compute units."""
     if compute_units != "CPU_AND_NE" or any(p.ane for p in placements) or not _named(placements):
         return None
     ops = sum(p.ops for p in placements)
-    cpu, gpu = sum(p.cpu for p in placements), sum(p.gpu or 0 for p in placements)
+    cpu = sum(p.cpu for p in placements)
+    gpu = sum(p.gpu or 0 for p in placements)
     units = {"the CPU": cpu, "the GPU": gpu, "no unit named": ops - cpu - gpu}
     ran = ", ".join(f"{count} on {unit}" for unit, count in units.items() if count)
     return f"not on the Neural Engine: the plan puts 0 of {ops} operations there, {ran}"
 
 
 def contradictions(placements: list[Placement]) -> list[str]:
-    """Where a prediction contradicts experiment 30, which counted all four convolutions of stateful attention shards,
-    int8 and RangeDim, on the Neural Engine of an M4 Max."""
-    off = [
-        p for p in placements if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]
-    ]
+    """A note if a prediction contradicts experiment 30, which counted all four convolutions of
+    stateful attention shards, int8 and RangeDim, on the Neural Engine of an M4 Max."""
+    off, rules = [], set()
+    for p in placements:
+        if p.source == "predicted" and p.convolutions[0] < p.convolutions[1]:
+            off.append(p)
+            for rule in p.rules:
+                if not rule["disputed"] and rule["effect"] in ("cpu", "stays", "fails"):
+                    rules.add(rule["id"])
     if not off:
         return []
-    broken = [r for p in off for r in p.rules if not r["disputed"]]
-    rules = {r["id"] for r in broken if r["effect"] in ("cpu", "stays", "fails")}
     return [
         f"{len(off)} shards are expected to keep convolutions off the Neural Engine, because of "
         f"{', '.join(sorted(rules))}; experiment 30 counted 4 of 4 on it (M4 Max). "
@@ -211,31 +233,38 @@ def contradictions(placements: list[Placement]) -> list[str]:
 
 
 def lines(placements: list[Placement]) -> list[str]:
-    """Placements as text: shards that fare alike on one line, then each rule once with its advice."""
+    """Placements as text: one line for all shards of the same counts, then one line per rule."""
     groups: dict[tuple, list[Placement]] = {}
+    rules = {}
     for p in placements:
-        alike = (p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions)
-        groups.setdefault(alike, []).append(p)
+        counts = (p.ops, p.eligible, p.ane, p.cpu, p.gpu, p.convolutions)
+        groups.setdefault(counts, []).append(p)
+        for rule in p.rules:
+            rules.setdefault(rule["id"], rule)
     text = [f"{placements[0].source} placement"]
     for p, *more in groups.values():
-        name = f"{p.shard} … {more[-1].shard} ({len(more) + 1})" if more else p.shard
-        text.append(
-            f"{name:32}{p.ane} of {p.ops} operations on the ANE ({p.eligible} eligible), {p.cpu} CPU, {p.gpu} GPU; "
-            f"convolutions {p.convolutions[0]} of {p.convolutions[1]}"
-        )
-    for r in {r["id"]: r for p in placements for r in p.rules}.values():
-        text.append(
-            f"{r['id']:4}{r['effect']:6}{r['confidence']:3}{r['says']}. {r['advice']}. [{'; '.join(r['sources'].values())}]"
-            + (f" Disputed: {r['disputed']}." if r["disputed"] else "")
-        )
+        name = p.shard
+        if more:
+            name = f"{p.shard} … {more[-1].shard} ({len(more) + 1})"
+        on_ane = f"{p.ane} of {p.ops} operations on the ANE ({p.eligible} eligible)"
+        convolutions = f"convolutions {p.convolutions[0]} of {p.convolutions[1]}"
+        text.append(f"{name:32}{on_ane}, {p.cpu} CPU, {p.gpu} GPU; {convolutions}")
+    return text + list(map(_rule_line, rules.values()))
+
+
+def _rule_line(rule: dict) -> str:
+    """A rule in one line: id, effect, confidence, statement, advice, sources, disputes."""
+    head = f"{rule['id']:4}{rule['effect']:6}{rule['confidence']:3}{rule['says']}"
+    text = f"{head}. {rule['advice']}. [{'; '.join(rule['sources'].values())}]"
+    if rule["disputed"]:
+        text += f" Disputed: {rule['disputed']}."
     return text
 
 
 def suitable_units(checkpoint: Checkpoint) -> str:
-    """CPU_ONLY for a checkpoint whose decoder layers are so small that Core ML leaves them on the
-    CPU (rule G1), which would pass for a result of the Neural Engine; CPU_AND_NE for others."""
-    elements = sum(
-        math.prod(e.shape) for name, e in checkpoint.header.items() if ".layers." in name
-    )
+    """CPU_AND_NE, or CPU_ONLY for a checkpoint whose decoder layers are so small that Core ML runs
+    them on the CPU (rule G1), so that their times are not reported as the Neural Engine's."""
+    entries = checkpoint.header.items()
+    elements = sum(math.prod(entry.shape) for name, entry in entries if ".layers." in name)
     layer = 2 * elements / checkpoint.config.num_hidden_layers
     return "CPU_ONLY" if layer < SMALL_LAYER else "CPU_AND_NE"

@@ -1,12 +1,14 @@
-"""How long a shard should take on a Neural Engine: its bytes, operations and dispatches in, milliseconds out.
+"""Predicts the milliseconds of a shard on a Neural Engine from its bytes, operations, dispatches.
 
-t = dispatches · t_dispatch + max(FLOP / peak, weights / weight stream + 2 · states / activation stream) / share
+    t    = dispatches · t_dispatch + max(FLOP / peak, stream) / share
+    stream = weights / weight rate + 2 · states / activation rate
 
-Weights are read once, states read and written once a call. How many bytes of weights are read depends on chip and format:
-what `weight_streams.csv` does not say a chip streams as stored is unpacked to fp16 when the model is loaded. Stream rates and peaks are published per chip; t_dispatch and
-the share of them that decoding reaches are fitted to the published times of one chip (`CALIBRATED_ON`, in
-`data/sources/ane_decode.csv`); `misfits` compares the fit with figures left out of it, those of other chips included.
-The result is a prediction, never a measurement, and does not depend on this machine.
+Weights are read once per call; states are read and written once. A chip reads weights as they are
+stored if `weight_streams.csv` says so of their format; other formats are unpacked to fp16 when the
+model is loaded. Rates and peaks are published per chip. `t_dispatch` and `share`, the part of the
+rates that decoding reaches, are fitted to the published times of one chip (`CALIBRATED_ON`, in
+`data/sources/ane_decode.csv`); `misfits` compares the fit with figures left out of it, those of
+other chips included. The result is a prediction and does not depend on this machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +33,12 @@ DISPATCH_MS, SHARES = np.arange(0.0, 3.0, 0.02), np.arange(0.4, 1.3, 0.02)
 
 @dataclass(frozen=True)
 class Work:
-    """What one call makes the Neural Engine do: bytes of weights as stored and of states, multiply-adds counted twice,
-    predictions that wait for each other; the weights' format (of `PRESETS`), bytes of the largest value it computes."""
+    """The work of one call on the Neural Engine.
+
+    Bytes of weights are as stored, in the format `compress`, a key of `PRESETS`. A multiply-add
+    counts as two flops. Dispatches are predictions in sequence. `largest_bytes` is the size of the
+    largest value that is computed.
+    """
 
     name: str
     weight_bytes: int
@@ -45,8 +51,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Chip:
-    """Published rates of one chip; GB/s and TFLOPS are bytes and operations per nanosecond and picosecond. `assumed`
-    names the rates that nobody published for it."""
+    """Published rates of one chip, in GB/s and TFLOPS. `assumed` names the rates that are taken
+    from a related chip, since none is published for this one."""
 
     name: str
     weights_gb_s: float
@@ -56,7 +62,7 @@ class Chip:
 
     @property
     def generation(self) -> int:
-        """Of the M series."""
+        """The generation of the M series."""
         return int(self.name[1])
 
 
@@ -65,17 +71,17 @@ Figure = tuple[str, Work, Chip, float]  # model, work, chip, published ms
 
 @dataclass(frozen=True)
 class LinearFit:
-    """The two fitted numbers."""
+    """The model of the module's docstring with its two fitted numbers."""
 
     dispatch_ms: float
     share: float
 
     def ms(self, work: Work, chip: Chip) -> float:
-        stream = (
-            streamed_bytes(work, chip) / chip.weights_gb_s + 2 * work.state_bytes / chip.states_gb_s
-        )
-        busy = max(work.flops / chip.tflops / 1e9, stream / 1e6)
-        return self.dispatch_ms * work.dispatches + busy / self.share
+        weights_ns = streamed_bytes(work, chip) / chip.weights_gb_s
+        states_ns = 2 * work.state_bytes / chip.states_gb_s
+        products_ps = work.flops / chip.tflops
+        busy_ms = max(products_ps / 1e9, (weights_ns + states_ns) / 1e6)
+        return self.dispatch_ms * work.dispatches + busy_ms / self.share
 
 
 @cache
@@ -86,7 +92,9 @@ def _first_generations() -> dict[str, int]:
 
 def streams_as(compress: str, chip: Chip) -> str:
     """The format in which a chip reads weights that are stored as `compress`: the same, or fp16."""
-    return compress if chip.generation >= _first_generations()[compress] else "fp16"
+    if chip.generation >= _first_generations()[compress]:
+        return compress
+    return "fp16"
 
 
 def streamed_bytes(work: Work, chip: Chip) -> float:
@@ -96,40 +104,46 @@ def streamed_bytes(work: Work, chip: Chip) -> float:
 
 
 def spills(work: Work, chip: Chip) -> bool | None:
-    """Whether the largest value exceeds the chip's working set; None between what is published for the oldest and the
-    newest chip, where the chip's own is not."""
+    """Whether the largest value exceeds the chip's working set.
+
+    If none is published for the chip's generation, the answer is None for values between the
+    smallest and the largest published working set.
+    """
     rows = _table("chips.csv")
     sizes = rows[rows["quantity"] == "working set before it spills"].set_index("chip")["low"] * 1e6
     least, most = [sizes.get(f"M{chip.generation}")] * 2
     if least is None:
         least, most = sizes.min(), sizes.max()
-    return None if least < work.largest_bytes <= most else bool(work.largest_bytes > most)
+    if least < work.largest_bytes <= most:
+        return None
+    return bool(work.largest_bytes > most)
 
 
 @cache
 def chips() -> dict[str, Chip]:
-    """Chips whose weight stream is published, by name; a rate that nobody published is its nearest relative's."""
+    """Chips whose weight rate is published, by name; a missing rate is its nearest relative's."""
     rows = _table("chips.csv")
     rows["mean"] = (rows["low"] + rows["high"]) / 2
-    rows = (
-        rows.assign(chip=rows["chip"].str.split(" and "))
-        .explode("chip")
-        .replace("Ultra", "M1 Ultra")
-    )
+    rows["chip"] = rows["chip"].str.split(" and ")  # a row may be of several chips
+    rows = rows.explode("chip").replace("Ultra", "M1 Ultra")
     rates = {q: group.set_index("chip")["mean"].to_dict() for q, group in rows.groupby("quantity")}
-    others = {"states_gb_s": rates["activation stream"], "tflops": rates["fp16 convolution"]}
+    states, products = rates["activation stream"], rates["fp16 convolution"]
     chips = {}
-    for name, rate in rates["weight stream through Core ML"].items():
-        assumed = tuple(other for other, known in others.items() if name not in known)
-        nearest = (_nearest(known, name) for known in others.values())
-        chips[name] = Chip(name, rate, *nearest, assumed)
+    for name, weights in rates["weight stream through Core ML"].items():
+        assumed = ("states_gb_s",) * (name not in states) + ("tflops",) * (name not in products)
+        chips[name] = Chip(name, weights, _nearest(states, name), _nearest(products, name), assumed)
     return chips
 
 
 def _nearest(rates: dict[str, float], chip: str) -> float:
-    """A chip's own rate, else its generation's, else the generation's before."""
-    older = [n for g in range(int(chip[1]), 0, -1) for n in sorted(rates) if n.startswith(f"M{g}")]
-    return rates[chip if chip in rates else older[0]]
+    """A chip's own rate, else that of its generation, else of the latest generation before it."""
+    if chip in rates:
+        return rates[chip]
+    for generation in range(int(chip[1]), 0, -1):
+        for name in sorted(rates):
+            if name.startswith(f"M{generation}"):
+                return rates[name]
+    raise AssertionError(f"no rate of {chip} or of an older chip")
 
 
 def chip(name: str) -> Chip:
@@ -140,14 +154,13 @@ def chip(name: str) -> Chip:
 def _table(name: str) -> pd.DataFrame:
     path = FIGURE_SOURCES / name
     if not path.is_file():
-        raise InputError(
-            "roofline", f"no {path}", "the published figures in data/sources", "run from a checkout"
-        )
+        needed = "the published figures in data/sources"
+        raise InputError("roofline", f"no {path}", needed, "run from a checkout")
     return pd.read_csv(path, keep_default_na=False)
 
 
 def figures() -> list[Figure]:
-    """Every published figure, whichever chip's."""
+    """Every published figure, of all chips."""
     every = []
     for r in _table("ane_decode.csv").itertuples():
         name = f"{r.model}, {r.part}"
@@ -159,17 +172,17 @@ def figures() -> list[Figure]:
 def fit(figures: Iterable[Figure]) -> LinearFit:
     """The model with the least mean |log(predicted / published)|, over a grid of both numbers.
 
-    It is calibrated on the figures of one chip alone: times of two chips are not mixed.
+    Only the figures of the chip `CALIBRATED_ON` enter, so that times of two chips are not mixed.
     """
-    numbers = [
-        (work.dispatches, LinearFit(0.0, 1.0).ms(work, chip), ms)
-        for _, work, chip, ms in figures
-        if chip.name == CALIBRATED_ON
-    ]
-    calls, busy, ms = np.array(numbers).T
-    models = [LinearFit(float(d), float(s)) for d in DISPATCH_MS for s in SHARES]
-    predicted = np.array([m.dispatch_ms * calls + busy / m.share for m in models])
-    return models[int(np.abs(np.log(predicted / ms)).mean(1).argmin())]
+    rows = []
+    for _, work, chip, ms in figures:
+        if chip.name == CALIBRATED_ON:
+            rows.append((work.dispatches, LinearFit(0.0, 1.0).ms(work, chip), ms))
+    calls, busy, ms = np.array(rows).T
+    dispatch_ms, shares = (grid.ravel() for grid in np.meshgrid(DISPATCH_MS, SHARES, indexing="ij"))
+    predicted = dispatch_ms[:, None] * calls + busy / shares[:, None]  # [models, figures]
+    best = np.abs(np.log(predicted / ms)).mean(1).argmin()
+    return LinearFit(float(dispatch_ms[best]), float(shares[best]))
 
 
 @cache
@@ -178,11 +191,10 @@ def calibrated() -> LinearFit:
 
 
 def misfits(by_model: bool = False) -> pd.DataFrame:
-    """Every figure predicted by a fit from which it was left out (`by_model`: with all others of its model).
-
+    """Every figure, predicted by a fit without it (`by_model`: without all figures of its model).
     Returns:
-        figure, chip, weights (the format stored, and that streamed), published_ms, predicted_ms, misfit (predicted over
-        published, less 1).
+        figure, chip, weights (the format stored, and that streamed), published_ms, predicted_ms,
+        misfit (predicted over published, less 1).
     """
     rows, every = [], figures()
     for figure in every:
@@ -199,34 +211,40 @@ def _weights(work: Work, chip: Chip) -> str:
 
 
 def bundle_work(bundle: Bundle, T: int = 1) -> list[Work]:
-    """What one call of T tokens makes each shard do; of experts a token runs one a layer, of head slices all at once."""
+    """The work of one call of T tokens, by shard: one expert per layer, and all head slices as one
+    piece of work."""
     layers = [shard for shard in bundle.manifest.shards if shard.kind in ("layers", "router")]
     by_size = sorted(bundle.shards("expert"), key=lambda shard: shard.bytes)
-    largest = {shard.layers[0]: shard for shard in by_size}  # of each layer's experts
-    works = [work_of(bundle, shard, T) for shard in [*layers, *largest.values()]]
+    experts = {shard.layers[0]: shard for shard in by_size}  # the largest expert of each layer
+    works = [work_of(bundle, shard, T) for shard in [*layers, *experts.values()]]
     heads = [work_of(bundle, shard, T) for shard in bundle.shards("head")]
-    if not heads:  # another exporter's packages may have it behind their last layer
+    if not heads:  # other exporters' packages may have the head in the last layer's package
         return works
-    weights, flops = sum(h.weight_bytes for h in heads), sum(h.flops for h in heads)
+    weights = sum(h.weight_bytes for h in heads)
+    flops = sum(h.flops for h in heads)
     largest = max(h.largest_bytes for h in heads)
     return [*works, Work("head", weights, 0, flops, 1, bundle.manifest.options.compress, largest)]
 
 
 def work_of(bundle: Bundle, shard: Shard, T: int = 1) -> Work:
-    """What one call of T tokens makes one shard do, from its program and files."""
+    """The work of one call of T tokens of one shard, from its program and files."""
     program = miltorch.read(bundle.package(shard))
     weights = sum(f.bytes for f in shard.files if f.path.endswith(".bin"))
     states = sum(2 * prod(t.shape) for t in program.states.values())
-    results = (t for op in Graph(program).ops for _, t in op.outputs if t.dtype == "FLOAT16")
-    largest = max((2 * prod(n or T for n in t.shape) for t in results), default=0)
+    largest = 0
+    for op in Graph(program).ops:
+        for _, result in op.outputs:
+            if result.dtype == "FLOAT16":
+                largest = max(largest, 2 * prod(n or T for n in result.shape))
     compress = bundle.manifest.options.compress
     return Work(shard.name, weights, states, flops(program, T), 1, compress, largest)
 
 
 def flops(program: miltorch.Program, T: int) -> float:
-    """Operations of a program's products at T columns, a multiply-add as two.
+    """Flops of a program's products at T columns; a multiply-add counts as two.
 
-    A program does not say what its varying sizes are: they are T, and what a reshape makes of it where it folds heads in.
+    The program leaves varying sizes open. They are T, or after a reshape the size that the other
+    axes leave.
     """
     types, total = program.inputs | program.states, 0.0
     varying = dict.fromkeys(types, T)  # value → its size on the axis that varies
@@ -254,13 +272,18 @@ def flops(program: miltorch.Program, T: int) -> float:
 
 
 def predict_ms(works: Iterable[Work], on: str) -> pd.DataFrame:
-    """shard, ms (predicted), of every piece of work on a chip."""
+    """The predicted ms of every piece of work on a chip: columns shard, ms."""
     return pd.DataFrame([{"shard": w.name, "ms": calibrated().ms(w, chip(on))} for w in works])
 
 
 def by_chip(works: Sequence[Work]) -> pd.DataFrame:
-    """chip, ms of one call and tok/s of one token a call, predicted, host time left out; weights: the format stored and that
-    streamed, and MiB of them a call; whether a value spills (null: not known of this chip); which rates were assumed."""
+    """The prediction of every chip, without host time.
+
+    Returns:
+        chip, ms (of one call), tokens_per_s (at one token per call), weights (the formats stored
+        and streamed), streamed_mib (per call), spills (null: not known of this chip), assumed (the
+        rates of a related chip).
+    """
     rows, largest = [], max(works, key=lambda work: work.largest_bytes)
     for name, on in sorted(chips().items()):
         ms = predict_ms(works, name)["ms"].sum()

@@ -1,13 +1,14 @@
-"""Neural Engine rules: a program in, the rules it breaks out, each with its confidence, its source and what to do.
+"""The rules of the Neural Engine: their table, their tests, and the graph that the tests search.
 
-Most rules are other people's measurements of an undocumented unit, so each says who found it, and `disputed` says who
-found otherwise: a disputed rule is reported and changes no placement. Effects:
+Most rules are measurements that others published of an undocumented unit, so each has a source, a
+confidence and advice. `disputed` names a contradicting source; a disputed rule is reported and
+changes no placement. Effects:
 
     cpu    the operation cannot run on the Neural Engine
-    stays  it could, and is expected not to
+    stays  it could run there and is expected not to
     fails  the program is reported not to compile or not to run there
-    wrong  it runs, and may give wrong or non-finite values
-    slow   it runs, slower than it needs to
+    wrong  it runs and may give wrong or non-finite values
+    slow   it runs slower than an equivalent program
 """
 
 import csv
@@ -39,28 +40,31 @@ MIB, FP16_TINY = 1 << 20, 6.1e-5
 
 ON_ANE = frozenset(
     """
-    add sub mul real_div maximum minimum abs sign square pow floor ceil round clip threshold inverse equal not_equal greater
-    greater_equal less less_equal sqrt rsqrt exp exp2 log erf relu relu6 leaky_relu prelu clamped_relu elu
-    thresholded_relu scaled_tanh sigmoid sigmoid_hard tanh silu gelu softplus softplus_parametric softsign linear_activation
-    softmax conv conv_transpose linear matmul einsum avg_pool max_pool l2_pool layer_norm instance_norm batch_norm l2_norm
-    local_response_norm reduce_sum reduce_mean reduce_max reduce_min reduce_sum_square reduce_l1_norm reduce_l2_norm
-    reduce_log_sum reduce_log_sum_exp concat split stack reshape reshape_like transpose squeeze expand_dims tile pad
-    slice_by_index slice_by_size slice_update select scaled_dot_product_attention topk sin cos quantize dequantize
-    resize_bilinear resize_nearest_neighbor upsample_bilinear upsample_nearest_neighbor pixel_shuffle pixel_unshuffle
-    depth_to_space space_to_depth cast identity read_state write_state coreml_update_state fill flatten2d
+    add sub mul real_div maximum minimum abs sign square pow floor ceil round clip threshold inverse
+    equal not_equal greater greater_equal less less_equal sqrt rsqrt exp exp2 log erf
+    relu relu6 leaky_relu prelu clamped_relu elu thresholded_relu scaled_tanh sigmoid sigmoid_hard
+    tanh silu gelu softplus softplus_parametric softsign linear_activation softmax
+    conv conv_transpose linear matmul einsum scaled_dot_product_attention
+    avg_pool max_pool l2_pool layer_norm instance_norm batch_norm l2_norm local_response_norm
+    reduce_sum reduce_mean reduce_max reduce_min reduce_sum_square reduce_l1_norm reduce_l2_norm
+    reduce_log_sum reduce_log_sum_exp topk sin cos quantize dequantize cast identity fill
+    concat split stack reshape reshape_like transpose squeeze expand_dims tile pad flatten2d
+    slice_by_index slice_by_size slice_update select read_state write_state coreml_update_state
+    resize_bilinear resize_nearest_neighbor upsample_bilinear upsample_nearest_neighbor
+    pixel_shuffle pixel_unshuffle depth_to_space space_to_depth
 """.split()
 )  # AF, one minimal program each; state and slice ops by K1 and K5
 
 
 class LintGraph(Graph):
-    """The def-use index that rules search, with what they need to know about the package and the chip.
+    """The def-use index that rules search, with properties of the package and the chip.
 
     Args:
         program: a function of a package.
         weight_bytes: bytes of its weight file.
-        functions: how many functions the package has.
-        generation: of the chip's M series.
-        programs: how many programs a process loads to run the whole bundle, this one among them.
+        functions: number of the package's functions.
+        generation: the chip's generation of the M series.
+        programs: number of programs that a process loads to run the whole bundle.
     """
 
     def __init__(
@@ -79,35 +83,38 @@ class LintGraph(Graph):
         return [op for op in self.ops if op.kind in kinds]
 
     def source(self, op: Op, parameter: str) -> Op | None:
-        """The operation that makes an argument; None for inputs, literals and what is left out."""
+        """The operation whose result an argument is; None for inputs, literals and missing ones."""
         return self.producer(op.inputs.get(parameter))
 
     def constant(self, op: Op, parameter: str):
-        """An argument that is a literal or a plain constant."""
+        """The value of an argument that is a literal or an uncompressed constant, else None."""
         return self.literal(op.inputs.get(parameter))
 
     def fixed(self, op: Op, parameter: str) -> bool:
-        """Whether an argument is known before the program runs: plain, or a compressed weight."""
+        """Whether an argument is a constant, uncompressed or compressed."""
         producer = self.source(op, parameter)
-        return self.constant(op, parameter) is not None if producer is None else producer.constant
+        if producer is None:
+            return self.constant(op, parameter) is not None
+        return producer.constant
 
     def shape(self, op: Op, parameter: str) -> tuple:
-        """Shape of an argument, None for sizes known only at run time; () where there is none."""
+        """The shape of an argument, None for sizes that vary; () for a missing argument."""
         return self.shape_of(op.inputs.get(parameter))
 
     def weights(self, *kinds: str) -> list[tuple[Op, Op]]:
-        """(compressed weight, operation that reads it)."""
-        return [
-            (weight, reader)
-            for reader in self.ops
-            for weight in map(self.producer, reader.inputs.values())
-            if weight is not None and weight.kind in kinds
-        ]
+        """Pairs (compressed weight, operation that reads it) of weights of these kinds."""
+        pairs = []
+        for reader in self.ops:
+            for weight in map(self.producer, reader.inputs.values()):
+                if weight is not None and weight.kind in kinds:
+                    pairs.append((weight, reader))
+        return pairs
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of `rules.csv`. `of` says what the rule looks at, see `_subjects`; where it is empty, at the whole graph."""
+    """A row of `rules.csv`. `of` names the subjects of the rule (see `_subjects`); an empty one is
+    the whole graph."""
 
     id: str
     of: str
@@ -128,7 +135,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A broken rule and the names of what breaks it."""
+    """A broken rule and the names of the subjects that break it."""
 
     rule: Rule
     names: tuple[str, ...]
@@ -140,11 +147,11 @@ with Path(__file__).with_name("rules.csv").open(encoding="utf-8", newline="") as
 
 
 def rule(test):
-    """Registers the test of the rule with whose id its name begins, `T1_float32`. A rule without a test is broken by
-    every subject; a second test of a rule is an error of ours.
+    """Registers the test of the rule whose id begins its name, such as `T1_float32`.
 
-    The test takes a graph and one `_subjects(graph, of)`, and returns whether that one breaks the rule; where `of` is empty it
-    takes a graph and returns names.
+    The test takes a graph and one of `_subjects(graph, of)`, and returns whether that subject
+    breaks the rule. If `of` is empty, the test takes a graph and returns names. A rule without a
+    test is broken by every subject.
     """
     id = test.__name__.partition("_")[0]
     assert id in RULES.keys() - TESTS.keys(), id
@@ -153,17 +160,23 @@ def rule(test):
 
 
 def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
-    """(name, type) of `inputs`, `states`, `interface` (inputs and outputs) or `results` (of every operation); else (name,
-    operation) of the compute operations whose kind fits one of the patterns in `of`, such as `scatter*`."""
+    """The subjects that a rule's column `of` names.
+
+    These are pairs (name, type) of `inputs`, `states`, `interface` (inputs and outputs) or
+    `results` (of every operation), or pairs (name, operation) of the compute operations whose kind
+    fits one of the patterns in `of`, such as `scatter*`.
+    """
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":
-        return (
-            g.program.inputs | {n: g.types[n] for n in g.program.outputs if n in g.types}
-        ).items()
+        outputs = {name: g.types[name] for name in g.program.outputs if name in g.types}
+        return (g.program.inputs | outputs).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()
-    ops = g.producers.values() if of.startswith("constexpr_") else g.ops
+    if of.startswith("constexpr_"):
+        ops = g.producers.values()
+    else:
+        ops = g.ops
     return [(op.name, op) for op in ops if any(fnmatchcase(op.kind, kind) for kind in of.split())]
 
 

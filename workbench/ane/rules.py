@@ -1,4 +1,4 @@
-"""The rules of the Neural Engine, by subject, and `lint`; see `workbench.ane.rule` for what a rule is."""
+"""The tests of the Neural Engine's rules, by subject, and `lint` (see `workbench.ane.rule`)."""
 
 from math import ceil, prod
 
@@ -9,9 +9,12 @@ from workbench.ane.rule import FP16_TINY, MIB, ON_ANE, RULES, Finding, LintGraph
 
 
 def lint(graph: LintGraph) -> list[Finding]:
-    """Every rule that a graph breaks, with the names of what breaks it."""
-    names = {r: tuple(dict.fromkeys(r.find(graph))) for r in RULES.values()}
-    return [Finding(r, broken) for r, broken in names.items() if broken]
+    """Every rule that a graph breaks, with the names of the subjects that break it."""
+    findings = []
+    for each in RULES.values():
+        if names := tuple(dict.fromkeys(each.find(graph))):
+            findings.append(Finding(each, names))
+    return findings
 
 
 # --- types and rank
@@ -24,24 +27,18 @@ def T1_float32(g, t):
 
 @rule
 def T2_islands(g, op):
-    dtypes = {t.dtype for o in g.ops for t in results(o)}
-    source = getattr(op.inputs["x"], "name", None)
-    return "FLOAT16" in dtypes and "FLOAT32" in {
-        t.dtype for t in (op.outputs[0][1], g.types.get(source)) if t
-    }
+    dtypes = set()
+    for other in g.ops:
+        dtypes.update(t.dtype for t in results(other))
+    source = g.types.get(getattr(op.inputs["x"], "name", None))
+    cast = {op.outputs[0][1].dtype, source and source.dtype}
+    return "FLOAT16" in dtypes and "FLOAT32" in cast
 
 
 @rule
 def T3_integers(g, t):
-    return t.dtype not in {
-        "FLOAT16",
-        "FLOAT32",
-        "INT8",
-        "UINT8",
-        "INT16",
-        "UINT16",
-        "BOOL",
-    }  # float32 is T1's
+    floats = ("FLOAT16", "FLOAT32")  # float32 breaks T1
+    return t.dtype not in (*floats, "INT8", "UINT8", "INT16", "UINT16", "BOOL")
 
 
 @rule
@@ -187,11 +184,15 @@ def K5_loose_update(g, op):
 
 @rule
 def K6_shifted(g, op):
-    """A shift joins rows of the cache itself; whatever else a concat joins is no shift."""
+    """A shift is a concat of rows of the cache itself."""
     slices = ("slice_by_index", "slice_by_size", "concat")
-    concats = [o for o in _views(g, op, (*slices, "slice_update")) if o.kind == "concat"]
-    reads = [o for concat in concats for o in _views(g, concat, slices) if o.kind == "read_state"]
-    return any(read.inputs["input"] == op.inputs["input"] for read in reads)
+    for concat in _views(g, op, (*slices, "slice_update")):
+        if concat.kind != "concat":
+            continue
+        for read in _views(g, concat, slices):
+            if read.kind == "read_state" and read.inputs["input"] == op.inputs["input"]:
+                return True
+    return False
 
 
 @rule
@@ -206,10 +207,14 @@ def K12_long_cache(g, t):
 
 @rule
 def K14_blended(g, op):
-    sums = [o for o in _views(g, op, ("slice_update", "concat")) if o.kind == "add"]
-    products = [p for s in sums for p in (g.source(s, "x"), g.source(s, "y")) if p is not None]
-    rows = [o for p in products if p.kind == "mul" for o in _views(g, p, ("slice_by_index",))]
-    return any(o.kind == "read_state" for o in rows)
+    for total in _views(g, op, ("slice_update", "concat")):
+        if total.kind != "add":
+            continue
+        for product in (g.source(total, "x"), g.source(total, "y")):
+            if product is not None and product.kind == "mul":
+                if "read_state" in {o.kind for o in _views(g, product, ("slice_by_index",))}:
+                    return True
+    return False
 
 
 # --- operations
@@ -276,34 +281,26 @@ def G4_large_package(g, op):
 
 @rule
 def Q1_small_groups(g, op):
-    return any(
-        groups > 1 and n / groups < 4
-        for n, groups in zip(op.outputs[0][1].shape, g.shape(op, "lut"), strict=False)
-    )
+    sizes = zip(op.outputs[0][1].shape, g.shape(op, "lut"), strict=False)
+    return any(groups > 1 and n / groups < 4 for n, groups in sizes)
 
 
 @rule
 def Q2_blocked_int8(g):
-    return [
-        op.name
-        for op, _ in g.weights("constexpr_blockwise_shift_scale")
-        if _blocks(g, op) and not _nibbles(g, op)
-    ]
+    weights = g.weights("constexpr_blockwise_shift_scale")
+    return [weight.name for weight, _ in weights if _blocks(g, weight) and not _nibbles(g, weight)]
 
 
 @rule
 def Q3_blocked_int4(g):
-    return [
-        reader.name
-        for op, reader in g.weights("constexpr_blockwise_shift_scale")
-        if _blocks(g, op) and _nibbles(g, op)
-    ]
+    weights = g.weights("constexpr_blockwise_shift_scale")
+    return [op.name for weight, op in weights if _blocks(g, weight) and _nibbles(g, weight)]
 
 
 @rule
 def Q4_int8(g):
     weights = g.weights("constexpr_blockwise_shift_scale", "constexpr_affine_dequantize")
-    return [reader.name for op, reader in weights if not _nibbles(g, op)]
+    return [op.name for weight, op in weights if not _nibbles(g, weight)]
 
 
 @rule
@@ -321,11 +318,12 @@ def Q6_folded_int8(g, op):
 
 @rule
 def N1_masks(g, op):
-    constants = (g.constant(op, parameter) for parameter in op.inputs)
-    return any(
-        isinstance(v, np.ndarray) and v.dtype.kind == "f" and v.size and v.min() < -4e4
-        for v in constants
-    )
+    for parameter in op.inputs:
+        value = g.constant(op, parameter)
+        if isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.size:
+            if value.min() < -4e4:
+                return True
+    return False
 
 
 @rule
@@ -342,25 +340,29 @@ def N5_epsilon(g, op):
 
 @rule
 def N8_long_sum(g, op):
-    return prod(n or 1 for n in g.shape(op, "x")) > 2048 * prod(
-        n or 1 for n in op.outputs[0][1].shape
-    )
+    terms = prod(n or 1 for n in g.shape(op, "x"))
+    sums = prod(n or 1 for n in op.outputs[0][1].shape)
+    return terms > 2048 * sums
 
 
 # --- reading arguments
 
 
 def _makers(g, op, *parameters) -> set[str]:
+    """The kinds of the operations whose results these arguments are."""
     return {maker.kind for p in parameters if (maker := g.source(op, p)) is not None}
 
 
 def _scalar(g, op, parameter, default):
+    """The number that is a constant argument, else `default`."""
     value = g.constant(op, parameter)
-    return np.ravel(value)[0] if value is not None and np.size(value) == 1 else default
+    if value is not None and np.size(value) == 1:
+        return np.ravel(value)[0]
+    return default
 
 
 def _views(g, op, kinds) -> list[Op]:
-    """The operations whose results `op` takes, those behind operations of `kinds` included."""
+    """The operations whose results `op` takes, directly or through operations of `kinds`."""
     makers, waiting = {}, [op]
     while waiting:
         for value in waiting.pop().reads():
@@ -372,8 +374,8 @@ def _views(g, op, kinds) -> list[Op]:
 
 
 def _columns(g, op) -> int:
-    """How many columns, such as tokens, a product by a weight takes at once (a size that varies
-    counts as 2); 1 for a convolution over several of them."""
+    """The number of columns, such as tokens, of a product by a weight; 1 for a convolution that is
+    not pointwise. A size that varies counts as 2."""
     if op.kind == "linear":
         return prod(n or 2 for n in g.shape(op, "x")[-2:-1])
     pointwise = prod(g.shape(op, "weight")[2:]) == 1
@@ -381,7 +383,7 @@ def _columns(g, op) -> int:
 
 
 def _entries(g, op) -> int:
-    """Entries of a palette [groups…, entries, vector]."""
+    """The number of entries of a palette [groups…, entries, vector]."""
     return (g.shape(op, "lut") or (0, 0))[-2]
 
 
@@ -391,11 +393,10 @@ def _blocks(g, op) -> bool:
 
 
 def _nibbles(g, op) -> bool:
-    """Whether a weight is stored in 4 bits: by its values, since the program stores one per byte."""
+    """Whether a weight is stored in 4 bits, by the range of its values, since the program's reader
+    returns one value per byte."""
     data = g.constant(op, "data")
-    return (
-        data is not None
-        and data.size > 0
-        and -8 <= int(data.min())
-        and int(data.max()) <= (15 if data.dtype == np.uint8 else 7)
-    )
+    if data is None or not data.size:
+        return False
+    largest = 15 if data.dtype == np.uint8 else 7
+    return -8 <= int(data.min()) and int(data.max()) <= largest

@@ -1,4 +1,4 @@
-"""`workbench adopt`, and what the other commands do with a folder that it made."""
+"""`workbench adopt`, and the other commands on an adopted folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -58,8 +58,7 @@ def _adapter(folder: Path, *how):
 
 
 def check_adopted(folder: Path, golden, runtime, compute_units, json: bool) -> None:
-    """`workbench check` on adopted packages: the gates that need no golden, and with one K, V and
-    logits against it."""
+    """`workbench check` on adopted packages: the gates without a golden; with one, `validate`."""
     from workbench.adopt import gates as adopted_gates
 
     if golden:
@@ -86,9 +85,13 @@ def validate_adopted(
     from workbench.check.golden import Golden, check_ids
     from workbench.runtime import resolve
 
-    adopted, stored, ids = Adopted.open(folder, checkpoint), golden and Golden.load(golden), None
+    adopted, ids = Adopted.open(folder, checkpoint), None
+    stored = golden and Golden.load(golden)
     if prompt_ids:
-        V = len(stored.logits[0]) if stored else adopted.needed_checkpoint().config.vocab_size
+        if stored:
+            V = len(stored.logits[0])
+        else:
+            V = adopted.needed_checkpoint().config.vocab_size
         ids = check_ids(parse_ids(prompt_ids), V).tolist()
     how = dict(runtime=runtime, precision=precision, compute_units=compute_units)
     validation = validate(adopted, stored, ids, **how)
@@ -111,12 +114,11 @@ def reuse_adopted(
     adapter = _adapter(folder, runtime, precision, compute_units)
     cells = adopted_gates.reuse_cells(adapter, max_new)
     verdict = gates.verdict(cells)
-    rows = [cell.json() for cell in cells]
-    lines = [
-        f"{c.verdict:8}batch 1  {c.cache:5} context {c.context:<6}{c.reason}"
-        for c in red_first(cells)
-    ]
-    show({"verdict": verdict, "cells": rows}, json, [verdict, *lines])
+    rows, lines = [cell.json() for cell in cells], [verdict]
+    for cell in red_first(cells):
+        settings = f"batch 1  {cell.cache:5} context {cell.context:<6}"
+        lines.append(f"{cell.verdict:8}{settings}{cell.reason}")
+    show({"verdict": verdict, "cells": rows}, json, lines)
 
 
 def explain_adopted(folder: Path, checkpoint: Path, json: bool) -> None:

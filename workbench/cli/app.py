@@ -1,5 +1,8 @@
-"""`workbench …`: one command per question. Every command takes `--json`; RED exits 1, bad input exits 2
-with one message, a notebook's cell that crashes exits 3."""
+"""The command line `workbench`, one command per question.
+
+Every command takes `--json`. The exit code is 1 for a RED verdict, 2 for bad input, which prints
+one message, and 3 for a notebook's cell that raises.
+"""
 
 import sys
 import warnings
@@ -37,7 +40,7 @@ RENAMED = {
 
 
 class Commands(TyperGroup):
-    """The commands; answers the old spelling of an option with the new one."""
+    """The commands; an option's old spelling is an error that names the new one."""
 
     def resolve_command(self, ctx, args):
         command, *arguments = args
@@ -92,7 +95,7 @@ def _options(
 
 
 def main() -> None:
-    """Entry point: an InputError becomes one message and exit code 2, a warning one line without the source around it."""
+    """Entry point: prints an InputError as one message with exit code 2, a warning as one line."""
     warnings.formatwarning = lambda message, *rest: f"workbench: {message}\n"
     try:
         app()

@@ -1,4 +1,4 @@
-"""`workbench bench`: what things cost, beside their peers in the same run."""
+"""`workbench bench`: benchmarks, each beside its peer in the same run."""
 
 from functools import partial
 from pathlib import Path
@@ -33,25 +33,25 @@ def qwen2_checkpoint(folder: Path, layers: int):
 
 
 def bundle_of(checkpoint, folder: Path, json: bool, **options):
-    """The bundle of a checkpoint and export options, kept in `folder`; its progress is shown unless JSON is printed."""
+    """The bundle of a checkpoint and export options, cached in `folder`."""
     return workbench.sweep.bundle_for(
         checkpoint, workbench.export.options(**options), folder, progress=not json
     )
 
 
 def show_rows(rows: list[dict], json: bool, **more) -> None:
-    """Prints rows and what else was measured; a row as text is its value, and the peer's and the ratio where there is a peer."""
-    lines = [
-        f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
-        + (
-            f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, "
-            if row["peer"]
-            else ""
-        )
-        + f"n = {row['n']}"
-        for row in rows
-    ]
-    show({"rows": rows} | more, json, lines + [f"{name}: {value}" for name, value in more.items()])
+    """Prints benchmark rows, then `more` figures by name."""
+    lines = list(map(row_line, rows))
+    lines += [f"{name}: {value}" for name, value in more.items()]
+    show({"rows": rows} | more, json, lines)
+
+
+def row_line(row: dict) -> str:
+    """A row in one line: its value, with a peer the peer's value and the ratio, and n."""
+    text = f"{row['name']:36}{row['value']:12.4g} {row['unit']:6} "
+    if row["peer"]:
+        text += f"{row['peer']} {row['peer_value']:.4g}, ratio {row['ratio']:.2f}, "
+    return f"{text}n = {row['n']}"
 
 
 def decode_benchmark(
@@ -63,7 +63,7 @@ def decode_benchmark(
     folder: Folder = BUILD,
     json: Json = False,
 ) -> None:
-    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model.
+    """Tokens per second of the portable runtime and of Hugging Face's model, Qwen2.5-0.5B's size.
 
     Example: workbench bench decode
 
@@ -76,28 +76,26 @@ def decode_benchmark(
     from workbench.benchmarks import decode
 
     layers = layers or (2 if moe or growth else 24)
-    checkpoint = (
-        random_checkpoint(folder, "zaya", "zaya", layers, vocab_size=4096)  # no head is timed
-        if moe
-        else qwen2_checkpoint(folder, layers)
-    )
+    if moe:  # the head is not timed, so the vocabulary is small
+        checkpoint = random_checkpoint(folder, "zaya", "zaya", layers, vocab_size=4096)
+    else:
+        checkpoint = qwen2_checkpoint(folder, layers)
     bundle = partial(bundle_of, checkpoint, folder, json)
     if moe:
         rows = decode.moe(lambda kind: bundle(max_seq_len=128, moe=kind), rounds=rounds)
     elif growth:
         rows = decode.growth(lambda S: bundle(max_seq_len=S, t_max=64), rounds=rounds)
     else:
-        bundles = {
-            kind: bundle(max_seq_len=512, t_max=64, compress=kind)
-            for kind in ("fp16", "int8-tensor")
-        }
+        bundles = {}
+        for preset in ("fp16", "int8-tensor"):
+            bundles[preset] = bundle(max_seq_len=512, t_max=64, compress=preset)
         run = decode.bench_prefill if prefill else decode.bench_decode
         rows = run(bundles, checkpoint.path, rounds=rounds)
     show_rows(rows, json)
 
 
 def validate_benchmark(layers: int = 24, folder: Folder = BUILD, json: Json = False) -> None:
-    """What looking costs on Qwen2.5-0.5B's dimensions: a trace beside a decode step, a validation beside a forward.
+    """Times of a trace beside a decode step and of a validation beside a forward pass.
 
     Example: workbench bench validate
 
@@ -118,7 +116,7 @@ def reuse_benchmark(
     folder: Folder = BUILD,
     json: Json = False,
 ) -> None:
-    """Time to the first token cold, warm and hot, snapshot sizes and bandwidths, on Qwen2.5-0.5B's dimensions.
+    """Time to the first token cold, warm and hot; sizes and bandwidths of snapshots.
 
     Example: workbench bench reuse --layers 24
 
@@ -132,15 +130,9 @@ def reuse_benchmark(
         qwen2_checkpoint(folder, layers), folder, json, max_seq_len=context, t_max=64
     )
     contexts = [n for n in (256, 512, 1024, 2048) if n < context] + [context]
-    show_rows(
-        bench_reuse(
-            workbench.Decoder(bundle, fast=True),
-            contexts=contexts,
-            rounds=rounds,
-            progress=not json,
-        ),
-        json,
-    )
+    decoder = workbench.Decoder(bundle, fast=True)
+    rows = bench_reuse(decoder, contexts=contexts, rounds=rounds, progress=not json)
+    show_rows(rows, json)
 
 
 def log_benchmark(
@@ -163,7 +155,6 @@ def export_benchmark(
     layers: int | None = None,
     compress: str = "int8-tensor",
     moe: str = "dense",
-    target: str = "coreml",
     plain: bool = True,
     rounds: Rounds = 1,
     folder: Folder = BUILD,
@@ -178,21 +169,19 @@ def export_benchmark(
         layers: Decoder layers (default: the model's own).
         compress: As for export.
         moe: dense or routed.
-        target: coreml or coreai, the programs that are made.
         plain: Also export plainly and compare times and bytes.
     """
     from workbench.benchmarks.export import compare_exports, model
     from workbench.benchmarks.export_runs import export_layers, export_once
 
     dims, count = model(family)
-    path = random_checkpoint(
-        folder, f"{family}-bf16", family, layers or count, dtype="bfloat16", **dims
-    ).path
-    options = {"compress": compress} | ({"moe": moe} if family == "zaya" else {})
-    options |= {"target": target} if target != "coreml" else {}
-    result = compare_exports(
-        export_once, export_layers if plain else None, path, folder / "export", rounds, options
-    )
+    name, layers = f"{family}-bf16", layers or count
+    path = random_checkpoint(folder, name, family, layers, dtype="bfloat16", **dims).path
+    options = {"compress": compress}
+    if family == "zaya":
+        options["moe"] = moe
+    layer_run = export_layers if plain else None
+    result = compare_exports(export_once, layer_run, path, folder / "export", rounds, options)
     show_rows(**result, json=json)
 
 

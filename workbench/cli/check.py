@@ -1,4 +1,4 @@
-"""`workbench check` and `validate`: whether a bundle keeps its cache, and computes what the checkpoint computes."""
+"""`workbench check` tests a bundle's cache, `validate` compares it with its checkpoint."""
 
 from pathlib import Path
 from typing import Annotated
@@ -40,9 +40,11 @@ PrefillBundle = Annotated[
     Path | None, Option(help="Also: its prompts continued here, states copied.")
 ]
 
+MaxKl = Annotated[float, Option(help="Your limit on the mean KL from the golden, nats.", min=0)]
+
 
 def handover_of(prefill_bundle: Path | None, decoder) -> list[gates.Gate]:
-    """Gates of the hand-over from a bundle to `decoder`, none where no bundle is given."""
+    """Gates of copying prefilled states from a bundle to `decoder`; none without a bundle."""
     if prefill_bundle is None:
         return []
     from workbench.check.handover import handover_gates
@@ -66,7 +68,7 @@ def check_command(
     compute_units: Units = "CPU_AND_NE",
     json: Json = False,
 ) -> None:
-    """Chapter 5's checklist, gate by gate: interface, state lifetime, write addresses, stale rows, memory.
+    """Chapter 5's checklist: gates on interface, state lifetime, write addresses and stale rows.
 
     Example: workbench check build/llama --memory 16G
     """
@@ -111,14 +113,14 @@ def validate_command(
     compute_units: Units = "CPU_AND_NE",
     only: Only = None,
     precision: Precision = "declared",
-    max_kl: Annotated[
-        float, Option(help="Your limit on the mean KL from the golden, in nats.", min=0)
-    ] = gates.MAX_KL,
+    max_kl: MaxKl = gates.MAX_KL,
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Is the bundle faulty, and what does it cost? With a checkpoint the answer to the first is
-    kept in the bundle; a golden alone shows it and compares the runtime.
+    """Tests a bundle for faults and measures what compression and fp16 cost.
+
+    With a checkpoint the bug gates run, and their verdict is stored in the bundle. With a golden
+    alone the stored verdict is shown and the runtime is compared.
 
     Example: workbench validate build/llama --checkpoint data/tiny-llama --max-kl 0.02
     """
@@ -133,69 +135,90 @@ def validate_command(
     opened = workbench.Bundle.open(bundle)
     look_at(golden, checkpoint)
     look_at_prompt(prompt_ids, prompt, text)
-    if tasks:
-        paths.file("--tasks", tasks, "prompts with answers (JSON lines)", "correct the path")
-        if not checkpoint:
-            raise InputError(
-                "--tasks",
-                "no --checkpoint",
-                "the checkpoint that also answers them",
-                "give --checkpoint",
-            )
+    _look_at_tasks(tasks, checkpoint)
     from workbench.check import verdict
-    from workbench.check.device import load_reference, stored_reference
     from workbench.models.checkpoint import Checkpoint
     from workbench.runtime import resolve
 
-    source = Checkpoint(checkpoint) if checkpoint else None
-    options = opened.manifest.options
-    every_t = [T for T in range(1, options.t_max + 1) if options.tokens(T) == T]
-    Ts = every_t if all_t else None
-    runtime = another(only) if only else resolve(runtime, options.target)
-    portable = None
+    source, m = Checkpoint(checkpoint) if checkpoint else None, opened.manifest
+    runtime = another(only) if only else resolve(runtime, m.options.target)
+    prompts = {"prompt": prompt, "text": text, "tokens": tokens}
     try:
-        dims, bos = opened.manifest.dims, opened.manifest.tokens.bos
-        reference = load_golden(
-            golden, checkpoint, prompt_ids, dims.V, bos, prompt=prompt, text=text, tokens=tokens
-        )
-        if golden and runtime not in (
-            "portable",
-            "coreai",
-        ):  # before the decoder: one copy of the bundle at a time
-            portable = (load_reference if only else stored_reference)(opened, reference, golden)
+        reference = load_golden(golden, checkpoint, prompt_ids, m.dims.V, m.tokens.bos, **prompts)
+        # the reference comes before the decoder: one copy of the bundle is in memory at a time
+        portable = _portable_logits(opened, reference, golden, runtime, only)
         decoder = workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
-        echo(_expectation(decoder, reference, source, Ts), err=True)
-        validation = workbench.validate(
-            decoder,
-            reference,
-            Ts,
-            checkpoint=source,
-            reference=portable,
-            only=bool(only),
-            max_kl=max_kl,
-            progress=not json,
-        )
+        how = {"reference": portable, "only": bool(only), "max_kl": max_kl, "progress": not json}
+        validation = _validate(decoder, reference, source, all_t, how)
     except InputError as problem:
-        checks = _unopened(opened, source, problem)
-        return show(_unopened_result(checks), json, ["RED", *gate_lines(checks)])
+        return _show_unopened(opened, source, problem, json)
     if source and gates.verdict(validation.bug_gates) != gates.NOT_RUN:
         verdict.save(opened, validation.bug_gates)
-    validation.gates += handover_of(prefill_bundle, decoder)
-    if tasks:
-        from workbench.check.tasks import answer_gates, load_tasks
+    validation.gates += handover_of(prefill_bundle, decoder) + _task_gates(tasks, decoder, source)
+    _show_validation(validation, decoder, log, json)
 
-        validation.gates += answer_gates(decoder, source, load_tasks(tasks))
+
+def _validate(decoder, golden, checkpoint, all_t: bool, options: dict):
+    """The validation of a decoder; its positions, Ts and estimated time go to stderr first."""
+    exported = decoder.options
+    Ts = None
+    if all_t:
+        Ts = [T for T in range(1, exported.t_max + 1) if exported.tokens(T) == T]
+    echo(_expectation(decoder, golden, checkpoint, Ts), err=True)
+    return workbench.validate(decoder, golden, Ts, checkpoint=checkpoint, **options)
+
+
+def _show_validation(validation, decoder, log: bool, json: bool) -> None:
+    """Prints a validation and, with `log`, writes it into the experiment log."""
     result = validation.json()
     if log:
         row = {"verdict": validation.verdict, "config": {"gates": result["gates"]}}
-        record("validate", result, opened, row, decoder, fidelity=validation.rows)
-    worst = (
-        "worst: layer {layer}, position {position}, T = {T}, {tensor}: cosine {cosine:.7f}".format(
-            **result["worst"]
-        )
+        record("validate", result, decoder.bundle, row, decoder, fidelity=validation.rows)
+    place = "layer {layer}, position {position}, T = {T}, {tensor}: cosine {cosine:.7f}"
+    lines = [result["verdict"], *gate_lines(validation.gates), *price_lines(result["price"])]
+    show(result, json, [*lines, f"worst: {place.format(**result['worst'])}"])
+
+
+def _look_at_tasks(tasks: Path | None, checkpoint: Path | None) -> None:
+    """Refuses a missing file of tasks, and tasks without the checkpoint that also answers them."""
+    if not tasks:
+        return
+    paths.file("--tasks", tasks, "prompts with answers (JSON lines)", "correct the path")
+    if not checkpoint:
+        needed, step = "the checkpoint that also answers them", "give --checkpoint"
+        raise InputError("--tasks", "no --checkpoint", needed, step)
+
+
+def _task_gates(tasks: Path | None, decoder, checkpoint) -> list[gates.Gate]:
+    """Gates of the known-answer prompts; none without a file of them."""
+    if not tasks:
+        return []
+    from workbench.check.tasks import answer_gates, load_tasks
+
+    return answer_gates(decoder, checkpoint, load_tasks(tasks))
+
+
+def _portable_logits(bundle, golden, path: Path | None, runtime: str, only: str | None):
+    """The portable runtime's results beside a stored golden, which the device gate compares with.
+
+    None where the runtime is no device, or the golden was made now. With `only` they are read, so
+    that the bundle is not loaded a second time; else they are computed where they are missing.
+    """
+    from workbench.check.device import load_reference, stored_reference
+
+    if not path or runtime in ("portable", "coreai"):
+        return None
+    return (load_reference if only else stored_reference)(bundle, golden, path)
+
+
+def _show_unopened(bundle, checkpoint, problem: InputError, json: bool) -> None:
+    """Prints the gates of a bundle that no decoder runs; none of its values are compared."""
+    checks = _unopened(bundle, checkpoint, problem)
+    nothing = dict.fromkeys(
+        ("worst", "min_cosine", "mean_cosine", "logits", "free_logits", "price")
     )
-    lines = [result["verdict"], *gate_lines(validation.gates), *price_lines(result["price"]), worst]
-    show(result, json, lines)
+    result = {"verdict": "RED", "gates": [gate.json() for gate in checks], "rows": 0} | nothing
+    show(result, json, ["RED", *gate_lines(checks)])
 
 
 def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
@@ -211,16 +234,8 @@ def _unopened(bundle, checkpoint, problem: InputError) -> list[gates.Gate]:
     return [interface, *unopened_gates(problem, BUG_GATES[1:])]
 
 
-def _unopened_result(checks: list[gates.Gate]) -> dict:
-    """The result of a bundle that no decoder runs: nothing of it was compared."""
-    nothing = dict.fromkeys(
-        ("worst", "min_cosine", "mean_cosine", "logits", "free_logits", "price")
-    )
-    return {"verdict": "RED", "gates": [gate.json() for gate in checks], "rows": 0} | nothing
-
-
 def _expectation(decoder, golden, checkpoint, Ts) -> str:
-    """How many positions are compared, and about how long that takes, from the time of one call."""
+    """How many positions are compared, and an estimate of the seconds from the time of one call."""
     from time import perf_counter
 
     from workbench.check.fidelity import default_ts
@@ -234,8 +249,8 @@ def _expectation(decoder, golden, checkpoint, Ts) -> str:
     if checkpoint:
         reach = plan_reach(decoder.manifest)
         text += f", {reach.count} to reach every row of the cache"
-        # Hugging Face's side runs each position three times and costs about two calls of one token each; causality makes
-        # up to 16 calls, undo up to 26
+        # Hugging Face's side runs each position three times and costs about two calls of one token
+        # each; causality makes up to 16 calls, undo up to 26
         calls += reach.calls(Ts) + 6 * reach.count + 42
     with decoder.set_aside():
         decoder.begin()

@@ -1,4 +1,4 @@
-"""`workbench clean`: caches with their sizes, and their removal."""
+"""`workbench clean`: lists caches with their sizes and removes them."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -24,27 +24,23 @@ def clean_command(
     yes: Annotated[bool, Option("--yes", help="Remove what is listed.")] = False,
     json: Json = False,
 ) -> None:
-    """Caches that the workbench makes again by itself, with their sizes; removes them with `--yes`.
+    """Lists the caches that the workbench can rebuild, with their sizes; --yes removes them.
 
     Example: workbench clean compiled goldens --folder build --yes
     """
     from workbench.log import project
 
-    entries = [
-        e for e in cache_entries(project(), tuple(folder or ())) if e.kind in (kinds or KINDS)
-    ]
+    every = cache_entries(project(), tuple(folder or ()))
+    entries = [entry for entry in every if entry.kind in (kinds or KINDS)]
     if yes:
         for entry in entries:
             remove(entry)
     total = sum(entry.bytes for entry in entries)
     lines = [f"{entry.bytes / 2**20:10.1f} MiB  {entry.kind:11} {entry.path}" for entry in entries]
-    end = "removed" if yes else "in all; workbench clean --yes removes them"
-    show(
-        {
-            "bytes": total,
-            "removed": yes,
-            "entries": [{**vars(entry), "path": str(entry.path)} for entry in entries],
-        },
-        json,
-        [*lines, f"{total / 2**20:10.1f} MiB  {end}" if entries else "nothing to remove"],
-    )
+    if yes:
+        end = "removed"
+    else:
+        end = "in all; workbench clean --yes removes them"
+    lines.append(f"{total / 2**20:10.1f} MiB  {end}" if entries else "nothing to remove")
+    rows = [{**vars(entry), "path": str(entry.path)} for entry in entries]
+    show({"bytes": total, "removed": yes, "entries": rows}, json, lines)

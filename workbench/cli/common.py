@@ -1,4 +1,4 @@
-"""What several commands share: argument types, prompts, goldens, lines of text, and how a result is printed."""
+"""What several commands share: option types, prompts, goldens, and the printing of a result."""
 
 import re
 from inspect import cleandoc, signature
@@ -39,23 +39,23 @@ Memory = Annotated[str | None, Option(help="Memory of the target machine, such a
 
 
 def register(app: Typer, functions: dict, suffix: str) -> None:
-    """Makes commands of the functions whose name ends in `suffix`; the rest of the name is the command's. `PANEL`
-    among them is the heading that they have in the help.
+    """Registers every function whose name ends in `suffix` as the command of the rest of its name.
 
-    The docstring is the help of the command, its section `Args:` that of its options. An option that is False unless it
-    is given has no `--no` form.
+    The docstring is the help of the command; each line of its section `Args:` is the help of one
+    option. An option whose default is False has no `--no` form. `functions["PANEL"]` is the
+    heading of the commands in the help.
     """
     for name, function in functions.items():
-        if name.endswith(suffix):
-            text, _, options = cleandoc(function.__doc__).partition("\n\nArgs:\n")
-            defaults = signature(function).parameters
-            for option, line in re.findall(r"^    (\w+): (.+)$", options, re.MULTILINE):
-                switch = [f"--{option}"] if defaults[option].default is False else []
-                kind = function.__annotations__[option]
-                function.__annotations__[option] = Annotated[kind, Option(*switch, help=line)]
-            panel = functions.get("PANEL")
-            name = name.removesuffix(suffix).replace("_", "-")
-            app.command(name, help=text, rich_help_panel=panel)(function)
+        if not name.endswith(suffix):
+            continue
+        text, _, options = cleandoc(function.__doc__).partition("\n\nArgs:\n")
+        defaults = signature(function).parameters
+        for option, line in re.findall(r"^    (\w+): (.+)$", options, re.MULTILINE):
+            switch = [f"--{option}"] if defaults[option].default is False else []
+            kind = function.__annotations__[option]
+            function.__annotations__[option] = Annotated[kind, Option(*switch, help=line)]
+        command = name.removesuffix(suffix).replace("_", "-")
+        app.command(command, help=text, rich_help_panel=functions.get("PANEL"))(function)
 
 
 def show(result: dict, json: bool, lines: list[str]) -> None:
@@ -71,20 +71,24 @@ def red_first(rows: list) -> list:
 
 
 def gate_lines(gates: list) -> list[str]:
-    """RED first, then the others; one line each with its reason.
+    """One line per gate with its value and reason, RED first.
 
-    A golden of another checkpoint is the one line: all other gates compare two models then.
+    If the golden is of another checkpoint, that gate is the only line, since all others compare
+    two models then.
     """
-    foreign = [g for g in gates if (g.name, g.verdict) == ("golden_is_of_this_checkpoint", "RED")]
-    note = ": the other gates compare two models (--json has them)" if foreign else ""
-    return [
-        f"{g.verdict:8}{g.name:29}{'' if g.value is None else f'{g.value:<12.6g}'}{g.reason}{note}"
-        for g in foreign or red_first(gates)
-    ]
+    for gate in gates:
+        if (gate.name, gate.verdict) == ("golden_is_of_this_checkpoint", "RED"):
+            return [gate_line(gate) + ": the other gates compare two models (--json has them)"]
+    return list(map(gate_line, red_first(gates)))
+
+
+def gate_line(gate) -> str:
+    value = "" if gate.value is None else f"{gate.value:<12.6g}"
+    return f"{gate.verdict:8}{gate.name:29}{value}{gate.reason}"
 
 
 def price_lines(price: dict) -> list[str]:
-    """What a bundle costs, and the budget beside it, in two lines."""
+    """The KL that a bundle costs, and below it the KL that rounding alone must cost."""
 
     def figures(kl: dict) -> str:
         return ", ".join(f"{name} {value:.3g}" for name, value in kl.items())
@@ -119,8 +123,9 @@ def ids_for(
 
     Args:
         prompt_ids: ids as `--prompt-ids` writes them.
-        bos: where no prompt is given, 24 seeded random ids, the first of them `bos` if there is one.
-        prompt: text, or `text`, a file of it, which the tokenizer in the folder `tokenizer` encodes.
+        bos: without any prompt the ids are 24 seeded random ones, the first of them `bos` if it is
+            not None.
+        prompt: text that the tokenizer in the folder `tokenizer` encodes; `text` is a file of it.
     """
     import numpy as np
 
@@ -140,8 +145,7 @@ def ids_for(
 
 
 def open_folder(path: Path):
-    """The bundle or the adopted packages at `path`; a wrong path is refused before torch is
-    loaded."""
+    """The bundle or the adopted packages at `path`; refuses a wrong path before torch is loaded."""
     if not paths.adopted(path):
         return workbench.Bundle.open(path)
     from workbench.adopt.folder import Adopted
@@ -150,12 +154,14 @@ def open_folder(path: Path):
 
 
 def tokenizer_folder(bundle, checkpoint: Path | None = None) -> Path:
-    """Where the tokenizer of a bundle is: beside its checkpoint, or its own copy."""
-    return paths.checkpoint(checkpoint) if checkpoint else bundle.tokenizer
+    """The folder of the tokenizer: the checkpoint where there is one, else the bundle's copy."""
+    if checkpoint:
+        return paths.checkpoint(checkpoint)
+    return bundle.tokenizer
 
 
 def prompt_of(golden: Path | None, prompt_ids: str | None, V: int, **prompt) -> list[int]:
-    """The token ids of a stored golden, where one is given, else those of `ids_for`."""
+    """The token ids of the stored `golden` if there is one, else those of `ids_for`."""
     from workbench.check.golden import Golden, check_ids
 
     if golden and (prompt_ids is not None or prompt.get("prompt") or prompt.get("text")):
@@ -168,20 +174,15 @@ def prompt_of(golden: Path | None, prompt_ids: str | None, V: int, **prompt) -> 
 
 
 def bundles_only(**options) -> None:
-    """Refuses the first option that is given beside packages without a bundle, which do not take
-    it."""
+    """Refuses every one of these options that is set, since packages without a bundle lack it."""
     for name, value in options.items():
         if value:
-            raise InputError(
-                f"--{name.replace('_', '-')}",
-                "packages without a bundle",
-                "a bundle",
-                "leave the option out",
-            )
+            subject, actual = f"--{name.replace('_', '-')}", "packages without a bundle"
+            raise InputError(subject, actual, "a bundle", "leave the option out")
 
 
 def look_at(golden: Path | None, checkpoint: Path | None) -> None:
-    """Refuses a path of a golden or a checkpoint that is none, before anything heavy is imported."""
+    """Refuses a path without a golden or without a checkpoint before torch is imported."""
     if golden:
         paths.golden(golden)
     if checkpoint:
@@ -189,7 +190,7 @@ def look_at(golden: Path | None, checkpoint: Path | None) -> None:
 
 
 def look_at_prompt(prompt_ids: str | None, prompt: str | None, text: Path | None) -> None:
-    """Refuses several prompts, and a file of text that is none, before anything heavy is imported."""
+    """Refuses several prompts and a path without a text file before torch is imported."""
     if sum(value is not None for value in (prompt_ids, prompt, text)) > 1:
         options = "--prompt-ids, --prompt, --text"
         raise InputError("prompt", f"several of {options}", "at most one", "give one of them")
@@ -205,8 +206,7 @@ def load_golden(
     bos: int | None = None,
     **prompt,
 ):
-    """The golden a command compares with: a stored one, or one made now from a checkpoint and a
-    prompt (see `ids_for`)."""
+    """The stored `golden`, or one made now from a checkpoint and a prompt (see `ids_for`)."""
     from workbench.check.golden import Golden, make_golden
 
     if golden:
@@ -223,11 +223,7 @@ def load_golden(
 
 
 def another(only: str) -> str:
-    """The runtime that `--only` names.
-
-    Raises:
-        InputError: the portable one, which has nothing to leave out.
-    """
+    """The runtime that `--only` names; refuses portable, beside which nothing could be left out."""
     from workbench.runtime import resolve
 
     if (runtime := resolve(only)) == "portable":
@@ -252,7 +248,7 @@ def core_ml_only(bundle, subject: str) -> None:
 
 
 def record(command: str, result: dict, bundle, row: dict, decoder=None, **tables) -> None:
-    """Writes a command's run into the log: its `row` and what describes bundle and decoder; the run's id joins `result`."""
+    """Logs `row` with the columns of bundle and decoder; adds the run's id to `result`."""
     from workbench.sweep import runs
 
     row = runs.describe(bundle, decoder) | {"command": command} | row

@@ -1,4 +1,4 @@
-"""`workbench crosscheck`: Hugging Face, the portable runtime and Apple's interpreter side by side."""
+"""`workbench crosscheck`: the portable runtime and Core AI, both compared with Hugging Face."""
 
 from pathlib import Path
 from typing import Annotated
@@ -35,8 +35,9 @@ def crosscheck_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """A bundle on the portable runtime and its Core AI twin on Apple's interpreter, both against
-    Hugging Face's model. Exports the twins, fp32 and fp16, where they are missing.
+    """Compares a bundle on the portable runtime and its Core AI twins with Hugging Face's model.
+
+    The twins, fp32 and fp16, run on Apple's interpreter; missing ones are exported first.
 
     Example: workbench crosscheck build/llama --checkpoint data/tiny-llama
     """

@@ -1,4 +1,4 @@
-"""`workbench decode` and `reuse`: tokens, and whether a restored cache goes on with the same ones."""
+"""`workbench decode` prints tokens; `workbench reuse` compares restored caches with fresh ones."""
 
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ def decode_command(
     prefill_bundle: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Decoding, greedy unless a temperature is given: text as it comes, tok/s, per-layer ms, head ms.
+    """Decodes greedily, or samples with --temperature: tokens, tok/s, ms per layer and head.
 
     Example: workbench decode build/llama --prompt-ids 1,42,100 --max-new 64
 
@@ -63,16 +63,7 @@ def decode_command(
     if paths.adopted(bundle):
         bundles_only(literal=literal, prefill_bundle=prefill_bundle)
     bundles = [open_folder(path) for path in (bundle, prefill_bundle) if path]
-    if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
-        raise InputError(
-            "prompt",
-            "several or none of --prompt-ids, --prompt and --golden",
-            "one of them",
-            "give one of them",
-        )
-    look_at(golden, None)
-    if chat and prompt is None:
-        raise InputError("--chat", "token ids", "a text to answer", "give --prompt TEXT")
+    _look_at_source(prompt_ids, prompt, golden, chat)
     from workbench.adopt.decoder import open_decoder
     from workbench.decode import Sampling
     from workbench.decode.transcript import encode_chat, encode_text, transcript
@@ -82,20 +73,36 @@ def decode_command(
         ids = prompt_of(golden, prompt_ids, bundles[0].manifest.dims.V)
     else:
         ids = (encode_chat if chat else encode_text)(bundles[0].tokenizer, prompt)
-    decoder, *source = [
-        open_decoder(b, runtime, precision, fast=not literal, compute_units=compute_units)
-        for b in bundles
-    ]
+    how = {"fast": not literal, "compute_units": compute_units}
+    decoder, *source = [open_decoder(b, runtime, precision, **how) for b in bundles]
     on_text = None if json else partial(echo, nl=False)
     result = transcript(decoder, ids, max_new, logits, sampling, *source, on_text=on_text)
-    d = result["decode"]
-    rate = "" if d["tokens_per_s"] is None else f", {d['tokens_per_s']:.1f} tok/s"
-    end = ",".join(map(str, result["tokens"])) if result["text"] is None else ""  # of the text
-    show(
-        result,
-        json,
-        [end, f"{d['tokens']} tokens{rate} ({result['runtime']}, {result['precision']})"],
-    )
+    show(result, json, _transcript_lines(result))
+
+
+def _look_at_source(
+    prompt_ids: str | None, prompt: str | None, golden: Path | None, chat: bool
+) -> None:
+    """Refuses all but one source of the prompt, and --chat without a text."""
+    if sum(source is not None for source in (prompt_ids, prompt, golden)) != 1:
+        actual = "several or none of --prompt-ids, --prompt and --golden"
+        raise InputError("prompt", actual, "one of them", "give one of them")
+    look_at(golden, None)
+    if chat and prompt is None:
+        raise InputError("--chat", "token ids", "a text to answer", "give --prompt TEXT")
+
+
+def _transcript_lines(result: dict) -> list[str]:
+    """The token ids, empty where their text was printed as it came, and the summary line."""
+    times = result["decode"]
+    if result["text"] is None:
+        ids = ",".join(map(str, result["tokens"]))
+    else:
+        ids = ""
+    summary = f"{times['tokens']} tokens"
+    if times["tokens_per_s"] is not None:
+        summary += f", {times['tokens_per_s']:.1f} tok/s"
+    return [ids, f"{summary} ({result['runtime']}, {result['precision']})"]
 
 
 def reuse_command(
@@ -107,7 +114,8 @@ def reuse_command(
     precision: Precision = "exact",
     json: Json = False,
 ) -> None:
-    """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context, against sequences alone.
+    """The cache-reuse matrix: cold, warm, hot × stream, generate × fp16, q4 × batch × context.
+    Every cell's tokens are compared with the same sequence decoded alone from a fresh state.
 
     Example: workbench reuse build/llama --batch-bundle build/llama-2
 
@@ -122,14 +130,15 @@ def reuse_command(
     bundles = [workbench.Bundle.open(path) for path in (bundle, batch_bundle) if path]
     from workbench.studies.cache_reuse import check_reuse
 
-    decoders = [
-        workbench.Decoder(opened, runtime, precision, compute_units=compute_units)
-        for opened in bundles
-    ]
+    decoders = []
+    for opened in bundles:
+        decoders.append(workbench.Decoder(opened, runtime, precision, compute_units=compute_units))
     matrix = check_reuse(*decoders, max_new=max_new, progress=not json)
-    lines = [
-        f"{c.verdict:8}batch {c.batch}  {c.cache:5} {'stream' if c.streaming else 'generate':9}{c.format:5}"
-        f"context {c.context:<6}{c.reason}"
-        for c in red_first(matrix.cells)
-    ]
-    show(matrix.json(), json, [matrix.verdict, *lines])
+    show(matrix.json(), json, [matrix.verdict, *map(_cell_line, red_first(matrix.cells))])
+
+
+def _cell_line(c) -> str:
+    """A cell of the cache-reuse matrix in one line."""
+    path = "stream" if c.streaming else "generate"
+    settings = f"batch {c.batch}  {c.cache:5} {path:9}{c.format:5}context {c.context:<6}"
+    return f"{c.verdict:8}{settings}{c.reason}"

@@ -45,60 +45,57 @@ def evaluate_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Perplexity over a text of any length, KL and same top token against Hugging Face's model, with 95% intervals.
+    """Perplexity of a text, KL and same top token against Hugging Face's model, 95% intervals.
 
     A beginning-of-sequence token comes first where the checkpoint has one; every other token is
-    scored once. Finished windows are stored in data/evaluations: an interrupted run goes on.
+    scored once. Finished windows are stored in data/evaluations, where an interrupted run resumes.
 
     Example: workbench evaluate build/llama --text README.md --checkpoint data/tiny-llama
     """
     opened = open_folder(bundle)
     look_at(golden, checkpoint)
     if (text is None) == (ids is None):
-        raise InputError(
-            "text", "both or neither of --text and --ids", "one of them", "give one of them"
-        )
+        actual = "both or neither of --text and --ids"
+        raise InputError("text", actual, "one of them", "give one of them")
     words = paths.text(text or ids)
     from workbench.adopt.decoder import open_decoder
     from workbench.check.evaluate import evaluate
-    from workbench.check.golden import Golden
     from workbench.decode.transcript import encode_text
     from workbench.log import project
-    from workbench.models.checkpoint import Checkpoint
     from workbench.sweep.caches import EVALUATIONS
 
     if text:
         tokens = encode_text(tokenizer_folder(opened, checkpoint), words)
     else:
         tokens = parse_ids(words, "--ids")
-    reference = None
-    if golden:
-        reference = Golden.load(golden)
-    elif checkpoint:
-        reference = Checkpoint(checkpoint)
+    reference = _reference(golden, checkpoint)
     decoder = open_decoder(opened, runtime, precision, compute_units=compute_units)
-    result = evaluate(
-        decoder,
-        tokens,
-        reference,
-        window=window,
-        stride=stride,
-        folder=project() / EVALUATIONS,
-        progress=not json,
-    )
+    options = {"window": window, "stride": stride, "folder": project() / EVALUATIONS}
+    result = evaluate(decoder, tokens, reference, **options, progress=not json)
     if log:
         record("evaluate", result, opened, {"config": {"evaluation": dict(result)}}, decoder)
     show(result, json, _lines(result))
 
 
+def _reference(golden: Path | None, checkpoint: Path | None):
+    """The stored golden, else the checkpoint, else None: the text is scored without a reference."""
+    from workbench.check.golden import Golden
+    from workbench.models.checkpoint import Checkpoint
+
+    if golden:
+        return Golden.load(golden)
+    return Checkpoint(checkpoint) if checkpoint else None
+
+
 def _lines(result: dict) -> list[str]:
+    """An evaluation as lines of text."""
     intervals = result["intervals"] or {}
 
     def figure(name: str, value: float) -> str:
-        low_high = intervals.get(name)
-        return f"{value:.6g}" + (
-            "" if low_high is None else " (95%: {:.6g} – {:.6g})".format(*low_high)
-        )
+        text = f"{value:.6g}"
+        if low_high := intervals.get(name):
+            text += " (95%: {:.6g} – {:.6g})".format(*low_high)
+        return text
 
     lines = [f"{result['tokens']} tokens scored in {result['windows']} windows"]
     if "not_run" in result:

@@ -1,5 +1,5 @@
-"""`workbench error`, `explain`, `trace` and `matrix`: where a bundle's error comes from, which other model it computes, how
-near it comes to fp16's limits, and what each compute unit computes."""
+"""`workbench error` splits a bundle's error into parts, `explain` names the model that a faulty
+bundle computes, `trace` the range of every operation, `matrix` validates each compute unit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +54,8 @@ def error_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The error of every layer's update, split into storage, quantization, re-authoring, precision and runtime.
+    """Splits the error of every layer's update into storage, quantization, re-authoring, precision
+    and runtime.
 
     Example: workbench error build/llama --checkpoint data/tiny-llama --weights
     """
@@ -74,7 +75,10 @@ def error_command(
     exact_runtime(opened)
     text_options = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
     ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
-    reference = Golden.load(golden) if golden else make_golden(source, ids)
+    if golden:
+        reference = Golden.load(golden)
+    else:
+        reference = make_golden(source, ids)
     how = {"runtime": runtime, "compute_units": compute_units}
     splits = error.split_error(source, opened, ids, reference=reference, **how, progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}
@@ -92,19 +96,20 @@ def error_command(
     }
     if log:
         _record(opened, "error", result, **how)
-    tables = [
-        line
-        for name, frame in frames.items()
-        for line in ("", name, frame.to_string(index=False, float_format="%.3g"))
-    ]
-    show(result, json, [result["verdict"], *gate_lines(checks), *tables])
+    lines = [result["verdict"], *gate_lines(checks)]
+    for name, frame in frames.items():
+        lines += ["", name, frame.to_string(index=False, float_format="%.3g")]
+    show(result, json, lines)
 
 
 def _record(
     bundle, command: str, result: dict, runtime: str = "portable", compute_units: str | None = None
 ) -> None:
+    """Logs a result; `runtime` may name a stand-in's fault behind a colon."""
     name, _, fault = runtime.partition(":")
-    config = gates.jsonable(result) | ({"fault": fault} if fault else {})
+    config = gates.jsonable(result)
+    if fault:
+        config["fault"] = fault
     row = {"verdict": result["verdict"], "runtime": name, "config": config}
     if name not in ("portable", "coreai"):
         row["compute_units"] = compute_units
@@ -117,7 +122,8 @@ def explain_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Which variant of the checkpoint's model a faulty bundle computes: another rope, norm, window, scale, order of layers …
+    """Finds the variant of the checkpoint's model that a faulty bundle computes: another rope,
+    norm, window, scale, order of layers …
 
     Example: workbench explain build/llama --checkpoint data/tiny-llama
     """
@@ -153,7 +159,8 @@ def trace_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Range of every operation, headroom in bits, first inf and NaN, with one rounding per result and with narrow sums.
+    """Range and headroom in bits of every operation, and the first inf and NaN, with one rounding
+    per result and with narrow sums.
 
     Example: workbench trace build/llama --prompt-ids 1,42,100
     """
@@ -161,7 +168,10 @@ def trace_command(
     if not adopted:
         paths.bundle_or_package(source)
     look_at(golden, None)
-    bundle = workbench.Bundle.open(source) if (source / paths.BUNDLE).exists() else None
+    if (source / paths.BUNDLE).exists():
+        bundle = workbench.Bundle.open(source)
+    else:
+        bundle = None
     from workbench.explain import trace
 
     if bundle:
@@ -176,29 +186,22 @@ def trace_command(
         from workbench.adopt import probe
 
         values = probe.inputs(source, function, position)
-        values |= _package_inputs(inputs, source, function) if inputs else {}
+        if inputs:
+            values |= _package_inputs(inputs, source, function)
         ranges = trace.trace_package(source, values, function=function)
     result = ranges.json()
     if log:
         _record(bundle, "trace", result)
-    worst = [
-        f"{float(w['headroom_bits']):>8.2f} bits  {float(w['max_abs']):<12.6g}{trace.place(w)}"
-        for w in result["worst"]
-    ]
-    show(
-        result,
-        json,
-        [
-            result["verdict"],
-            *gate_lines(ranges.gates()),
-            f"{result['ops']} results; the largest:",
-            *worst,
-        ],
-    )
+    lines = [result["verdict"], *gate_lines(ranges.gates())]
+    lines.append(f"{result['ops']} results; the largest:")
+    for row in result["worst"]:
+        bits, largest = float(row["headroom_bits"]), float(row["max_abs"])
+        lines.append(f"{bits:>8.2f} bits  {largest:<12.6g}{trace.place(row)}")
+    show(result, json, lines)
 
 
 def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
-    """The arrays of an .npz, all of them numbers, and inputs of the package."""
+    """The arrays of an .npz as float64; refuses what is no number or no input of the package."""
     import zipfile
 
     import numpy as np
@@ -206,25 +209,18 @@ def _package_inputs(path: Path, package: Path, function: str | None) -> dict:
     import miltorch
 
     subject, names = f"--inputs {path}", miltorch.read(package, function).inputs
+    # AttributeError: the file holds a single array
+    unreadable = (OSError, ValueError, AttributeError, EOFError, zipfile.BadZipFile)
     try:
         arrays = dict(np.load(path).items())
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-        EOFError,
-        zipfile.BadZipFile,
-    ) as problem:  # AttributeError: a single array
-        raise InputError(
-            subject, type(problem).__name__, "arrays by name (.npz)", "write it with numpy.savez"
-        ) from None
+    except unreadable as problem:
+        needed, step = "arrays by name (.npz)", "write it with numpy.savez"
+        raise InputError(subject, type(problem).__name__, needed, step) from None
     if unknown := ", ".join(sorted(arrays.keys() - names.keys())):
-        raise InputError(
-            subject, f"inputs {unknown}", f"some of {', '.join(names)}", "correct the names"
-        )
-    if text := ", ".join(
-        sorted(name for name, value in arrays.items() if value.dtype.kind not in "biuf")
-    ):
+        needed = f"some of {', '.join(names)}"
+        raise InputError(subject, f"inputs {unknown}", needed, "correct the names")
+    others = [name for name in sorted(arrays) if arrays[name].dtype.kind not in "biuf"]
+    if text := ", ".join(others):
         raise InputError(subject, f"no numbers in {text}", "arrays of numbers", "convert them")
     return {name: value.astype(np.float64) for name, value in arrays.items()}
 
@@ -242,7 +238,8 @@ def matrix_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """The validation once per compute unit, each in a process that may die; off a Mac the portable arithmetics alone.
+    """Validates once per compute unit, each in a process of its own; off a Mac the portable
+    runtime's precisions alone.
 
     Example: workbench matrix build/llama --checkpoint data/tiny-llama
     """
@@ -270,6 +267,8 @@ def matrix_command(
     }
     if log:
         _record(opened, "matrix", result)
-    note = [] if device else ["no compute unit was measured: there is no Core ML here"]
     text = table.drop(columns="runtime").to_string(index=False, na_rep="-", float_format="%.4g")
-    show(result, json, [result["verdict"], text, *note])
+    lines = [result["verdict"], text]
+    if not device:
+        lines.append("no compute unit was measured: there is no Core ML here")
+    show(result, json, lines)

@@ -1,4 +1,4 @@
-"""`workbench export` and `golden`: a checkpoint's bundle, and the values that it is compared with."""
+"""`workbench export` writes a checkpoint's bundle, `golden` the values that it is compared with."""
 
 import contextlib
 import os
@@ -26,6 +26,8 @@ from workbench.errors import InputError
 
 PANEL = "Export"
 
+Count = Annotated[int, Option(help="Convert so many stamped shards again and compare.", min=0)]
+
 
 def export_command(
     checkpoint: Path,
@@ -47,25 +49,23 @@ def export_command(
     target: str = "coreml",
     program_dtype: str = "fp16",
     plain: bool = False,
-    verify_stamps: Annotated[
-        int, Option(help="Convert so many stamped shards again and compare.", min=0)
-    ] = 0,
+    verify_stamps: Count = 0,
     json: Json = False,
 ) -> None:
-    """Hugging Face folder → bundle of stateful shards. Resumes where an interrupted export stopped.
+    """Exports a Hugging Face folder as a bundle of stateful shards; resumes an interrupted export.
 
     Example: workbench export data/tiny-llama build/llama --max-seq-len 256 --compress int8-tensor
 
     Args:
-        max_seq_len: Cache slots S.
-        t_max: Most tokens a call, T = 1 … t_max; 4, or the largest of --functions.
+        max_seq_len: Rows S of the cache.
+        t_max: Most tokens in a call, T = 1 … t_max; default: 4, or the largest of --functions.
         layers_per_shard: Decoder layers in one .mlpackage.
         compress: fp16, int8-tensor, int8-channel, int4-block32, lut4, lut6.
         kv_write: mask or slice.
         layout: bct1 or bc1t.
         states: separate or packed.
         moe: dense or routed.
-        t: range (RangeDim 1 … t_max) or fixed (T = t_max); range, or with --functions fixed.
+        t: range (RangeDim 1 … t_max) or fixed (T = t_max); default: range; --functions: fixed.
         sliding: mask or ring.
         functions: Fixed T, such as 1,4, each a function of every .mlpackage over the same weights.
         undo: Let the last tokens be taken back from states that are no rows of a cache.
@@ -77,33 +77,37 @@ def export_command(
     arguments = locals()
     paths.checkpoint(checkpoint)
     paths.new(bundle)
-    from workbench.ane.memory import peak_rss
-    from workbench.bundle import Options
-
     if functions is not None:
         arguments["functions"] = parse_ids(functions, "--functions", "1,4")
-    options = {
-        name: arguments[name] for name in Options.model_fields if arguments[name] is not None
-    }
+    from workbench.bundle import Options
+
+    names = [name for name in Options.model_fields if arguments[name] is not None]
+    options = {name: arguments[name] for name in names}
+    how = {"progress": not json, "plain": plain, "verify_stamps": verify_stamps}
     start = time.perf_counter()
-    exported = workbench.export.export(
-        checkpoint, bundle, progress=not json, plain=plain, verify_stamps=verify_stamps, **options
-    )
-    how, seconds = [s.how for s in exported.manifest.shards], time.perf_counter() - start
-    result = {
-        "bundle": str(bundle),
-        "family": exported.manifest.family,
+    exported = workbench.export.export(checkpoint, bundle, **how, **options)
+    seconds = time.perf_counter() - start
+    result = {"bundle": str(bundle)} | _export_result(exported, seconds)
+    line = "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
+    size = f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
+    show(result, json, [line.format(**result) + size])
+
+
+def _export_result(bundle, seconds: float) -> dict:
+    """Sizes and seconds of an export; `peak_rss_bytes` is this process's largest resident size."""
+    from workbench.ane.memory import peak_rss
+
+    how = [shard.how for shard in bundle.manifest.shards]
+    return {
+        "family": bundle.manifest.family,
         "shards": len(how),
-        "layers": exported.manifest.dims.L,
-        "bytes": exported.bytes,
+        "layers": bundle.manifest.dims.L,
+        "bytes": bundle.bytes,
         "converted": how.count("converted"),
         "stamped": how.count("stamped"),
         "seconds": round(seconds, 3),
         "peak_rss_bytes": peak_rss(),
     }
-    line = "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
-    size = f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
-    show(result, json, [line.format(**result) + size])
 
 
 def golden_command(
@@ -120,7 +124,7 @@ def golden_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Hugging Face's per-layer values, written once; everything that compares takes them with --golden.
+    """Writes Hugging Face's per-layer values once; comparing commands take them with --golden.
 
     With --for, the bundle's verdict.json and the device gate's reference beside the golden: a Mac
     then validates the bundle with one copy of it in memory.
@@ -165,7 +169,7 @@ def golden_command(
 
 
 def check_writable(out: Path) -> None:
-    """Refuses, before anything is computed, a path where no file could be written; makes its folder."""
+    """Makes the folder of `out`; refuses a path where no file could be written."""
     with contextlib.suppress(OSError):
         out.parent.mkdir(parents=True, exist_ok=True)
         if not out.is_dir() and os.access(out.parent, os.W_OK):

@@ -1,4 +1,4 @@
-"""`workbench first-light`: everything that only a Mac can say, in one command and one file."""
+"""`workbench first-light`: every measurement that needs a Mac, in one command and one zip."""
 
 from pathlib import Path
 
@@ -13,14 +13,16 @@ PANEL = "Machine, memory, placement, cost"
 
 
 def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json = False) -> None:
-    """Six stages of measurements on Core ML, at most 15 minutes, and one file to send back. Nothing is
-    sent anywhere; needs neither root nor a network. Elsewhere every stage runs over the stand-in.
+    """Runs six stages of measurements on Core ML in at most 15 minutes and writes one zip.
+
+    Nothing is sent anywhere; neither root nor a network is needed. Off a Mac every stage runs over
+    the stand-in.
 
     Example: workbench first-light --out build/first-light.zip
 
     Args:
-        out: Zip to write: results, log rows, Core ML's messages, without user, host, home and serial number.
-        runtime: coreml where it is, else stand-in; stand-in:mac simulates a Mac.
+        out: Zip of results, log rows, Core ML's messages; no user, host, home, serial number.
+        runtime: Default: coreml on a Mac, else stand-in; stand-in:mac simulates a Mac.
     """
     import tempfile
 
@@ -54,6 +56,7 @@ def first_light_command(out: Path = OUT, runtime: str | None = None, json: Json 
 
 
 def stage_line(stage: dict) -> str:
-    """A stage in one line: status, name, rows, seconds, and the reason where there is one."""
-    line = f"{stage['status']:14}{stage['stage']:9}{len(stage['rows']):4} rows {stage['seconds']:7.1f} s"
-    return f"{line}  {stage['reason'] or stage['says']}"
+    """A stage in one line: status, name, rows, seconds, and the reason or its result."""
+    amount = f"{len(stage['rows']):4} rows {stage['seconds']:7.1f} s"
+    text = stage["reason"] or stage["says"]
+    return f"{stage['status']:14}{stage['stage']:9}{amount}  {text}"

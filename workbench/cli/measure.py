@@ -1,4 +1,5 @@
-"""`workbench doctor`, `memory` and `residency`: what this machine can do, what fits, and where operations run."""
+"""`workbench doctor`, `memory` and `residency`: this machine's abilities, the bytes that a model
+needs, and the compute unit of every operation."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +15,6 @@ from workbench.cli.common import (
     RuntimeName,
     Units,
     bundles_only,
-    core_ml_only,
-    of_core_ai,
     open_folder,
     record,
     show,
@@ -33,11 +32,10 @@ def doctor_command(json: Json = False) -> None:
     from workbench.report.doctor import examine
 
     result = examine()
-    lines = [
-        f"{name:20}{'–' if value is None else value}"
-        for name, value in result.items()
-        if name != "notes"
-    ]
+    lines = []
+    for name, value in result.items():
+        if name != "notes":
+            lines.append(f"{name:20}{'–' if value is None else value}")
     show(result, json, lines + [f"- {note}" for note in result["notes"]])
 
 
@@ -50,7 +48,8 @@ def memory_command(
     memory: Memory = None,
     json: Json = False,
 ) -> None:
-    """Weights + caches + embedding + buffers against a machine's memory, and the decode speed that each chip should reach.
+    """Bytes of weights, caches, embedding and buffers against a machine's memory, and the decode
+    speed that is predicted for each chip.
 
     Example: workbench memory data/tiny-llama --max-seq-len 4096 --compress int8-tensor --memory 16G
     """
@@ -60,10 +59,12 @@ def memory_command(
     from workbench.ane import memory as budgets
     from workbench.ane import roofline
 
-    size = budgets.machine_bytes() if memory is None else budgets.parse_bytes(memory)
+    if memory is None:
+        size = budgets.machine_bytes()
+    else:
+        size = budgets.parse_bytes(memory)
     if bundle:
-        budget, core_ai = budgets.budget_of_bundle(bundle, size), of_core_ai(bundle)
-        works = None if core_ai else roofline.bundle_work(bundle)
+        budget, works = budgets.budget_of_bundle(bundle, size), roofline.bundle_work(bundle)
     else:
         from workbench.models.checkpoint import Checkpoint
 
@@ -71,25 +72,19 @@ def memory_command(
         options = workbench.export.options(
             max_seq_len=max_seq_len, t_max=t_max, batch=batch, compress=compress
         )
-        budget, works = (
-            budgets.budget_of_checkpoint(checkpoint, options, size),
-            budgets.decode_work(checkpoint, options),
-        )
-    sizes = budget.json()
-    lines = [
-        f"{name:14}{value / 2**20:12.2f} MiB"
-        for name, value in sizes.items()
-        if not name.startswith("fits")
-    ]
+        budget = budgets.budget_of_checkpoint(checkpoint, options, size)
+        works = budgets.decode_work(checkpoint, options)
+    sizes, speeds = budget.json(), roofline.by_chip(works)
+    misfit = float(roofline.misfits()["misfit"].abs().median())
+    lines = []
+    for name, value in sizes.items():
+        if not name.startswith("fits"):
+            lines.append(f"{name:14}{value / 2**20:12.2f} MiB")
+    answers = {True: "fits", False: "does not fit"}
+    share = f"a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}"
     lines += [
-        "fits" if sizes["fits"] else "does not fit",
-        f"{'fits' if sizes['fits_mac'] else 'does not fit'} a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}",
-    ]
-    if works is None:
-        lines.append("no speed is predicted of Core AI programs")
-        return show(sizes | {"predicted": None, "predicted_misfit": None}, json, lines)
-    speeds, misfit = roofline.by_chip(works), float(roofline.misfits()["misfit"].abs().median())
-    lines += [
+        answers[bool(sizes["fits"])],
+        f"{answers[bool(sizes['fits_mac'])]} {share}",
         "",
         f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
         speeds.to_string(index=False, float_format="%.3g"),
@@ -106,8 +101,8 @@ def residency_command(
     log: Log = False,
     json: Json = False,
 ) -> None:
-    """Where every compute operation runs: Core ML's plan on a Mac; where it gives none, and
-    elsewhere, what published rules predict, with advice.
+    """The compute unit of every operation: Core ML's compute plan on a Mac, else a prediction from
+    published rules, with advice.
 
     Example: workbench residency build/llama --chip M1
 
@@ -119,7 +114,6 @@ def residency_command(
         bundles_only(record=log)
         return show(*_package_residency(packages, chip, function, json))
     opened = workbench.Bundle.open(bundle)
-    core_ml_only(opened, "residency")
     from workbench.ane import placement, roofline
     from workbench.runtime import check_compute_units, named, resolve
     from workbench.sweep.plans import planned_placement
@@ -134,9 +128,8 @@ def residency_command(
         except InputError as problem:
             planned, facts = False, [f"Predicted, since Core ML gave no plan: {problem}"]
     if not planned:
-        placements = placement.predicted_placement(
-            opened, generation=int(roofline.chip(chip).name[1])
-        )
+        generation = int(roofline.chip(chip).name[1])
+        placements = placement.predicted_placement(opened, generation=generation)
     facts += placement.contradictions(placements)
     result = {
         "source": placements[0].source,
@@ -150,25 +143,25 @@ def residency_command(
 
 
 def _packages(path: Path) -> list[Path]:
-    """One package, those of an adopted folder, or none where a bundle is to be opened."""
+    """The package at `path`, or those of an adopted folder; none where a bundle is there."""
     if paths.adopted(path):
         from workbench.adopt.folder import Adopted
 
         adopted = Adopted.open(path)
         return list(dict.fromkeys(adopted.package(part) for part in adopted.foreign.parts))
-    return [path] if paths.is_package(paths.bundle_or_package(path)) else []
+    if paths.is_package(paths.bundle_or_package(path)):
+        return [path]
+    return []
 
 
 def _package_residency(packages: list[Path], chip: str, function: str | None, json: bool) -> tuple:
-    """What the rules predict for packages without a bundle, as `show` takes it."""
+    """The arguments of `show` for the predicted placement of packages without a bundle."""
     from workbench.ane import placement, roofline
 
     generation = int(roofline.chip(chip).name[1])
-    placements = [
-        placed
-        for package in packages
-        for placed in placement.package_placement(package, generation, function=function)
-    ]
+    placements = []
+    for package in packages:
+        placements += placement.package_placement(package, generation, function=function)
     facts = placement.contradictions(placements)
     shards = [placed.json() for placed in placements]
     result = {"source": "predicted", "chip": chip, "known": facts, "shards": shards}

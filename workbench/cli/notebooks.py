@@ -1,4 +1,4 @@
-"""`workbench run` and `report`: an experiment's notebook, headless, and its write-up from the log."""
+"""`workbench run` executes experiments' notebooks, `report` writes them up from the log."""
 
 import contextlib
 import sys
@@ -26,9 +26,10 @@ def run_command(
     publish: Publish = False,
     json: Json = False,
 ) -> None:
-    """Runs experiment notebooks headless: verdict, figures, log rows, report. A cell that crashes exits 3.
+    """Runs experiment notebooks headless: verdict, figures, log rows, report.
 
-    The write-up goes to experiments/NN_slug/CHECKPOINT, which git ignores.
+    The exit code is 3 if a cell raises. The write-up goes to experiments/NN_slug/CHECKPOINT, which
+    git ignores.
 
     Example: workbench run 05 --set CHECKPOINT=/models/Llama-3.2-1B --set MAX_SEQ_LEN=512
     """
@@ -37,21 +38,26 @@ def run_command(
     parameters = dict(map(_parameter, set_))
     names = {number: parameter_names(number) for number in numbers}
     unknown = parameters.keys() - set().union(*names.values())
-    extracts = [n for n in numbers if "EXTRACT" in names[n] and parameters.get("EXTRACT")]
+    results = []
     try:
-        results = [
-            run_notebook(
-                number,
-                {n: v for n, v in parameters.items() if n in names[number] | unknown},
-                progress=not json,
-                publish=publish,
-            )
-            for number in numbers
-        ]
+        for number in numbers:
+            chosen = parameters.keys() & (names[number] | unknown)
+            values = {name: parameters[name] for name in parameters if name in chosen}
+            results.append(run_notebook(number, values, progress=not json, publish=publish))
     except CellError as problem:
         echo(f"workbench: {problem}", err=True)
         raise Exit(3) from None
-    verdict, lines = "RED" if any(r["verdict"] == "RED" for r in results) else "GREEN", []
+    extracts = []
+    if parameters.get("EXTRACT"):
+        extracts = [number for number in numbers if "EXTRACT" in names[number]]
+    verdict = "RED" if "RED" in [result["verdict"] for result in results] else "GREEN"
+    lines = _run_lines(results, verdict, extracts)
+    show({"verdict": verdict, "experiments": results}, json, lines)
+
+
+def _run_lines(results: list[dict], verdict: str, extracts: list[str]) -> list[str]:
+    """The results as text; `extracts` are the experiments of which a part of the cells ran."""
+    lines, figures = [], []
     for r in results:
         lines += [
             f"{r['verdict']}  experiment {r['experiment']}",
@@ -59,32 +65,34 @@ def run_command(
             f"  notebook  {r['executed']}",
             f"  {len(r['figures'])} figures and {len(r['runs'])} log rows, which the report names",
         ]
-    command = sys.argv[0] if sys.argv[0].endswith("workbench") else "workbench"
-    step = f"{command} run {' '.join(extracts)}" if extracts else "make lab"
-    lines += [
-        "",
-        f"verdict  {verdict}",
-        *(f"open     {_headline(r['figures'])}" for r in results if r["figures"]),
-        f"go on    {step}" + "  (all cells, three rounds)" * bool(extracts),
-    ]
-    show({"verdict": verdict, "experiments": results}, json, lines)
+        if r["figures"]:
+            figures.append(f"open     {_headline(r['figures'])}")
+    step = "make lab"
+    if extracts:
+        command = sys.argv[0] if sys.argv[0].endswith("workbench") else "workbench"
+        step = f"{command} run {' '.join(extracts)}  (all cells, three rounds)"
+    return [*lines, "", f"verdict  {verdict}", *figures, f"go on    {step}"]
 
 
 def _headline(figures: list[str]) -> str:
-    """The figure that says most."""
+    """The figure to open first: `planted` or `speed` where there is one, else the first."""
     return next((p for p in figures if Path(p).stem in ("planted", "speed")), figures[0])
 
 
 def _parameter(text: str) -> tuple[str, object]:
-    """`NAME=VALUE`, the value as YAML reads it: 64, int8-tensor, [1, 2]; a text with a colon in it
-    stays a text."""
+    """The name and the value of `NAME=VALUE`.
+
+    YAML reads the value: 64, int8-tensor, [1, 2]. A text with a colon in it stays a text.
+    """
     import yaml
 
     name, _, value = text.partition("=")
     with contextlib.suppress(yaml.YAMLError, ValueError):
         if name and value:
             parsed = yaml.safe_load(value)
-            return name, value if isinstance(parsed, dict) and value[0] != "{" else parsed
+            if isinstance(parsed, dict) and value[0] != "{":
+                parsed = value
+            return name, parsed
     raise InputError("--set", repr(text), "NAME=VALUE", "write for example --set MAX_SEQ_LEN=128")
 
 
@@ -102,7 +110,7 @@ def report_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """What a write-up starts from, out of the log: Markdown, LaTeX tables, figures as SVG, PDF and PNG.
+    """Writes the report of a logged experiment: Markdown, LaTeX tables, figures (SVG, PDF, PNG).
 
     It goes to experiments/NN_slug/CHECKPOINT, which git ignores.
 
@@ -113,8 +121,11 @@ def report_command(
         html: Also one HTML page that needs no other file.
     """
     if (experiment is None) != all_ or (all_ and (run or publish)):
-        actual = "the number of an experiment and --all" if experiment else "no experiment"
-        actual = "--run or --publish, which are of one experiment" if run or publish else actual
+        actual = "no experiment"
+        if run or publish:
+            actual = "--run or --publish, which are of one experiment"
+        elif experiment:
+            actual = "the number of an experiment and --all"
         needed, step = "either an experiment or --all", "give one of them"
         raise InputError("workbench report", actual, needed, step)
     from workbench import log

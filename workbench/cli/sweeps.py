@@ -1,4 +1,5 @@
-"""`workbench sweep`, `log`, `compare` and `diff`: many logged runs, their rows, and how two of them differ."""
+"""`workbench sweep` logs many runs, `log` prints their rows, `compare` and `diff` set two of them
+side by side."""
 
 from enum import StrEnum
 from json import loads
@@ -22,19 +23,19 @@ def sweep_command(
     scheduler: str | None = None,
     json: Json = False,
 ) -> None:
-    """The cross product of a grid's options, one logged run per cell and round, each in a fresh process; resumes.
+    """Runs the cross product of a grid's options, each cell in a fresh process; resumes.
 
-    Bundles are kept in data/bundles of the project that the log belongs to, or beside a log of its own.
+    Every cell and round is one logged run. Bundles are cached in data/bundles of the log's project,
+    or beside a log outside a project.
 
     Example: workbench sweep grid.yaml
 
     Args:
         scheduler: Measure on a Dask cluster's ANE workers: tcp://host:8786.
     """
-    sweep = workbench.sweep
-    result = sweep.sweep(
-        sweep.load_grid(grid), root=log_dir, scheduler=scheduler, progress=not json
-    )
+    options = workbench.sweep.load_grid(grid)
+    where = {"root": log_dir, "scheduler": scheduler}
+    result = workbench.sweep.sweep(options, **where, progress=not json)
     counts = ", ".join(f"{k} {v}" for k, v in result.items() if k != "reasons")
     show(result, json, [counts, *result["reasons"]])
     if result["failed"]:
@@ -54,9 +55,9 @@ def log_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Rows of the experiment log; `--summary`: speed beside fidelity, a row per configuration and test.
+    """Prints rows of the experiment log; --summary: speed beside fidelity for each configuration.
 
-    `log import ZIP` takes another machine's first light into it.
+    `log import ZIP` adds the first-light results of another machine.
 
     Example: workbench log --where "compress == 'fp16' and T == 1"
 
@@ -104,7 +105,7 @@ def _import(file: Path | None, log_dir: Path | None, json: bool) -> None:
 
 
 def compare_command(run_a: str, run_b: str, log_dir: LogFolder = None, json: Json = False) -> None:
-    """Two runs and all that repeat them: what differs in their settings, and ratios of medians with intervals.
+    """Compares two runs with their repetitions: settings that differ, ratios of medians, intervals.
 
     Example: workbench compare 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
     """
@@ -127,7 +128,8 @@ def diff_command(
     log_dir: LogFolder = None,
     json: Json = False,
 ) -> None:
-    """Two validated runs of one checkpoint: a heatmap of A's error less B's, saved, and the gates that changed.
+    """Compares two validations of one checkpoint: a heatmap of A's error less B's, and the gates
+    that changed.
 
     Example: workbench diff 20260131T094512Z-5f3a9c01 20260131T094633Z-1c02ad7e
 

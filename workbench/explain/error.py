@@ -1,17 +1,19 @@
-"""The error of a bundle split into its causes: checkpoint and bundle in, one difference vector per cause out.
+"""The error of a bundle split into its causes: checkpoint and bundle in, one difference vector per
+cause out.
 
-From Hugging Face to the device one thing changes at a time, each step adding a difference to every layer's update:
+From Hugging Face to the device one thing changes at a time, each step adding a difference to every
+layer's update:
 
-    storage       weights rounded to fp16                                    (both Hugging Face, float32)
-    quantization  the weights that the bundle stores, compressed             (both Hugging Face, float32)
-    reauthoring   the bundle's program in place of Hugging Face's model      (portable, exact, stored weights)
-    precision     every result rounded to the dtype its program declares     (portable, declared)
-    runtime       the device in place of the portable runtime                (absent off a Mac)
+    storage       weights rounded to fp16                                    (both Hugging Face,
+    float32) quantization  the weights that the bundle stores, compressed             (both Hugging
+    Face, float32) reauthoring   the bundle's program in place of Hugging Face's model
+    (portable, exact, stored weights) precision     every result rounded to the dtype its program
+    declares     (portable, declared) runtime       the device in place of the portable runtime
+    (absent off a Mac)
 
-Of Core AI's fp32 programs, which Apple's interpreter runs, the first three parts are all.
-
-The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only the bundle's own
-program runs: a fault of it is re-authoring error, whatever the weights are stored as.
+The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only
+the bundle's own program runs: a fault of it is re-authoring error, whatever the weights are stored
+as.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,6 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, golden, metrics
-from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -34,7 +35,8 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, the difference that each part makes.
+    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, the difference
+    that each part makes.
 
     A part that was not measured is absent from `parts`.
     """
@@ -48,13 +50,17 @@ class Split:
         return self.bundle - self.reference
 
     def layers(self) -> pd.DataFrame:
-        """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss` of the parts, and
-        `cross`, the share of total² that the parts' inner products make up (0 if they are orthogonal)."""
+        """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss`
+        of the parts, and `cross`, the share of total² that the parts' inner products make up (0 if
+        they are orthogonal)."""
         scale = _rms(self.reference)
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
             measured = part in self.parts
-            frame[part] = metrics.over(_rms(self.parts[part]), scale) if measured else None
+            if measured:
+                frame[part] = metrics.over(_rms(self.parts[part]), scale)
+            else:
+                frame[part] = None
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
@@ -70,8 +76,10 @@ class Split:
         return pd.DataFrame({name: column.ravel() for name, column in columns.items()})
 
     def shares(self) -> pd.DataFrame:
-        """Inner products of the parts over ‖total‖², all layers together: a part × part table whose cells sum to 1."""
-        flat, names = np.stack([part.ravel() for part in self.parts.values()]), list(self.parts)
+        """Inner products of the parts over ‖total‖², all layers together: a part × part table whose
+        cells sum to 1."""
+        flat = np.stack([part.ravel() for part in self.parts.values()])
+        names = list(self.parts)
         return pd.DataFrame(flat @ flat.T / ((self.total**2).sum() or 1.0), names, names)
 
     @property
@@ -97,18 +105,19 @@ def split_error(
     compute_units: str = "CPU_AND_NE",
     progress: bool = False,
 ) -> dict[str, Split]:
-    """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and chained.
+    """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and
+    chained.
 
     Args:
         T: tokens a call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
-        runtime: whose part is measured too, on `compute_units`; `portable`, and for Core AI any: none is.
+        runtime: whose part is measured too, on `compute_units`; `portable`: none is.
     """
     from tqdm.auto import tqdm
 
-    runs = _runs(bundle, runtime)
     source = reference or golden.make_golden(checkpoint, ids)
-    stages = _stages(checkpoint, bundle, source, T, runs, compute_units)
+    runtime = resolve(runtime)
+    stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
@@ -118,48 +127,39 @@ def split_error(
     return splits
 
 
-def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
-    """(part, runtime, precision) of each run of the bundle's own program.
-
-    Raises:
-        InputError: a runtime that is not here; fp16 programs of Core AI.
-    """
-    runs = [("reauthoring", exact_runtime(bundle), "exact")]
-    if bundle.manifest.options.target == "coreml":
-        runs.append(("precision", "portable", "declared"))
-        runtime = resolve(runtime)
-        runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
-    return runs
-
-
 def _stages(
-    checkpoint, bundle, source, T, runs, compute_units
+    checkpoint, bundle, source, T, runtime, compute_units
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     for part, read in (("storage", golden.fp16_weights), ("quantization", golden.stored_weights)):
         weights = read(checkpoint, bundle)
-        goldens = [
-            golden.make_golden(checkpoint, source.ids, weights, "stored", *fed)
-            for fed in ((source.x, source.router), ())
-        ]
+        goldens = []
+        for fed in ((source.x, source.router), ()):
+            goldens.append(golden.make_golden(checkpoint, source.ids, weights, "stored", *fed))
         yield part, [stored.update.astype(np.float64) for stored in goldens]
+    runs = [("reauthoring", "portable", "exact"), ("precision", "portable", "declared")]
+    if runtime == "portable":
+        runs += []
+    else:
+        runs += [("runtime", runtime, "declared")]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
-    """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls of T.
+    """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls
+    of T.
 
     Raises:
-        InputError: a runtime that does not show every layer's output (all but the portable one, inside a shard of
+        InputError: a runtime that does not show every layer's output (Core ML inside a shard of
             several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
         raise InputError(
             f"bundle {decoder.bundle.root.name}",
-            f"layers inside a shard that {decoder.runtime} does not show",
+            "layers inside a shard that Core ML does not show",
             "one layer a shard",
             "export with --layers-per-shard 1",
         )
@@ -171,7 +171,8 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
 
 
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
-    """The parts add up, and the exported program computes what Hugging Face's does on the weights it holds."""
+    """The parts add up, and the exported program computes what Hugging Face's does on the weights
+    it holds."""
     residual = max(split.residual for split in splits.values())
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
@@ -189,7 +190,8 @@ def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
     """What the parts of isolated layers and the remedies for their weights say, in plain words."""
     layers, shares = split.layers(), split.shares()
     own = pd.Series(np.diag(shares), shares.index)
-    part, worst = own.idxmax(), layers.loc[layers["total"].idxmax()]
+    part = own.idxmax()
+    worst = layers.loc[layers["total"].idxmax()]
     lines = [
         f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
         f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",

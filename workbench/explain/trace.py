@@ -1,8 +1,10 @@
-"""How near every operation comes to fp16's limits: programs and inputs in, one row per operation out.
+"""How near every operation comes to fp16's limits: programs and inputs in, one row per operation
+out.
 
-The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a program is run three ways: `exact`
-shows the true size of values, `declared` where one rounding per result makes inf or NaN, `narrow` whether sums
-rounded on the way would. Works on bundles, fed a prompt, and on any package, fed named or random inputs.
+The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a program is
+run three ways: `exact` shows the true size of values, `declared` where one rounding per result
+makes inf or NaN, `narrow` whether sums rounded on the way would. Works on bundles, fed a prompt,
+and on any package, fed named or random inputs.
 """
 
 import math
@@ -31,8 +33,9 @@ ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the va
 
 @dataclass
 class Range:
-    """What one floating-point result was over all calls: largest finite magnitude, counts of inf, NaN, subnormal and
-    all elements; `inf_at`, `nan_at` say when each was first seen, as a running number of results (null: never)."""
+    """What one floating-point result was over all calls: largest finite magnitude, counts of inf,
+    NaN, subnormal and all elements; `inf_at`, `nan_at` say when each was first seen, as a running
+    number of results (null: never)."""
 
     shard: str
     op: str  # MIL name
@@ -53,8 +56,10 @@ class Range:
         if not math.isfinite(peak):
             self.nans += int(magnitude.isnan().sum())
             self.infs += int(magnitude.isinf().sum())
-            self.nan_at = now if self.nans and self.nan_at is None else self.nan_at
-            self.inf_at = now if self.infs and self.inf_at is None else self.inf_at
+            if self.nans and self.nan_at is None:
+                self.nan_at = now
+            if self.infs and self.inf_at is None:
+                self.inf_at = now
             peak = float(magnitude.nan_to_num(0.0, 0.0).max())
         self.max_abs = max(self.max_abs, peak)
         self.subnormals += int(((magnitude < MIN_NORMAL) & (magnitude > 0)).sum())
@@ -86,11 +91,13 @@ class Ranges:
         times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
         times.pop(None, None)
         names = ("shard", "op", "kind", "module")
-        return {name: getattr(times[min(times)], name) for name in names} if times else None
+        if times:
+            return {name: getattr(times[min(times)], name) for name in names}
+        return None
 
     def frame(self) -> pd.DataFrame:
-        """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs), inf for zeros, -inf
-        where an inf was seen."""
+        """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs),
+        inf for zeros, -inf where an inf was seen."""
         frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
             bits = np.log2(MAX_FP16 / frame["max_abs"])
@@ -99,7 +106,8 @@ class Ranges:
 
 @dataclass
 class Trace:
-    """`ranges` by precision, and where `declared` first leaves `exact` by more than its own rounding (null: nowhere)."""
+    """`ranges` by precision, and where `declared` first leaves `exact` by more than its own
+    rounding (null: nowhere)."""
 
     ranges: dict[str, Ranges]
     departure: dict | None
@@ -169,7 +177,8 @@ def _floats(op, outputs) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Departure:
-    """Compares results of `exact` and then `declared`, call by call, until they differ by more than one rounding."""
+    """Compares results of `exact` and then `declared`, call by call, until they differ by more than
+    one rounding."""
 
     def __init__(self):
         self.exact: dict[tuple[str, str], torch.Tensor] = {}
@@ -214,7 +223,8 @@ class Departure:
         self.inherited[shard, value] = infs
 
     def hook(self, precision: str, ranges: Ranges, shard: str, modules: dict[str, str]):
-        """The hook of a program run in `precision`: records ranges, and compares results until the first departure."""
+        """The hook of a program run in `precision`: records ranges, and compares results until the
+        first departure."""
         record = ranges.hook(shard, modules)
 
         def record_and_compare(op, outputs):
@@ -263,12 +273,14 @@ def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
 def trace_ranges(
     decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None
 ) -> Trace:
-    """Continues every decoder's sequences by `ids`, call by call side by side, in the order of `decoders`.
+    """Continues every decoder's sequences by `ids`, call by call side by side, in the order of
+    `decoders`.
 
     Args:
         decoders: portable ones by precision; `exact`, where there is one, before `declared`.
     """
-    departure, ranges = Departure(), {p: Ranges() for p in decoders}
+    departure = Departure()
+    ranges = {p: Ranges() for p in decoders}
     size = tile or next(iter(decoders.values())).options.t_max
 
     def hook(precision: str, shard: Shard):
@@ -294,14 +306,17 @@ def trace_package(
     """Traces one call of any ML Program package from a fresh state.
 
     Args:
-        inputs: values by name; what is missing is drawn at random (normal, or zeros for integers) at the default shape.
+        inputs: values by name; what is missing is drawn at random (normal, or zeros for integers)
+            at the default shape.
         function: the function to run (default: the package's own default).
     """
-    program, name = miltorch.read(path, function), Path(path).stem
+    program = miltorch.read(path, function)
+    name = Path(path).stem
     rng = np.random.default_rng(seed)
     values = _random_inputs(program, rng) | (inputs or {})
     tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
-    departure, ranges = Departure(), {p: Ranges() for p in ORDER}
+    departure = Departure()
+    ranges = {p: Ranges() for p in ORDER}
     for precision in ranges:
         executable = miltorch.Executable(program, precision)
         if precision == "exact":

@@ -1,4 +1,5 @@
-"""One change of Hugging Face's model at a time, and how far a bundle is from what it then computes."""
+"""One change of Hugging Face's model at a time, and how far a bundle is from what it then
+computes."""
 
 import copy
 import sys
@@ -26,8 +27,9 @@ class Variant:
     """One way in which a model may differ from its checkpoint's configuration.
 
     config: attributes of the configuration. model: changes the built model in place. functions:
-    what changes those of transformers' modelling file, by name. read: (name, its reader) → a weight. embedding: factor of
-    what enters the first layer. order: layer → the checkpoint's layer whose weights it has.
+    what changes those of transformers' modelling file, by name. read: (name, its reader) → a
+    weight. embedding: factor of what enters the first layer. order: layer → the checkpoint's layer
+    whose weights it has.
     """
 
     name: str
@@ -55,11 +57,14 @@ class Trial:
 
     def errors(self, variant: Variant, count: int) -> np.ndarray:
         """Relative RMS [1 + count] of the embeddings and of the first `count` layers, each one's
-        worst of update, K and V; 1 where a layer has weights of another layer than the variant's."""
-        reference, outputs = self._run(variant, count), self.outputs
+        worst of update, K and V; 1 where a layer has weights of another layer than the
+        variant's."""
+        reference = self._run(variant, count)
+        outputs = self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
         for layer in range(count):
-            update, rows = reference.update[layer], outputs.cached.get(layer)
+            update = reference.update[layer]
+            rows = outputs.cached.get(layer)
             difference = outputs.hidden[layer] - outputs.x[layer] - update
             rounding = STREAM_ULPS * _rms(reference.x[layer])
             worst = [max(0.0, _rms(difference) - rounding) / (_rms(update) or 1.0)]
@@ -93,12 +98,11 @@ class Trial:
         L, order = self.bundle.manifest.dims.L, {}
         for layer in range(L):
             stored = self.read(name.format(layer)).numpy()
-            errors = {
-                other: metrics.relative_rms(
+            errors = {}
+            for other in range(max(0, layer - 1), min(L, layer + 2)):
+                errors[other] = metrics.relative_rms(
                     self.checkpoint.tensor(name.format(other)).numpy(), stored
                 )
-                for other in range(max(0, layer - 1), min(L, layer + 2))
-            }
             best = min(errors, key=errors.get)
             if best != layer and errors[layer] > UNLIKE > errors[best]:
                 order[layer] = best

@@ -1,9 +1,11 @@
-"""Which variant of Hugging Face's model a bundle computes: the cause of a fault of the model kind, by name.
+"""Which variant of Hugging Face's model a bundle computes: the cause of a fault of the model kind,
+by name.
 
-The bundle's own program runs in exact arithmetic on the weights it stores. Hugging Face's model runs on the same weights
-as the checkpoint's configuration says, then with one thing changed at a time: rope, norms, window, scale, activation,
-biases, order of heads and layers. The variant whose updates, K, V and embeddings are the bundle's within rounding is
-the cause; where none is, the fault is another.
+The bundle's own program runs in exact arithmetic on the weights it stores. Hugging Face's model
+runs on the same weights as the checkpoint's configuration says, then with one thing changed at a
+time: rope, norms, window, scale, activation, biases, order of heads and layers. The variant whose
+updates, K, V and embeddings are the bundle's within rounding is the cause; where none is, the fault
+is another.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +53,8 @@ def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = Fals
     Raises:
         InputError: a bundle of another checkpoint.
     """
-    trial, ropes = Trial(bundle, checkpoint), [rope.inv_freq for rope in bundle.manifest.rope]
+    trial = Trial(bundle, checkpoint)
+    ropes = [rope.inv_freq for rope in bundle.manifest.rope]
     errors = try_variants(trial.errors, checkpoint, ropes, trial.order, progress=progress)
     if min(errors.values()) > FITS:
         tables = _own_tables(bundle.manifest, checkpoint)
@@ -115,7 +118,8 @@ def conclusion(fits: str | None) -> str:
 
 
 def first_layers(config, wrong: list[int]) -> int:
-    """As many layers as show every kind, at least two; where only some layers are wrong, those too."""
+    """As many layers as show every kind, at least two; where only some layers are wrong, those
+    too."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     some = wrong if len(wrong) < len(types) else []
     return min(
@@ -172,10 +176,9 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
     seen = [tables]
     for name, change in _rope_changes(tables.values(), ropes).items():
         for chosen in [*tables, None] if len(tables) > 1 else tables:
-            changed = {
-                kind: table | change if chosen in (kind, None) else table
-                for kind, table in tables.items()
-            }
+            changed = {}
+            for kind, table in tables.items():
+                changed[kind] = table | change if chosen in (kind, None) else table
             if changed not in seen:
                 seen.append(changed)
                 where = f" in {chosen}" if chosen else ""
@@ -200,7 +203,10 @@ def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str,
     thetas, factors = [*THETAS], [*FACTORS]
     for theta, factor in map(_fitted, ropes):
         thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
-        factors += [] if np.isclose(factor, [1.0, *factors], 1e-5).any() else [factor]
+        if np.isclose(factor, [1.0, *factors], 1e-5).any():
+            factors += []
+        else:
+            factors += [factor]
     changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
     changes["rope scaling none"] = {"rope_type": "default"}
     for factor in factors:
@@ -256,7 +262,10 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
     """Other eps; norms of q and k left out or on the other side of rope; the norms around a block
     exchanged, left out behind it, or moved to its other side."""
     attention = layer.self_attn
-    key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
+    if hasattr(config, "rms_norm_eps"):
+        key = "rms_norm_eps"
+    else:
+        key = "norm_eps"
     eps = getattr(config, key)
     for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
         yield Variant(f"eps {value:g}", {key: value})
@@ -266,7 +275,10 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
     if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
         leave_out, norms = _norms_beside_rope(*names)
         late = names == QK_NORMS[1]  # in this family itself
-        rotation = _rotation(before=norms) if late else _rotation(after=norms)
+        if late:
+            rotation = _rotation(before=norms)
+        else:
+            rotation = _rotation(after=norms)
         yield Variant(
             f"q/k norm {'before' if late else 'after'} rope",
             model=leave_out,

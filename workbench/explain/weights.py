@@ -1,8 +1,8 @@
 """Which compressed weights cost a layer most, and what storing the worst few better would buy.
 
-Measured, not estimated: one tensor at a time is put back to its fp16 value inside the loaded program, in exact
-arithmetic, and every layer's update is measured again on the golden's input. Isolated layers do not see each other, so
-one pass tries the same tensor in all of them.
+Measured, not estimated: one tensor at a time is put back to its fp16 value inside the loaded
+program, in exact arithmetic, and every layer's update is measured again on the golden's input.
+Isolated layers do not see each other, so one pass tries the same tensor in all of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,8 @@ def int8_channel(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WeightTrial:
-    """A compressed bundle in exact arithmetic, the checkpoint it stores, and the golden it is fed from."""
+    """A compressed bundle in exact arithmetic, the checkpoint it stores, and the golden it is fed
+    from."""
 
     def __init__(
         self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden, T: int | None = None
@@ -47,7 +48,8 @@ class WeightTrial:
         return error.updates(self.decoder, self.golden, self.T, "isolated")
 
     def errors(self) -> np.ndarray:
-        """Relative RMS [L] of each layer's update, as things are now, against all weights at fp16."""
+        """Relative RMS [L] of each layer's update, as things are now, against all weights at
+        fp16."""
         difference = self._updates() - self.reference
         return np.sqrt((difference**2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
 
@@ -57,7 +59,8 @@ class WeightTrial:
         return sorted({kind for kind, *_ in self._tensors()})
 
     def _tensors(self) -> Iterator[tuple[str, int, object, str, torch.Tensor]]:
-        """(name below its layer, layer, executable, constant, fp16 values) of every compressed tensor of a layer."""
+        """(name below its layer, layer, executable, constant, fp16 values) of every compressed
+        tensor of a layer."""
         for model in (*self.decoder.layers, *self.decoder.experts.models.values()):
             for tensor, constant in model.shard.weights.items():
                 stored = model.executable.constant(constant)
@@ -81,7 +84,8 @@ class WeightTrial:
 
 
 def replace(executable, constant: str, value: torch.Tensor) -> None:
-    """Puts `value` in the place of a constant, in the program's table and in every step that takes it."""
+    """Puts `value` in the place of a constant, in the program's table and in every step that takes
+    it."""
     old = executable.body.constants[constant]
     value = value.to(old.dtype)  # fp16 where the steps compute with it so
     executable.body.constants[constant] = value
@@ -93,8 +97,8 @@ def replace(executable, constant: str, value: torch.Tensor) -> None:
 def costs(weights: WeightTrial) -> pd.DataFrame:
     """One row per layer and compressed tensor, costliest first in each layer.
 
-    `error`: relative RMS of the layer's update as it is; `without`: with this tensor alone at fp16; `share`: the share
-    of error² that this tensor accounts for.
+    `error`: relative RMS of the layer's update as it is; `without`: with this tensor alone at fp16;
+    `share`: the share of error² that this tensor accounts for.
     """
     errors, rows = weights.errors(), []
     for kind in weights.kinds:
@@ -106,8 +110,8 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
 
 
 def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.DataFrame:
-    """One row per layer: its `tensors` that cost most, its `error`, and what it would be with those few stored as
-    `int8-channel` or as `fp16`."""
+    """One row per layer: its `tensors` that cost most, its `error`, and what it would be with those
+    few stored as `int8-channel` or as `fp16`."""
     few = ranked.groupby("layer").head(worst)
     frame = few.groupby("layer", as_index=False).agg(
         tensors=("tensor", ", ".join), error=("error", "first")

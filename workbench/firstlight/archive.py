@@ -54,9 +54,9 @@ def _anonymous_table(data: bytes, names: set[str]) -> bytes:
     table, out = pq.read_table(io.BytesIO(data)), io.BytesIO()
     for index, field in enumerate(table.schema):
         if field.type == pa.string() and field.name != "run_id":
-            texts = [
-                _anonymous_text(field.name, text, names) for text in table[field.name].to_pylist()
-            ]
+            texts = []
+            for text in table[field.name].to_pylist():
+                texts.append(_anonymous_text(field.name, text, names))
             table = table.set_column(index, field, pa.array(texts, field.type))
     pq.write_table(table, out)
     return out.getvalue()
@@ -88,7 +88,8 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
             member.
     """
     path = Path(path)
-    subject, needed = f"first light {path.name}", "a file that workbench first-light wrote"
+    subject = f"first light {path.name}"
+    needed = "a file that workbench first-light wrote"
     try:
         with zipfile.ZipFile(path) as archive:
             contents = {name: archive.read(name) for name in archive.namelist()}

@@ -43,9 +43,10 @@ SPECIAL = {
 
 
 def binding_cases() -> list[dict]:
-    arrays = [
-        {"case": f"{to} {name}", "to": to, "array": name} for to in BINDING for name in ARRAYS
-    ]
+    arrays = []
+    for to in BINDING:
+        for name in ARRAYS:
+            arrays.append({"case": f"{to} {name}", "to": to, "array": name})
     values = [{"case": f"round trip {name}", "value": name} for name in SPECIAL]
     return [*arrays, *values, {"case": "output"}, {"case": "stdout of compile"}]
 
@@ -82,7 +83,8 @@ def measure_binding(case: dict, job: Job) -> dict:
         try:
             BINDING[case["to"]](model, state, inputs, change)
         except Exception as problem:  # whatever the binding raises is the answer
-            accepted, said = False, f"{type(problem).__name__}: {one_line(problem)}"
+            accepted = False
+            said = f"{type(problem).__name__}: {one_line(problem)}"
         return {"accepted": accepted, "expected": expected, "said": said}
     if "value" in case:
         value = SPECIAL[case["value"]]
@@ -100,7 +102,8 @@ def measure_binding(case: dict, job: Job) -> dict:
         (output,) = outputs.values()
         about = {"dtype": str(output.dtype), "contiguous": output.flags.c_contiguous}
         return about | {"accepted": about == {"dtype": "float32", "contiguous": True}}
-    package, target = bundle.package(model.shard), job.folder / "binding.mlmodelc"
+    package = bundle.package(model.shard)
+    target = job.folder / "binding.mlmodelc"
     with tempfile.TemporaryFile() as written:
         before = os.dup(1)
         os.dup2(written.fileno(), 1)

@@ -20,8 +20,13 @@ REPEATED_CALLS = 10  # of a rung, to compare its time on two units
 def ladder_cases() -> list[dict]:
     """Every rung on the CPU and for the Neural Engine, two of them on all units; the plans, which
     may abort the process, come last."""
-    names, pair, more = list(rungs.ladder()), ("CPU_ONLY", "CPU_AND_NE"), ("ALL", "CPU_AND_GPU")
-    cases = [{"rung": name, "units": units} for name in names for units in pair]
+    names = list(rungs.ladder())
+    pair = ("CPU_ONLY", "CPU_AND_NE")
+    more = ("ALL", "CPU_AND_GPU")
+    cases = []
+    for name in names:
+        for units in pair:
+            cases.append({"rung": name, "units": units})
     cases += [{"rung": name, "units": units} for name in ("state", "range") for units in more]
     return [case | {"ask": ask} for ask in ("run", "plan") for case in cases if _asked(case, ask)]
 
@@ -66,7 +71,8 @@ def _compared(calls: list[tuple[int, np.ndarray]], expected: list[rungs.Expected
     """Worst distance at T = 1 and at T > 1, in units of what fp16 sums would leave."""
     pairs = [(T, want.ratio(output)) for (T, output), want in zip(calls, expected, strict=True)]
     finite = all(np.isfinite(output).all() for _, output in calls)
-    one, more = [r for T, r in pairs if T == 1], [r for T, r in pairs if T > 1]
+    one = [r for T, r in pairs if T == 1]
+    more = [r for T, r in pairs if T > 1]
     worst = {"ratio_t1": max(one, default=None), "ratio_t": max(more, default=None)}
     near = finite and all(ratio <= device.DEVICE_FACTOR for _, ratio in pairs)
     return worst | {"finite": finite, "verdict": "GREEN" if near else "RED"}

@@ -55,7 +55,10 @@ def first_light(
     runtime = runtime or default_runtime()
     name, fault = named(runtime)
     stages = STAGES if stages is None else stages
-    facts, missing, results, run_ids = log.environment(), _missing(runtime), [], []
+    facts = log.environment()
+    missing = _missing(runtime)
+    results = []
+    run_ids = []
     lines = lines or folder / "rows.jsonl"
     for stage in stages:
         if missing and stage != "facts":

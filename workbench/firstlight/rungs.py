@@ -113,7 +113,8 @@ def tokens_per_call(bundle: Bundle) -> list[int]:
 
 def call_inputs(bundle: Bundle, shard: Shard, T: int, offset: int, seed: int) -> dict:
     """Inputs of one call of T tokens behind `offset` others; `x` is seeded."""
-    B, C = bundle.manifest.options.batch, bundle.manifest.dims.C
+    B = bundle.manifest.options.batch
+    C = bundle.manifest.dims.C
     host = Host(bundle.manifest)
     inputs = host.inputs(np.full(B, offset), np.full(B, T), T)
     inputs[X] = host.plane(Noise(seed)((B, C, T)).numpy())
@@ -122,7 +123,8 @@ def call_inputs(bundle: Bundle, shard: Shard, T: int, offset: int, seed: int) ->
 
 def run_calls(bundle: Bundle, model: Model) -> Iterator[tuple[int, np.ndarray]]:
     """T and the output of each call of a rung, one sequence from its start."""
-    state, offset = model.make_state() if model.shard.states else None, 0
+    state = model.make_state() if model.shard.states else None
+    offset = 0
     for seed, T in enumerate(tokens_per_call(bundle), 1):
         inputs = call_inputs(bundle, model.shard, T, offset, seed)
         outputs, offset = model.predict(inputs, state), offset + T

@@ -41,7 +41,8 @@ def stage_main(job: dict) -> list[str]:
     Returns:
         What Core ML wrote on stderr.
     """
-    stage, here = STAGES[job["stage"]], Job(job["runtime"], Path(job["folder"]))
+    stage = STAGES[job["stage"]]
+    here = Job(job["runtime"], Path(job["folder"]))
     cases, pause = stage.cases(), Pause()
     if job["skip"] and _on_engine(cases[job["skip"] - 1], here):  # a process died of that one
         pause.begin()

@@ -24,9 +24,9 @@ def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float)
     whatever `calls`."""
     state = model.make_state() if model.shard.states else None
     room = bundle.manifest.options.max_seq_len // T
-    cycle = [
-        rungs.call_inputs(bundle, model.shard, T, i * T, i + 1) for i in range(min(room, calls))
-    ]
+    cycle = []
+    for i in range(min(room, calls)):
+        cycle.append(rungs.call_inputs(bundle, model.shard, T, i * T, i + 1))
     rows, begin = [], None
     for call in range(-WARMUP_CALLS, calls):
         begin = begin or (time.perf_counter() if call >= 0 else None)
@@ -74,7 +74,8 @@ def measure_soak(case: dict, job: Job) -> dict:
     model = job.model(bundle, shard, case["units"])
     samples, about = _metered(bundle, model, 1, SOAK_CALLS, SOAK_SECONDS)
     quarter = max(1, len(samples) // 4)
-    first, last = samples["wall_ms"][:quarter].median(), samples["wall_ms"][-quarter:].median()
+    first = samples["wall_ms"][:quarter].median()
+    last = samples["wall_ms"][-quarter:].median()
     row = _timed(case | {"T": 1}, job, bundle, shard, samples, about) | _loading(model)
     return row | {"first_quarter_ms": first, "last_quarter_ms": last}
 

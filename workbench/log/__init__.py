@@ -1,9 +1,8 @@
-"""The experiment log: rows flow in from runs, DataFrames flow out to notebooks, reports and
-comparisons.
+"""The experiment log: runs append rows; notebooks, reports and comparisons load DataFrames.
 
-Append-only Parquet, one immutable file per run per table, so any number of processes write without
-a lock and a killed one leaves nothing half-written. Null means "not measured". Knows nothing of
-bundles, runtimes or how a figure came about.
+The log is append-only Parquet with one immutable file per run and table, so that any number of
+processes write without a lock and a killed one leaves no partial file. Null means "not measured".
+The log knows nothing of bundles and runtimes.
 """
 
 from workbench.log.machine import environment

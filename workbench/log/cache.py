@@ -1,9 +1,8 @@
-"""A table's rows gathered in one file beside the many, so that ten thousand runs load as fast as
-one.
+"""A table's rows gathered in one file beside the files of the runs, for fast loading.
 
-The file is derived and disposable: it is used only while every file that its rows came from is
-there unchanged, and a log without it, or with one that cannot be read or written, loads the same
-rows more slowly.
+The file is derived and disposable: it is used only while every file that its rows came from exists
+unchanged. A log without it, or with one that cannot be read or written, loads the same rows more
+slowly.
 """
 
 import json
@@ -18,15 +17,15 @@ import pyarrow.feather as feather
 from workbench.files import write_whole
 
 NAME, KEY = ".gathered", b"workbench.log.gathered"
-WORTH = 64  # files read one by one before it pays to gather them
+WORTH = 64  # rows are gathered when at least so many files were read one by one
 
 
 def gathered(folder: Path, version: str, read: Callable[[list[Path]], pa.Table]) -> pa.Table:
     """All rows of the table in `folder`, by file name.
 
     Args:
-        version: what the rows' schema is called; rows gathered under another are read again.
-        read: the rows of some files, refusing what cannot be read.
+        version: name of the rows' schema; rows gathered under another name are read again.
+        read: reads the rows of some files and refuses a file that cannot be read.
     """
     files = _files(folder)
     cached, rows = _load(folder / NAME, version)
@@ -57,7 +56,7 @@ def _load(path: Path, version: str) -> tuple[dict, pa.Table | None]:
         about = json.loads(table.schema.metadata[KEY])
         if about["version"] == version:
             return about["files"], table.replace_schema_metadata(None)
-    except (OSError, ValueError, KeyError, TypeError):  # none, torn, or someone else's
+    except (OSError, ValueError, KeyError, TypeError):  # no file, a torn one, or another format
         pass
     return {}, None
 

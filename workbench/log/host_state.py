@@ -1,8 +1,7 @@
-"""The state of the machine that decides what a timing is worth: heat, power, memory, and what
-stands between this process and the hardware.
+"""The state of this machine that affects timings: heat, power, memory, virtualization, Rosetta.
 
-The operating system is asked and nothing is guessed: a command that is missing or fails, and an
-answer that says nothing, are None. Each answer is read by one function of its text alone.
+All values come from the operating system. A value is None if its command is missing, fails, or
+prints nothing usable. One function parses the text of each command.
 """
 
 import ctypes
@@ -23,49 +22,52 @@ _FOOTPRINT = 16 + 7 * 8
 
 
 def host_state() -> dict:
-    """Columns of ``runs`` that say in which state this machine is now; None for what it does not
-    say.
+    """The state of this machine now, as columns of ``runs``; None if the system has no answer.
 
     Returns:
         model: the maker's name of the machine (``Mac16,5``).
         os_build: the build of the system (``24F74``).
         power_source: ``AC Power`` or ``Battery Power``.
         low_power: whether the system saves power.
-        thermal: what macOS reports of throttling, in its own words.
-        thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level unknown here.
+        thermal: the output of ``pmset -g therm``.
+        thermal_pressure: a word of `THERMAL_PRESSURES`, or the number of a level beyond them.
         performance_cores, efficiency_cores: physical cores of a Mac by kind.
         virtual_machine: whether a hypervisor runs this system.
         rosetta: whether this process is translated from x86-64.
         swap_bytes: bytes of all processes that are swapped out.
         footprint_bytes: memory of this process that cannot be dropped, swapped parts included.
     """
+    kernel = f"{platform.release()} {platform.version()}".strip()
+    profile = file_text("/sys/firmware/acpi/platform_profile")
+    if sys.platform == "darwin":
+        footprint = mac_footprint(_rusage())
+    else:
+        footprint = linux_footprint(file_text("/proc/self/status"))
     return {
-        "model": command_output("sysctl", "-n", "hw.model")
-        or file_text("/sys/class/dmi/id/product_name"),
-        "os_build": command_output("sw_vers", "-buildVersion")
-        or f"{platform.release()} {platform.version()}".strip()
-        or None,
+        "model": sysctl("hw.model") or file_text("/sys/class/dmi/id/product_name"),
+        "os_build": command_output("sw_vers", "-buildVersion") or kernel or None,
         "power_source": power_source(command_output("pmset", "-g", "batt")) or _battery(),
-        "low_power": low_power(
-            command_output("pmset", "-g"), file_text("/sys/firmware/acpi/platform_profile")
-        ),
+        "low_power": low_power(command_output("pmset", "-g"), profile),
         "thermal": command_output("pmset", "-g", "therm"),
         "thermal_pressure": pressure_name(thermal_level()),
-        "performance_cores": number(command_output("sysctl", "-n", "hw.perflevel0.physicalcpu")),
-        "efficiency_cores": number(command_output("sysctl", "-n", "hw.perflevel1.physicalcpu")),
+        "performance_cores": number(sysctl("hw.perflevel0.physicalcpu")),
+        "efficiency_cores": number(sysctl("hw.perflevel1.physicalcpu")),
         "virtual_machine": virtual_machine(
-            command_output("sysctl", "-n", "kern.hv_vmm_present"), file_text("/proc/cpuinfo")
+            sysctl("kern.hv_vmm_present"), file_text("/proc/cpuinfo")
         ),
-        "rosetta": flag(command_output("sysctl", "-n", "sysctl.proc_translated")),
+        "rosetta": flag(sysctl("sysctl.proc_translated")),
         "swap_bytes": psutil.swap_memory().used,
-        "footprint_bytes": mac_footprint(_rusage())
-        if sys.platform == "darwin"
-        else linux_footprint(file_text("/proc/self/status")),
+        "footprint_bytes": footprint,
     }
 
 
+def sysctl(name: str) -> str | None:
+    """A value of macOS' sysctl, as `command_output` returns it."""
+    return command_output("sysctl", "-n", name)
+
+
 def command_output(*command: str) -> str | None:
-    """A command's output on one line; None where it cannot be run, fails, takes over 10 s or says
+    """A command's output on one line; None if it cannot be run, fails, takes over 10 s or prints
     nothing."""
     try:
         output = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=10)
@@ -82,24 +84,26 @@ def thermal_level() -> int | None:
 
 
 def pressure_level(text: str | None) -> int | None:
-    """The level in ``com.apple.system.thermalpressurelevel 1``, notifyutil's answer."""
+    """The level in ``com.apple.system.thermalpressurelevel 1``, the output of notifyutil."""
     return number(first_group(r"thermalpressurelevel (\d+)$", text))
 
 
 def pressure_name(level: int | None) -> str | None:
-    """A thermal pressure as a word; the number where that is unknown."""
+    """A thermal pressure as a word of `THERMAL_PRESSURES`; a level beyond them as its number."""
     if level is None:
         return None
-    return THERMAL_PRESSURES[level] if level < len(THERMAL_PRESSURES) else str(level)
+    if level < len(THERMAL_PRESSURES):
+        return THERMAL_PRESSURES[level]
+    return str(level)
 
 
 def power_source(text: str | None) -> str | None:
-    """``AC Power`` of ``Now drawing from 'AC Power'``, the answer of ``pmset -g batt``."""
+    """``AC Power`` of ``Now drawing from 'AC Power'``, the output of ``pmset -g batt``."""
     return first_group(r"drawing from '(.+?)'", text)
 
 
 def low_power(pmset: str | None, profile: str | None = None) -> bool | None:
-    """Whether power is saved, from the answer of ``pmset -g`` (``lowpowermode 1``; ``powermode 1``
+    """Whether power is saved, from the output of ``pmset -g`` (``lowpowermode 1``; ``powermode 1``
     on machines with three modes) or from Linux' platform profile."""
     if mode := first_group(r"\b(?:low)?powermode (\d)", pmset):
         return mode == "1"
@@ -110,7 +114,9 @@ def virtual_machine(hypervisor: str | None, cpuinfo: str | None = None) -> bool 
     """Whether a hypervisor is present: ``1`` of a Mac's ``kern.hv_vmm_present``, or the flag of
     Linux' /proc/cpuinfo, which exists on x86-64 alone."""
     flags = first_group(r"^flags\s*:(.*)$", cpuinfo)
-    return flag(hypervisor) if hypervisor else flags and "hypervisor" in flags.split()
+    if hypervisor:
+        return flag(hypervisor)
+    return flags and "hypervisor" in flags.split()
 
 
 def flag(text: str | None) -> bool | None:
@@ -120,12 +126,16 @@ def flag(text: str | None) -> bool | None:
 
 def number(text: str | None) -> int | None:
     """A whole number of digits alone."""
-    return int(text) if text and re.fullmatch(r"\d+", text, re.ASCII) else None
+    if text and re.fullmatch(r"\d+", text, re.ASCII):
+        return int(text)
+    return None
 
 
 def mac_footprint(rusage: bytes | None) -> int | None:
     """`ri_phys_footprint` of a ``struct rusage_info_v0``."""
-    return struct.unpack_from("=Q", rusage, _FOOTPRINT)[0] if rusage else None
+    if rusage:
+        return struct.unpack_from("=Q", rusage, _FOOTPRINT)[0]
+    return None
 
 
 def linux_footprint(status: str | None) -> int | None:

@@ -1,8 +1,8 @@
-"""The machine and software that a run sees, as columns of the table `runs`, and the names by which
-rows are told apart: timings of two machines are never mixed.
+"""The machine and software of a run as columns of the table `runs`, and names made of them, which
+keep timings of two machines apart.
 
-The operating system is asked and nothing is guessed: what it does not say is None. A chip's name
-does not say that a model ran on its Neural Engine.
+All values come from the operating system and are None if it has no answer. The name of a chip does
+not imply that a model ran on its Neural Engine.
 """
 
 import json
@@ -16,7 +16,7 @@ import pandas as pd
 import psutil
 
 from workbench.errors import InputError
-from workbench.log.host_state import command_output, file_text, first_group, host_state
+from workbench.log.host_state import command_output, file_text, first_group, host_state, sysctl
 from workbench.log.store import project_root
 
 MACHINE_COLUMNS = ("chip", "model", "memory_bytes", "cores")
@@ -33,28 +33,28 @@ _PACKAGES = (
 
 
 def environment() -> dict:
-    """The columns of ``runs`` that describe this machine, now: `time` to `versions` below, and
-    those of `host_state`.
+    """The columns of ``runs`` that describe this machine now, those of `host_state` included.
 
     ``commit`` ends in ``-dirty`` when the checkout has changes; ``versions`` maps ``python`` and
     the packages that decide a result to their versions.
     """
+    cpu = first_group(r"^model name\s*: (.+)$", file_text("/proc/cpuinfo"))
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = _package(name)
     return {
         "time": datetime.now(UTC),
         "platform": platform.platform(),
-        "chip": command_output("sysctl", "-n", "machdep.cpu.brand_string")
-        or first_group(r"^model name\s*: (.+)$", file_text("/proc/cpuinfo")),
+        "chip": sysctl("machdep.cpu.brand_string") or cpu,
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "commit": _commit(),
-        "versions": {"python": platform.python_version()}
-        | {name: _package(name) for name in _PACKAGES},
+        "versions": versions,
     } | host_state()
 
 
 def _commit() -> str | None:
-    """The checkout that this code runs from; None for an installed copy, whatever repository
-    surrounds it."""
+    """The commit of the checkout that this code runs from; None for an installed copy."""
     source = Path(__file__).resolve().parents[2]
     if project_root(source) != source:
         return None
@@ -71,10 +71,10 @@ def _package(name: str) -> str | None:
 
 
 def machine_name(run: Mapping) -> str:
-    """A machine in words, such as ``Apple M4 Max, Mac16,5, 64 GiB, 16 cores``.
+    """The machine of a row of `runs` in words: ``Apple M4 Max, Mac16,5, 64 GiB, 16 cores``.
 
-    Two rows of `runs` are of one machine when their names are equal. What a row does not say is
-    left out; memory is rounded to GiB, since systems report a few pages more or less.
+    Two rows are of one machine when their names are equal. Nulls are left out; memory is rounded to
+    GiB, since systems report a few pages more or less.
     """
     chip, model, memory, cores = (_value(run, column) for column in MACHINE_COLUMNS)
     words = [
@@ -87,9 +87,10 @@ def machine_name(run: Mapping) -> str:
 
 
 def software_name(run: Mapping) -> str:
-    """What else decides a timing: the system's build, and the versions of coremltools and torch."""
+    """The software that affects a timing: the system's build, coremltools' and torch's versions."""
     versions = _value(run, "versions") or {}
-    versions = json.loads(versions) if isinstance(versions, str) else versions
+    if isinstance(versions, str):
+        versions = json.loads(versions)
     words = [f"{name} {versions[name]}" for name in ("coremltools", "torch") if versions.get(name)]
     return ", ".join([str(_value(run, "os_build") or "unknown build"), *words])
 
@@ -116,34 +117,33 @@ def machine_names(runs: pd.DataFrame) -> list[str]:
 
 
 def of_machine(runs: pd.DataFrame, machine: str | None, here: str) -> pd.DataFrame:
-    """The rows of one machine (see `with_machines`): `machine`, else `here` if it has
-    rows, else that of the newest run.
+    """The rows of one machine (see `with_machines`): of `machine`, else of `here` if it has rows,
+    else of the newest run's machine.
 
     Raises:
-        InputError: no row is of the machine named.
+        InputError: no row is of `machine`.
     """
     names = machine_names(runs)
     if machine is not None and machine not in names:
-        raise InputError(
-            "machine",
-            repr(machine),
-            f"one of {'; '.join(names) or 'none, no run fits'}",
-            "name one of these, or none for the default",
-        )
+        needed = f"one of {'; '.join(names) or 'none, no run fits'}"
+        step = "name one of these, or none for the default"
+        raise InputError("machine", repr(machine), needed, step)
     if not names:
         return runs
-    return runs[runs["machine"] == (machine or (here if here in names else names[0]))]
+    default = here if here in names else names[0]
+    return runs[runs["machine"] == (machine or default)]
 
 
 def only_machine(rows: pd.DataFrame) -> str:
-    """The one machine that the column `machine` of `rows` names; without such a column, "".
+    """The single value of the column `machine` of `rows`; "" without such a column.
 
     Raises:
         ValueError: rows of several machines.
     """
-    names = list(rows["machine"].dropna().unique()) if "machine" in rows else []
+    if "machine" not in rows:
+        return ""
+    names = list(rows["machine"].dropna().unique())
     if len(names) > 1:
-        raise ValueError(
-            f"rows of the machines {'; '.join(names)}; times are shown of one machine at a time"
-        )
+        text = "times are shown of one machine at a time"
+        raise ValueError(f"rows of the machines {'; '.join(names)}; {text}")
     return names[0] if names else ""

@@ -1,8 +1,7 @@
-"""What the log's tables hold: one explicit schema each, its allowed words, and how older files
-become current ones.
+"""The schemas of the log's tables, their allowed words, and the migrations of older files.
 
-A leaf of constants; knows neither files nor DataFrames. Units stand in the names (``_ms``, ``_db``,
-``_bytes``) or, for ``samples.value``, in the column ``unit``.
+Units stand in the names (``_ms``, ``_db``, ``_bytes``) or, for ``samples.value``, in the column
+``unit``. This module imports nothing of the log and handles neither files nor DataFrames.
 """
 
 import json
@@ -31,9 +30,9 @@ def _schema(lines: str) -> pa.Schema:
 
 
 SCHEMAS: dict[str, pa.Schema] = {
-    # One row: what ran, on what, with which settings, and how it ended. Runs of one `setting` are
-    # its repetitions, each in a process of its own; `round` numbers them. `…_before` is what the
-    # machine said before the first measurement, the column without it what it said when the row was
+    # One row per run: bundle, machine, settings and status. Runs of one `setting` are its
+    # repetitions, each in a process of its own; `round` numbers them. A column `…_before` is the
+    # machine's state before the first measurement, the column without it the state when the row was
     # written (see `log.host_state`).
     "runs": _schema("""
         text: run_id!
@@ -106,21 +105,21 @@ ALLOWED = {
 
 
 def _settings_of_config(runs: pa.Table) -> pa.Table:
-    """`runs` from version 1 to 2: the settings that only a sweep's `config` held become columns."""
+    """`runs` from version 1 to 2: settings that were only in a sweep's `config` become columns."""
     configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
     export, run = ([config.get(part) or {} for config in configs] for part in ("export", "run"))
     for options, names in ((export, ("t", "sliding")), (run, ("threads", "depth", "n_gen"))):
         for name in names:
             runs = runs.append_column(name, pa.array([row.get(name) for row in options]))
-    hints = [
-        json.dumps(row.get("hints", {}), sort_keys=True) if row and runtime == "coreml" else None
-        for row, runtime in zip(run, runs["runtime"].to_pylist())
-    ]
+    hints = []
+    for row, runtime in zip(run, runs["runtime"].to_pylist()):
+        on_coreml = row and runtime == "coreml"
+        hints.append(json.dumps(row.get("hints", {}), sort_keys=True) if on_coreml else None)
     return runs.append_column("hints", pa.array(hints, pa.string()))
 
 
 def _state_before_of_config(runs: pa.Table) -> pa.Table:
-    """`runs` from version 2 to 3: what a sweep's `config` held of the machine before the run
+    """`runs` from version 2 to 3: the machine's state before the run, in a sweep's `config`,
     becomes columns."""
     configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
     before = [config.get("before") or {} for config in configs]
@@ -137,5 +136,5 @@ MIGRATIONS["runs"] = (_settings_of_config, _state_before_of_config)
 
 
 def version(table: str) -> int:
-    """The schema version that is written now: one more than the table has migrations."""
+    """The table's current schema version: one more than the number of its migrations."""
     return 1 + len(MIGRATIONS[table])

@@ -1,7 +1,7 @@
-"""What a row may say of where it was made: no host name and no absolute path, whoever reads the log
-later; and what a file may say that is handed to others: no user, serial number or UUID either.
+"""Removes what identifies a machine or user from text.
 
-Text in, text out; knows nothing of tables.
+`scrubbed` removes host name and absolute paths, from every row of the log; `anonymous` also removes
+user, serial number and UUIDs, from files for others.
 """
 
 import getpass
@@ -15,18 +15,15 @@ SOURCE = Path(__file__).resolve().parents[2]
 _QUOTED = re.compile(
     r"""(?P<quote>['"`])(?:file://)?(?P<path>(?:~|/[^/'"`\n])[^'"`\n]*/[^'"`\n]*)(?P=quote)"""
 )
-_BARE = re.compile(
-    r"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s])[^\s/'\"`<>|,;:()\[\]{}]*)(?:/[^\s/'\"`<>|,;:()\[\]{}]*)+"
-)
-
-
+_NAME = r"[^\s/'\"`<>|,;:()\[\]{}]*"  # a file's name in an unquoted path
+_BARE = re.compile(rf"(?<![\w.…/~-])(?:file://)?(?:~|/(?![/\s]){_NAME})(?:/{_NAME})+")
 _UUID = re.compile(r"\b[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\b")
 _IDENTITY = re.compile(r'"(?:IOPlatformSerialNumber|IOPlatformUUID)" = "([^"]+)"')
 
 
 def identifiers() -> set[str]:
-    """What names this machine or its user: user, folder of the user, host, and on a Mac serial
-    number and hardware UUID."""
+    """Names of this machine and its user: user, home folder, host, on a Mac serial number and
+    hardware UUID."""
     host = socket.gethostname()
     names = {getpass.getuser(), Path.home().name, host, host.partition(".")[0]}
     try:
@@ -38,8 +35,8 @@ def identifiers() -> set[str]:
 
 
 def anonymous(value, names: Iterable[str]):
-    """A `scrubbed` value without the words `names`, in upper or lower case, and without UUIDs: each
-    becomes ``…``."""
+    """A `scrubbed` value in which the words `names`, in any case, and UUIDs are replaced by
+    ``…``."""
     if isinstance(value, Mapping):
         return {anonymous(key, names): anonymous(item, names) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -53,11 +50,11 @@ def anonymous(value, names: Iterable[str]):
 
 
 def scrubbed(value, *projects: Path):
-    """A row's value with every absolute path in it shortened: inside a project to the path
-    within it, else to ``…/name``.
+    """A row's value with every absolute path shortened: to the path within one of `projects`, else
+    to ``…/name``.
 
-    Mappings, lists and tuples are walked through; what is no text is left as it is. The name of
-    this host becomes ``…``.
+    Mappings, lists and tuples are walked through; other values than text stay as they are. The name
+    of this host becomes ``…``.
     """
     if isinstance(value, Mapping):
         return {scrubbed(key, *projects): scrubbed(item, *projects) for key, item in value.items()}
@@ -65,7 +62,9 @@ def scrubbed(value, *projects: Path):
         return type(value)(scrubbed(item, *projects) for item in value)
     if isinstance(value, Path):
         value = str(value)
-    return _scrubbed_text(value, (*projects, SOURCE)) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return _scrubbed_text(value, (*projects, SOURCE))
+    return value
 
 
 def _scrubbed_text(text: str, projects: tuple[Path, ...]) -> str:
@@ -73,22 +72,22 @@ def _scrubbed_text(text: str, projects: tuple[Path, ...]) -> str:
         text = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "…", text)
     if "/" not in text:
         return text
-    for folder in dict.fromkeys(
-        str(p) for project in projects for p in (project.absolute(), project.resolve())
-    ):
+    folders = []
+    for project in projects:
+        folders += [str(project.absolute()), str(project.resolve())]
+    for folder in dict.fromkeys(folders):
         if folder != "/":
-            text = re.sub(
-                rf"(?<![\w.…/~-])(?:file://)?{re.escape(folder)}(?:/(?=[^\s/])|(?![\w.-])/?)",
-                lambda match: "" if match[0].endswith("/") else ".",
-                text,
-            )
+            end = r"(?:/(?=[^\s/])|(?![\w.-])/?)"
+            inside = rf"(?<![\w.…/~-])(?:file://)?{re.escape(folder)}{end}"
+            text = re.sub(inside, lambda match: "" if match[0].endswith("/") else ".", text)
     home = str(Path.home())
     if home != "/":
         text = re.sub(rf"(?<![\w.…/~-]){re.escape(home)}(?![\w.-])", "~", text)
-    text = _QUOTED.sub(
-        lambda match: f"{match['quote']}{_short(match['path'])}{match['quote']}", text
-    )
-    return _BARE.sub(lambda match: _short(match[0]), text)
+
+    def short_quoted(match: re.Match) -> str:
+        return f"{match['quote']}{_short(match['path'])}{match['quote']}"
+
+    return _BARE.sub(lambda match: _short(match[0]), _QUOTED.sub(short_quoted, text))
 
 
 def _short(path: str) -> str:

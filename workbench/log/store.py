@@ -1,9 +1,8 @@
 """Rows in, immutable Parquet files ``<root>/<table>/<run_id>.parquet``, DataFrames out.
 
-``<root>/shipped`` is a log as well: the runs that came with the project. What is loaded from a log
-includes them, and only publishing writes there. Every value is checked against the table's schema
-before anything is written; files of an older version are lifted while they are read and never
-rewritten.
+``<root>/shipped`` is the log of the runs that came with the project; loading a log includes them,
+and only publishing writes there. Every value is checked against the table's schema before anything
+is written. Files of an older version are migrated while they are read and never rewritten.
 """
 
 import json
@@ -34,8 +33,7 @@ _PANDAS_TYPES = {pa.int64(): pd.Int64Dtype(), pa.bool_(): pd.BooleanDtype()}
 
 
 def new_run_id() -> str:
-    """UTC time and random hex, e.g. ``20260131T094512123456Z-5f3a9c01``: sorts by time, unique
-    without coordination."""
+    """UTC time and random hex, such as ``20260131T094512123456Z-5f3a9c01``; sorts by time."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}-{secrets.token_hex(4)}"
 
 
@@ -49,40 +47,44 @@ def project_root(start: Path) -> Path | None:
 
 
 def default_root() -> Path:
-    """``experiments/log`` of the checkout that the working directory is in (notebooks find it so),
-    or of the directory."""
+    """``experiments/log`` of the checkout around the working directory, else of the directory."""
     return (project_root(Path.cwd()) or Path.cwd()) / "experiments" / "log"
 
 
 def project(root: Root = None) -> Path:
-    """The project that a log belongs to: the one whose ``experiments/log`` it is, else the folder
-    that holds it."""
+    """The project whose ``experiments/log`` a log is, else the folder that contains the log."""
     root = whole(root)
     folder = root.parent
-    return folder.parent if (folder.name, root.name) == ("experiments", "log") else folder
+    if (folder.name, root.name) == ("experiments", "log"):
+        return folder.parent
+    return folder
 
 
 def whole(root: Root = None) -> Path:
-    """The log at `root`; where that is the shipped part of a log, the log that it is part of."""
+    """The log at `root`; of the shipped part of a log, the whole log."""
     root = default_root() if root is None else Path(root).absolute()
     return root.parent if root.name == SHIPPED else root
 
 
 def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None) -> Path:
-    """Write one run's rows of one table and return the new file, whose stem is the run id.
+    """Writes one run's rows of one table and returns the new file, whose stem is the run id.
 
-    `rows` is a DataFrame, one mapping or several. Columns left out are null; so is NaN, since a
-    result that was measured and is not finite says so in ``fidelity.finite``. JSON columns take
-    mappings or their text. `run_id` (default: a new one) is filled in; `root` defaults to
-    `default_root()`.
+    Args:
+        rows: a DataFrame, one mapping or several. Missing columns are null. So is NaN; a measured
+            value that is not finite has ``fidelity.finite`` false. JSON columns take mappings or
+            their text.
+        root: default: `default_root()`.
+        run_id: filled into every row; default: a new one.
 
-    Raises InputError for an unknown table or column, a value that does not fit its column, no rows,
-    or a run that this table already has; OSError when the disk does not take the file. Nothing is
-    left behind in either case.
+    Raises:
+        InputError: an unknown table or column, a value that does not fit its column, no rows, or a
+            run that this table already has. No file is left behind.
+        OSError: the file cannot be written. No file is left behind.
     """
     run_id = new_run_id() if run_id is None else run_id
     if not isinstance(run_id, str) or not re.fullmatch(r"\w[\w-]*", run_id, re.ASCII):
-        needed, step = "letters, digits, '-' and '_'", "take one from new_run_id()"
+        needed = "letters, digits, '-' and '_'"
+        step = "take one from new_run_id()"
         raise InputError("run id", repr(run_id), needed, step)
     path, shipped = (folder / f"{run_id}.parquet" for folder in _folders(table, root))
     data = _to_arrow(table, rows, run_id)
@@ -95,26 +97,31 @@ def append(table: str, rows: Rows, root: Root = None, run_id: str | None = None)
 
 
 def load(table: str, root: Root = None, where: Mapping | str | None = None) -> pd.DataFrame:
-    """The rows of a table as Int64, boolean, str, float64 and UTC time columns, missing where not
+    """The rows of a table as Int64, boolean, str, float64 and UTC time columns; nulls were not
     measured.
 
-    `where` maps columns to a value or a list of values to keep (None keeps what was not measured),
-    or is a pandas query such as ``"T == 4 and cosine < 0.97"``. Rows of the runs shipped under
-    `root` are included. An absent log is an empty one.
+    Rows of the runs shipped under `root` are included. An absent log has no rows.
 
-    Raises InputError for an unknown table, column or value, and for a file that is torn, of an
-    unknown version, or has columns that the table has not.
+    Args:
+        where: columns with the value or list of values to select (None selects nulls), or a pandas
+            query such as ``"T == 4 and cosine < 0.97"``.
+
+    Raises:
+        InputError: an unknown table, column or value; a file that is torn, of an unknown version,
+            or with columns that the table lacks.
     """
     folders = _folders(table, root)
     if not isinstance(where, Mapping | str | None):
-        needed, example = "columns and values, or a pandas query", "write for example {'T': 4}"
+        needed = "columns and values, or a pandas query"
+        example = "write for example {'T': 4}"
         raise InputError("log filter", repr(where), needed, example)
-    query, columns = (where, {}) if isinstance(where, str) else (None, where or {})
+    if isinstance(where, str):
+        query, columns = where, {}
+    else:
+        query, columns = None, where or {}
     keep = _expression(table, columns)
     if columns.get("run_id") is not None:  # a file is named after its run
-        names = (f"{run_id}.parquet" for run_id in _several(columns["run_id"]))
-        own_first = ([f / name for f in folders if (f / name).is_file()] for name in names)
-        rows = _read([path for paths in own_first for path in paths[:1]], table)
+        rows = _read(_files_of_runs(_several(columns["run_id"]), folders), table)
     else:
         version, read = _fingerprint(table), lambda paths: _read(paths, table)
         rows = _union(*(cache.gathered(folder, version, read) for folder in folders))
@@ -123,14 +130,23 @@ def load(table: str, root: Root = None, where: Mapping | str | None = None) -> p
         return frame
     try:
         return frame.query(query)
-    except Exception as error:  # whatever pandas makes of a query that means nothing
+    except Exception as error:  # pandas raises many types for an invalid query
         needed = f"a pandas query over {', '.join(frame)}"
         example = "write for example: T == 4 and depth > 0"
         raise InputError("log filter", f"{query!r} ({error})", needed, example) from error
 
 
+def _files_of_runs(run_ids: list[str], folders: Sequence[Path]) -> list[Path]:
+    """Each run's file in the first of the folders that has one."""
+    paths = []
+    for run_id in run_ids:
+        places = (folder / f"{run_id}.parquet" for folder in folders)
+        paths += [place for place in places if place.is_file()][:1]
+    return paths
+
+
 def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
-    """The rows of both by run id; of a run that is in both, its rows once."""
+    """The rows of both, sorted by run id; rows of a run in both are included once."""
     if not len(shipped):
         return own
     shipped = shipped.filter(pc.invert(pc.is_in(shipped["run_id"], own["run_id"].unique())))
@@ -139,17 +155,16 @@ def _union(own: pa.Table, shipped: pa.Table) -> pa.Table:
 
 
 def files(root: Path | str) -> dict[str, bytes]:
-    """Every file of the log at `root`: ``table/run_id.parquet`` → contents, what `adopt` takes."""
+    """Every file of the log at `root`: ``table/run_id.parquet`` → contents, for `adopt`."""
     paths = sorted(Path(root).glob("*/[!.]*.parquet"))
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 
 def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
-    """Writes one run's `files` into the log at `root`, its ``runs`` row last: a run that is listed
-    is whole.
+    """Writes one run's `files` into the log at `root` and returns the run id.
 
-    Files that are there already are left alone, since a run's files never change. Returns the run
-    id.
+    The ``runs`` row is written last, so that a listed run is complete. Existing files are not
+    written again, since a run's files never change.
     """
     for name in sorted(contents, key=lambda name: name.startswith("runs/")):
         table, _, file = name.partition("/")
@@ -161,14 +176,15 @@ def adopt(contents: Mapping[str, bytes], root: Root = None) -> str:
 
 
 def _fingerprint(table: str) -> str:
-    """The version and the columns of a table, under which its rows are gathered."""
+    """The version and the columns of a table; gathered rows are valid for these alone."""
     return f"{tables.version(table)} {SCHEMAS[table].to_string()}"
 
 
 def _read(paths: Sequence[Path], table: str) -> pa.Table:
-    """The rows of some files in the current schema; whatever cannot be read faithfully is refused
-    by name."""
-    schema, current, older = SCHEMAS[table], [], [SCHEMAS[table].empty_table()]
+    """The rows of some files in the current schema; refuses a file that does not fit it."""
+    schema = SCHEMAS[table]
+    current = []
+    older = [SCHEMAS[table].empty_table()]
     for path in paths:
         if lifts := MIGRATIONS[table][_file_version(path, table) - 1 :]:
             data = pq.ParquetFile(path).read()
@@ -183,7 +199,7 @@ def _read(paths: Sequence[Path], table: str) -> pa.Table:
 
 
 def _folders(table: str, root: Root) -> tuple[Path, Path]:
-    """Where the log at `root` keeps the files of a table: its own, and those of shipped runs."""
+    """The folders of a table in the log at `root`: its own files, and those of shipped runs."""
     check_choice("log table", table, SCHEMAS, "correct the name")
     root = default_root() if root is None else Path(root)
     return root / table, root / SHIPPED / table
@@ -199,7 +215,8 @@ def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
         step = "put what has no column into runs.config"
         raise InputError(subject, f"columns {unknown}", f"some of {names}", step)
     if "run_id" in frame and set(frame["run_id"]) != {run_id}:
-        needed, step = f"run_id {run_id} in all", "append each run by itself"
+        needed = f"run_id {run_id} in all"
+        step = "append each run by itself"
         raise InputError(subject, "rows of another run", needed, step)
     frame = frame.assign(run_id=run_id)
     schema = SCHEMAS[table].with_metadata({_VERSION_KEY: str(tables.version(table)).encode()})
@@ -209,10 +226,14 @@ def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
 def _frame(subject: str, rows: Rows) -> pd.DataFrame:
     if isinstance(rows, pd.DataFrame):
         return rows
-    rows = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else [rows]
+    if isinstance(rows, Iterable) and not isinstance(rows, Mapping):
+        rows = list(rows)
+    else:
+        rows = [rows]
     for row in rows:
         if not isinstance(row, Mapping):
-            needed, example = "mappings from columns to values", "write for example {'T': 4}"
+            needed = "mappings from columns to values"
+            example = "write for example {'T': 4}"
             raise InputError(subject, f"{row!r} as a row", needed, example)
     try:
         return pd.DataFrame(rows)
@@ -234,53 +255,48 @@ def _column(subject: str, field: pa.Field, frame: pd.DataFrame) -> pa.Array:
         raise InputError(subject, "no value", "one in every row", "say what the row is about")
     allowed = ALLOWED.get(field.name)
     if allowed and (wrong := set(column.unique().drop_null().to_pylist()) - allowed):
-        raise InputError(
-            subject, ", ".join(sorted(wrong)), f"one of {sorted(allowed)}", "correct the value"
-        )
+        needed = f"one of {sorted(allowed)}"
+        raise InputError(subject, ", ".join(sorted(wrong)), needed, "correct the value")
     return column
 
 
 def _json_text(value: Mapping | str) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, allow_nan=False)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, sort_keys=True, allow_nan=False)
     if not isinstance(json.loads(text, parse_constant=_no_constant), dict):
         raise TypeError(f"{text} is not a JSON object")
     return text
 
 
 def _no_constant(name: str):
-    """Python reads NaN and Infinity, JSON has neither."""
+    """Refuses NaN and Infinity, which Python parses and JSON lacks."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _file_version(path: Path, table: str) -> int:
-    """The version that a file was written with; refuses whatever this code cannot read
-    faithfully."""
+    """The schema version of a file; refuses a torn file, an unknown version and unknown columns."""
     subject, latest = f"log file {path}", tables.version(table)
     try:
         schema = pq.read_schema(path)
     except pa.ArrowInvalid as error:
-        raise InputError(
-            subject, str(error), "a whole Parquet file", "move it out of the log"
-        ) from error
+        needed, step = "a whole Parquet file", "move it out of the log"
+        raise InputError(subject, str(error), needed, step) from error
     version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
     if version not in map(str, range(1, latest + 1)):
         needed = f"version 1 to {latest} of table {table}"
-        raise InputError(
-            subject, f"schema version {version}", needed, "read it with the release that wrote it"
-        )
+        step = "read it with the release that wrote it"
+        raise InputError(subject, f"schema version {version}", needed, step)
     unknown = set(schema.names) - set(SCHEMAS[table].names)
     if int(version) == latest and unknown:
-        raise InputError(
-            subject,
-            f"columns {sorted(unknown)}",
-            f"columns of table {table}",
-            "update the workbench",
-        )
+        needed = f"columns of table {table}"
+        raise InputError(subject, f"columns {sorted(unknown)}", needed, "update the workbench")
     return int(version)
 
 
 def _expression(table: str, where: Mapping) -> ds.Expression:
-    """Column → value or values, as one expression that filters files while they are read."""
+    """The filter of rows by column → value or values."""
     schema, keep = SCHEMAS[table], ds.scalar(True)
     for name, value in where.items():
         subject = f"filter on {table}"
@@ -298,4 +314,6 @@ def _expression(table: str, where: Mapping) -> ds.Expression:
 
 
 def _several(value) -> list:
-    return list(value) if isinstance(value, (list, tuple, set)) else [value]
+    if isinstance(value, (list, tuple, set)):
+        return list(value)
+    return [value]

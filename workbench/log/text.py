@@ -1,4 +1,4 @@
-"""Rows of the log in an order, and comparisons of two runs, as lines of text."""
+"""Sorted rows of the log, and comparisons of two runs as lines of text."""
 
 import textwrap
 
@@ -8,13 +8,11 @@ from workbench.errors import InputError
 from workbench.log.stats import MEASUREMENT, Comparison
 
 IDENTITIES = ("setting", "bundle", "bundle_hash", "bundle_bytes")
-"""Settings that say only that two runs are of two bundles, where the others say how these
-differ."""
+"""Settings that identify a bundle or setting and do not describe it."""
 
 
 def sorted_rows(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
-    """Rows in the order of a column, from the largest on where its name begins with "-"; what was
-    not measured is last.
+    """Rows sorted by a column, descending if `by` begins with "-"; nulls come last.
 
     Raises:
         InputError: no such column.
@@ -28,22 +26,22 @@ def sorted_rows(rows: pd.DataFrame, by: str | None) -> pd.DataFrame:
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """A comparison in lines of at most 100 columns: the settings that differ, without those that
-    only identify a bundle or setting; each measurement by what tells it from the others; what holds
-    for all of them once."""
+    """A comparison in lines of at most 100 columns.
+
+    The lines are the settings that differ, then each measurement, named by the columns in which
+    measurements differ; a note that holds for all of them is printed once.
+    """
     settings = setting_lines(comparison.settings)
     omitted = f"{comparison.indistinguishable} measurements without a difference left out"
     rows = comparison.measures
     if rows.empty:
         return [*settings, "", omitted]
     keys = [c for c in MEASUREMENT if c not in ("phase", "unit") and rows[c].nunique() > 1]
-    names = pd.Series(
-        [
-            " ".join([row["phase"], *(f"{c} {row[c]}" for c in keys if pd.notna(row[c]))])
-            for row in rows.to_dict("records")
-        ],
-        rows.index,
-    )
+    names = []
+    for row in rows.to_dict("records"):
+        values = [f"{key} {row[key]}" for key in keys if pd.notna(row[key])]
+        names.append(" ".join([row["phase"], *values]))
+    names = pd.Series(names, rows.index)
     both = rows["median_a"].notna() & rows["median_b"].notna()
     alone = "; ".join(names[~both])
     notes = rows.loc[both, "note"].fillna("")
@@ -54,25 +52,25 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     if notes.nunique() > 1:
         table["note"] = notes
     counts = rows[["n_a", "n_b"]].max()
-    return [
-        *settings,
-        "",
-        f"medians over runs: {counts['n_a']} of A, {counts['n_b']} of B",
-        table.to_string(index=False, float_format="%.4g", na_rep="–"),
-        *([f"all of them: {notes.iloc[0]}"] if notes.nunique() == 1 and notes.iloc[0] else []),
-        *([textwrap.fill(f"on one side only: {alone}", 100)] if alone else []),
-        omitted,
-    ]
+    lines = [*settings, "", f"medians over runs: {counts['n_a']} of A, {counts['n_b']} of B"]
+    lines.append(table.to_string(index=False, float_format="%.4g", na_rep="–"))
+    if notes.nunique() == 1 and notes.iloc[0]:
+        lines.append(f"all of them: {notes.iloc[0]}")
+    if alone:
+        lines.append(textwrap.fill(f"on one side only: {alone}", 100))
+    return [*lines, omitted]
 
 
 def setting_lines(settings: pd.DataFrame) -> list[str]:
-    """The settings in which two runs differ, side by side; those that only identify a bundle or a
-    setting stand alone."""
+    """The settings in which two runs differ, side by side; `IDENTITIES` only if nothing else
+    differs."""
     shown = settings[~settings["setting"].isin(IDENTITIES)]
     shown = (settings if shown.empty else shown).astype(str).map(shortened)
-    return shown.to_string(index=False).splitlines() if len(shown) else ["no setting differs"]
+    if len(shown):
+        return shown.to_string(index=False).splitlines()
+    return ["no setting differs"]
 
 
 def shortened(text: str, most: int = 34) -> str:
-    """At most so many characters of a text, … where it is cut."""
+    """The text, cut to `most` characters with … at its end."""
     return text if len(text) <= most else f"{text[: most - 1]}…"

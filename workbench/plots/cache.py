@@ -1,4 +1,5 @@
-"""The KV cache: which rows each call changed, which restored caches go on as they should, how soon a token comes."""
+"""The KV cache: which rows each call changed, which restored caches go on as they should, how soon
+a token comes."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -31,10 +32,12 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 
 @style()
 def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Call × row: filled where a row was written as expected, hollow where it was missed, crossed where it strayed.
+    """Call × row: filled where a row was written as expected, hollow where it was missed, crossed
+    where it strayed.
 
-    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed`` and ``expected``, for up
-    to about 100 rows. A fault in any layer shows; "as expected" holds in all of them.
+    `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed``
+    and ``expected``, for up to about 100 rows. A fault in any layer shows; "as expected" holds in
+    all of them.
     """
     rows = changed.astype({"changed": bool, "expected": bool})
     rows["missed"] = rows["expected"] & ~rows["changed"]
@@ -47,7 +50,8 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax = axes(ax, PAGE * (0.7 if len(slots) <= 32 else 1), 0.9 + 0.16 * len(calls))
     for kind, look in _CALL_MARKS.items():
         marked = cells[cells[kind]]
-        x, y = slots.get_indexer(marked["slot"]), calls.index.get_indexer(marked["call"])
+        x = slots.get_indexer(marked["slot"])
+        y = calls.index.get_indexer(marked["call"])
         ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
     ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call")
     label_cells(ax.xaxis, slots)
@@ -58,8 +62,8 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None) -> None:
-    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is hatched. `texts` stand
-    in the place of marks where there are any."""
+    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is
+    hatched. `texts` stand in the place of marks where there are any."""
     marks = verdicts.map(lambda verdict: _MARKS.get(verdict, ""))
     holds = marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float)
     mesh = grid_cells(ax, holds, Normalize(0, 1), _HOLDS)
@@ -70,8 +74,9 @@ def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None)
 
 @style()
 def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``. A cell for batch, cache and
-    format over the context says how many of its paths (stream, generate) hold, and names the ones that do not."""
+    """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``.
+    A cell for batch, cache and format over the context says how many of its paths (stream,
+    generate) hold, and names the ones that do not."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
     cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path)
@@ -84,7 +89,8 @@ def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     texts = failing.unstack().reindex(index=table.index, columns=table.columns)
     _marked(ax, table, texts.map(lambda names: f"✗ {names}", na_action="ignore"))
     ax.set(xlabel="context (tokens)", ylabel="")
-    green, count = int((cells["verdict"] == "GREEN").sum()), len(cells)
+    green = int((cells["verdict"] == "GREEN").sum())
+    count = len(cells)
     title = f"restored caches: {green} of {count} sessions go on as they would alone"
     return heading(ax, title, unmeasured_key(table.where(table.isin(["GREEN", "RED"]))))
 
@@ -96,11 +102,13 @@ def _together(verdicts: pd.Series) -> str:
 
 @style()
 def failure_patterns(results: pd.DataFrame) -> Figure:
-    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``, ``path``, ``result`` (ok
-    or FAIL), one session for each cell; the first hypothesis is set apart."""
+    """Hypothesis × configuration, a panel per context: ``hypothesis``, ``context``, ``cache``,
+    ``path``, ``result`` (ok or FAIL), one session for each cell; the first hypothesis is set
+    apart."""
     words = results["hypothesis"].str.replace("_", " ")
     results = results.assign(hypothesis=words.replace("none", "no fault planted"))
-    names, contexts = results["hypothesis"].drop_duplicates(), sorted(results["context"].unique())
+    names = results["hypothesis"].drop_duplicates()
+    contexts = sorted(results["context"].unique())
     size = (PAGE, 1.5 + 0.24 * len(names))
     figure, panels = plt.subplots(1, len(contexts), figsize=size, sharey=True, squeeze=False)
     for ax, context in zip(panels[0], contexts):
@@ -118,8 +126,8 @@ def failure_patterns(results: pd.DataFrame) -> Figure:
 
 @style()
 def first_token(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one row per repetition;
-    medians, bars from the least to the largest."""
+    """Time to the first token over the context: ``temperature``, ``context`` (tokens), ``ms``, one
+    row per repetition; medians, bars from the least to the largest."""
     ax = axes(ax, COLUMN, 2.8)
     median_range(ax, samples, "context", "ms", "temperature")
     ax.set(yscale="log", xlabel="context (tokens)", ylabel="ms to the first token")

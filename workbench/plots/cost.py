@@ -1,4 +1,5 @@
-"""What decoding costs, measured and predicted: tokens per second, milliseconds per layer, bytes of memory, and what to choose.
+"""What decoding costs, measured and predicted: tokens per second, milliseconds per layer, bytes of
+memory, and what to choose.
 
 Medians are drawn with the range of what was measured, never alone.
 """
@@ -44,12 +45,14 @@ _HATCHES = ("", "//", "\\\\", "--", "xx", "||", "++")
 
 @style()
 def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
-    """Medians over max_seq_len, one line per value of the column `lines`; bars reach from the least to the largest.
+    """Medians over max_seq_len, one line per value of the column `lines`; bars reach from the least
+    to the largest.
 
-    `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per repetition of one phase,
-    such as the log's samples with their run's settings joined on; rows marked ``warmup`` are left out. A column
-    ``machine`` goes into the title and must name one. Medians of rows that a column ``invalid``
-    gives a reason for are hatched bars, beside the lines, with the reason below.
+    `samples`: ``max_seq_len``, ``value``, ``unit`` (one throughout) and `lines`, one row per
+    repetition of one phase, such as the log's samples with their run's settings joined on; rows
+    marked ``warmup`` are left out. A column ``machine`` goes into the title and must name one.
+    Medians of rows that a column ``invalid`` gives a reason for are hatched bars, beside the lines,
+    with the reason below.
     """
     timed = samples
     if "warmup" in samples:
@@ -78,7 +81,8 @@ def speed(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) ->
 
 @style()
 def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
-    """`speed` in a panel for each value of the column `by`, with one scale; all other columns as there."""
+    """`speed` in a panel for each value of the column `by`, with one scale; all other columns as
+    there."""
     groups = list(samples.groupby(by, sort=False))
     figure, panels = plt.subplots(1, len(groups), figsize=(PAGE, 2.6), sharey=True)
     for ax, (name, rows) in zip(panels, groups):
@@ -92,11 +96,13 @@ def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
 
 @style()
 def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
-    """Milliseconds of calls over the time since the first one, a line per value of the column `lines`: medians of at most 60
-    equal stretches of time, in a band from their 10th to their 90th percentile.
+    """Milliseconds of calls over the time since the first one, a line per value of the column
+    `lines`: medians of at most 60 equal stretches of time, in a band from their 10th to their 90th
+    percentile.
 
-    `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis), ``elapsed_s``, ``value`` and
-    `lines`, such as the log's samples of one run; a column ``machine`` goes into the title and must name one.
+    `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis),
+    ``elapsed_s``, ``value`` and `lines`, such as the log's samples of one run; a column ``machine``
+    goes into the title and must name one.
     """
     title = on_machine("speed over time", samples)
     ax = axes(ax, 4.5, 2.8)
@@ -117,12 +123,13 @@ def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None
 
 @style()
 def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as numbers on colour.
+    """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as
+    numbers on colour.
 
-    `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's settings joined on.
-    Settings without a measurement are hatched, and in another way those of which a column
-    ``invalid`` says why they were measured in vain. A column ``machine`` goes into the title and
-    must name one.
+    `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's
+    settings joined on. Settings without a measurement are hatched, and in another way those of
+    which a column ``invalid`` says why they were measured in vain. A column ``machine`` goes into
+    the title and must name one.
     """
     title = on_machine("time of one layer", layers)
     valid, invalid = without_invalid(layers)
@@ -146,15 +153,18 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
-    """Stacked bars of what must be resident, one per setting, and dashed lines at what machines have.
+    """Stacked bars of what must be resident, one per setting, and dashed lines at what machines
+    have.
 
-    `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings and parts are drawn
-    in the order given. `budget` maps a machine's name to its memory in bytes; it may be empty.
+    `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings
+    and parts are drawn in the order given. `budget` maps a machine's name to its memory in bytes;
+    it may be empty.
     """
     table = pivot_in_order(parts, "setting", "part", "bytes").astype(float).fillna(0)
     widest = max(table.sum(axis=1).max(), *budget.values(), 0)
     scale, unit = (_GIB, "GiB") if widest >= _GIB else (2**20, "MiB")
-    table, machines = table / scale, pd.Series(budget, dtype=float) / scale
+    table = table / scale
+    machines = pd.Series(budget, dtype=float) / scale
     ax = axes(ax, PAGE, 0.9 + 0.25 * (len(table) + len(machines)))
     totals = _stack(ax, table)
     for name, total in totals.items():
@@ -166,13 +176,20 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
         note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
     ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
-    parts_drawn = ax.get_legend_handles_labels()[0] if len(table.columns) > 1 else []
-    alone = f"{table.columns[0]}, resident" if len(table.columns) == 1 else "resident memory"
+    if len(table.columns) > 1:
+        parts_drawn = ax.get_legend_handles_labels()[0]
+    else:
+        parts_drawn = []
+    if len(table.columns) == 1:
+        alone = f"{table.columns[0]}, resident"
+    else:
+        alone = "resident memory"
     return heading(ax, alone, parts_drawn)
 
 
 def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
-    """Draws the columns of `table` as stacked bars, each with a hatch of its own, one bar per row; returns their lengths."""
+    """Draws the columns of `table` as stacked bars, each with a hatch of its own, one bar per row;
+    returns their lengths."""
     left = pd.Series(0.0, table.index)
     look = {"edgecolor": "white", "linewidth": 0.5}
     for hatch, (part, lengths) in zip(_HATCHES, table.items()):
@@ -183,7 +200,8 @@ def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
 
 @style()
 def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each named above its start."""
+    """One stacked bar of the milliseconds of a token: ``part``, ``ms``, in the order given, each
+    named above its start."""
     ax = axes(ax, PAGE, 1.1 + 0.15 * len(parts))
     left = 0.0
     for place, row in enumerate(parts.itertuples(), 1):
@@ -204,9 +222,10 @@ def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
-    """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``, ``value``, ``unit``, ``peer``,
-    ``peer_value``, ``ratio`` (over 1 where `this` is the better one). Where there are ``samples`` and ``peer_samples`` (lists),
-    whiskers reach from the least to the largest. A column ``machine`` must name one, which stands above."""
+    """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``,
+    ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio`` (over 1 where `this` is the better
+    one). Where there are ``samples`` and ``peer_samples`` (lists), whiskers reach from the least to
+    the largest. A column ``machine`` must name one, which stands above."""
     title = on_machine(f"{this} against {rows['peer'].iloc[0]}", rows)
     figure, panels = plt.subplots(1, len(rows), figsize=(PAGE / 2 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
@@ -218,7 +237,10 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
             if len(samples) > 1:
                 ax.vlines(place, min(samples), max(samples), color="#D55E00", linewidth=1.5)
                 ax.set_xlabel(f"n = {len(samples)}, range")
-        better = f"{row.ratio:.1f}× better" if row.ratio >= 1 else f"{1 / row.ratio:.1f}× worse"
+        if row.ratio >= 1:
+            better = f"{row.ratio:.1f}× better"
+        else:
+            better = f"{1 / row.ratio:.1f}× worse"
         ax.set(title=f"{row.name.replace('_', ' ')}: {better}", ylabel=row.unit)
         if row.unit == "bytes":
             ax.yaxis.set_major_formatter(EngFormatter("B"))
@@ -229,11 +251,12 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
 
 @style()
 def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Run B over run A on a log scale: a dot per measurement with its interval; hollow where there are too few runs for one.
+    """Run B over run A on a log scale: a dot per measurement with its interval; hollow where there
+    are too few runs for one.
 
-    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as `workbench.log.compare` gives. A
-    column ``machine`` goes into the title and must name one. A column ``unit`` says what is better: more tok/s, less of
-    anything else.
+    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as
+    `workbench.log.compare` gives. A column ``machine`` goes into the title and must name one. A
+    column ``unit`` says what is better: more tok/s, less of anything else.
     """
     shown = measures.dropna(subset="ratio")
     ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []
@@ -248,7 +271,10 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
         text = f"{row.ratio:.3g}×"
         if "unit" in shown and row.ratio != 1:
-            text += ", B better" if (row.ratio > 1) == (row.unit == "tok/s") else ", B worse"
+            if (row.ratio > 1) == (row.unit == "tok/s"):
+                text += ", B better"
+            else:
+                text += ", B worse"
         ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
@@ -256,7 +282,10 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
         axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     ax.set_yticks(range(len(shown)), labels=names)
-    hollow = "; hollow: too few rounds to be sure" if shown["low"].isna().any() else ""
+    if shown["low"].isna().any():
+        hollow = "; hollow: too few rounds to be sure"
+    else:
+        hollow = ""
     ax.set(xlabel=f"median of B over median of A{hollow}", ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
@@ -266,18 +295,23 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def speed_against_fidelity(
     configurations: pd.DataFrame, *, max_kl: float | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Every configuration as a point: tokens per second over what it costs; a line joins those that pass and that none is
-    both faster and nearer than.
+    """Every configuration as a point: tokens per second over what it costs; a line joins those that
+    pass and that none is both faster and nearer than.
 
-    `configurations`: ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and ``kl_mean`` (nats) or, where that was not
-    measured, ``worst_cosine``; one row each. Points of the line and the fastest of each ``compress`` are named after ``name``.
-    `max_kl` is the user's limit. A column ``machine`` goes into the title and must name one, a column ``n`` says how many runs
-    a point stands on, ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows that a
-    column ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
+    `configurations`: ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and ``kl_mean`` (nats)
+    or, where that was not measured, ``worst_cosine``; one row each. Points of the line and the
+    fastest of each ``compress`` are named after ``name``. `max_kl` is the user's limit. A column
+    ``machine`` goes into the title and must name one, a column ``n`` says how many runs a point
+    stands on, ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows that a column
+    ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
     """
     priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
-    cost = configurations["kl_mean"] if priced else 1 - configurations["worst_cosine"].astype(float)
-    label = "mean KL from Hugging Face (nats)" if priced else "1 − worst update cosine"
+    if priced:
+        cost = configurations["kl_mean"]
+        label = "mean KL from Hugging Face (nats)"
+    else:
+        cost = 1 - configurations["worst_cosine"].astype(float)
+        label = "1 − worst update cosine"
     points = configurations.assign(cost=cost.astype(float).clip(lower=1e-9))
     valid, invalid = without_invalid(points)
     title = "speed against fidelity"
@@ -322,7 +356,8 @@ def speed_against_fidelity(
 
 
 def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
-    """The rows that no other one beats in ``tokens_per_s`` without a larger ``cost``, in the order of their cost."""
+    """The rows that no other one beats in ``tokens_per_s`` without a larger ``cost``, in the order
+    of their cost."""
     ordered = points.astype({"tokens_per_s": float}).sort_values(
         ["cost", "tokens_per_s"], ascending=[True, False]
     )
@@ -332,9 +367,11 @@ def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
 
 @style()
 def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Published against predicted milliseconds, each predicted by a fit that has not seen it; the band is ± 30%.
+    """Published against predicted milliseconds, each predicted by a fit that has not seen it; the
+    band is ± 30%.
 
-    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; columns ``chip`` and ``weights`` go into the legend.
+    `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; columns ``chip`` and ``weights``
+    go into the legend.
     """
     ax = axes(ax, COLUMN, 3.2)
     ms = predictions[["published_ms", "predicted_ms"]]

@@ -1,6 +1,8 @@
-"""How far an export is from its golden: heatmaps over layer × position, and bars of what each ingredient is worth.
+"""How far an export is from its golden: heatmaps over layer × position, and bars of what each
+ingredient is worth.
 
-Colour says how far on a fixed scale; a cross says that a threshold is broken, so that no verdict rests on colour.
+Colour says how far on a fixed scale; a cross says that a threshold is broken, so that no verdict
+rests on colour.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,12 +50,14 @@ METRICS = {
 class View:
     """What a heatmap shows of the log's table `fidelity`.
 
-    `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in the metric's unit) and
-    cells whose result is not finite are crossed; cells without a measurement are hatched. `budget` says how many times
-    the rows' own ``budget`` (what rounding alone costs) an ``error`` may be; the colours then span the values. `limits` fix the colour scale, so that
-    figures compare: two values, ``fixed`` (those of the metric) or ``data`` (those of the values); values outside take the
-    colour of the nearer end. `tokens[position]` names the positions where there
-    are at most 64. `boundary` is a position before which a line is drawn, such as the end of a window.
+    `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in
+    the metric's unit) and cells whose result is not finite are crossed; cells without a measurement
+    are hatched. `budget` says how many times the rows' own ``budget`` (what rounding alone costs)
+    an ``error`` may be; the colours then span the values. `limits` fix the colour scale, so that
+    figures compare: two values, ``fixed`` (those of the metric) or ``data`` (those of the values);
+    values outside take the colour of the nearer end. `tokens[position]` names the positions where
+    there are at most 64. `boundary` is a position before which a line is drawn, such as the end of
+    a window.
     """
 
     tensor: str = "update"
@@ -71,11 +75,15 @@ class View:
 
     def values(self, rows: pd.DataFrame) -> pd.Series:
         """The metric of each row."""
-        value = 1 - rows["cosine"] if self.metric == "1-cosine" else rows[self.metric]
+        if self.metric == "1-cosine":
+            value = 1 - rows["cosine"]
+        else:
+            value = rows[self.metric]
         return value.astype(float)
 
     def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
-        """For every layer and position its worst row of several T; a result that is not finite is the worst."""
+        """For every layer and position its worst row of several T; a result that is not finite is
+        the worst."""
         rows = self.measured(fidelity)
         rows = rows[rows["T"].isin(Ts)].reset_index(drop=True)
         badness = self.values(rows) * (-1 if self.metric == "psnr_db" else 1)
@@ -84,8 +92,8 @@ class View:
         return rows.loc[order].drop_duplicates(["layer", "position"])
 
     def span(self, rows: pd.DataFrame) -> tuple[float, float]:
-        """Ends of the colour scale: `limits`, those of the metric, or, beside budgets, of half a decade or more that the
-        values of all `rows` lie in."""
+        """Ends of the colour scale: `limits`, those of the metric, or, beside budgets, of half a
+        decade or more that the values of all `rows` lie in."""
         fixed = METRICS[self.metric][2]
         if self.limits not in (None, "data"):
             return fixed if self.limits == "fixed" else self.limits
@@ -100,15 +108,21 @@ class View:
         return middle / reach, middle * reach
 
     def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int | Sequence[int]) -> tuple:
-        """One heatmap without title and scale, of one T or of the worst of several; returns the mesh and legend entries for
-        the marks that occur.
+        """One heatmap without title and scale, of one T or of the worst of several; returns the
+        mesh and legend entries for the marks that occur.
 
         It spans the layers and positions measured at any T, so that figures at several T line up.
         """
         measured = self.measured(fidelity)
-        rows = measured[measured["T"] == T] if isinstance(T, int) else self.worst(fidelity, T)
+        if isinstance(T, int):
+            rows = measured[measured["T"] == T]
+        else:
+            rows = self.worst(fidelity, T)
         if rows.empty or rows.duplicated(["layer", "position"]).any():
-            problem = "several rows for one layer and position" if len(rows) else "no rows"
+            if len(rows):
+                problem = "several rows for one layer and position"
+            else:
+                problem = "no rows"
             raise ValueError(
                 f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
             )
@@ -119,14 +133,18 @@ class View:
         threshold = np.nan if self.threshold is None else self.threshold
         limit = f"{threshold:g}"
         if self.budget is not None:
-            limit, threshold = (
-                f"{self.budget:g} × budget",
-                self.budget * rows["budget"].astype(float),
-            )
+            limit = f"{self.budget:g} × budget"
+            threshold = self.budget * rows["budget"].astype(float)
         if self.metric == "psnr_db":  # small values fail; bright colours lie on the failing side
-            colours, off_scale, beyond, sign = "cividis_r", least - 1, value < threshold, "<"
+            colours = "cividis_r"
+            off_scale = least - 1
+            beyond = value < threshold
+            sign = "<"
         else:
-            colours, off_scale, beyond, sign = "cividis", 2 * most, value > threshold, ">"
+            colours = "cividis"
+            off_scale = 2 * most
+            beyond = value > threshold
+            sign = ">"
         cell = value.clip(least, most).mask(infinite, off_scale)
         table = rows.assign(cell=cell, crossed=beyond | infinite).pivot(
             index="layer", columns="position", values=["cell", "crossed"]
@@ -158,7 +176,8 @@ class View:
         return mesh, keys + unmeasured_key(cells)
 
     def scale(self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame) -> None:
-        """Draws the colour bar with a line at the threshold; beside budgets a text names the least limit of the rows."""
+        """Draws the colour bar with a line at the threshold; beside budgets a text names the least
+        limit of the rows."""
         label = METRICS[self.metric][0]
         bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
         bar.outline.set_visible(False)
@@ -177,8 +196,8 @@ class View:
 def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, **options) -> Axes:
     """Layer × position of one metric at one T; `options` are the fields of a `View`.
 
-    `fidelity` has the columns of the log's table of that name and, for this `T`, tensor and mode, at most one row per
-    layer and position.
+    `fidelity` has the columns of the log's table of that name and, for this `T`, tensor and mode,
+    at most one row per layer and position.
     """
     ax, view = axes(ax, PAGE, 3.2), View(**options)
     mesh, keys = view.draw(ax, fidelity, T)
@@ -188,9 +207,11 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, 
 
 @style()
 def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figure:
-    """The least T beside the worst of all others, with one colour scale; one panel where they are the same within 1%.
+    """The least T beside the worst of all others, with one colour scale; one panel where they are
+    the same within 1%.
 
-    A cache that is wrong only at T > 1 is seen in the second panel alone. `options` are the fields of a `View`.
+    A cache that is wrong only at T > 1 is seen in the second panel alone. `options` are the fields
+    of a `View`.
     """
     options.pop("columns", None)  # of figures that were logged with a panel for each T
     first, *others = sorted(Ts)
@@ -205,9 +226,9 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figur
 
 @style()
 def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
-    """The worst over all T in a panel for each value of the column `by`, such as a sound bundle and one with a planted fault,
-    with one colour scale. `options` are the fields of a `View`; `boundary` may also be a mapping
-    from values of `by`."""
+    """The worst over all T in a panel for each value of the column `by`, such as a sound bundle and
+    one with a planted fault, with one colour scale. `options` are the fields of a `View`;
+    `boundary` may also be a mapping from values of `by`."""
     boundary = options.pop("boundary", None)
     view = View(**options)
     view = replace(view, limits=view.span(view.measured(fidelity)))
@@ -221,8 +242,8 @@ def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
 
 
 def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Figure:
-    """Heatmaps one below the other: by title rows of `fidelity` and T (or several, of which the worst
-    is drawn), and a view where it has one of its own."""
+    """Heatmaps one below the other: by title rows of `fidelity` and T (or several, of which the
+    worst is drawn), and a view where it has one of its own."""
     layers = view.measured(fidelity)["layer"].nunique()
     height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
     figure, grid = plt.subplots(len(panels), figsize=(PAGE, height), squeeze=False, sharex=True)
@@ -254,7 +275,9 @@ def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
 def _numbers(Ts: Sequence[int]) -> str:
     """1, 2, 3, 4 as "1 to 4"."""
     together = len(Ts) > 2 and list(Ts) == list(range(Ts[0], Ts[-1] + 1))
-    return f"{Ts[0]} to {Ts[-1]}" if together else ", ".join(map(str, Ts))
+    if together:
+        return f"{Ts[0]} to {Ts[-1]}"
+    return ", ".join(map(str, Ts))
 
 
 def _title(view: View) -> str:
@@ -278,10 +301,12 @@ def _printable(token: str) -> str:
 def update_cosine_bars(
     ablations: pd.DataFrame, *, threshold: float = 0.97, ax: Axes | None = None
 ) -> Axes:
-    """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of the hidden state.
+    """What leaving out each ingredient does: a bar to the cosine of the update, a ring at that of
+    the hidden state.
 
-    `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and ``cosine``; one bar
-    per ingredient, in the order given. The figures of bars below `threshold` are crossed.
+    `ablations`: ``ingredient``, ``tensor`` (``update``, and ``hidden`` where it was measured) and
+    ``cosine``; one bar per ingredient, in the order given. The figures of bars below `threshold`
+    are crossed.
     """
     table = pivot_in_order(ablations, "ingredient", "tensor", "cosine").astype(float)
     ax = axes(ax, PAGE * 0.8, 0.8 + 0.28 * len(table))
@@ -305,17 +330,20 @@ def update_cosine_bars(
 
 @style()
 def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Where the error of each layer comes from: one line per part on a log scale, the total wide and grey behind them.
+    """Where the error of each layer comes from: one line per part on a log scale, the total wide
+    and grey behind them.
 
-    `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a relative RMS. Lines,
-    not a stack, since the parts are vectors and their norms do not add. A part that was not measured is left out.
+    `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a
+    relative RMS. Lines, not a stack, since the parts are vectors and their norms do not add. A part
+    that was not measured is left out.
     """
     lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
     return _part_lines(axes(ax, PAGE, 2.6), lines, "parts of the error")
 
 
 def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
-    """One line per column of `lines` over its index, the column `total` wide and grey; a log scale has no place for zeros."""
+    """One line per column of `lines` over its index, the column `total` wide and grey; a log scale
+    has no place for zeros."""
     total = {"color": "0.75", "linewidth": 5, "marker": "", "solid_capstyle": "round"}
     ax.plot(lines.index, lines["total"], label="total", **total)
     for name, line in lines.drop(columns="total").items():
@@ -334,9 +362,11 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
 
 @style()
 def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> Axes:
-    """How the error of one layer splits: a bar per part on a log scale, with its figure; parts not measured say so.
+    """How the error of one layer splits: a bar per part on a log scale, with its figure; parts not
+    measured say so.
 
-    `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``, ``cross`` are left out.
+    `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``,
+    ``cross`` are left out.
     """
     rows = parts.set_index("layer").drop(columns=["rss", "cross", "run_id"], errors="ignore")
     row = rows.loc[layer].astype(float)
@@ -354,10 +384,11 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
 @style()
 def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Error along the sequence: one line per part on a log scale, the median over layers; the total wide and grey behind them.
+    """Error along the sequence: one line per part on a log scale, the median over layers; the total
+    wide and grey behind them.
 
-    `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts that are zero
-    everywhere are left out.
+    `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts
+    that are zero everywhere are left out.
     """
     lines = parts.drop(columns="layer").groupby("position").median()
     lines = lines.loc[:, (lines > 0).any()]

@@ -1,6 +1,7 @@
 """What all figures share: their look, grids of cells, and files that come out the same every time.
 
-`save` takes a function that draws, and writes SVG, PDF and PNG with a sidecar. Knows nothing of what is drawn.
+`save` takes a function that draws, and writes SVG, PDF and PNG with a sidecar. Knows nothing of
+what is drawn.
 """
 
 import itertools
@@ -32,7 +33,8 @@ COLUMN, PAGE = 3.5, 7.1
 
 STYLE = {
     "font.family": "sans-serif",
-    # the first is the font that matplotlib ships; SVG readers without it take the next one they have
+    # the first is the font that matplotlib ships; SVG readers without it take the next one they
+    # have
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 8,
     "axes.titlesize": 9,
@@ -89,12 +91,14 @@ def save(
     about: str = "",
     formats: Sequence[str] = ("svg", "pdf", "png"),
 ) -> list[Path]:
-    """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths, sidecar last.
+    """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths,
+    sidecar last.
 
-    `draw` is called afresh for each format, since a figure that has been saved once lays itself out differently: the
-    same data gives the same bytes. `about`, the checkpoint, compression, max_seq_len and machine that the figure shows,
-    becomes its subtitle and the description in every file's metadata. The sidecar holds `run_ids` (the runs shown), `alt`
-    (what a reader who cannot see the figure should know), the title and the versions that wrote the files.
+    `draw` is called afresh for each format, since a figure that has been saved once lays itself out
+    differently: the same data gives the same bytes. `about`, the checkpoint, compression,
+    max_seq_len and machine that the figure shows, becomes its subtitle and the description in every
+    file's metadata. The sidecar holds `run_ids` (the runs shown), `alt` (what a reader who cannot
+    see the figure should know), the title and the versions that wrote the files.
     """
     if not alt.strip():
         raise ValueError(f"{stem}: a figure needs a text alternative")
@@ -138,11 +142,14 @@ def writer() -> str:
 
 def axes(ax: Axes | None, width: float, height: float) -> Axes:
     """`ax`, or the axes of a new figure of that size in inches."""
-    return plt.subplots(figsize=(width, height))[1] if ax is None else ax
+    if ax is None:
+        return plt.subplots(figsize=(width, height))[1]
+    return ax
 
 
 def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
-    """Draw a table as coloured cells, row 0 on top, labelled by its index and columns; missing cells are hatched."""
+    """Draw a table as coloured cells, row 0 on top, labelled by its index and columns; missing
+    cells are hatched."""
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.patch.set(**_UNMEASURED)
@@ -162,7 +169,8 @@ def ink(mesh: QuadMesh) -> np.ndarray:
 
 
 def write_cells(mesh: QuadMesh, texts: pd.DataFrame) -> None:
-    """Writes each text, unless it is missing, into the middle of its cell; a failure, ✗, in bold."""
+    """Writes each text, unless it is missing, into the middle of its cell; a failure, ✗, in
+    bold."""
     colours = ink(mesh)
     for (y, x), text in np.ndenumerate(texts.to_numpy()):
         if not pd.isna(text):
@@ -183,7 +191,8 @@ def ring(ax: Axes, x: float, y: float, **options) -> None:
 
 
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
-    """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are more than `most`."""
+    """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are
+    more than `most`."""
     steps = (step * 10**n for n in itertools.count() for step in (1, 2, 5))
     step = next(step for step in steps if len(labels) <= step * most)
     axis.set_ticks(np.arange(0, len(labels), step) + 0.5, labels=list(map(str, labels[::step])))
@@ -191,12 +200,16 @@ def label_cells(axis, labels: Sequence, most: int = 16) -> None:
 
 
 def on_machine(title: str, data: pd.DataFrame) -> str:
-    """A title of times and, on a line of its own, the one machine that the column `machine` of `data` names.
+    """A title of times and, on a line of its own, the one machine that the column `machine` of
+    `data` names.
 
     Raises:
         ValueError: rows of several machines.
     """
-    machines = data["machine"].dropna().unique() if "machine" in data else []
+    if "machine" in data:
+        machines = data["machine"].dropna().unique()
+    else:
+        machines = []
     if len(machines) > 1:
         raise ValueError(
             f"rows of the machines {'; '.join(machines)}; times are shown of one machine at a time"
@@ -212,7 +225,10 @@ def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
 def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Rows of valid runs, and the rest: those whose column `invalid`, where there is one, gives a
     reason."""
-    invalid = data["invalid"].notna() if "invalid" in data else pd.Series(False, data.index)
+    if "invalid" in data:
+        invalid = data["invalid"].notna()
+    else:
+        invalid = pd.Series(False, data.index)
     return data[~invalid], data[invalid]
 
 
@@ -230,9 +246,13 @@ def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
 def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     """Sets the title with a one-line legend between it and the axes; returns the Axes.
 
-    `keys` are the legend's entries, by default all labelled artists; without any there is no legend.
+    `keys` are the legend's entries, by default all labelled artists; without any there is no
+    legend.
     """
-    keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
+    if keys is None:
+        keys = ax.get_legend_handles_labels()[0]
+    else:
+        keys = list(keys)
     ax.set_title(title, pad=18 if keys else None)
     if keys:
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1.01)}
@@ -243,8 +263,9 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
 def median_range(
     ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10
 ) -> None:
-    """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars reach from the least to
-    the largest. Lines stand a little apart along `x`, so that none hides another."""
+    """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars
+    reach from the least to the largest. Lines stand a little apart along `x`, so that none hides
+    another."""
     groups = list(samples.groupby(lines, sort=False))
     for place, (name, line) in enumerate(groups):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
@@ -265,6 +286,7 @@ def counts_in_words(counts: pd.Series) -> str:
 
 
 def pivot_in_order(rows: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
-    """A table of `values` whose rows and columns come in the order in which `rows` first names them."""
+    """A table of `values` whose rows and columns come in the order in which `rows` first names
+    them."""
     table = rows.pivot(index=index, columns=columns, values=values)
     return table.loc[rows[index].drop_duplicates(), rows[columns].drop_duplicates()]

@@ -24,8 +24,8 @@ _PARTS = {"Core ML": {"color": "#0072B2"}, "host": {"facecolor": "white", "hatch
 def placement_ladder(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Rung × unit: a word for how it ran, coloured by whether it did.
 
-    `cells`: ``rung``, ``column``, ``text`` and ``good``, from 0 (it did not) to 1 (wholly); missing ones are hatched. A
-    column ``machine`` goes into the title and must name one.
+    `cells`: ``rung``, ``column``, ``text`` and ``good``, from 0 (it did not) to 1 (wholly); missing
+    ones are hatched. A column ``machine`` goes into the title and must name one.
     """
     title = on_machine("placement ladder", cells)
     good, texts = (pivot_in_order(cells, "rung", "column", name) for name in ("good", "text"))
@@ -39,10 +39,11 @@ def placement_ladder(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def dispatch(points: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Milliseconds of a call against the layers in a shard, each setting with the line through its points.
+    """Milliseconds of a call against the layers in a shard, each setting with the line through its
+    points.
 
-    `points`: ``setting``, ``layers``, ``ms``, ``fit_ms``, ``dispatch_ms`` (where the line is at no layer). A column
-    ``machine`` goes into the title and must name one.
+    `points`: ``setting``, ``layers``, ``ms``, ``fit_ms``, ``dispatch_ms`` (where the line is at no
+    layer). A column ``machine`` goes into the title and must name one.
     """
     ax = axes(ax, 5.5, 3.0)
     if points.empty:
@@ -66,7 +67,8 @@ def dispatch(points: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def host_device(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """A bar for each setting: Core ML's own milliseconds, and behind them the host's.
 
-    `parts`: ``setting``, ``part`` (Core ML or host), ``ms``. A column ``machine`` goes into the title and must name one.
+    `parts`: ``setting``, ``part`` (Core ML or host), ``ms``. A column ``machine`` goes into the
+    title and must name one.
     """
     table = pivot_in_order(parts, "setting", "part", "ms").astype(float)
     ax = axes(ax, 6.0, 1.0 + 0.2 * len(table))

@@ -27,10 +27,11 @@ def headroom(
     log: bool = False,
     ax: Axes | None = None,
 ) -> Axes:
-    """Headroom in bits over the column `x`, one line per value of the column `lines`; at 0 and below, fp16 overflows.
+    """Headroom in bits over the column `x`, one line per value of the column `lines`; at 0 and
+    below, fp16 overflows.
 
-    `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is drawn. On a log scale
-    zero has a place of its own, left of all others.
+    `rows`: ``headroom_bits``, `x` and `lines`; of several rows for one point, the least headroom is
+    drawn. On a log scale zero has a place of its own, left of all others.
     """
     ax, at = axes(ax, PAGE, 2.8), sorted(rows[x].unique())
     if log and at[0] == 0:
@@ -52,9 +53,11 @@ def headroom(
 
 @style()
 def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is hatched and says so.
+    """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is hatched
+    and says so.
 
-    `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to be drawn.
+    `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to
+    be drawn.
     """
     grid = pivot_in_order(table, "mask", "case", "leak")
     ax = axes(ax, PAGE * 0.8, 0.9 + 0.35 * len(grid))

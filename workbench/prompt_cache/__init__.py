@@ -1,4 +1,4 @@
-"""Snapshots of sequences in memory and on disk, in several formats."""
+"""A prompt cache: snapshots of sequences in memory and on disk, in several formats."""
 
 from workbench.prompt_cache.store import Store
 

@@ -1,10 +1,14 @@
-"""Snapshots as flat tensors and a header, ready for a file or for memory, and back.
+"""Encodes snapshots as flat tensors with a header, for a file or for memory, and decodes them.
 
-`fp16` keeps every array as it is. `q4` keeps 4 bits a value of K and V: groups run along head_dim alone (its largest
-divisor up to 64), so that no two tokens share a group and any slice of tokens is exact; value ≈ low + code ·
-scale with `low` and `scale` in fp16, hence an error of at most scale / 2 (and one rounding to the state's dtype).
-Side states stay as they are, and so does a cache tensor whose error is more than a quarter of what differs from token
-to token in it: there, a few large channels would use up the range of all the others.
+The format `fp16` stores every array unchanged. The format `q4` stores 4 bits per value of K and V:
+
+    rows   [H, rows, D]           value ≈ low + code · scale, error ≤ scale / 2 and one rounding
+    codes  [H, rows, D / 2]       uint8, two values per byte, the first in the low half
+    scale  [H, rows, D / group]   fp16, like `low`; group: the largest divisor of D up to 64
+
+Groups run along head_dim alone, so that no two tokens share a group and any slice of tokens is
+exact. Side states are stored unchanged. So is a cache tensor whose q4 error exceeds a quarter of
+its deviation from the mean token, since a few large channels use up the range of its groups.
 """
 
 from dataclasses import dataclass
@@ -18,14 +22,16 @@ from workbench.errors import InputError, check_choice
 FORMATS = ("fp16", "q4")
 FORMAT_VERSION = "2"  # 2: with `floor`
 GROUP = 64  # values along head_dim that share one scale
-OUTLIER = 0.25  # RMS of a tensor's q4 error over the RMS of its deviation from its mean token: above, it stays fp16
+# the largest RMS of a q4 error, relative to the RMS of the deviation from the mean token
+OUTLIER = 0.25
 IDS = "ids"
 CODES, SCALE, LOW = PARTS = ".codes", ".scale", ".low"
 
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A snapshot's tensors by name, its header (text to text), each quantized tensor's relative error (as OUTLIER)."""
+    """A snapshot's tensors by name, its header, and the relative error (as in `OUTLIER`) of each
+    tensor that q4 was tried on."""
 
     tensors: dict[str, np.ndarray]
     header: dict[str, str]
@@ -37,17 +43,20 @@ class Encoded:
 
 
 def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
-    """Detached, contiguous tensors of a snapshot (safetensors writes others wrongly), copied or quantized."""
+    """A snapshot's tensors, copied or quantized; contiguous, since safetensors writes others
+    wrongly."""
     check_choice("snapshot format", format, FORMATS, "choose one of these")
-    tensors, errors = {IDS: np.array(snapshot.ids, np.int32)}, {}
+    tensors = {IDS: np.array(snapshot.ids, np.int32)}
+    errors = {}
     for name, value in snapshot.states.items():
-        parts = {name: value.copy()}
         if format == "q4" and is_cache(name):
             quantized = quantize_groups(value)
             errors[name] = _error(value, dequantize_groups(*quantized))
             if errors[name] <= OUTLIER:
-                parts = {name + part: tensor for part, tensor in zip(PARTS, quantized, strict=True)}
-        tensors |= {part: np.ascontiguousarray(tensor) for part, tensor in parts.items()}
+                for part, tensor in zip(PARTS, quantized, strict=True):
+                    tensors[name + part] = np.ascontiguousarray(tensor)
+                continue
+        tensors[name] = np.ascontiguousarray(value.copy())
     dtype = next(iter(snapshot.states.values())).dtype
     header = {
         "format": "workbench-snapshot",
@@ -62,24 +71,25 @@ def encode_rows(snapshot: Snapshot, format: str = "fp16") -> Encoded:
 
 
 def decode_rows(encoded: Encoded) -> Snapshot:
-    """The snapshot again, in fresh arrays."""
+    """The snapshot of encoded tensors, in new arrays."""
     states, dtype = {}, np.dtype(encoded.header["dtype"])
     for name, value in encoded.tensors.items():
         if name.endswith(CODES):
             name = name.removesuffix(CODES)
-            states[name] = dequantize_groups(
-                *(encoded.tensors[name + part] for part in PARTS)
-            ).astype(dtype)
+            quantized = [encoded.tensors[name + part] for part in PARTS]
+            states[name] = dequantize_groups(*quantized).astype(dtype)
         elif name != IDS and not name.endswith((SCALE, LOW)):
             states[name] = value.copy()
-    ids, header = tuple(encoded.tensors[IDS].tolist()), encoded.header
+    ids = tuple(encoded.tensors[IDS].tolist())
+    header = encoded.header
     return Snapshot(ids, header["identity"], states, int(header["floor"]))
 
 
 def shapes(
     layout: dict[str, tuple[int, ...]], dtype: str, names: set[str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every tensor of a snapshot's states; `names`, those of a file, say which caches are quantized."""
+    """Dtype and shape of every tensor of a snapshot's states; a cache is quantized if `names`, the
+    tensors of a file, contain its codes."""
     tensors = {}
     for name, shape in layout.items():
         if is_cache(name) and name not in names and name + CODES in names:
@@ -92,21 +102,20 @@ def shapes(
 
 
 def group(D: int) -> int:
-    """Values that share a scale: the largest divisor of head_dim up to 64."""
+    """The number of values that share a scale: the largest divisor of head_dim up to 64."""
     return next(n for n in range(min(GROUP, D), 0, -1) if D % n == 0)
 
 
 def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows [..., D] → codes [..., D / 2] uint8 (two values a byte, the first in the low half), scale and low
-    [..., D / group] fp16. A group of equal values has scale 0."""
-    if rows.shape[-1] % 2 or (rows.size and not np.abs(rows).max() <= MAX_FP16):
-        raise InputError(
-            "q4",
-            f"head_dim {rows.shape[-1]}, {(~(np.abs(rows) <= MAX_FP16)).sum()} values beyond fp16",
-            "finite values in fp16's range and an even head_dim",
-            "save as fp16",
-        )
-    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(rows.shape[-1]))
+    """Rows [..., D] → codes [..., D / 2] uint8, scale and low [..., D / group] fp16 (see above). A
+    group of equal values has scale 0."""
+    D = rows.shape[-1]
+    if D % 2 or (rows.size and not np.abs(rows).max() <= MAX_FP16):
+        beyond = (~(np.abs(rows) <= MAX_FP16)).sum()
+        actual = f"head_dim {D}, {beyond} values beyond fp16"
+        needed = "finite values in fp16's range and an even head_dim"
+        raise InputError("q4", actual, needed, "save as fp16")
+    grouped = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, group(D))
     low = _fp16(grouped.min(-1), -np.inf)
     scale = _fp16((grouped.max(-1) - low) / np.float32(15), np.inf)
     steps = np.where(scale > 0, scale, 1).astype(np.float32)[..., None]
@@ -115,25 +124,29 @@ def quantize_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def dequantize_groups(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """The inverse: rows [..., D] float32, low + code · scale."""
-    values = np.stack([codes & 15, codes >> 4], -1).reshape(*scale.shape, -1).astype(np.float32)
-    return (values * scale[..., None] + low[..., None]).reshape(*codes.shape[:-1], -1)
+    """The inverse of `quantize_groups`: rows [..., D] float32, low + code · scale."""
+    values = np.stack([codes & 15, codes >> 4], -1)  # [..., D / 2, 2]
+    values = values.reshape(*scale.shape, -1).astype(np.float32)  # [..., D / group, group]
+    rows = values * scale[..., None] + low[..., None]
+    return rows.reshape(*codes.shape[:-1], -1)
 
 
 def _fp16(value: np.ndarray, towards: float) -> np.ndarray:
-    """The nearest fp16 number on the side of `towards`."""
+    """The nearest fp16 numbers that are not below (`towards` inf) or not above (−inf) the
+    values."""
     near = value.astype(np.float16)
     beyond = near > value if towards < 0 else near < value
-    with np.errstate(over="ignore"):  # the neighbour of the largest number is taken for no value
+    with np.errstate(over="ignore"):  # the neighbour of the largest number is inf and is not used
         return np.where(beyond, np.nextafter(near, np.float16(towards)), near)
 
 
 def _error(value: np.ndarray, approximation: np.ndarray) -> float:
-    """RMS of the error over the RMS of what differs from token to token: deviations from the mean of each channel."""
+    """RMS of the error over the RMS of the deviations from each channel's mean over tokens."""
     if not value.shape[1]:
         return 0.0
     value = value.astype(np.float32)
-    error, deviation = _rms(value - approximation), _rms(value - value.mean(1, keepdims=True))
+    error = _rms(value - approximation)
+    deviation = _rms(value - value.mean(1, keepdims=True))
     return float(error / deviation if deviation else error > 0)
 
 

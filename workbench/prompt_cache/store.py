@@ -1,7 +1,8 @@
-"""Snapshots saved for later: warm on disk, hot in memory, by name and by the tokens they begin with.
+"""A store of snapshots, warm on disk and hot in memory, found by name or by a prompt's prefix.
 
-A file is one snapshot. It is written under a temporary name, synced and renamed, so that it is whole or absent. Nothing
-is locked: several processes may share a folder, and the last one to save a name replaces the others' files.
+A file is one snapshot. It is written under a temporary name, synced and renamed, so that it is
+complete or absent. Several processes may share a folder without a lock; the last save of a name
+replaces the earlier file.
 """
 
 import contextlib
@@ -26,14 +27,14 @@ from workbench.prompt_cache.formats import IDS, Encoded
 
 SUFFIX = ".safetensors"
 HEADER_BYTES = 1 << 20
-STALE_SECONDS = 3600  # a file half written that long ago was left by a process that died
-Stamp = tuple[int, int, int]  # inode, size, mtime in ns: another one means another save
+STALE_SECONDS = 3600  # age at which a temporary file is removed: its process has died
+Stamp = tuple[int, int, int]  # inode, size, mtime in ns; changes with every save
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a save wrote: its file and size, the size of the arrays as they were, and the largest relative error of what
-    was quantized (0 when exact)."""
+    """The result of a save: the file, its bytes, the bytes of the arrays without quantization, and
+    the largest relative error of a quantized tensor (0 if there is none)."""
 
     path: Path
     bytes: int
@@ -43,7 +44,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Hit:
-    """A snapshot that a prompt begins with, the tokens behind it (at least one), its name, and where it came from."""
+    """A snapshot of a prompt's prefix, the remaining tokens of the prompt (at least one), the
+    snapshot's name, and whether it came from memory (hot) or disk (warm)."""
 
     snapshot: Snapshot
     rest: list[int]
@@ -55,10 +57,12 @@ class Store:
     """The snapshots of one decoder's bundle in a folder.
 
     Args:
-        folder: made if missing; snapshots of other bundles may lie there too, `find` passes them by.
-        decoder: whose snapshots these are; decoders of bundles that differ only in their batch may share them.
-        block: tokens per block, of which a prompt uses whole ones (default: 256, fewer when max_seq_len is below 1024).
-        hot_bytes: memory for hot snapshots; the least recently used leave first.
+        folder: made if missing; snapshots of other bundles in it are skipped.
+        decoder: the decoder of the snapshots; bundles that differ only in their batch may share a
+            folder.
+        block: tokens per block; `find` trims a snapshot to whole blocks (default: 256, fewer when
+            max_seq_len is below 1024).
+        hot_bytes: memory for hot snapshots; the least recently used are dropped first.
     """
 
     def __init__(
@@ -77,26 +81,25 @@ class Store:
         self.dtype = "float32" if exact else "float16"
         self.hot: OrderedDict[str, tuple[Stamp, Encoded]] = OrderedDict()
         self.seen: dict[str, tuple[Stamp, Encoded]] = {}  # name → stamp, ids and header
-        self.refused: dict[str, str] = {}  # name → why `find` passed it by
+        self.refused: dict[str, str] = {}  # name → why `find` skipped it
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
+            needed = "a folder that can be written"
             raise InputError(
-                f"store {folder}",
-                problem.strerror,
-                "a folder that can be written",
-                "choose another",
+                f"store {folder}", problem.strerror, needed, "choose another"
             ) from problem
-        for left in self.folder.glob(".tmp*"):
-            with contextlib.suppress(FileNotFoundError):  # another process has just finished it
-                if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    left.unlink()
+        for temporary in self.folder.glob(".tmp*"):
+            with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+                if time.time() - temporary.stat().st_mtime > STALE_SECONDS:
+                    temporary.unlink()
 
     def save(self, name: str, snapshot: Snapshot, format: str = "fp16") -> Saved:
-        """Saves a snapshot under a name, hot and warm, in place of what had the name before.
+        """Saves a snapshot under a name, in memory and on disk; replaces an earlier one.
 
         Raises:
-            InputError: an unusable name or snapshot, no room on the disk; what was there before stays.
+            InputError: an unusable name or snapshot, or no room on the disk; the earlier snapshot
+                of the name stays.
         """
         path = self._path(name)
         if snapshot.identity != self.identity or not snapshot.offset:
@@ -114,18 +117,21 @@ class Store:
         return Saved(path, stamp[1], snapshot.nbytes, max(errors, default=0.0))
 
     def load(self, name: str) -> Snapshot:
-        """The snapshot of a name, detached, from memory or disk.
+        """A copy of the snapshot of a name, from memory or disk.
 
         Raises:
-            InputError: nothing under the name; a file that is damaged, of another bundle, or of an unknown version.
+            InputError: no such name; a file that is damaged, of another bundle, or of an unknown
+                version.
         """
         return self._fetch(name)[0]
 
     def find(self, ids: Sequence[int]) -> Hit | None:
-        """The snapshot that shares the longest beginning with a prompt: all of its tokens, or whole blocks of them.
+        """The snapshot with the longest usable prefix of a prompt, trimmed to it; None if no
+        snapshot has one.
 
-        At least one token remains to run, for its logits: of a prompt that is stored whole the last token is run
-        again, at its own position. What cannot be trimmed as far is used whole or not.
+        The prefix is the whole snapshot or whole blocks of it. At least one token of the prompt
+        remains, since its logits are needed: of a prompt that is stored whole the last token is run
+        again at its own position. A snapshot that cannot be trimmed far enough is skipped.
         """
         prompt = np.array(ids, np.int32)
         lengths = {name: self._usable(stored, prompt) for name, stored in self._scan().items()}
@@ -138,17 +144,17 @@ class Store:
                 self.refused[name] = str(problem)
                 continue
             snapshot = snapshot.trim(snapshot.offset - length)
-            # else another process has saved the name meanwhile
+            # the ids differ if another process has saved the name meanwhile
             if snapshot.ids == tuple(ids[:length]):
                 return Hit(snapshot, list(ids[length:]), name, temperature)
         return None
 
     def names(self) -> list[str]:
-        """Names on the disk."""
+        """Names of the snapshots on the disk, sorted."""
         return sorted(p.name.removesuffix(SUFFIX) for p in self.folder.glob(f"[!.]*{SUFFIX}"))
 
     def cool(self, name: str | None = None) -> None:
-        """Drops one snapshot, or all, from memory; they stay on the disk."""
+        """Drops one snapshot, or all of them, from memory and leaves them on the disk."""
         for each in [name] if name else list(self.hot):
             self.hot.pop(each, None)
 
@@ -178,17 +184,12 @@ class Store:
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name):
-            raise InputError(
-                "snapshot name",
-                repr(name),
-                "up to 100 letters, digits, '.', '_', '-', no leading '.'",
-                "choose another name",
-            )
+            needed = "up to 100 letters, digits, '.', '_', '-', no leading '.'"
+            raise InputError("snapshot name", repr(name), needed, "choose another name")
         return self.folder / f"{name}{SUFFIX}"
 
     def _scan(self) -> dict[str, Encoded]:
-        """Ids and header of every snapshot on the disk that is this bundle's; reads only those of
-        new files."""
+        """Ids and header of every snapshot of this bundle on the disk; reads new files only."""
         seen = {}
         for name in self.names():
             try:
@@ -206,7 +207,8 @@ class Store:
         return {name: encoded for name, (_, encoded) in seen.items()}
 
     def _usable(self, encoded: Encoded, prompt: np.ndarray) -> int:
-        """How many of a snapshot's tokens a prompt can use: all of them, or whole blocks."""
+        """The number of a snapshot's tokens that a prompt can use: all of them, whole blocks, or
+        0."""
         stored = encoded.tensors[IDS]
         end, shorter = len(stored), min(len(stored), len(prompt))
         differs = stored[:shorter] != prompt[:shorter]
@@ -217,12 +219,14 @@ class Store:
         return length if length >= int(encoded.header["floor"]) else 0
 
     def _read(self, path: Path, only_ids: bool = False) -> Encoded:
-        """A file's contents, every claim in it checked against this bundle before anything of its size is allocated."""
+        """A file's contents; its header, dtypes and shapes are checked against this bundle before
+        any tensor is read."""
         from safetensors import SafetensorError, safe_open
 
         if path.is_symlink() or not path.is_file():
             raise _damaged_snapshot(path, "a symlink or no file")
-        S, size = self.manifest.options.max_seq_len, path.stat().st_size
+        S = self.manifest.options.max_seq_len
+        size = path.stat().st_size
         longest = layout(self.manifest, S, S - self.manifest.options.t_max)
         most = sum(4 * math.prod(shape) for shape in longest.values())
         with path.open("rb") as file:
@@ -252,7 +256,8 @@ class Store:
     def _tensors(
         self, path: Path, header: dict[str, str], names: set[str]
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of every tensor that a file with this header must hold; refuses a header of another bundle."""
+        """Dtype and shape of every tensor that a file with this header must have; refuses a header
+        of another bundle."""
         keys = "format", "version", "identity", "dtype"
         kind, version, identity, dtype = map(header.get, keys)
         if (kind, version) != ("workbench-snapshot", formats.FORMAT_VERSION):
@@ -277,7 +282,8 @@ _DTYPES = {"float16": "F16", "float32": "F32", "uint8": "U8", "int32": "I32"}
 
 
 def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
-    """Writes a snapshot beside its place, syncs it, renames it; leaves nothing behind when that fails."""
+    """Writes a snapshot under a temporary name, syncs it and renames it; removes the file if that
+    fails."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -292,19 +298,15 @@ def _write_snapshot(path: Path, encoded: Encoded) -> Stamp:
         return stamp
     except (OSError, SafetensorError) as problem:
         temporary.unlink(missing_ok=True)
-        raise InputError(
-            f"snapshot {path}",
-            f"{problem}",
-            "a folder that can be written, with room for it",
-            "free some room, or choose another folder",
-        ) from problem
+        needed = "a folder that can be written, with room for it"
+        step = "free some room, or choose another folder"
+        raise InputError(f"snapshot {path}", str(problem), needed, step) from problem
 
 
 def _digest(encoded: Encoded) -> str:
     """SHA-256 over the header (the digest apart) and every tensor: names, dtypes, shapes, bytes."""
-    digest = hashlib.sha256(
-        repr(sorted((k, v) for k, v in encoded.header.items() if k != "digest")).encode()
-    )
+    header = [(key, value) for key, value in encoded.header.items() if key != "digest"]
+    digest = hashlib.sha256(repr(sorted(header)).encode())
     for name, value in sorted(encoded.tensors.items()):
         digest.update(f"{name}{value.dtype.name}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).data)
@@ -315,9 +317,8 @@ def _stamp(path: Path) -> Stamp:
     try:
         status = path.stat()
     except OSError:
-        raise InputError(
-            f"snapshot {path}", "no such file", "a snapshot that was saved", "save it first"
-        ) from None
+        needed = "a snapshot that was saved"
+        raise InputError(f"snapshot {path}", "no such file", needed, "save it first") from None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

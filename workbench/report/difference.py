@@ -1,4 +1,5 @@
-"""How two validated runs differ: where the error of one is larger than that of the other, and which gates changed."""
+"""How two validated runs differ: where the error of one is larger than that of the other, and which
+gates changed."""
 
 import json
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from workbench.report.writeup import folder
 class RunDifference:
     """Run A against run B.
 
-    `cells`: layer, position, `a` and `b` (the error of each, worst over the T that both have), `difference` (a − b);
-    `metric`: relative RMS error, or 1 − cosine where a run has no other; `gates`: gate, a, b (verdicts, null where a run
-    lacks the gate), value_a, value_b, only those whose verdicts differ; `settings`: setting, a, b, those that differ.
+    `cells`: layer, position, `a` and `b` (the error of each, worst over the T that both have),
+    `difference` (a − b); `metric`: relative RMS error, or 1 − cosine where a run has no other;
+    `gates`: gate, a, b (verdicts, null where a run lacks the gate), value_a, value_b, only those
+    whose verdicts differ; `settings`: setting, a, b, those that differ.
     """
 
     runs: tuple[str, str]
@@ -33,15 +35,16 @@ class RunDifference:
     settings: pd.DataFrame
 
     def save(self, root: Root = None, stem: Path | None = None) -> list[Path]:
-        """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an ending (default: in the folder
-        `diffs` beside the log)."""
+        """Draws the cells as SVG, PDF and PNG with a sidecar; `stem`: path without an ending
+        (default: in the folder `diffs` beside the log)."""
         stem = stem or folder("diffs", "-".join(self.runs), root) / self.tensor
         Ts, (a, b) = ", ".join(map(str, self.Ts)), self.runs
         differing = self.settings[~self.settings["setting"].isin(IDENTITIES)]
-        sides = [
-            "; ".join(f"{row['setting']} {row[side]}" for row in differing.to_dict("records"))
-            for side in ("a", "b")
-        ]
+        sides = []
+        for side in ("a", "b"):
+            sides.append(
+                "; ".join(f"{row['setting']} {row[side]}" for row in differing.to_dict("records"))
+            )
         names = [
             f"{name}: {shortened(side or run, 80)}"
             for name, side, run in zip("AB", sides, self.runs)
@@ -58,24 +61,27 @@ class RunDifference:
 def run_difference(
     run_a: str, run_b: str, root: Root = None, tensor: str = "update"
 ) -> RunDifference:
-    """Compares what two logged runs measured of a tensor, isolated where both did so (the logits and adopted packages:
-    chained), at the layers, positions and T that both have.
+    """Compares what two logged runs measured of a tensor, isolated where both did so (the logits
+    and adopted packages: chained), at the layers, positions and T that both have.
 
     Raises:
-        InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the tensor in common.
+        InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the
+            tensor in common.
     """
     check_choice("--tensor", tensor, sorted(ALLOWED["tensor"]))
     settings = log.compare(run_a, run_b, root).settings
     if (settings["setting"] == "checkpoint_hash").any():
         step = "name two runs of one checkpoint; workbench log --summary lists them"
         raise InputError("diff", "runs of two checkpoints", "two of one checkpoint", step)
-    sides = [
-        log.load("fidelity", root, {"run_id": run_id, "tensor": tensor})
-        for run_id in (run_a, run_b)
-    ]
+    sides = []
+    for run_id in (run_a, run_b):
+        sides.append(log.load("fidelity", root, {"run_id": run_id, "tensor": tensor}))
     isolated = all((side["mode"] == "isolated").any() for side in sides)
     sides = [side[side["mode"] == ("isolated" if isolated else "chained")] for side in sides]
-    metric = "error" if all(side["error"].notna().all() for side in sides) else "1-cosine"
+    if all(side["error"].notna().all() for side in sides):
+        metric = "error"
+    else:
+        metric = "1-cosine"
     a, b = (_errors(side, metric) for side in sides)
     both = a.to_frame("a").join(b.rename("b"), how="inner")
     if both.empty:

@@ -14,19 +14,21 @@ TIMEOUT_S = 120
 def examine(name: str | None = "auto") -> dict:
     """The JSON of `workbench doctor`; what cannot be seen is None.
 
-    Where there is Core ML, it is tried, each time in a process of its own: ``compute_devices`` lists
-    the devices that it has, ``stateful_predict`` says for each of `UNITS` whether a model with a
-    state ran (``ok``) or why it did not; `coreml_available` says whether it ran on the CPU.
+    Where there is Core ML, it is tried, each time in a process of its own: ``compute_devices``
+    lists the devices that it has, ``stateful_predict`` says for each of `UNITS` whether a model
+    with a state ran (``ok``) or why it did not; `coreml_available` says whether it ran on the CPU.
 
     Args:
-        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices; None: what takes seconds is
-            left out, and the version of macOS alone decides.
+        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices; None: what
+            takes seconds is left out, and the version of macOS alone decides.
     """
     machine = log.environment()
     versions, coreai = machine["versions"], None
     with suppress(PackageNotFoundError):
         coreai = version("coreai-core")
-    available, devices, results = runtime.coreml_available(), None, None
+    available = runtime.coreml_available()
+    devices = None
+    results = None
     if available and name:
         outcome = process.call(
             "workbench.runtime.selftest:compute_devices", {}, timeout_s=TIMEOUT_S

@@ -18,9 +18,11 @@ EDITOR_KEYS = [
 
 
 def without_outputs(model: dict, path: str, contents_manager) -> None:
-    """Jupyter's `pre_save_hook`: the notebook is saved without its outputs, so `git status` stays empty after Run All.
+    """Jupyter's `pre_save_hook`: the notebook is saved without its outputs, so `git status` stays
+    empty after Run All.
 
-    The notebook as it is shown, outputs included, is written to `build/notebooks`, as `workbench run` does.
+    The notebook as it is shown, outputs included, is written to `build/notebooks`, as `workbench
+    run` does.
     """
     if model["type"] != "notebook":
         return

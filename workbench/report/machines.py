@@ -23,10 +23,11 @@ def all_machines(root: Path | str | None = None) -> pd.DataFrame:
     """One row per machine, checkpoint, setting and end of its runs, failed ones included; then the
     speeds in `data/sources`.
 
-    Columns: ``origin`` (measured or published), what was run (``others``: settings that are not
-    the log's most common ones), ``verdict`` and ``kl_mean`` (nats) of its bundle, ``tokens_per_s`` (median over runs of their medians), ``n`` runs, ``cold_s`` and
-    ``warm_s``, seconds to load all shards for the first time (with Core ML's compilation) and again,
-    ``placement`` with its source. Null: not measured; of published figures, unknown.
+    Columns: ``origin`` (measured or published), what was run (``others``: settings that are not the
+    log's most common ones), ``verdict`` and ``kl_mean`` (nats) of its bundle, ``tokens_per_s``
+    (median over runs of their medians), ``n`` runs, ``cold_s`` and ``warm_s``, seconds to load all
+    shards for the first time (with Core ML's compilation) and again, ``placement`` with its source.
+    Null: not measured; of published figures, unknown.
     """
     runs = with_machines(log.load("runs", root=root))
     runs = runs[runs["checkpoint"].notna() | (runs["status"] != "ok")]

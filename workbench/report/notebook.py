@@ -1,4 +1,5 @@
-"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy in `build/`."""
+"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy
+in `build/`."""
 
 import re
 import tempfile
@@ -9,8 +10,8 @@ from workbench.errors import InputError
 
 
 class CellError(RuntimeError):
-    """A cell failed, and not because of its input. The message names the notebook, the cell by its number
-    in brackets, the last line of the error, and the executed copy."""
+    """A cell failed, and not because of its input. The message names the notebook, the cell by its
+    number in brackets, the last line of the error, and the executed copy."""
 
 
 def run_notebook(
@@ -19,12 +20,13 @@ def run_notebook(
     """Executes the notebook of experiment `number`; a cell that raises ends the run.
 
     Args:
-        parameters: values for names that its cell tagged `parameters` sets; unknown names are refused.
+        parameters: values for names that its cell tagged `parameters` sets; unknown names are
+            refused.
         publish: makes the write-up the shipped one (see `report.publish`).
 
     Returns:
-        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new or that the report
-        stands on, `verdict` is theirs.
+        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new
+        or that the report stands on, `verdict` is theirs.
 
     Raises:
         InputError: the one that a cell raised.
@@ -70,7 +72,8 @@ def run_notebook(
 
 
 def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
-    """Runs the cells of the notebook at `source` in its folder; a failure's message ends in `copy`."""
+    """Runs the cells of the notebook at `source` in its folder; a failure's message ends in
+    `copy`."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
     from tqdm.auto import tqdm
@@ -100,10 +103,14 @@ def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
 
 def _failure(problem: Exception, where: str, copy: str) -> Exception:
     """The InputError that a cell raised, if it was one, or any other failure in one line."""
-    name, text = getattr(problem, "ename", None), getattr(problem, "evalue", str(problem))
+    name = getattr(problem, "ename", None)
+    text = getattr(problem, "evalue", str(problem))
     lines = text.strip().splitlines() or [""]
     words = f"{name}: {lines[-1]}" if name else lines[0]
-    refusal = InputError.from_message(text) if name == "InputError" else None
+    if name == "InputError":
+        refusal = InputError.from_message(text)
+    else:
+        refusal = None
     return refusal or CellError(f"{where}: {words} {copy}")
 
 
@@ -111,7 +118,11 @@ def _verdict(runs) -> str:
     """RED if the newest verdict of any bundle is; GREEN if there is a verdict."""
     rows = runs.dropna(subset="verdict").sort_values("run_id")
     verdicts = rows.groupby(["bundle_hash", "command"], dropna=False)["verdict"].last()
-    return "RED" if "RED" in set(verdicts) else "GREEN" if len(verdicts) else "not_run"
+    if "RED" in set(verdicts):
+        return "RED"
+    if len(verdicts):
+        return "GREEN"
+    return "not_run"
 
 
 def parameter_names(number: str) -> set[str]:
@@ -120,7 +131,9 @@ def parameter_names(number: str) -> set[str]:
 
     folder = log.project(log.default_root()) / "notebooks"
     source = folder / f"{report.experiment(number).name}.ipynb"
-    return _parameters_cell(nbformat.read(source, 4))[1] if source.is_file() else set()
+    if source.is_file():
+        return _parameters_cell(nbformat.read(source, 4))[1]
+    return set()
 
 
 def _parameters_cell(notebook) -> tuple:

@@ -77,8 +77,8 @@ def write_page(
 
 
 def write_site(place: Path, root: Path | str | None = None) -> Path:
-    """Writes an index of all experiments that the log holds, the newest run of each as a page, and a
-    page of all machines into the folder `place`; returns the index."""
+    """Writes an index of all experiments that the log holds, the newest run of each as a page, and
+    a page of all machines into the folder `place`; returns the index."""
     place.mkdir(parents=True, exist_ok=True)
     rows = []
     for number, experiment in writeup.EXPERIMENTS.items():
@@ -109,7 +109,10 @@ def _machines(root: Path | str | None) -> str:
     rows = all_machines(root)
     body = "<h1>All machines</h1><p>One row per setting, fastest first; failed runs stay in. – is not measured.</p>"
     for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
-        heading = machine if origin == "measured" else f"{machine}: {origin}"
+        if origin == "measured":
+            heading = machine
+        else:
+            heading = f"{machine}: {origin}"
         body += f"<h2>{html.escape(str(heading))}</h2>"
         shown = [name for name in own if name in ALWAYS or own[name].notna().any()]
         own = own[shown].drop(columns=["origin", "machine"])

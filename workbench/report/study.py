@@ -1,8 +1,9 @@
-"""One experiment while its notebook runs: figures and tables as they come, then one log row that holds them all.
+"""One experiment while its notebook runs: figures and tables as they come, then one log row that
+holds them all.
 
-In: what was measured. Out: rows of the log (`exhibits` holds the data of every figure and table), and the files of the
-write-up, which `report` draws from those rows. So a figure on paper is a figure of the log. This module knows nothing
-of how a result was measured.
+In: what was measured. Out: rows of the log (`exhibits` holds the data of every figure and table),
+and the files of the write-up, which `report` draws from those rows. So a figure on paper is a
+figure of the log. This module knows nothing of how a result was measured.
 """
 
 import contextlib
@@ -35,8 +36,9 @@ from workbench.sweep.cell import find
 
 @dataclass
 class ExportedModel:
-    """A checkpoint with its bundle, a decoder that runs it, and token ids with their text. `how`: runtime and compute units
-    of its decoders; `stored`: the file of a golden of `ids`, None where `goldens` has it."""
+    """A checkpoint with its bundle, a decoder that runs it, and token ids with their text. `how`:
+    runtime and compute units of its decoders; `stored`: the file of a golden of `ids`, None where
+    `goldens` has it."""
 
     checkpoint: Checkpoint
     bundle: Bundle
@@ -54,8 +56,8 @@ class ExportedModel:
         reference: golden.Golden | None = None,
         max_kl: float = gates.MAX_KL,
     ) -> Validation:
-        """Bug gates, kept in the bundle's verdict.json, and the price against `reference` (default: `golden`); `max_kl` is
-        the user's limit on its mean KL in nats."""
+        """Bug gates, kept in the bundle's verdict.json, and the price against `reference` (default:
+        `golden`); `max_kl` is the user's limit on its mean KL in nats."""
         file = None if reference else self.stored
         reference = reference or self.golden
         file = file or golden.golden_path(self.checkpoint, reference.ids, self.goldens)
@@ -83,8 +85,9 @@ class Study:
 
     Args:
         number: of the experiment, such as "05".
-        names: the notebook's variables; the ones in capitals are its parameters and go into the log. RUNTIME,
-            COMPUTE_UNITS (None: as `how` says) and GOLDEN, the path of a stored golden, concern whatever it opens.
+        names: the notebook's variables; the ones in capitals are its parameters and go into the
+            log. RUNTIME, COMPUTE_UNITS (None: as `how` says) and GOLDEN, the path of a stored
+            golden, concern whatever it opens.
     """
 
     def __init__(self, number: str, names: Mapping):
@@ -113,9 +116,9 @@ class Study:
         return Path(tempfile.mkdtemp())
 
     def how(self, checkpoint: str | Path) -> dict[str, str]:
-        """`runtime` and `compute_units` of a checkpoint's decoders: the notebook's parameters. Without COMPUTE_UNITS
-        another runtime than the portable one, which goes by its own name, takes the units that suit the size of the
-        layers."""
+        """`runtime` and `compute_units` of a checkpoint's decoders: the notebook's parameters.
+        Without COMPUTE_UNITS another runtime than the portable one, which goes by its own name,
+        takes the units that suit the size of the layers."""
         runtime = self.parameters.get("RUNTIME") or "auto"
         units = self.parameters.get("COMPUTE_UNITS")
         portable = resolve(runtime) == "portable"
@@ -131,7 +134,8 @@ class Study:
         return {name: [value] for name, value in self.how(checkpoint).items()}
 
     def where(self, checkpoint: str | Path) -> str:
-        """What runs a checkpoint's bundles, in words that stand beside every time: a stand-in's is no measurement."""
+        """What runs a checkpoint's bundles, in words that stand beside every time: a stand-in's is
+        no measurement."""
         how = self.how(checkpoint)
         return self._ran_on(named(resolve(how["runtime"]))[0], how["compute_units"])
 
@@ -146,7 +150,8 @@ class Study:
 
     @property
     def golden_file(self) -> str | None:
-        """The path of the golden that GOLDEN names; a relative one starts at the project's folder."""
+        """The path of the golden that GOLDEN names; a relative one starts at the project's
+        folder."""
         name = self.parameters.get("GOLDEN")
         return str(self.project / name) if name else None
 
@@ -214,7 +219,8 @@ class Study:
         return text
 
     def answers(self, decoder: Decoder, checkpoint: Checkpoint) -> list[gates.Gate]:
-        """Every fourth held-out question, asked of bundle and golden; not run without a tokenizer."""
+        """Every fourth held-out question, asked of bundle and golden; not run without a
+        tokenizer."""
         try:
             return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::4])
         except InputError as problem:
@@ -232,7 +238,8 @@ class Study:
     ) -> None:
         """Draws `data` with a function of `plots` here and keeps both.
 
-        `alt` is for those who cannot see the figure; `run_ids` are the runs behind data without a column ``run_id``.
+        `alt` is for those who cannot see the figure; `run_ids` are the runs behind data without a
+        column ``run_id``.
         """
         plot = draw.__name__
         if plot not in plots.__all__:
@@ -267,7 +274,8 @@ class Study:
         """Logs the run with its exhibits, writes figures, tables and report, prints the conclusion.
 
         Args:
-            subject: the decoder, or the bundle, that the gates are about; None: the runs that the figures name.
+            subject: the decoder, or the bundle, that the gates are about; None: the runs that the
+                figures name.
             words: the conclusion, before the verdict and its reasons.
             results: further mappings or records to keep in the run's `config`.
 
@@ -276,7 +284,10 @@ class Study:
         """
         decoder = subject if isinstance(subject, Decoder) else None
         bundle = decoder.bundle if decoder else subject
-        verdict = [tables.verdict_conclusion(bundle, self.gates)] if self.gates else []
+        if self.gates:
+            verdict = [tables.verdict_conclusion(bundle, self.gates)]
+        else:
+            verdict = []
         words = "\n\n".join(filter(None, [words, *verdict]))
         if decoder and decoder.runtime != "portable":
             place = self._ran_on(decoder.runtime, decoder.compute_units)
@@ -286,7 +297,10 @@ class Study:
             "gates": [g.json() for g in self.gates],
             "conclusion": words,
         } | results
-        row = {"runtime": "portable"} | runs.describe(bundle, decoder) if bundle else {}
+        if bundle:
+            row = {"runtime": "portable"} | runs.describe(bundle, decoder)
+        else:
+            row = {}
         row |= {
             "command": f"notebook {self.experiment.number}",
             "T": T,

@@ -1,4 +1,5 @@
-"""The log as one table, as llama-bench prints it: a row per configuration and test, its speed beside what it costs."""
+"""The log as one table, as llama-bench prints it: a row per configuration and test, its speed
+beside what it costs."""
 
 import pandas as pd
 
@@ -20,12 +21,13 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
     """One row per configuration, machine and test of the log's runs that fit the query `where`.
 
     Returns:
-        checkpoint, bundle_bytes, compress, the other settings in which rows differ, machine, runtime; `test`: pp64 (a
-        prompt of 64 tokens) or tg24 @ d64 (24 tokens behind 64; with T = 4: tg24 T4 @ d64), null for runs that timed
-        nothing; `tokens_per_s` and `sd`, mean and standard deviation of `n` repetitions in `runs` runs, warm-ups left
-        out; `worst_update` (largest 1 − cosine of an isolated update), `kl_mean` (nats) and `verdict`, those of the
-        newest validation of the same bundle run in the same way on any machine; for a run that did not end well,
-        `verdict` is how it ended. `run_id`: the newest.
+        checkpoint, bundle_bytes, compress, the other settings in which rows differ, machine,
+        runtime; `test`: pp64 (a prompt of 64 tokens) or tg24 @ d64 (24 tokens behind 64; with T =
+        4: tg24 T4 @ d64), null for runs that timed nothing; `tokens_per_s` and `sd`, mean and
+        standard deviation of `n` repetitions in `runs` runs, warm-ups left out; `worst_update`
+        (largest 1 − cosine of an isolated update), `kl_mean` (nats) and `verdict`, those of the
+        newest validation of the same bundle run in the same way on any machine; for a run that did
+        not end well, `verdict` is how it ended. `run_id`: the newest.
     """
     rows = with_machines(log.load("runs", root=root, where=where))
     rates = _rates(rows, root)
@@ -76,7 +78,8 @@ def _test(sample: dict) -> str:
 
 
 def text_table(rows: pd.DataFrame, format: str = "md") -> str:
-    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; CSV and JSON keep every number, the others round.
+    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; CSV and JSON keep every number, the
+    others round.
 
     Raises:
         InputError: an unknown format.
@@ -90,21 +93,24 @@ def text_table(rows: pd.DataFrame, format: str = "md") -> str:
     if format == "tex":
         return table.to_latex(index=False, escape=True)
     right = ("size", "tok/s", "n", "worst update", "KL")
-    align = ["right" if name in right else "left" for name in table] if len(table) else None
+    if len(table):
+        align = ["right" if name in right else "left" for name in table]
+    else:
+        align = None
     return table.to_markdown(index=False, colalign=align, disable_numparse=True)
 
 
 def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table as it is read: sizes in MiB, speeds as mean ± standard deviation, – where nothing was measured."""
+    """The table as it is read: sizes in MiB, speeds as mean ± standard deviation, – where nothing
+    was measured."""
 
     def words(column: str, form: str) -> list[str]:
         return ["–" if pd.isna(v) else form.format(v) for v in rows[column]]
 
     spread = words("sd", " ± {:.1f}")
-    speeds = [
-        mean + ("" if sd == "–" else sd)
-        for mean, sd in zip(words("tokens_per_s", "{:.1f}"), spread, strict=True)
-    ]
+    speeds = []
+    for mean, sd in zip(words("tokens_per_s", "{:.1f}"), spread, strict=True):
+        speeds.append(mean + ("" if sd == "–" else sd))
     columns = {
         "model": words("checkpoint", "{}"),
         "size": words("bundle_bytes", "{}"),

@@ -1,4 +1,5 @@
-"""Results as the small DataFrames that notebooks and reports show. Knows no files and draws nothing."""
+"""Results as the small DataFrames that notebooks and reports show. Knows no files and draws
+nothing."""
 
 from collections.abc import Iterable
 from math import prod
@@ -19,26 +20,29 @@ _SIGNS = {
 
 
 def shard_interface(bundle: Bundle) -> pd.DataFrame:
-    """Inputs, states and outputs of the first shard: name, role, shape, dtype, bytes of one call at T = 1."""
+    """Inputs, states and outputs of the first shard: name, role, shape, dtype, bytes of one call at
+    T = 1."""
     shard = bundle.manifest.shards[0]
     states = {name: state.shape for name, state in shard.states.items()}
     roles = {"input": shard.inputs, "state": states, "output": shard.outputs}
-    rows = [
-        {
-            "role": role,
-            "name": name,
-            "shape": f"[{', '.join(map(str, dims))}]",
-            "dtype": "int32" if name == "pos" else "fp16",
-            "bytes": 2 * prod(n for n in dims if n != "T"),
-        }
-        for role, shapes in roles.items()
-        for name, dims in shapes.items()
-    ]
+    rows = []
+    for role, shapes in roles.items():
+        for name, dims in shapes.items():
+            rows.append(
+                {
+                    "role": role,
+                    "name": name,
+                    "shape": f"[{', '.join(map(str, dims))}]",
+                    "dtype": "int32" if name == "pos" else "fp16",
+                    "bytes": 2 * prod(n for n in dims if n != "T"),
+                }
+            )
     return pd.DataFrame(rows)
 
 
 def styled(frame: pd.DataFrame) -> Styler:
-    """A table as notebooks show it: whole sentences, text to the left, six digits, gaps as –, verdicts with a sign."""
+    """A table as notebooks show it: whole sentences, text to the left, six digits, gaps as –,
+    verdicts with a sign."""
     flat = frame.reset_index(drop=list(frame.index.names) == [None])
     floats = [c for c in flat.columns if pd.api.types.is_float_dtype(flat[c])]
     texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
@@ -70,8 +74,12 @@ def budget(sizes: Budget, setting: str) -> pd.DataFrame:
 
 
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
-    """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what it says, advice."""
-    rows = [{"shard": p.shard, **rule} for p in placements for rule in p.rules]
+    """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what
+    it says, advice."""
+    rows = []
+    for p in placements:
+        for rule in p.rules:
+            rows.append({"shard": p.shard, **rule})
     by = ["id", "confidence", "effect", "says", "advice"]
     frame = pd.DataFrame(rows, columns=["shard", *by])
     return frame.groupby(by)["shard"].nunique().reset_index(name="shards")
@@ -83,7 +91,8 @@ def listing(values: dict) -> pd.DataFrame:
 
 
 def verdict_conclusion(bundle: Bundle | None, results: list[Gate]) -> str:
-    """The verdict in words: which bundle (None: the runs of the figures), what failed and why, what could not run."""
+    """The verdict in words: which bundle (None: the runs of the figures), what failed and why, what
+    could not run."""
     red, idle = ([g for g in results if g.verdict == verdict] for verdict in ("RED", "not_run"))
     what = "every run shown"
     if bundle:

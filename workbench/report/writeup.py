@@ -1,11 +1,12 @@
-"""The write-up an author starts from, drawn out of the log: tables, figures, verdicts, and what was not measured.
+"""The write-up an author starts from, drawn out of the log: tables, figures, verdicts, and what was
+not measured.
 
-In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table, and
-per figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what the log
-lacks, no report says.
+In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table,
+and per figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what
+the log lacks, no report says.
 
-Every write-up goes to a folder named after its checkpoint, which git ignores. `publish` alone changes
-the shipped ones.
+Every write-up goes to a folder named after its checkpoint, which git ignores. `publish` alone
+changes the shipped ones.
 """
 
 import json
@@ -26,7 +27,8 @@ from workbench.sweep.runs import TIMES
 
 @dataclass(frozen=True)
 class Experiment:
-    """Number, name and question of a numbered experiment; its notebook and its folder have its name."""
+    """Number, name and question of a numbered experiment; its notebook and its folder have its
+    name."""
 
     number: str
     name: str
@@ -68,10 +70,13 @@ def folder(number: str, checkpoint: str | None, root: Path | str | None = None) 
     """The folder of a write-up: `experiments/NN_slug/CHECKPOINT` beside the log at `root`.
 
     Args:
-        checkpoint: name of what the run was about (see `subject`); None: the shipped write-up, which is
-            in `experiments/NN_slug` itself. A sweep of one's own has a folder of its name.
+        checkpoint: name of what the run was about (see `subject`); None: the shipped write-up,
+            which is in `experiments/NN_slug` itself. A sweep of one's own has a folder of its name.
     """
-    name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
+    if number in EXPERIMENTS:
+        name = EXPERIMENTS[number].name
+    else:
+        name = number
     shipped = log.whole(root).parent / name
     if checkpoint is None:
         return shipped
@@ -80,11 +85,14 @@ def folder(number: str, checkpoint: str | None, root: Path | str | None = None) 
 
 
 def subject(runs: Iterable[Mapping]) -> str:
-    """The checkpoints that rows of `runs` are about, joined by "+": those that a notebook's parameters
-    name, else the logged ones."""
+    """The checkpoints that rows of `runs` are about, joined by "+": those that a notebook's
+    parameters name, else the logged ones."""
     names = []
     for run in runs:
-        config = json.loads(run["config"]) if isinstance(run["config"], str) else {}
+        if isinstance(run["config"], str):
+            config = json.loads(run["config"])
+        else:
+            config = {}
         parameters = config.get("parameters", {})
         paths = parameters.get("CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"]))
         paths = paths if isinstance(paths, list) else [paths]
@@ -102,7 +110,8 @@ def exhibit(
 ) -> dict:
     """A row of the log's `exhibits`: everything that draws a figure again (`plot` None: a table).
 
-    `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is logged with.
+    `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is
+    logged with.
     """
     flat = data.rename(columns=str)
     if data.columns.nlevels > 1:
@@ -140,16 +149,22 @@ def runs_of(row: Mapping) -> list[str]:
 def write_exhibit(
     row: Mapping, place: Path, number: str, runs: pd.DataFrame | None = None
 ) -> list[Path]:
-    """Writes the files of one exhibit below `place`: the same row gives the same bytes. Figures name what the rows of
-    `runs` that they stand on are about."""
-    data, name, caption = data_of(row), row["name"], row["caption"]
+    """Writes the files of one exhibit below `place`: the same row gives the same bytes. Figures
+    name what the rows of `runs` that they stand on are about."""
+    data = data_of(row)
+    name = row["name"]
+    caption = row["caption"]
     if row["plot"]:
-        draw, options = getattr(plots, row["plot"]), json.loads(row["options"])
+        draw = getattr(plots, row["plot"])
+        options = json.loads(row["options"])
         stem = place / "figures" / name
         run_ids = runs_of(row)
         # else other machines' figures, or arithmetic on another model's sizes
         measured_here = runs is not None and "chip" not in data and row["plot"] != "memory_bar"
-        about = figure_subject(runs[runs["run_id"].isin(run_ids)]) if measured_here else ""
+        if measured_here:
+            about = figure_subject(runs[runs["run_id"].isin(run_ids)])
+        else:
+            about = ""
         return plots.save(
             lambda: draw(data, **options), stem, run_ids=run_ids, alt=caption, about=about
         )
@@ -165,13 +180,17 @@ def write_exhibit(
 
 
 def figure_subject(runs: pd.DataFrame) -> str:
-    """The checkpoints, compressions, lengths and machines of rows of `runs` in a line, for the subtitle of a figure; and
-    whether any ran over the stand-in, or has a simulated placement."""
+    """The checkpoints, compressions, lengths and machines of rows of `runs` in a line, for the
+    subtitle of a figure; and whether any ran over the stand-in, or has a simulated placement."""
     texts = []
     for column, text in FIGURE_SUBJECT.items():
         values = with_machines(runs)[column].dropna().drop_duplicates().sort_values().tolist()
-        shown = values if len(values) <= 3 else [values[0], "…", values[-1]]
-        texts += [text.format(", ".join(map(str, shown)))] if values else []
+        if len(values) <= 3:
+            shown = values
+        else:
+            shown = [values[0], "…", values[-1]]
+        if values:
+            texts += [text.format(", ".join(map(str, shown)))]
     texts += ["stand-in, not Core ML"] * bool((runs["runtime"] == "stand-in").any())
     texts += ["simulated"] * bool((runs["placement_source"] == "simulated").any())
     return " · ".join(texts)
@@ -226,10 +245,11 @@ def write_report(
 
 
 def publish(number: str, root: Path | str | None = None, run: str | None = None) -> Path:
-    """Makes the write-up of a notebook's run the shipped one, and the runs it stands on shipped runs.
+    """Makes the write-up of a notebook's run the shipped one, and the runs it stands on shipped
+    runs.
 
-    Shipped runs of this experiment that no shipped write-up stands on any more are removed; the log's
-    own files stay. Arguments as in `write`; returns the shipped `report.md`.
+    Shipped runs of this experiment that no shipped write-up stands on any more are removed; the
+    log's own files stay. Arguments as in `write`; returns the shipped `report.md`.
     """
     whole, place = log.whole(root), folder(number, None, root)
     shipped = whole / log.SHIPPED
@@ -273,12 +293,12 @@ def _notebooks(runs: pd.DataFrame) -> pd.DataFrame:
 def behind(
     number: str, root: Path | str | None = None, run: str | None = None
 ) -> tuple[pd.DataFrame, list[dict]]:
-    """The runs that a report is about and its exhibits: those of a notebook's run, then what was saved
-    from widgets that showed its checkpoint until the notebook ran on it again.
+    """The runs that a report is about and its exhibits: those of a notebook's run, then what was
+    saved from widgets that showed its checkpoint until the notebook ran on it again.
 
     Args:
-        run: id of the notebook's run; default: the newest one. Where the notebook never ran: all runs of
-            the experiment and all that was saved.
+        run: id of the notebook's run; default: the newest one. Where the notebook never ran: all
+            runs of the experiment and all that was saved.
     """
     runs = log.load("runs", root=root, where={"experiment": number}).sort_values("run_id")
     notebooks = _notebooks(runs)
@@ -331,7 +351,9 @@ def _results(exhibits: list[dict], again: str) -> str:
     """Tables and figures in the order the notebook showed them."""
     parts = ["## Results"]
     for row in exhibits:
-        name, caption, rows = row["name"], row["caption"], f"Log rows {', '.join(runs_of(row))}"
+        name = row["name"]
+        caption = row["caption"]
+        rows = f"Log rows {', '.join(runs_of(row))}"
         if row["plot"]:
             again_by = f"{caption} {rows}; drawn again by `{again}`."
             parts += [f"![{caption}](figures/{name}.svg)", again_by]

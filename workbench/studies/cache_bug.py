@@ -64,11 +64,16 @@ def strided_view(replace: Replace, decoder: Decoder) -> None:
     "H1': a merged buffer has no room, and tokens that do not fit are dropped: min(new, room)"
 )
 def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
-    write, inputs, room = decoder._write, decoder.host.inputs, [decoder.options.max_seq_len]
+    write = decoder._write
+    inputs = decoder.host.inputs
+    room = [decoder.options.max_seq_len]
 
     def merged(snapshots, fresh=False):
         write(snapshots, fresh)
-        room[0] = int(decoder.offsets.max()) if snapshots else decoder.options.max_seq_len
+        if snapshots:
+            room[0] = int(decoder.offsets.max())
+        else:
+            room[0] = decoder.options.max_seq_len
 
     def short(*arguments):
         io = inputs(*arguments)
@@ -173,7 +178,9 @@ def scenario(
     """
     from tqdm.auto import tqdm
 
-    rng, V, sessions = np.random.default_rng(0), alone.manifest.dims.V, {}
+    rng = np.random.default_rng(0)
+    V = alone.manifest.dims.V
+    sessions = {}
     for context in contexts:
         ids = rng.integers(0, V, context).tolist()
         alone.begin()
@@ -217,7 +224,8 @@ def _two_requests(
     except Exception as problem:  # a planted fault may raise anything
         return fault | {"reason": f"{type(problem).__name__}: {problem}"}
     reasons = [differs(records, reference, arithmetic(decoder)) for records in sequences]
-    first, others = reference[0], [records[0] for records in sequences]
+    first = reference[0]
+    others = [records[0] for records in sequences]
     return {
         "ok": not any(reasons),
         "first_token_ok": all(other.token == first.token for other in others),
@@ -260,7 +268,9 @@ def cache_bug_conclusion(rows: pd.DataFrame) -> str:
     table = patterns(rows).pivot(
         index="hypothesis", columns=["context", "cache", "path"], values="result"
     )
-    agrees, columns, lines = (table == table.loc["the report"]).sum(axis=1), table.shape[1], []
+    agrees = (table == table.loc["the report"]).sum(axis=1)
+    columns = table.shape[1]
+    lines = []
     for name, (says, _) in HYPOTHESES.items():
         tried = rows[rows["hypothesis"] == name]
         broken = tried[~tried["ok"]]

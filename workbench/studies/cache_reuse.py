@@ -1,9 +1,11 @@
-"""The cache-reuse matrix: every temperature × path × format × batch × context, each cell against its sequences alone.
+"""The cache-reuse matrix: every temperature × path × format × batch × context, each cell against
+its sequences alone.
 
-Decoders flow in, cells with a verdict and a reason flow out. Each cell decodes from a store as a user would, and is
-held against what cannot share its mistake: its rows against those of a cold prefill, each of its sequences against that
-sequence decoded alone from the same restored cache (batch > 1) and against the cold run. Predictions are counted at
-the runtime, so that a restore that prefills again shows.
+Decoders flow in, cells with a verdict and a reason flow out. Each cell decodes from a store as a
+user would, and is held against what cannot share its mistake: its rows against those of a cold
+prefill, each of its sequences against that sequence decoded alone from the same restored cache
+(batch > 1) and against the cold run. Predictions are counted at the runtime, so that a restore that
+prefills again shows.
 """
 
 import tempfile
@@ -27,15 +29,17 @@ from workbench.prompt_cache import Store, formats
 from workbench.prompt_cache.formats import FORMATS, group
 
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
-# Relative RMS of one position's logits. Alone and in a batch, or prefilled in other tiles, kernels sum in another order
-# (at most 4e-6 on the shipped checkpoints in fp32); in fp16 roundings then fall differently. One wrong row among 1023
-# stays below the limits of fp16: check long contexts in `exact`.
+# Relative RMS of one position's logits. Alone and in a batch, or prefilled in other tiles, kernels
+# sum in another order (at most 4e-6 on the shipped checkpoints in fp32); in fp16 roundings then
+# fall differently. One wrong row among 1023 stays below the limits of fp16: check long contexts in
+# `exact`.
 LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1, "coreai": 1e-1}
 
 
 @dataclass(frozen=True)
 class ReuseCell:
-    """One run: `tokens` is how many each sequence produced, `reason` the first check that failed, or what held."""
+    """One run: `tokens` is how many each sequence produced, `reason` the first check that failed,
+    or what held."""
 
     batch: int
     cache: str
@@ -60,14 +64,18 @@ class Matrix:
 
     @property
     def verdict(self) -> str:
-        """RED if any cell is; GREEN once every temperature × path has run, and a batch above 1 where there is one."""
+        """RED if any cell is; GREEN once every temperature × path has run, and a batch above 1
+        where there is one."""
         if RED in (cell.verdict for cell in self.cells):
             return RED
         complete = {(c.cache, c.streaming) for c in self.ran} == set(product(CACHES, (True, False)))
-        return GREEN if complete and {c.batch for c in self.ran} == set(self.batches) else NOT_RUN
+        if complete and {c.batch for c in self.ran} == set(self.batches):
+            return GREEN
+        return NOT_RUN
 
     def gate(self, name: str) -> Gate:
-        count, red = len(self.ran), [cell for cell in self.cells if cell.verdict == RED]
+        count = len(self.ran)
+        red = [cell for cell in self.cells if cell.verdict == RED]
         green = count - len(red)
         reason = (
             f"{green} of {count} cells hold; {sum(c.batch > 1 for c in self.ran)} ran in a batch"
@@ -84,8 +92,8 @@ class Matrix:
 
 @dataclass
 class Reference:
-    """One prompt's references: its name in the stores, the cold run's records, by format of the cache it goes on with
-    after all tokens but the last, and the states at that point."""
+    """One prompt's references: its name in the stores, the cold run's records, by format of the
+    cache it goes on with after all tokens but the last, and the states at that point."""
 
     name: str
     ids: list[int]
@@ -152,11 +160,11 @@ def check_reuse(
 def _reference(
     decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max_new: int
 ) -> Reference:
-    """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens, or all but the last
-    where a token cannot be taken back.
+    """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens,
+    or all but the last where a token cannot be taken back.
 
-    The prompt is seeded: n tokens, and every sequence one token shorter than the one before, unless the bundle needs
-    equal positions.
+    The prompt is seeded: n tokens, and every sequence one token shorter than the one before, unless
+    the bundle needs equal positions.
     """
     length = n if decoder.options.kv_write == "slice" else n - seq
     ids = np.random.default_rng([0, n, seq]).integers(0, decoder.manifest.dims.V, length).tolist()
@@ -206,8 +214,11 @@ def _run_cell(
 def _check_cell(
     cell, alone, decoder, store, sequences, limits
 ) -> tuple[list[list[Record]], list[str]]:
-    """Records by sequence, and every way in which they, or what was restored, are not the references'."""
-    after, rests, problems = None, [sequence.ids for sequence in sequences], []
+    """Records by sequence, and every way in which they, or what was restored, are not the
+    references'."""
+    after = None
+    rests = [sequence.ids for sequence in sequences]
+    problems = []
     if cell.cache != "cold":
         after, rests, problems = _restored(cell, store, sequences)
     with count_predictions(decoder) as calls:
@@ -321,8 +332,9 @@ def arithmetic(decoder: Decoder) -> str:
 def differs(
     records: list[Record], reference: list[Record], precision: str, strict: bool = False
 ) -> str:
-    """Where two runs part, or "". Up to the first other token, logits must agree; another token is allowed where it is
-    a near tie, never in exact arithmetic when `strict` (one cache, one program)."""
+    """Where two runs part, or "". Up to the first other token, logits must agree; another token is
+    allowed where it is a near tie, never in exact arithmetic when `strict` (one cache, one
+    program)."""
     if len(records) != len(reference) or not records:
         return f"{len(records)} tokens, {len(reference)} expected"
     for i, (a, b) in enumerate(zip(records, reference, strict=True)):
@@ -359,7 +371,8 @@ def wrong_rows(
 
 
 def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
-    """Records by sequence: each of the running sequences continues from `token` by `count` greedy tokens."""
+    """Records by sequence: each of the running sequences continues from `token` by `count` greedy
+    tokens."""
     B = decoder.options.batch
     tokens, records = [token] * B, [[] for _ in range(B)]
     for _ in range(count):
@@ -371,9 +384,11 @@ def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
 
 
 def four_bits(rows: np.ndarray) -> np.ndarray:
-    """Rows [..., D] on 16 steps above the least of each group along D; step and least are fp16 and contain the group."""
+    """Rows [..., D] on 16 steps above the least of each group along D; step and least are fp16 and
+    contain the group."""
     grouped = _grouped(rows)
-    least, most = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
+    least = grouped.min(-1, keepdims=True)
+    most = grouped.max(-1, keepdims=True)
     low = _fp16_beyond(least, -np.inf)
     step = _fp16_beyond((most - low) / np.float32(15), np.inf)
     codes = np.divide(grouped - low, step, out=np.zeros_like(grouped), where=step > 0).round()
@@ -381,9 +396,11 @@ def four_bits(rows: np.ndarray) -> np.ndarray:
 
 
 def four_bit_error(rows: np.ndarray) -> float:
-    """RMS of what four bits change in rows [H, tokens, D], over that of what differs from token to token."""
+    """RMS of what four bits change in rows [H, tokens, D], over that of what differs from token to
+    token."""
     rows = rows.astype(np.float32)
-    change, spread = four_bits(rows) - rows, rows - rows.mean(1, keepdims=True)
+    change = four_bits(rows) - rows
+    spread = rows - rows.mean(1, keepdims=True)
     error, scale = (float(np.sqrt(np.mean(values**2))) for values in (change, spread))
     return error / scale if scale else float(error > 0)
 

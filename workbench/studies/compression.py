@@ -78,7 +78,10 @@ def price_table(result: Validation) -> pd.DataFrame:
     """Price beside budget: mean, median, 99% and largest KL of the bundle, and of what rounding
     alone costs."""
     price = result.price.json()
-    budget = price["budget"]["kl"] if price["budget"] else dict.fromkeys(price["kl"])
+    if price["budget"]:
+        budget = price["budget"]["kl"]
+    else:
+        budget = dict.fromkeys(price["kl"])
     return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
 
 
@@ -112,16 +115,17 @@ def fidelity_of_both(
 def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.DataFrame:
     """Gates of a sound bundle and of one with a planted fault, a row for each name."""
     after = {gate.name: gate for gate in planted}
-    rows = [
-        {
-            "gate": gate.name,
-            "sound": gate.verdict,
-            "planted": after[gate.name].verdict,
-            "value": gate.value,
-            "planted value": after[gate.name].value,
-            "threshold": gate.threshold,
-            "reason": after[gate.name].reason,
-        }
-        for gate in sound
-    ]
+    rows = []
+    for gate in sound:
+        rows.append(
+            {
+                "gate": gate.name,
+                "sound": gate.verdict,
+                "planted": after[gate.name].verdict,
+                "value": gate.value,
+                "planted value": after[gate.name].value,
+                "threshold": gate.threshold,
+                "reason": after[gate.name].reason,
+            }
+        )
     return pd.DataFrame(rows)

@@ -47,7 +47,8 @@ def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The isolated cells (layer, position, tensor) furthest from the golden, each at its worst T."""
+    """The isolated cells (layer, position, tensor) furthest from the golden, each at its worst
+    T."""
     isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
     ranked = isolated.sort_values("cosine", na_position="first", ignore_index=True)
     ranked = ranked.drop_duplicates(["layer", "position", "tensor"]).head(count)
@@ -62,7 +63,8 @@ def valid(rows: pd.DataFrame) -> pd.DataFrame:
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
-    machine, reasons = only_machine(pd.concat([rates, layers])), rates.get("invalid")
+    machine = only_machine(pd.concat([rates, layers]))
+    reasons = rates.get("invalid")
     rates, layers = valid(rates), valid(layers)
     if rates.empty:
         return f"No valid run on {machine}: {'; '.join(reasons.dropna().unique())}."
@@ -70,8 +72,12 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     (S, T), runtimes = median.idxmax(), ", ".join(sorted(rates["runtime"].unique()))
     fastest = f"{median.max():.0f} tok/s at max_seq_len {S}, T = {T} ({runtimes}), on {machine}"
     lines = [f"Fastest: {fastest}."]
-    lengths, Ts = median.index.unique("max_seq_len"), median.index.unique("T")
-    short, long, few, many = lengths.min(), lengths.max(), Ts.min(), Ts.max()
+    lengths = median.index.unique("max_seq_len")
+    Ts = median.index.unique("T")
+    short = lengths.min()
+    long = lengths.max()
+    few = Ts.min()
+    many = Ts.max()
     for T in (few, many):
         ratio = median[short, T] / median[long, T]
         going = f"going from max_seq_len {short} to {long}"
@@ -93,7 +99,8 @@ def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
 
 
 def path_conclusion(calls: pd.DataFrame) -> str:
-    """What a longer cache and more tokens cost a call on each path, a line each, from medians in ms."""
+    """What a longer cache and more tokens cost a call on each path, a line each, from medians in
+    ms."""
     lines = []
     for path, rows in valid(calls).groupby("path", sort=False):
         ms = rows.groupby(["max_seq_len", "T"])["value"].median()
@@ -122,7 +129,8 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
 
     of = f"{len(passing)} configurations that pass (of {len(rows)})"
     lines = [f"Fastest of {of} on {machine}: {summary(best)}"]
-    lines += [f"Faster, and not passing: {summary(first)}"] if first["verdict"] != "GREEN" else []
+    if first["verdict"] != "GREEN":
+        lines += [f"Faster, and not passing: {summary(first)}"]
     if rows["n"].min() < MIN_ROUNDS:
         runs = f"{rows['n'].min()} of the {MIN_ROUNDS} runs that a ranking needs"
         lines.insert(0, f"Preliminary: some configuration has {runs}.")
@@ -141,15 +149,17 @@ def routing_prediction() -> pd.DataFrame:
     rule G3 counts."""
     experts, layers, head_slices = 16, 40, 17
     (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
-    weights, flops = dense.weight_bytes // experts, dense.flops / experts
+    weights = dense.weight_bytes // experts
+    flops = dense.flops / experts
     one = replace(dense, weight_bytes=weights, flops=flops, dispatches=2)
-    rows = [
-        (name, programs, work.weight_bytes, roofline.predict_ms([work], "M4 Max")["ms"].sum())
-        for name, programs, work in (
-            ("dense", layers + head_slices, dense),
-            ("routed", layers * (1 + experts) + head_slices, one),
+    rows = []
+    for name, programs, work in (
+        ("dense", layers + head_slices, dense),
+        ("routed", layers * (1 + experts) + head_slices, one),
+    ):
+        rows.append(
+            (name, programs, work.weight_bytes, roofline.predict_ms([work], "M4 Max")["ms"].sum())
         )
-    ]
     return pd.DataFrame(rows, columns=["experts", "programs", "weight_bytes", "predicted_ms"])
 
 
@@ -200,7 +210,10 @@ def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
 def gates_by_prompt(gates: dict[str, Iterable[Gate]]) -> list[Gate]:
     """The gates of several prompts: those that look at the bundle alone are there once, all others
     name their prompt in the reason."""
-    listed = [(prompt, gate) for prompt, some in gates.items() for gate in some]
+    listed = []
+    for prompt, some in gates.items():
+        for gate in some:
+            listed.append((prompt, gate))
     prompts = Counter(gate for _, gate in listed)
     alone = {gate for gate, count in prompts.items() if 1 < count == len(gates)}
     named = [
@@ -219,14 +232,19 @@ def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
     count = (wide["update"] < threshold).sum()
     moving = f"{count} of {len(wide)} ingredients, left out, move the update"
     lines = [f"{moving} further than {threshold:.6f}, the bundle's own worst."]
-    lines += [f"The hidden state would not show: {', '.join(blind)}."] if blind else []
-    lines += [f"Too small on this checkpoint to stand out: {', '.join(missed)}."] if missed else []
+    if blind:
+        lines += [f"The hidden state would not show: {', '.join(blind)}."]
+    if missed:
+        lines += [f"Too small on this checkpoint to stand out: {', '.join(missed)}."]
     return "\n".join(lines)
 
 
 def shard_sizes(bundles: dict[str, Bundle]) -> pd.DataFrame:
     """Number and bytes of each kind of shard, by bundle."""
-    rows = [(name, s.kind, s.bytes) for name, b in bundles.items() for s in b.manifest.shards]
+    rows = []
+    for name, b in bundles.items():
+        for s in b.manifest.shards:
+            rows.append((name, s.kind, s.bytes))
     sizes = pd.DataFrame(rows, columns=["bundle", "kind", "bytes"]).groupby(["bundle", "kind"])
     return sizes["bytes"].agg(["count", "sum", "max"]).reset_index()
 
@@ -255,10 +273,9 @@ def moe_conclusion(rows: list[dict], experts: int, machine: str) -> str:
 
 def chip_predictions(bundles: dict[str, Bundle]) -> pd.DataFrame:
     """Predicted ms per token of every bundle on every chip."""
-    ms = {
-        name: roofline.by_chip(roofline.bundle_work(b)).set_index("chip")["ms"]
-        for name, b in bundles.items()
-    }
+    ms = {}
+    for name, b in bundles.items():
+        ms[name] = roofline.by_chip(roofline.bundle_work(b)).set_index("chip")["ms"]
     return pd.DataFrame(ms).rename_axis("chip")
 
 

@@ -99,7 +99,8 @@ def crosscheck(
         errors.append(table.assign(pair="portable ↔ Apple", precision=precision))
         runtimes[-1]["kv_bits_equal"] = bits_equal(passes["portable"], passes["coreai"])
         if precision == "exact":
-            worst, reason = float(table["error"].max()), "relative RMS of portable ↔ coreai, worst"
+            worst = float(table["error"].max())
+            reason = "relative RMS of portable ↔ coreai, worst"
             results.append(gates.at_most("runtimes_agree", worst, gates.REAUTHORING, reason))
     return Crosscheck(pd.concat(errors, ignore_index=True), runtimes, results)
 
@@ -128,9 +129,11 @@ def figures(
 
 
 def runtime_gates(row: dict) -> list[Gate]:
-    """Whether a runtime's updates and, in exact arithmetic, its caches and tokens are the golden's."""
+    """Whether a runtime's updates and, in exact arithmetic, its caches and tokens are the
+    golden's."""
     of = f"{row['name']} {row['precision']}"
-    limit, update = UPDATE_LIMITS[row["precision"]], row["worst_update"]
+    limit = UPDATE_LIMITS[row["precision"]]
+    update = row["worst_update"]
     results = [gates.at_most(f"{of}: update", update, limit, "1 − cosine, worst isolated update")]
     if row["precision"] == "exact":
         kv, top = row["worst_kv"], row["logits"]["top1_agreement"]
@@ -163,10 +166,9 @@ def between(
 
 def bits_equal(portable: dict[int, ForwardPass], apple: dict[int, ForwardPass]) -> float:
     """Share of K and V values that are the same fp16 number on both."""
-    equal = [
-        np.float16(rows) == np.float16(getattr(apple[T], name)[layer])
-        for T, trace in portable.items()
-        for name in ("k", "v")
-        for layer, rows in getattr(trace, name).items()
-    ]
+    equal = []
+    for T, trace in portable.items():
+        for name in ("k", "v"):
+            for layer, rows in getattr(trace, name).items():
+                equal.append(np.float16(rows) == np.float16(getattr(apple[T], name)[layer]))
     return float(np.mean(np.concatenate([part.ravel() for part in equal])))

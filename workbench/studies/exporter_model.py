@@ -1,5 +1,7 @@
-"""A tiny decoder in plain torch, and its conversion to packages with another exporter's interface."""
+"""A tiny decoder in plain torch, and its conversion to packages with another exporter's
+interface."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -88,8 +90,8 @@ class Model(nn.Module):
         return nn.functional.linear(x, self.w(layer, name))
 
     def layer(self, i, x, cos, sin, mask, cache, mlp=True):
-        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T, D]
-        and returns all keys and values [kv, columns, D]."""
+        """x [1, T, C] through layer i; mask [1, T, columns]; `cache(i, k, v)` writes rows [kv, T,
+        D] and returns all keys and values [kv, columns, D]."""
         eps, g = self.config.rms_norm_eps, self.gemma
         y = rms(x, self.w(i, "input_layernorm"), eps)
         q, k, v = (
@@ -113,9 +115,12 @@ class Model(nn.Module):
         x = x + out
         if not mlp:
             return x
-        before = "pre_feedforward_layernorm" if g else "post_attention_layernorm"
+        if g:
+            before = "pre_feedforward_layernorm"
+        else:
+            before = "post_attention_layernorm"
         y = rms(x, self.w(i, before), eps)
-        act = (lambda t: nn.functional.gelu(t, approximate="tanh")) if g else nn.functional.silu
+        act = partial(nn.functional.gelu, approximate="tanh") if g else nn.functional.silu
         y = act(self.linear(y, i, "mlp.gate_proj")) * self.linear(y, i, "mlp.up_proj")
         y = self.linear(y, i, "mlp.down_proj")
         return x + (rms(y, self.w(i, "post_feedforward_layernorm"), eps) if g else y)
@@ -140,14 +145,16 @@ def convert(module, inputs, outputs, states=(), **options):
         options: of `coremltools.convert`; `target` is its minimum deployment target.
     """
     ct = coremltools()
-    examples = [
-        torch.zeros(example, dtype=torch.int32 if kind is np.int32 else torch.float32)
-        for _, _, kind, example in inputs
-    ]
-    module_states = [
-        ct.StateType(wrapped_type=ct.TensorType(shape=shape, dtype=np.float16), name=name)
-        for name, shape in states
-    ]
+    examples = []
+    for _, _, kind, example in inputs:
+        examples.append(
+            torch.zeros(example, dtype=torch.int32 if kind is np.int32 else torch.float32)
+        )
+    module_states = []
+    for name, shape in states:
+        module_states.append(
+            ct.StateType(wrapped_type=ct.TensorType(shape=shape, dtype=np.float16), name=name)
+        )
     target = options.pop("target", ct.target.iOS18)
     with quiet(), no_progress(), lean(), torch.no_grad(), shim.mended_converter():
         return ct.convert(
@@ -195,7 +202,8 @@ def quantized(package, **options):
 def tiny_checkpoint(family: str, folder: Path, layers: int = 2) -> Path:
     """A random checkpoint of a family, written into `folder` where it is missing; sliding layers
     have a window of 8, and the last layer does not slide."""
-    path, config = folder / family, SIZES | {"num_hidden_layers": layers}
+    path = folder / family
+    config = SIZES | {"num_hidden_layers": layers}
     if family == "llama":
         config["rope_parameters"] = SCALING
     if family == "gemma3_text":

@@ -184,7 +184,9 @@ class Chunk(nn.Module):
             x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache, mlp)
         for state in self.model.model.buffers():  # a state that nothing reads is dropped
             x = x + state[0, 0, 0, 0] * 0.0
-        return x if self.prefill or self.span[-1] < self.m.L - 1 else self.m.norm(x)
+        if self.prefill or self.span[-1] < self.m.L - 1:
+            return x
+        return self.m.norm(x)
 
 
 def chunks(
@@ -208,8 +210,12 @@ def chunks(
     else:
         folder.mkdir(parents=True)
         _ends(folder, m, batch, heads)
-    spans = [range(m.L)] if window else [range(m.L // 2), range(m.L // 2, m.L)]
-    names = ["FFN_PF"] if window else [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
+    if window:
+        spans = [range(m.L)]
+        names = ["FFN_PF"]
+    else:
+        spans = [range(m.L // 2), range(m.L // 2, m.L)]
+        names = [f"FFN_PF_chunk_{i + 1:02}of02" for i in range(2)]
     modes = {"infer": (1, False, False), "prefill": (batch, True, False)}
     if window:
         modes |= {"infer_rotate": (1, False, True), "prefill_rotate": (batch, True, True)}
@@ -268,7 +274,8 @@ def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
 
 
 class Monolith(nn.Module):
-    """One package, one token a call, one-hot write, argmax inside; sliding layers mask themselves."""
+    """One package, one token a call, one-hot write, argmax inside; sliding layers mask
+    themselves."""
 
     def __init__(self, model, window):
         super().__init__()

@@ -40,7 +40,9 @@ class Light:
     def label(self) -> str:
         """The machine, and after it what ran if that was not Core ML."""
         kind = "simulated Mac" if self.simulated else "stand-in"
-        return self.machine if self.runtime == "coreml" else f"{kind} ({self.machine})"
+        if self.runtime == "coreml":
+            return self.machine
+        return f"{kind} ({self.machine})"
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
@@ -92,7 +94,9 @@ class Ladder:
     def share(self, rung: str) -> float | None:
         """The share of a rung's operations that are planned on the Neural Engine."""
         row = self.plans.get(rung, {})
-        return row["ane"] / row["ops"] if row.get("status") == "ok" and row["ops"] else None
+        if row.get("status") == "ok" and row["ops"]:
+            return row["ane"] / row["ops"]
+        return None
 
     def on_engine(self, rung: str) -> bool | None:
         """Whether a rung runs and is planned on the Neural Engine, in part at least."""
@@ -108,7 +112,8 @@ class Ladder:
         rows = []
         for rung in rungs.ladder().values():
             for units in UNITS:
-                row, ok = self.runs.get((rung.name, units)), self.ok(rung.name, units)
+                row = self.runs.get((rung.name, units))
+                ok = self.ok(rung.name, units)
                 rows.append((rung.says, units, row and _word(row), row and float(ok)))
             share = self.share(rung.name)
             text = None if share is None else f"{share:.0%}"
@@ -179,7 +184,11 @@ WORDS = {True: "yes", False: "no", None: UNKNOWN}
 
 def _all(*answers: bool | None) -> bool | None:
     """Whether all hold; None where one is not known and none is False."""
-    return False if False in answers else None if None in answers else True
+    if False in answers:
+        return False
+    if None in answers:
+        return None
+    return True
 
 
 def _any(answers: Iterable[bool | None]) -> bool | None:
@@ -204,14 +213,23 @@ def _on_engine(*names: str) -> Callable[[Ladder], tuple[bool | None, str]]:
 
 def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
     pairs = [("state", "slice"), ("state-t4", "slice-t4"), ("range", "slice-range")]
-    on = {rung: ladder.on_engine(rung) for pair in pairs for rung in pair}
+    on = {}
+    for pair in pairs:
+        for rung in pair:
+            on[rung] = ladder.on_engine(rung)
     masks, slices = zip(*((on[mask], on[slice]) for mask, slice in pairs))
-    answer = True if any(masks) else False if any(slices) and None not in masks else None
+    if any(masks):
+        answer = True
+    elif any(slices) and None not in masks:
+        answer = False
+    else:
+        answer = None
     return answer, f"on the Neural Engine: {_names(on)}"
 
 
 def _lut4_right(ladder: Ladder) -> tuple[bool | None, str]:
-    pairs, shown = [(name, units) for name in ("lut4", "large-lut4") for units in UNITS], []
+    pairs = [(name, units) for name in ("lut4", "large-lut4") for units in UNITS]
+    shown = []
     for rung, units in pairs:
         ratio = ladder.runs.get((rung, units), {}).get("ratio_t1")
         shown.append(f"{rung} {units} {UNKNOWN if ratio is None else f'{float(ratio):.2g}'}")
@@ -269,7 +287,10 @@ def _state_rejected(ladder: Ladder) -> Seen:
 
 
 def _range_alone_off(ladder: Ladder) -> Seen:
-    on = False if ladder.rejected("range") else ladder.on_engine("range")
+    if ladder.rejected("range"):
+        on = False
+    else:
+        on = ladder.on_engine("range")
     answer = _all(ladder.on_engine("state-t4"), None if on is None else not on)
     return answer, ["state-t4", "range"] if answer else []
 
@@ -304,7 +325,10 @@ def _wrong_for_t(ladder: Ladder) -> Seen:
     for rung, row in ladder.rows_on("CPU_AND_NE").items():
         ratios = row.get("ratio_t1"), row.get("ratio_t")
         known = None not in ratios
-        answers[rung] = float(ratios[0]) <= DEVICE_FACTOR < float(ratios[1]) if known else None
+        if known:
+            answers[rung] = float(ratios[0]) <= DEVICE_FACTOR < float(ratios[1])
+        else:
+            answers[rung] = None
     return _seen(answers)
 
 
@@ -315,7 +339,10 @@ def _runs_there(ladder: Ladder) -> Seen:
     energy = ladder.energy.query("units == 'CPU_AND_NE' and status == 'ok'")
     if energy["ane_joules"].max() > 0:
         return True, there
-    reasons = energy["energy_reason"].dropna().unique() if len(energy) else ["nothing was timed"]
+    if len(energy):
+        reasons = energy["energy_reason"].dropna().unique()
+    else:
+        reasons = ["nothing was timed"]
     return None, [f"energy {UNKNOWN}: {reason}" for reason in reasons]
 
 
@@ -391,7 +418,8 @@ def light_gates(light: Light) -> list[Gate]:
         heading = "other bytes than shipped: "
         results.append(gates.none("packages", other, "all as shipped", heading))
     if on_cpu := ladder.rows_on("CPU_ONLY"):
-        bad, fine = _cpu_fails(ladder)[1], f"{len(on_cpu)} rungs as portable"
+        bad = _cpu_fails(ladder)[1]
+        fine = f"{len(on_cpu)} rungs as portable"
         results.append(gates.none("ladder_on_cpu", bad, fine, "not as portable: "))
     if "binding" in light.rows:
         table = light.rows["binding"].reindex(columns=["case", "status", "accepted", "expected"])
@@ -400,7 +428,10 @@ def light_gates(light: Light) -> list[Gate]:
         fine = f"{len(known)} answers as its sources say"
         results.append(gates.none("binding", odd, fine, "otherwise: "))
     for row in light.rows.get("golden", pd.DataFrame()).to_dict("records"):
-        reason = row["reason"] if isinstance(row["reason"], str) else "data/tiny-llama"
+        if isinstance(row["reason"], str):
+            reason = row["reason"]
+        else:
+            reason = "data/tiny-llama"
         green = row.get("verdict") == "GREEN"
         results.append(gates.holds(f"golden {row['units']}", green, reason))
     return results

@@ -54,7 +54,8 @@ def planted_checkpoint(path: Path, norms: Sequence[float], C: int = 256) -> Path
         **HEADS,
     )
     file = path / "model.safetensors"
-    tensors, heads = load_file(file), HEADS["num_key_value_heads"]
+    tensors = load_file(file)
+    heads = HEADS["num_key_value_heads"]
     for layer, norm in enumerate(norms):
         vectors = torch.randn(
             heads, HEADS["head_dim"], generator=torch.Generator().manual_seed(layer)
@@ -72,7 +73,8 @@ class NaiveShape(AttentionGeometry):
     scale: float = 1.0
 
     def attend(self, q, k, v, cache, io):
-        k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
+        k = cache.append(K_STATE, k, io, self.suffix)
+        v = cache.append(V_STATE, v, io, self.suffix)
         scores = scaled(q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale)
         weights = torch.softmax(
             scores.reshape(self.B, self.H, -1, self.S) + io["attn_mask"], dim=-1
@@ -116,10 +118,9 @@ def naive_packages(
         model.save(str(package))
         constants = convert.constants(model)
         weights = {p.tensor: constants[p.path.replace(".", "_")] for p in parts}
-        modules = {
-            value: absolute_layer_path(path, spec.layers[0])
-            for value, path in convert.modules(model).items()
-        }
+        modules = {}
+        for value, path in convert.modules(model).items():
+            modules[value] = absolute_layer_path(path, spec.layers[0])
         packages[spec.name] = package, {"weights": weights, "modules": modules}
     return packages
 
@@ -128,7 +129,8 @@ def align_queries(decoder: Decoder, norm: float) -> None:
     """Gives every query head a bias of `norm` along its group's key bias, so that a token's own
     score is the largest that such a query can reach; 0 leaves queries without a bias."""
     for layer, model in enumerate(decoder.layers):
-        prefix, weights = f"model.layers.{layer}.self_attn.", model.shard.weights
+        prefix = f"model.layers.{layer}.self_attn."
+        weights = model.shard.weights
         keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(
             HEADS["num_key_value_heads"], -1
         )
@@ -203,7 +205,8 @@ def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
     here = sweep[sweep["query_norm"] == norm]
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
     bad = [f"{what}: {good[what]}" for what in ("inf", "nan", "narrow") if not pd.isna(good[what])]
-    breaks, heading = "(matmul, " in str(naive["inf"]), f"query norm {norm:g}, scaled first: "
+    breaks = "(matmul, " in str(naive["inf"])
+    heading = f"query norm {norm:g}, scaled first: "
     reason = f"query norm {norm:g}: first inf at {naive['inf']}"
     fine = f"{heading}every value finite, narrow sums too"
     return [
@@ -234,7 +237,10 @@ class Masked(nn.Module):
         self.factor = factor
 
     def forward(self, scores: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor]:
-        mask = allowed if self.factor is None else (allowed - 1) * self.factor
+        if self.factor is None:
+            mask = allowed
+        else:
+            mask = (allowed - 1) * self.factor
         return (torch.softmax(scores + mask, dim=-1),)
 
 
@@ -338,4 +344,6 @@ def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
 def _outcome(row) -> str:
     if row.leak != row.leak:
         return f"NaN at {row.nan}"
-    return f"{row.leak:.0%} of a row's weight on blocked positions" if row.leak > 1e-3 else "right"
+    if row.leak > 1e-3:
+        return f"{row.leak:.0%} of a row's weight on blocked positions"
+    return "right"

@@ -1,4 +1,5 @@
-"""A bundle as a model of EleutherAI's lm-evaluation-harness, an optional package (`workbench[harness]`).
+"""A bundle as a model of EleutherAI's lm-evaluation-harness, an optional package
+(`workbench[harness]`).
 
 import lm_eval
 from workbench.studies.harness import BundleModel
@@ -24,9 +25,9 @@ from workbench.errors import InputError
 
 
 class BundleModel(TemplateLM):
-    """The model that a bundle, or a folder of adopted packages, of batch 1 holds. Texts are encoded,
-    windowed and cut from the left to max_seq_len tokens as by the harness' own class for Hugging
-    Face's models.
+    """The model that a bundle, or a folder of adopted packages, of batch 1 holds. Texts are
+    encoded, windowed and cut from the left to max_seq_len tokens as by the harness' own class for
+    Hugging Face's models.
 
     Args:
         folder: of the bundle; it needs a tokenizer.
@@ -65,7 +66,8 @@ class BundleModel(TemplateLM):
         continuation in each (texts, context, continuation) of token ids."""
         results = []
         for _, context, continuation in tqdm(requests, desc="score", disable=disable_tqdm):
-            ids, count = (context + continuation)[-self.max_length - 1 :], len(continuation)
+            ids = (context + continuation)[-self.max_length - 1 :]
+            count = len(continuation)
             logits = self.decoder.sequence_logits([ids[:-1]], count)[0]
             likelihoods = torch.log_softmax(torch.from_numpy(logits).double(), -1)
             tokens = torch.tensor(ids[-count:])
@@ -93,7 +95,8 @@ class BundleModel(TemplateLM):
                 raise InputError("do_sample", "true", "greedy decoding", "set do_sample: false")
             until = handle_stop_sequences(options["until"], self.tokenizer.eos_token)
             limit = min(options["max_gen_toks"], self.max_length - 1)
-            ids, text = self.tok_encode(text)[limit - self.max_length :], ""
+            ids = self.tok_encode(text)[limit - self.max_length :]
+            text = ""
             tokens = []
             for record in self.decoder.stream(ids, limit, stop=[self.eot_token_id]):
                 tokens.append(record.token)

@@ -35,7 +35,8 @@ def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
 
 
 def _merged_without_transpose(self, x):
-    """Heads and tokens are exchanged in the output of attention, which no call of one token shows."""
+    """Heads and tokens are exchanged in the output of attention, which no call of one token
+    shows."""
     return self.plane(x, self.H * self.D)
 
 
@@ -48,9 +49,9 @@ def _mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.a
 def _wrong_rope_base(source, options, read_plan=exporting.read_plan):
     """The frequencies of another base."""
     plan = read_plan(source, options)
-    rope = [
-        one.model_copy(update={"inv_freq": [f**1.1 for f in one.inv_freq]}) for one in plan.rope
-    ]
+    rope = []
+    for one in plan.rope:
+        rope.append(one.model_copy(update={"inv_freq": [f**1.1 for f in one.inv_freq]}))
     return replace(plan, rope=rope)
 
 
@@ -65,8 +66,10 @@ FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame:
     """One row per fault: 1 − cosine of the first shard's module and its asset, gate `program` of
-    the fp32 bundle through Apple's runtime, both on the program that the fault was exported into."""
-    rows, options = [], {"target": "coreai", "program_dtype": "fp32"} | options
+    the fp32 bundle through Apple's runtime, both on the program that the fault was exported
+    into."""
+    rows = []
+    options = {"target": "coreai", "program_dtype": "fp32"} | options
     for number, (name, planted) in enumerate(FAULTS.items()):
         modules, make_module = [], CoreAIMaker._module
 
@@ -94,7 +97,9 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
 def module_against_asset(module: torch.nn.Module, decoder: Decoder) -> float:
     """1 − cosine of what the first shard's module and its asset give for the same inputs and
     states, the worst call."""
-    model, rng, worst = decoder.layers[0], np.random.default_rng(0), 0.0
+    model = decoder.layers[0]
+    rng = np.random.default_rng(0)
+    worst = 0.0
     state, B = model.make_state(), decoder.options.batch
     for start in range(0, LENGTH, 4):
         T = min(4, LENGTH - start)

@@ -128,7 +128,8 @@ def facts(project: Path) -> pd.DataFrame:
 
 def adopt_conclusion(found: dict[str, Finding], measured: pd.DataFrame) -> str:
     """The answer in sentences."""
-    exporters, faulty = measured["exporter"].nunique(), measured[measured["fault"] != ""]
+    exporters = measured["exporter"].nunique()
+    faulty = measured[measured["fault"] != ""]
     words = (
         f"Not always: of {len(measured)} kinds of packages of {exporters} exporters {len(faulty)} "
         f"compute something else than the checkpoint ({faulty['exporter'].nunique()} exporters)."

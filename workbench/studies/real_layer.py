@@ -50,6 +50,9 @@ def measure_real_layer(
     if rows.empty:
         reason = "failed: see workbench log --where \"status == 'failed'\""
         return pd.DataFrame([{"name": NAME, "runtime": name, "result": reason}])
-    text = "measured" if name == "coreml" else "stand-in: nothing is measured"
+    if name == "coreml":
+        text = "measured"
+    else:
+        text = "stand-in: nothing is measured"
     results = [reason if isinstance(reason, str) else text for reason in rows["invalid"]]
     return rows[COLUMNS].assign(name=NAME, result=results)

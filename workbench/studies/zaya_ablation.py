@@ -27,7 +27,9 @@ def _where(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 def _plain_residual(name: str, value: torch.Tensor) -> torch.Tensor:
     if "residual_scale." not in name:
         return value
-    return torch.ones_like(value) if name.endswith("scale") else torch.zeros_like(value)
+    if name.endswith("scale"):
+        return torch.ones_like(value)
+    return torch.zeros_like(value)
 
 
 def _current_tap(value: torch.Tensor) -> torch.Tensor:
@@ -99,9 +101,7 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
     patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
     rows = []
     for ingredient, (change, patched) in patches.items():
-        weights = (
-            (lambda name, change=change: change(name, checkpoint.tensor(name))) if change else None
-        )
+        weights = change and (lambda name, change=change: change(name, checkpoint.tensor(name)))
         with patched:
             without = golden.make_golden(
                 checkpoint, reference.ids, weights, f"without {ingredient}", fed=reference.x

@@ -1,5 +1,4 @@
-"""Files and folders that the workbench makes again by itself, with their sizes: what `workbench
-clean` may remove."""
+"""Files and folders that the workbench can rebuild, with their sizes, for `workbench clean`."""
 
 import shutil
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ KINDS = {
     "evaluations": f"windows that workbench evaluate has scored, in {EVALUATIONS}",
     "bundles": f"bundles of notebooks and sweeps, in {BUNDLES}",
 }
-HIDDEN = {
-    "compiled": ".*.compiled",
-    "unfinished": ".*.partial",
-}  # kind → pattern of the folder's name
+# kind → pattern of the folder's name
+HIDDEN = {"compiled": ".*.compiled", "unfinished": ".*.partial"}
 
 
 @dataclass(frozen=True)
@@ -34,23 +31,20 @@ class CacheEntry:
 
 
 def cache_entries(project: Path, folders: tuple[Path, ...] = ()) -> list[CacheEntry]:
-    """What can be removed, largest first: everything of `KINDS` in `project`, and compiled copies
-    and unfinished exports in further `folders`, whose finished bundles are the user's own and are
-    left out."""
-    beside = (project / BUNDLES, *folders)
-    paths_by_kind = {
-        kind: [path for folder in beside for path in folder.glob(pattern) if path.is_dir()]
-        for kind, pattern in HIDDEN.items()
-    }
-    paths_by_kind["goldens"] = [*(project / GOLDENS).glob("*.safetensors")]
-    paths_by_kind["evaluations"] = [*(project / EVALUATIONS).glob("*.rows")]
-    manifests = (project / BUNDLES).glob(f"[!.]*/{paths.BUNDLE}")
-    paths_by_kind["bundles"] = [manifest.parent for manifest in manifests]
-    entries = [
-        CacheEntry(kind, path, _size(path))
-        for kind, kind_paths in paths_by_kind.items()
-        for path in kind_paths
-    ]
+    """Files and folders that can be removed, largest first.
+
+    These are all of `KINDS` in `project`, and compiled copies and unfinished exports in further
+    `folders`, whose finished bundles are the user's own.
+    """
+    places = []
+    for kind, pattern in HIDDEN.items():
+        for folder in (project / BUNDLES, *folders):
+            places += [(kind, path) for path in folder.glob(pattern) if path.is_dir()]
+    places += [("goldens", path) for path in (project / GOLDENS).glob("*.safetensors")]
+    places += [("evaluations", path) for path in (project / EVALUATIONS).glob("*.rows")]
+    for manifest in (project / BUNDLES).glob(f"[!.]*/{paths.BUNDLE}"):
+        places.append(("bundles", manifest.parent))
+    entries = [CacheEntry(kind, path, _size(path)) for kind, path in places]
     return sorted(entries, key=lambda entry: (-entry.bytes, entry.path))
 
 
@@ -58,7 +52,7 @@ def remove(entry: CacheEntry) -> None:
     """Removes an entry.
 
     Raises:
-        InputError: an export is writing to it; it stays as it is.
+        InputError: an export is writing to it; nothing is removed.
     """
     if entry.path.is_file():
         entry.path.unlink()

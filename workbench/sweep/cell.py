@@ -1,8 +1,8 @@
 """One cell of a sweep: a job (plain JSON values) in, the files of one logged run out.
 
-`run_cell` is the same wherever it runs: it exports the bundle that is missing and measures, each in
-a fresh process, and returns the log files of that one run, which the caller writes. A measurement
-that fails is a run too: status `failed`, the reason, and the end of its stderr.
+`run_cell` exports the bundle if it is missing and measures it, each in a fresh process, and returns
+the log files of that run, which the caller writes. A measurement that fails is logged as `failed`
+with the reason and the end of its stderr.
 """
 
 import hashlib
@@ -35,8 +35,7 @@ MEASURE_FUNCTION = "workbench.sweep.cell:measure_cell"
 
 
 def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
-    """Exports what is missing, measures in a child, and returns the run's log files: path in the
-    log → contents.
+    """Exports a missing bundle, measures it, and returns the run's log files (path → contents).
 
     Args:
         job: {checkpoint, checkpoint_hash, bundle, identity, golden, options, run, setting, round,
@@ -49,14 +48,12 @@ def run_cell(job: dict, measure: str = MEASURE_FUNCTION) -> dict[str, bytes]:
         inner = job | {"root": root, "started": started, "worker": job["worker"] or 0}
         outcome = process.Outcome()
         if not job["identity"] and not _is_cached(_path(job)):
-            outcome = process.call(
-                "workbench.sweep.cell:prepare", inner, timeout_s=job["timeout_s"]
-            )
+            prepare = "workbench.sweep.cell:prepare"
+            outcome = process.call(prepare, inner, timeout_s=job["timeout_s"])
         if outcome.failure is None:
             time.sleep(job["run"]["cool_down_s"])
-            outcome = process.call(
-                measure, inner, threads=job["run"]["threads"], timeout_s=job["timeout_s"]
-            )
+            threads = job["run"]["threads"]
+            outcome = process.call(measure, inner, threads=threads, timeout_s=job["timeout_s"])
         if outcome.failure is not None:
             failed(inner, outcome.failure, outcome.lines)
         return log.files(root)
@@ -68,18 +65,17 @@ def prepare(job: dict) -> None:
 
 
 def measure_cell(job: dict) -> None:
-    """In a child: loads the bundle, times it, validates it where the job has ids, and logs the run
-    into job["root"]."""
+    """In a child: times a bundle, validates it if the job has ids, logs the run to job["root"]."""
     began, before = time.time(), runs.state_before()
     bundle = _bundle(job)
-    decoder = open_decoder(
-        bundle, **runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
-    )
+    how = runs.pick(job["run"], "runtime", "precision", "fast", "compute_units", "hints")
+    decoder = open_decoder(bundle, **how)
     counts = runs.counted(job["run"]) | runs.pick(job["run"], "repetitions")
     counts.pop("threads")
     with ioreport.metered() as energy:
         samples = timing.measure_speed(decoder, **counts)
-    row, fidelity = runs.describe(bundle, decoder) | _identity(job) | before, None
+    row = runs.describe(bundle, decoder) | _identity(job) | before
+    fidelity = None
     row |= runs.pick(energy, "ane_joules", "ane_active_ms")
     config = _config(job) | {
         "not_timed": timing.NOT_TIMED,
@@ -111,9 +107,13 @@ def measure_cell(job: dict) -> None:
 
 
 def _validation(job: dict, decoder: Decoder) -> Validation:
-    """The job's bundle against its golden; bug gates and budget take the checkpoint, which a
-    finished bundle does without. Adopted packages have gates of their own."""
-    checkpoint, path = None if job["identity"] else _checkpoint(job), None
+    """The job's bundle against its golden.
+
+    Bug gates and budget need the checkpoint, which a job of a finished bundle lacks. Adopted
+    packages have gates of their own.
+    """
+    checkpoint = None if job["identity"] else _checkpoint(job)
+    path = None
     if job["golden"]:
         path = find(job["golden"], log.default_root())
         reference = golden.Golden.load(path)
@@ -128,9 +128,12 @@ def _validation(job: dict, decoder: Decoder) -> Validation:
 
 
 def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dict:
-    """Columns of a run on Core ML that its compute plan decides: placement, and `invalid` where
-    nothing was planned on the Neural Engine that the compute units name. Without a plan within half
-    of the `seconds` that are left, the config says why."""
+    """Columns of a run on Core ML that its compute plan decides.
+
+    These are the placement, and the status `invalid` if the compute units name the Neural Engine
+    and nothing was planned there. If Core ML gives no plan within half of the `seconds` that are
+    left, `config` has the reason.
+    """
     if decoder.runtime in ("portable", "coreai") or isinstance(decoder.bundle, Adopted):
         return {}
     shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
@@ -147,19 +150,19 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
 
 
 def failed(job: dict, reason: str, lines: tuple[str, ...] = ()) -> None:
-    """Logs a run that did not come to an end; which runtime auto would have meant, nobody says
-    then."""
-    executed = {} if job["run"]["runtime"] == "auto" else runs.executed(**job["run"])
-    row = executed | {
+    """Logs a run that failed; its runtime stays null where the grid says auto."""
+    row = {}
+    if job["run"]["runtime"] != "auto":
+        row = runs.executed(**job["run"])
+    row |= {
         "checkpoint": paths.model_name(Path(job["checkpoint"])),
         "checkpoint_hash": job["checkpoint_hash"],
         "status": "failed",
         "reason": reason,
         "config": _config(job) | {"stderr": list(lines)},
     }
-    runs.record_run(
-        job["experiment"], runs.exported(job["options"]) | row | _identity(job), root=job["root"]
-    )
+    row = runs.exported(job["options"]) | row | _identity(job)
+    runs.record_run(job["experiment"], row, root=job["root"])
 
 
 def _identity(job: dict) -> dict:
@@ -172,8 +175,7 @@ def _config(job: dict) -> dict:
 
 
 def _checkpoint(job: dict) -> Checkpoint:
-    """The job's checkpoint on this machine: its path, or the same path in the project that this
-    process runs in."""
+    """The job's checkpoint, at its path or at the same path of this process's project."""
     checkpoint = Checkpoint(find(job["checkpoint"], log.default_root()))
     if checkpoint.sha256 != job["checkpoint_hash"]:
         raise InputError(
@@ -186,9 +188,12 @@ def _checkpoint(job: dict) -> Checkpoint:
 
 
 def find(path: str, root: Path) -> Path:
-    """The path itself where it exists, else relative to the project that the log belongs to
-    (notebooks run elsewhere), else, for the name of a model on the Hub, its folder in the local
-    cache if it is there."""
+    """The place of a grid's path.
+
+    This is the path itself if it exists, else the path in the project of the log at `root`, since
+    notebooks run elsewhere. The name of a model on the Hub stands for its folder in the local
+    cache.
+    """
     project = log.project(root)
     if Path(path).exists():
         return Path(path)
@@ -198,8 +203,7 @@ def find(path: str, root: Path) -> Path:
 
 
 def lacks(checkpoint: str) -> str | None:
-    """What is wrong with this path of a checkpoint on this machine, in one message; None:
-    nothing."""
+    """The message that refuses this path of a checkpoint on this machine; None if it is usable."""
     try:
         paths.checkpoint(find(checkpoint, log.default_root()))
     except InputError as problem:
@@ -220,19 +224,21 @@ def _bundle(job: dict) -> Bundle | Adopted:
 
 
 def _path(job: dict) -> Path:
-    """Where this machine keeps the bundle of a job."""
+    """The folder of a job's bundle on this machine."""
     if job["identity"]:
         return find(job["bundle"], log.default_root())
-    folder = Path(job["bundles"]) if job["bundles"] else log.project() / "data" / "bundles"
-    return folder / _bundle_name(
-        paths.model_name(Path(job["checkpoint"])), job["checkpoint_hash"], Options(**job["options"])
-    )
+    if job["bundles"]:
+        folder = Path(job["bundles"])
+    else:
+        folder = log.project() / "data" / "bundles"
+    model = paths.model_name(Path(job["checkpoint"]))
+    return folder / _bundle_name(model, job["checkpoint_hash"], Options(**job["options"]))
 
 
 def _bundle_name(checkpoint: str, sha256: str, options: Options) -> str:
-    text = json.dumps(
-        [MANIFEST_VERSION, sha256, options.model_dump(), exporting.versions()], sort_keys=True
-    )
+    """Checkpoint and a hash of everything that decides a bundle's bytes."""
+    parts = [MANIFEST_VERSION, sha256, options.model_dump(), exporting.versions()]
+    text = json.dumps(parts, sort_keys=True)
     return f"{checkpoint}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
@@ -241,8 +247,8 @@ def bundle_for(
 ) -> Bundle:
     """The bundle of a checkpoint and options, exported into `folder` by one process at a time.
 
-    One that is there already is opened; a damaged one is exported again, with a warning that says
-    why.
+    An existing bundle is opened; a damaged one is exported again, with a warning that has the
+    reason.
     """
     path = folder / _bundle_name(checkpoint.name, checkpoint.sha256, options)
     with locked(_lock(path)):
@@ -252,8 +258,7 @@ def bundle_for(
 
 
 def _is_cached(path: Path) -> bool:
-    """Whether `path` of the cache holds a bundle; `measure_cell` refuses one that cannot be
-    read."""
+    """Whether the cache holds something at `path`; `measure_cell` refuses an unreadable bundle."""
     with locked(_lock(path)):
         try:
             return _cached(path) is not None
@@ -262,7 +267,7 @@ def _is_cached(path: Path) -> bool:
 
 
 def _cached(path: Path) -> Bundle | None:
-    """The bundle at `path` of the cache; None where there is none. A damaged one is removed."""
+    """The bundle at `path` of the cache, None if there is none. A damaged bundle is removed."""
     if not os.path.lexists(path):
         return None
     try:

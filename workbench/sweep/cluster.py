@@ -1,9 +1,8 @@
-"""The cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out, in the
-order they end.
+"""Runs the cells of a sweep on the workers of a Dask cluster: jobs in, (job, log files) out.
 
-A machine that may measure is a worker with the resource `ANE=1`; every job takes one, so that no
-worker ever measures two at once. Dask's own retries and waiting are disabled: a job whose worker
-dies is tried once more, both attempts are logged, and a cluster without workers raises an error.
+Workers that measure have the resource `ANE=1`; a job takes one, so that no worker measures two jobs
+at once. Dask's own retries and waiting are disabled: a job whose worker dies is tried once more,
+both attempts are logged, and a cluster without workers raises an error.
 """
 
 import shutil
@@ -37,25 +36,26 @@ class Cluster:
         return list(self.client.run(log.environment).values())
 
     def check(self, lacks: Callable[[str], str | None], path: str) -> None:
-        """Refuses a cluster in which a worker lacks what is at `path` of its project.
+        """Refuses a cluster in which a worker cannot use the `path` of its project.
 
         Args:
-            lacks: on a worker, what is wrong with a path, None if nothing.
+            lacks: runs on a worker; the message that refuses a path, None for a usable one.
         """
-        lacking = {a: text for a, text in self.client.run(lacks, path).items() if text}
+        answers = self.client.run(lacks, path)
+        lacking = [address for address, text in answers.items() if text]
         if lacking:
-            names = {a: machine_name(e) for a, e in self.client.run(log.environment).items()}
+            environments = self.client.run(log.environment)
+            texts = [f"{machine_name(environments[a])}: {answers[a]}" for a in lacking]
             raise InputError(
-                f"{len(lacking)} of {len(names)} workers",
-                "; ".join(f"{names[address]}: {text}" for address, text in lacking.items()),
+                f"{len(lacking)} of {len(environments)} workers",
+                "; ".join(texts),
                 f"{path} in the project of each, as here",
                 "copy the checkpoint there, or name finished bundles in the grid (bundle: […]), "
                 "which are sent",
             )
 
     def send(self, source: Path, place: str) -> None:
-        """Copies a file or a folder to `place` of every project on the workers that has nothing
-        there, piece by piece."""
+        """Copies a file or folder in pieces to `place` of every worker's project that lacks it."""
         addresses = {project: a for a, project in self.client.run(_lacking_project, place).items()}
         lacking = [address for project, address in addresses.items() if project]
         files = [p for p in sorted(source.rglob("*")) if p.is_file()] or [source]
@@ -74,8 +74,8 @@ class Cluster:
     ) -> Iterator[tuple]:
         """Runs every job; yields (job, its log files, whether that was its last attempt).
 
-        Each worker has one job at a time: Dask would count a job that waits at a worker that dies
-        as failed, too.
+        Each worker has one job at a time, since Dask also fails the jobs that wait at a worker that
+        dies.
         """
         from distributed import as_completed
 
@@ -107,8 +107,10 @@ class Cluster:
 
 
 def _lacking_project(place: str) -> tuple[str, str] | None:
-    """On a worker: its host and its project, unless there is something at `place` of it already.
-    What an interrupted sending left is removed."""
+    """On a worker: its host and project, or None if its project has something at `place`.
+
+    The partial copy of an interrupted `send` is removed.
+    """
     target = log.project() / place
     if target.exists():
         return None
@@ -119,7 +121,10 @@ def _lacking_project(place: str) -> tuple[str, str] | None:
 
 
 def _append(place: str, name: str, piece: bytes) -> None:
-    """On a worker: adds a piece to a file of what is being sent to `place`; "." is all of it."""
+    """On a worker: appends a piece to the file `name` of the folder sent to `place`.
+
+    The name is "." if `place` itself is a file.
+    """
     target = partial(log.project() / place) / name
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("ab") as file:
@@ -127,14 +132,13 @@ def _append(place: str, name: str, piece: bytes) -> None:
 
 
 def _finish(place: str) -> None:
-    """On a worker: what was sent to `place` is whole."""
+    """On a worker: renames the complete copy to `place`."""
     target = log.project() / place
     partial(target).rename(target)
 
 
 def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) -> dict:
-    """On a worker: runs a job that names its worker by an index, since an address names the
-    host."""
+    """On a worker: runs a job with its worker's index, since an address would name the host."""
     from distributed import get_worker
 
     return run(job | {"worker": indices.get(get_worker().address)})
@@ -143,14 +147,15 @@ def _on_worker(run: Callable[[dict], dict], job: dict, indices: dict[str, int]) 
 def _failed_files(
     job: dict, problem: Exception, failed: Callable, indices: dict[str, int]
 ) -> dict[str, bytes]:
-    """The log files of a job that returned none."""
-    reason = "the worker died or left" if isinstance(problem, _errors()) else repr(problem)
+    """The log files of the failed run of a job that returned none."""
+    if isinstance(problem, _errors()):
+        reason = "the worker died or left"
+    else:
+        reason = repr(problem)
     worker = getattr(getattr(problem, "last_worker", None), "address", None)
     with tempfile.TemporaryDirectory() as root:
-        failed(
-            job | {"root": root, "worker": indices.get(worker)},
-            f"attempt {job['attempt']}: {reason}",
-        )
+        row = job | {"root": root, "worker": indices.get(worker)}
+        failed(row, f"attempt {job['attempt']}: {reason}")
         return log.files(root)
 
 
@@ -188,15 +193,14 @@ def connect(address: str):
 
 
 def _errors() -> tuple[type, type]:
-    """What Dask raises when a job's worker died, and when none came back; imported late, since
-    sweeps here need neither."""
+    """Dask's errors for a worker that died and for no worker in time; sweeps on this machine do not
+    import them."""
     from distributed.scheduler import KilledWorker, NoValidWorkerError
 
     return KilledWorker, NoValidWorkerError
 
 
 def _disable_dask_retries(dask_scheduler) -> None:
-    """On the scheduler: a death is reported at once instead of tried elsewhere; waiting for workers
-    ends."""
+    """On the scheduler: a job whose worker dies fails at once, and waiting for workers ends."""
     dask_scheduler.allowed_failures = 0
     dask_scheduler.no_workers_timeout = PATIENCE_S

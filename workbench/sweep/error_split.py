@@ -1,5 +1,4 @@
-"""The error split of a checkpoint's bundle, measured in a process of its own, logged, and read
-again from the log."""
+"""The error split of a checkpoint's bundle: measured in a child process, logged, read back."""
 
 import json
 from pathlib import Path
@@ -19,9 +18,7 @@ from workbench.sweep.cell import bundle_for
 def measure_split(
     checkpoint: Checkpoint, options: Options, ids: list[int], experiment: str, root: Path
 ) -> None:
-    """Splits the error over a prompt (see `workbench.explain.error`) in a child process and logs
-    it.
-
+    """Splits the error over a prompt in a child process and logs it (see `explain.error`).
     Raises:
         InputError: the child failed.
     """
@@ -39,7 +36,8 @@ def measure_split(
 
 def split_main(argument: dict) -> None:
     """In the child: exports the bundle if it is missing, splits its error and logs one run."""
-    checkpoint, root = Checkpoint(argument["checkpoint"]), Path(argument["root"])
+    checkpoint = Checkpoint(argument["checkpoint"])
+    root = Path(argument["root"])
     bundles = log.project(root) / "data" / "bundles"
     bundle = bundle_for(checkpoint, Options(**argument["options"]), bundles)
     splits = error.split_error(checkpoint, bundle, argument["ids"])
@@ -55,8 +53,8 @@ def split_main(argument: dict) -> None:
 
 
 def stored_split(checkpoint: Checkpoint, options: Options, root: Path) -> pd.DataFrame | None:
-    """Parts of every layer's isolated update (see `workbench.explain.error.Split.layers`), with
-    run_id; None: never measured."""
+    """Parts of every layer's isolated update (see `explain.error.Split.layers`), with run_id; None
+    if the log has none."""
     where = {"checkpoint_hash": checkpoint.sha256, "status": "ok"} | runs.exported(options)
     logged = log.load("runs", root=root, where=where).dropna(subset="config")
     for run in logged.sort_values("run_id", ascending=False).itertuples():

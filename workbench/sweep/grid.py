@@ -1,4 +1,4 @@
-"""The grid of a sweep: its schema, how it is read, and the cells of its cross product."""
+"""The grid of a sweep: its schema, its reader, and the cells of its cross product."""
 
 import hashlib
 import itertools
@@ -38,9 +38,9 @@ Axis = Annotated[list[Value], Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 
 RUN_AXES = ("runtime", "precision", "fast", "compute_units", "hints", "T", "depth")
-"""The lists of `Run`."""
+"""Fields of `Run` that are axes."""
 PORTABLE_AXES = ("precision", "fast")
-"""Those that concern the portable runtime alone."""
+"""The axes of the portable runtime alone."""
 
 
 def may_be_portable(runtime: str) -> bool:
@@ -66,9 +66,12 @@ class Hints(BaseModel, extra="forbid"):
 
 
 class Run(BaseModel, extra="forbid"):
-    """How each bundle is run; every list is an axis. `repetitions` are sequences within one
-    process, more of them where `min_tokens` or `min_seconds` ask for it; `rounds` are processes:
-    each round measures every cell once, in an order of its own, `cool_down_s` seconds apart."""
+    """How each bundle is run; every list is an axis.
+
+    `repetitions` are sequences within one process; `min_tokens` and `min_seconds` add more.
+    `rounds` are processes: each round measures every cell once, in an order of its own,
+    `cool_down_s` seconds apart.
+    """
 
     T: Axis[Count] = [1]
     depth: Axis[NonNegativeInt] = [0]
@@ -94,10 +97,12 @@ class Run(BaseModel, extra="forbid"):
 
 
 class Grid(BaseModel, extra="forbid"):
-    """A sweep: `checkpoint` and lists of export options, or finished bundles in `bundle`; run
-    options, the prompt each bundle is validated on, if any, and the user's limit on its mean KL in
-    nats. With a stored `golden`, whose prompt it is then, a bundle is validated where there is no
-    checkpoint."""
+    """A sweep: bundles, the ways to run them, and the prompt on which each bundle is validated.
+
+    Bundles are exported from `checkpoint` with lists of options in `export`, or are the finished
+    ones in `bundle`, which are validated against the stored `golden` on its prompt. `max_kl` is the
+    user's limit on the mean KL in nats.
+    """
 
     checkpoint: str = ""
     bundle: list[str] = []
@@ -111,8 +116,11 @@ class Grid(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class Cell:
-    """One bundle, one way to run it, one round; `judge_ids` where this is the cell that also
-    validates its bundle. `bundle`: the path of a finished one, None where it is exported."""
+    """One bundle, one way to run it, one round.
+
+    `judge_ids` is the prompt if this cell also validates its bundle, else empty. `bundle` is the
+    path of a finished bundle, None if it is exported.
+    """
 
     checkpoint: str
     options: Options
@@ -122,25 +130,26 @@ class Cell:
     bundle: str | None = None
 
     def setting(self, checkpoint_hash: str) -> str:
-        """What rounds repeat: contents of the checkpoint (of a finished bundle: its identity),
-        export options, run options."""
+        """The hash that all rounds of a cell share: checkpoint (of a finished bundle: its
+        identity), export options, run options."""
         return _hash([checkpoint_hash, self.options.model_dump(), self.run])
 
     def key(self, checkpoint_hash: str) -> str:
-        """Identity of the cell: its setting, its round, and what its bundle is validated on."""
-        ids = f"-{_hash(list(self.judge_ids))[:6]}" if self.judge_ids else ""
+        """Identity of the cell: its setting, its round, and a hash of its prompt if it has one."""
+        if self.judge_ids:
+            ids = f"-{_hash(list(self.judge_ids))[:6]}"
+        else:
+            ids = ""
         return f"{self.setting(checkpoint_hash)}-{self.round}{ids}"
 
     def columns(self, auto: str) -> dict:
-        """Columns of `runs` that a run of this cell has (see `runs.TIMES`), where `auto` is the
-        runtime that auto means."""
-        auto = "coreai" if self.options.target == "coreai" else auto
-        runtime = auto if self.run["runtime"] == "auto" else self.run["runtime"]
-        return (
-            runs.exported(self.options)
-            | runs.executed(**self.run | {"runtime": runtime})
-            | runs.counted(self.run)
-        )
+        """Columns of `runs` of a run of this cell (see `runs.TIMES`); `auto` is the runtime that
+        auto means."""
+        runtime = self.run["runtime"]
+        if runtime == "auto":
+            runtime = "coreai" if self.options.target == "coreai" else auto
+        executed = runs.executed(**self.run | {"runtime": runtime})
+        return runs.exported(self.options) | executed | runs.counted(self.run)
 
 
 def _hash(value) -> str:
@@ -171,16 +180,11 @@ def make_grid(mapping: dict, subject: str = "grid") -> Grid:
         if first["type"] == "extra_forbidden":
             part = {0: Grid, 1: Run}.get(where.count("."), Hints)
             needed = f"one of the keys {', '.join(part.model_fields)}"
-        raise InputError(
-            subject, f"{where}: {first.get('input')!r}", needed, "see README: sweeps"
-        ) from None
+        actual = f"{where}: {first.get('input')!r}"
+        raise InputError(subject, actual, needed, "see README: sweeps") from None
     if unknown := sorted(grid.export.keys() - Options.model_fields.keys()):
-        raise InputError(
-            subject,
-            f"export options {', '.join(unknown)}",
-            ", ".join(Options.model_fields),
-            "correct the key",
-        )
+        actual = f"export options {', '.join(unknown)}"
+        raise InputError(subject, actual, ", ".join(Options.model_fields), "correct the key")
     grid = _with_golden(grid, subject)
     list(cells(grid))  # refuses wrong values of export options
     return grid
@@ -193,12 +197,13 @@ def check_sizes(grid: Grid) -> None:
         sizes = runs.pick(cell.run, "T", "depth", "n_gen")
         timing.check_size(cell.options, **sizes, subject="grid, ")
         if count > S:
-            needed, step = f"at most max_seq_len = {S}", "validate on fewer, or export more"
+            needed = f"at most max_seq_len = {S}"
+            step = "validate on fewer, or export more"
             raise InputError("grid, validate_ids", f"{count} tokens", needed, step)
 
 
 def _with_golden(grid: Grid, subject: str) -> Grid:
-    """The grid with the prompt of its golden; refuses what does not go together."""
+    """The grid with the prompt of its golden; refuses keys that exclude each other."""
     if bool(grid.checkpoint) == bool(grid.bundle) or (grid.bundle and grid.export):
         raise InputError(
             subject,
@@ -208,7 +213,8 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
         )
     if grid.golden is None:
         if grid.bundle and grid.validate_ids:
-            needed, step = "golden", "run: workbench golden CHECKPOINT --out G"
+            needed = "golden"
+            step = "run: workbench golden CHECKPOINT --out G"
             raise InputError(subject, "validate_ids of bundles without golden", needed, step)
         return grid
     ids = Golden.load(find(grid.golden, log.default_root())).ids.tolist()
@@ -219,8 +225,11 @@ def _with_golden(grid: Grid, subject: str) -> Grid:
 
 
 def cells(grid: Grid) -> Iterator[Cell]:
-    """The cross product, round by round; of `PORTABLE_AXES` a runtime named otherwise has the first
-    values alone. The first way to run each bundle and runtime also validates it, once."""
+    """The cross product, round by round.
+
+    Runtimes other than the portable one have only the first values of `PORTABLE_AXES`. In the first
+    round, the cells of the smallest T and depth also validate their bundle.
+    """
     run = grid.run.model_dump(exclude_none=True)
     common = runs.pick(run, *(name for name in _COMMON if name in run))
     axes = runs.pick(run, *RUN_AXES).values()
@@ -235,8 +244,8 @@ def cells(grid: Grid) -> Iterator[Cell]:
             others = [name for name in PORTABLE_AXES if how[name] != run[name][0]]
             portable = options.target == "coreml" and may_be_portable(how["runtime"])
             if others and not portable:
-                continue  # the same again: Core ML and Core AI know nothing of these axes
-            if isinstance(options, AdoptedOptions):  # they have no other graph than the literal one
+                continue  # Core ML and Core AI lack these axes: the cell would be a duplicate
+            if isinstance(options, AdoptedOptions):  # adopted packages run their literal graph only
                 if how["fast"] != run["fast"][0]:
                     continue
                 how["fast"] = False

@@ -1,10 +1,9 @@
-"""Energy and active time of the Neural Engine between two moments, from the counters of macOS'
-IOReport.
+"""Energy and active time of the Neural Engine between two moments, from macOS' IOReport counters.
 
-The library is public knowledge and no public interface (mactop, macmon): it is called in a child
-process, and whatever is missing, zero or of another form is None with a reason. The counters are of
-the whole machine. Energy is what macOS estimates; active time is that of the engine's controller,
-not of its arithmetic. Nothing here has run on a Mac. Imports nothing but Python's own modules.
+IOReport is no public interface (mactop and macmon use it), so it is called in a child process, and
+a value that is missing, zero or of another form is None with a reason. The counters are of the
+whole machine. Energy is macOS' estimate; active time is that of the engine's controller, not of its
+arithmetic. Nothing here has run on a Mac. Imports nothing but Python's own modules.
 """
 
 import ctypes
@@ -45,13 +44,16 @@ SIGNATURES = {  # function → type of its result, types of its arguments
 
 
 class Missing(Exception):
-    """What the counters lack, in words."""
+    """A function, channel or value that the counters lack."""
 
 
 @contextmanager
 def metered(command: Sequence[str] = (sys.executable, "-P", __file__)) -> Iterator[dict]:
-    """Within, a child process reads the counters; afterwards the dict that is given has
-    ``ane_joules``, ``ane_active_ms`` (None: not measured) and ``reason`` (None: both are there)."""
+    """Reads the counters before and after the block in a child process.
+
+    After the block the yielded dict has ``ane_joules``, ``ane_active_ms`` (None: not measured) and
+    ``reason`` (None: both are there).
+    """
     reading = {"ane_joules": None, "ane_active_ms": None, "reason": "no macOS, so no IOReport"}
     if sys.platform != "darwin":
         yield reading
@@ -89,7 +91,10 @@ class Counters:
     def __init__(self, ioreport, core_foundation):
         self.functions = {}
         for name, (result, arguments) in SIGNATURES.items():
-            library = ioreport if name.startswith("IOReport") else core_foundation
+            if name.startswith("IOReport"):
+                library = ioreport
+            else:
+                library = core_foundation
             function = getattr(library, name, None)
             if function is None:
                 raise Missing(f"no function {name}")
@@ -146,19 +151,16 @@ class Counters:
 
     def active_share(self, before: dict, after: dict) -> float:
         """Share of the time between two `samples` in which the engine's controller ran."""
-        subgroup, name, running = CONTROLLER
+        *controller, running = CONTROLLER
         for channel in self.channels(before, after, ENGINE):
-            if (subgroup, name) != (
-                self.text("IOReportChannelGetSubGroup", channel),
-                self.text("IOReportChannelGetChannelName", channel),
-            ):
+            subgroup = self.text("IOReportChannelGetSubGroup", channel)
+            name = self.text("IOReportChannelGetChannelName", channel)
+            if [subgroup, name] != controller:
                 continue
-            times = {
-                self.text("IOReportStateGetNameForIndex", channel, index): self.call(
-                    "IOReportStateGetResidency", channel, index
-                )
-                for index in range(self.call("IOReportStateGetCount", channel))
-            }
+            times = {}
+            for index in range(self.call("IOReportStateGetCount", channel)):
+                state = self.text("IOReportStateGetNameForIndex", channel, index)
+                times[state] = self.call("IOReportStateGetResidency", channel, index)
             if running in times and min(times.values()) >= 0 < sum(times.values()):
                 return times[running] / sum(times.values())
         raise Missing("no time in states of the Neural Engine's controller")
@@ -168,7 +170,8 @@ class Counters:
 
     def text(self, name: str, *arguments) -> str:
         """The text that a function gives; "" where it gives none."""
-        string, buffer = self.call(name, *arguments), ctypes.create_string_buffer(256)
+        string = self.call(name, *arguments)
+        buffer = ctypes.create_string_buffer(256)
         if not string or not self.call("CFStringGetCString", string, buffer, 256, UTF8):
             return ""
         return buffer.value.decode(errors="replace").strip()
@@ -177,7 +180,8 @@ class Counters:
 def reading(counters: Counters, before: dict, after: dict, seconds: float) -> dict:
     """``ane_joules`` and ``ane_active_ms`` between two `samples` that many seconds apart, and the
     ``reason`` why one of them is None."""
-    values, reasons = {"ane_joules": None, "ane_active_ms": None}, []
+    values = {"ane_joules": None, "ane_active_ms": None}
+    reasons = []
     for name, value in (
         ("ane_joules", lambda: counters.joules(before, after)),
         ("ane_active_ms", lambda: 1e3 * seconds * counters.active_share(before, after)),

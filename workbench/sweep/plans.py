@@ -1,5 +1,4 @@
-"""Core ML's compute plans, asked for in a process of their own: Core ML may abort the one that asks
-(CT#2757)."""
+"""Core ML's compute plans, made in a child process, which Core ML may abort (CT#2757)."""
 
 from collections.abc import Iterable
 
@@ -13,7 +12,10 @@ def plan_job(
     bundle: Bundle, shards: Iterable[Shard], runtime: str, compute_units: str, fault: str
 ) -> dict:
     """The argument of `placement.plan_main` for every function of some shards of a bundle."""
-    programs = [(shard.name, name) for shard in shards for name in shard.functions or [None]]
+    programs = []
+    for shard in shards:
+        for name in shard.functions or [None]:
+            programs.append((shard.name, name))
     job = {"bundle": str(bundle.root), "programs": programs, "runtime": runtime}
     return job | {"compute_units": compute_units, "fault": fault}
 
@@ -26,11 +28,10 @@ def planned_placement(
     fault: str = "",
     timeout_s: float | None = None,
 ) -> list[Placement]:
-    """What Core ML, or its stand-in with a fault, plans for every function of some shards of a
-    bundle.
+    """The plan of Core ML, or of its stand-in with a fault, for every function of some shards.
 
     Raises:
-        InputError: there is no plan, with the reason, the death of the process that asked included.
+        InputError: there is no plan; the reason may be the death of the child process.
     """
     job = plan_job(bundle, shards, runtime, compute_units, fault)
     outcome = process.call("workbench.ane.placement:plan_main", job, timeout_s=timeout_s)

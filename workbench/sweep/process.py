@@ -1,5 +1,4 @@
-"""One function call in a fresh Python process: JSON in, JSON out; a crash there is a failure in
-words here.
+"""Calls one function in a fresh Python process: JSON in, JSON out, a crash as an error message.
 
 A child starts with nothing loaded, compiled or warmed up, and ends when its caller does.
 """
@@ -24,9 +23,9 @@ from dataclasses import dataclass
 from workbench.errors import InputError, last_message
 
 TAIL = 20  # lines from the end of a failed child's stderr in an `Outcome`
-# What Core ML's parts write on stderr while a call goes on. All of it is logged; a run in which a
-# model was not compiled, or not run, for the unit that it was meant for is invalid. (whisper.cpp
-# #3702, CT#2247, CT#2688)
+# Core ML writes these lines on stderr while a call goes on. All of them are logged; a run in which
+# a model was not compiled, or not run, for the named unit is invalid. (whisper.cpp #3702, CT#2247,
+# CT#2688)
 CORE_ML_MESSAGE = re.compile(
     r"E5RT|E5 bundle|\bANE|ForANE|Espresso|MPSGraph|Error plan build|Error compiling model"
     r"|Error Domain=com\.apple"
@@ -48,7 +47,7 @@ class Cancelled(BaseException):
 
 @contextmanager
 def stopped_by(event: threading.Event) -> Iterator[None]:
-    """Within, in this thread, a `call` ends with `Cancelled` at most 0.2 s after `event` is set."""
+    """Makes a `call` of this thread end with `Cancelled` at most 0.2 s after `event` is set."""
     before = _STOP.set(event)
     try:
         yield
@@ -66,8 +65,8 @@ def _kill_at(stop: threading.Event, deadline: float, child: subprocess.Popen) ->
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a call: its `value`, or the reason why there is none, compiler errors and the end of
-    stderr."""
+    """The result of a call: its `value`, or `failure`, the reason why there is none; `lines` are
+    Core ML's messages and, of a failure, the end of stderr."""
 
     value: object = None
     failure: str | None = None
@@ -109,7 +108,10 @@ def call(
         errors.seek(0)
         lines = _lines(errors.read())
     if not reply:
-        failure = f"no answer in {timeout_s} s" if late else _death(code, lines)
+        if late:
+            failure = f"no answer in {timeout_s} s"
+        else:
+            failure = _death(code, lines)
         notes = dict.fromkeys([*_messages(lines), *lines[-TAIL:]])
         return Outcome(failure=failure, lines=tuple(notes))
     outcome = json.loads(reply)
@@ -117,8 +119,8 @@ def call(
 
 
 def _ask(child: subprocess.Popen, argument: dict) -> bytes:
-    """Sends the argument and waits for the reply; stdin stays open, since the child ends at its
-    end."""
+    """Sends the argument and waits for the reply; stdin stays open, since closing it ends the
+    child."""
     try:
         child.stdin.write(json.dumps(argument).encode() + b"\n")
         child.stdin.flush()
@@ -129,7 +131,7 @@ def _ask(child: subprocess.Popen, argument: dict) -> bytes:
 
 @contextmanager
 def awake() -> Iterator[None]:
-    """Within, and no longer than this process lives, a Mac does not fall asleep by itself."""
+    """Keeps a Mac from falling asleep within the block, and no longer than this process lives."""
     caffeinate = None
     with suppress(OSError):  # another system, or no such command
         command = ["caffeinate", "-i", "-w", str(os.getpid())]
@@ -143,26 +145,30 @@ def awake() -> Iterator[None]:
 
 
 def core_ml_messages() -> list[str]:
-    """In a child: what Core ML wrote on stderr so far, each line once. It reports a failed
-    compilation there and goes on; `invalidating` says which lines matter."""
+    """In a child: Core ML's lines on stderr so far, each once.
+
+    Core ML reports a failed compilation there and goes on; see `invalidating`.
+    """
     return messages_behind(0)
 
 
 def messages_behind(start: int) -> list[str]:
-    """`core_ml_messages` behind the first `start` bytes."""
+    """`core_ml_messages` after the first `start` bytes."""
     about = os.fstat(2)
-    written = os.pread(2, about.st_size - start, start) if stat.S_ISREG(about.st_mode) else b""
+    if stat.S_ISREG(about.st_mode):
+        written = os.pread(2, about.st_size - start, start)
+    else:
+        written = b""
     return _messages(_lines(written))
 
 
 def invalidating(messages: list[str]) -> list[str]:
-    """The messages of Core ML after which a run is not what it was meant to be."""
+    """The messages after which a run did not use the compute unit that it names."""
     return [line for line in messages if INVALIDATING.search(line)]
 
 
 def _messages(lines: list[str]) -> list[str]:
-    """Core ML's lines, each once; those that invalidate come first, so that none of them is cut
-    off."""
+    """Core ML's lines, each once, at most `MESSAGES`; those that invalidate a run come first."""
     messages = list(dict.fromkeys(filter(CORE_ML_MESSAGE.search, lines)))
     messages.sort(key=lambda line: INVALIDATING.search(line) is None)
     return messages[:MESSAGES]
@@ -179,8 +185,8 @@ def _death(code: int, lines: list[str]) -> str:
 
 
 def _serve(function: str) -> None:
-    """The child: one argument from stdin, one reply to the original stdout; whatever else prints
-    goes to stderr."""
+    """The child: reads one argument from stdin and writes one reply to the original stdout; other
+    prints go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     argument = json.loads(sys.stdin.readline())
@@ -192,7 +198,7 @@ def _serve(function: str) -> None:
         outcome = {"failure": str(problem)}
     replies.write(json.dumps(outcome))
     replies.flush()
-    os._exit(0)  # nothing that a library does at exit can turn a finished call into a failed one
+    os._exit(0)  # skips exit handlers of libraries, which could fail a finished call
 
 
 if __name__ == "__main__":

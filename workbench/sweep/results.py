@@ -1,5 +1,4 @@
-"""The log's tables of a grid: times of one machine, fidelity of any, and one row per
-configuration."""
+"""The log's tables of a grid: times of one machine, fidelity of any, one row per configuration."""
 
 import json
 import math
@@ -20,28 +19,29 @@ from workbench.sweep.grid import RUN_AXES, Grid, cells
 _SPEEDS = ["tokens_per_s", "call_ms", "call_p90_ms"]
 _SHARES = ["ane_ops_share", "ane_cost_share"]
 VALIDATED = ["bundle_hash", *runs.HOW]
-"""What fidelity, price and verdict belong to, on any machine."""
+"""Columns of `runs` that decide fidelity, price and verdict, on any machine."""
 
 
 def stored_tables(
     grid: Grid, root: Root = None, machine: str | None = None
 ) -> dict[str, pd.DataFrame]:
-    """The log's tables `samples`, `layers` and `fidelity` of a grid with settings joined on, newest
-    runs only.
+    """The log's tables `samples`, `layers` and `fidelity` of a grid, newest runs only, with their
+    settings joined on.
 
-    Times are those of one machine and one setting of everything that the grid does not vary: where
-    the log holds the grid with several checkpoints of one name, or on several versions of a system,
-    coremltools or torch, those of the newest run. Fidelity is of any machine. The column `invalid`
-    of times is the reason why a run was not what its settings say, null for all others.
+    Times are of one machine and of one setting of everything that the grid does not vary. Where the
+    log holds several checkpoints of one name, or several versions of system, coremltools or torch,
+    the times are those of the newest run. Fidelity is of any machine. The column `invalid` of times
+    is the reason why a run is invalid, else null.
 
     Args:
-        machine: whose times (see `workbench.log.machine.machine_name`); default: this machine's if
-            the log has some, else those of the machine that measured last.
+        machine: the machine of the times (see `workbench.log.machine.machine_name`); default: this
+            machine if the log has times of it, else the machine of the newest run.
 
     Raises:
         InputError: no run of the grid is of `machine`.
     """
-    measured, timed = _of_checkpoint(grid, root), _timed_runs(grid, root)
+    measured = _of_checkpoint(grid, root)
+    timed = _timed_runs(grid, root)
     of_checkpoint = measured[measured["status"] == "ok"]
     timed = runs.like_newest(of_machine(timed, machine, runs.here()), "software")
     logged = set((of_checkpoint if timed.empty else timed)["runtime"])
@@ -54,10 +54,11 @@ def stored_tables(
     about = ["family", "checkpoint", "checkpoint_hash", "bundle"]
     timed = timed.assign(invalid=timed["reason"].where(timed["status"] == "invalid"))
     times = [*about, *runs.TIMES, "machine", "software", "os_build", "round", "invalid", *_SHARES]
-    tables = {
-        name: _join(_rows_of(name, timed, root), timed, times) for name in ("samples", "layers")
+    return {
+        "samples": _join(_rows_of("samples", timed, root), timed, times),
+        "layers": _join(_rows_of("layers", timed, root), timed, times),
+        "fidelity": _join(fidelity, validated, [*about, *runs.VALUES]),
     }
-    return tables | {"fidelity": _join(fidelity, validated, [*about, *runs.VALUES])}
 
 
 def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
@@ -66,29 +67,35 @@ def _rows_of(table: str, rows: pd.DataFrame, root: Root) -> pd.DataFrame:
 
 
 def _join(table: pd.DataFrame, rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    """A log table with `columns` of its rows of `runs`; runs that `rows` lacks are left out. A column
-    that both have is the run's where the table leaves it open."""
-    for name in (column for column in columns if column in table):
-        of_run = table["run_id"].map(rows.set_index("run_id")[name])
-        table = table.assign(**{name: table[name].fillna(of_run)})
-    return table.merge(rows[["run_id", *(c for c in columns if c not in table)]], on="run_id")
+    """A log table with `columns` of `rows`, rows of `runs`; runs that `rows` lacks are dropped. In
+    a column that both have, the run's value fills the table's nulls."""
+    missing = ["run_id"]
+    for name in columns:
+        if name in table:
+            of_run = table["run_id"].map(rows.set_index("run_id")[name])
+            table = table.assign(**{name: table[name].fillna(of_run)})
+        else:
+            missing.append(name)
+    return table.merge(rows[missing], on="run_id")
 
 
 def offered_machines(grid: Grid, root: Root = None) -> list[str]:
-    """The machines on which the log holds times of a grid, the one of the newest run first."""
+    """The machines of a grid's times in the log, the one of the newest run first."""
     return machine_names(_timed_runs(grid, root))
 
 
 def _timed_runs(grid: Grid, root: Root) -> pd.DataFrame:
-    """The sweeps' runs of a grid's cells, on any machine and whichever runtime auto means there."""
+    """The sweeps' runs of a grid's cells, on any machine and for any runtime that auto may mean."""
     rows = _of_checkpoint(grid, root)
-    settings = (cell.columns(runtime) for cell in cells(grid) for runtime in runs.RUNTIMES)
+    settings = []
+    for cell in cells(grid):
+        settings += map(cell.columns, runs.RUNTIMES)
     return runs.fitting(rows[rows["round"].notna()], settings, runs.TIMES)
 
 
 def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
-    """The experiment's runs of the grid's checkpoint: of its contents, or where it is not at hand,
-    of the newest ones of its name."""
+    """The experiment's runs of the grid's checkpoint, by its hash; without the checkpoint's folder,
+    by its name and the hash of the newest run."""
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
     root = Path(root or log.default_root())
     if grid.bundle:
@@ -97,33 +104,41 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     path = find(grid.checkpoint, root)
     if not path.is_dir():
         return runs.like_newest(rows[rows["checkpoint"] == path.name], "checkpoint_hash")
-    stats = [(file, file.stat()) for file in sorted(path.iterdir()) if file.is_file()]
-    files = tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
-    return rows[rows["checkpoint_hash"] == _sha256(path, files)]
+    files = []
+    for file in sorted(path.iterdir()):
+        if file.is_file():
+            stat = file.stat()
+            files.append((file, stat.st_size, stat.st_mtime_ns))
+    return rows[rows["checkpoint_hash"] == _sha256(path, tuple(files))]
 
 
 @cache
 def _sha256(path: Path, files: tuple) -> str:
-    """The checkpoint's hash, taken once for files of the same sizes and times."""
+    """The checkpoint's hash; `files` is the key of the cache: paths, sizes and times."""
     return Checkpoint(path).sha256
 
 
 def configurations(grid: Grid, root: Root = None, machine: str | None = None) -> pd.DataFrame:
-    """One row per bundle, way to run it and T of a grid that the log holds on one machine, fastest
-    first, those that only invalid runs measured last.
+    """One row per bundle, way to run it and T that the log holds of one machine.
 
-    Columns: ``name`` (its values of the axes that vary, and T), those values, ``machine``,
-    ``runtime``, ``tokens_per_s`` and ``call_ms`` (medians over runs of their medians),
-    ``slowest`` and ``fastest`` (the runs' range of tok/s), ``call_p90_ms`` (the medians of their
-    90th percentiles), ``n`` runs, and of its bundle
-    ``worst_cosine`` (of isolated updates, any T), ``kl_mean`` (nats) and ``verdict``: RED where
-    another gate than the user's limit is, or the mean KL is above the grid's `max_kl`; ``invalid``
-    is the reason where no run is valid; ``ane_ops_share`` and ``ane_cost_share`` are the Neural
-    Engine's shares (null: no plan). For `machine` see `stored_tables`.
+    The fastest comes first; rows that only invalid runs measured come last. For `machine` see
+    `stored_tables`.
+
+    Returns:
+        name: the values of the varying axes, and T; then each of these values.
+        machine, runtime, bundle.
+        tokens_per_s, call_ms, call_p90_ms: medians over runs of the run's median or 90th
+            percentile.
+        slowest, fastest: the range of the runs' tok/s; n: the number of runs.
+        worst_cosine: the bundle's smallest cosine of isolated updates at any T.
+        kl_mean: nats; verdict: RED if a gate other than the user's limit is, or if the mean KL is
+            above the grid's `max_kl`.
+        ane_ops_share, ane_cost_share: the Neural Engine's shares (null: no plan).
+        invalid: the reason if no run is valid.
     """
     tables = stored_tables(grid, root, machine)
     varied = [name for name in varied_axes(grid) if name != "T"]
-    about = ["bundle", *runs.HOW]  # what fidelity and verdict belong to
+    about = ["bundle", *runs.HOW]  # these columns decide fidelity and verdict
     keys = [*dict.fromkeys([*about, *varied]), "machine", "T"]
     rows = _speeds(tables["samples"], keys)
     fidelity = tables["fidelity"]
@@ -134,10 +149,7 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     validated = validated[[*about, "kl_mean", "verdict"]]
     rows = rows.reset_index().merge(worst, "left", about).merge(validated, "left", about)
     rows["verdict"] = rows["verdict"].astype(object).fillna("not_run")
-    rows["name"] = [
-        ", ".join(f"{n} {'none' if pd.isna(row[n]) else row[n]}" for n in [*varied, "T"])
-        for row in rows.to_dict("records")
-    ]
+    rows["name"] = _names(rows[[*varied, "T"]])
     columns = ["name", *varied, "T", "machine", "runtime", "bundle", *_SPEEDS]
     columns += ["slowest", "fastest", "n"]
     columns += ["worst_cosine", "kl_mean", "verdict", *_SHARES, "invalid"]
@@ -146,16 +158,25 @@ def configurations(grid: Grid, root: Root = None, machine: str | None = None) ->
     return ranked[list(dict.fromkeys(columns))]
 
 
+def _names(rows: pd.DataFrame) -> list[str]:
+    """Each row's columns with their values in words, null as "none"."""
+    names = []
+    for row in rows.astype(object).where(rows.notna(), "none").to_dict("records"):
+        names.append(", ".join(f"{column} {value}" for column, value in row.items()))
+    return names
+
+
 def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The columns of `configurations` that are times, by `keys`. Where a configuration has valid
-    runs, its invalid ones are left out."""
+    """The columns of `configurations` that are times, by `keys`. Invalid runs are dropped where a
+    configuration has valid ones."""
     phases = samples["phase"].isin(["call", "tokens_per_s"])
     timed = samples[phases & ~samples["warmup"].fillna(False)]
     valid = timed["invalid"].isna()
     of_key = valid.groupby([timed[key] for key in keys], dropna=False)
     timed = timed[valid | ~of_key.transform("any")]
     of_run = timed.groupby([*keys, "run_id", "phase"], dropna=False)["value"]
-    median, p90 = of_run.median().unstack("phase"), of_run.quantile(0.9).unstack("phase")
+    median = of_run.median().unstack("phase")
+    p90 = of_run.quantile(0.9).unstack("phase")
     by_run = median.reindex(columns=["tokens_per_s", "call"])
     by_run = by_run.assign(p90=p90.reindex(columns=["call"]))
     by_key = by_run.set_axis(_SPEEDS, axis=1).groupby(keys, dropna=False)
@@ -165,19 +186,20 @@ def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
-    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` that they have under the
-    limit `max_kl`."""
+    """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` under the limit
+    `max_kl`; where no KL was measured the logged verdict stays."""
     configs, kl, verdicts = _configs(rows), kl_means(rows), []
-    for config, mean, logged in zip(configs, kl, rows["verdict"], strict=True):
+    for config, mean, verdict in zip(configs, kl, rows["verdict"], strict=True):
         others = [g["verdict"] for g in config.get("gates", []) if g["name"] != "max_kl"]
-        red = "RED" in others or mean > max_kl
-        verdicts.append(logged if math.isnan(mean) else "RED" if red else "GREEN")
+        if not math.isnan(mean):
+            verdict = "RED" if "RED" in others or mean > max_kl else "GREEN"
+        verdicts.append(verdict)
     return rows.assign(kl_mean=kl, verdict=verdicts)
 
 
 def validated_costs(root: Root = None) -> pd.DataFrame:
-    """`VALIDATED`, `worst_update` (largest 1 − cosine of an isolated update), `kl_mean` (nats) and
-    `verdict`: of each bundle and way to run it those of its newest validation."""
+    """The newest validation of each bundle and way to run it: `VALIDATED`, `worst_update` (largest
+    1 − cosine of an isolated update), `kl_mean` (nats) and `verdict`."""
     every = log.load("runs", root=root, where={"status": "ok"})
     every = every[every["verdict"].notna() & every["bundle_hash"].notna()]
     validated = runs.newest(every, VALIDATED)
@@ -189,8 +211,8 @@ def validated_costs(root: Root = None) -> pd.DataFrame:
 
 
 def kl_means(rows: pd.DataFrame) -> pd.Series:
-    """Mean KL in nats that rows of `runs` measured, as their price or, in older ones, as the value
-    of the gate `max_kl`; nan where they measured none."""
+    """The mean KL in nats of rows of `runs`, nan if not measured. It is the run's price, or the
+    value of the gate `max_kl` in older rows."""
     means = []
     for config in _configs(rows):
         gates = {gate["name"]: gate["value"] for gate in config.get("gates", [])}

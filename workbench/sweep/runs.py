@@ -1,5 +1,5 @@
-"""Rows of the table `runs` that bundles and decoders determine, how a run is recorded, and which
-rows belong together."""
+"""The columns of the table `runs` that a bundle and a decoder determine, the recording of a run,
+and the selection of rows by their settings."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,23 +16,22 @@ from workbench.log.scrub import scrubbed
 from workbench.log.store import Root
 
 OPTIONS = tuple(Options.model_fields)
-"""Export options, all of them columns of `runs`."""
+"""Export options, each a column of `runs`."""
 
 HOW = ("runtime", "precision", "compute_units", "hints")
 
 VALUES = (*OPTIONS, *HOW)
-"""What decides the values that a bundle of one checkpoint computes: machines do not."""
+"""Columns that decide the values a bundle of one checkpoint computes, on every machine."""
 
 COUNTS = ("threads", "T", "depth", "n_gen", "min_tokens", "min_seconds")
 
 TIMES = (*VALUES, "fast", *COUNTS)
-"""What, with checkpoint, machine and software, decides how long it takes."""
+"""Columns that, with checkpoint, machine and software, decide times."""
 
 RUNTIMES = ("coreml", "portable", "stand-in", "coreai")
 
 MEASURED = ("ok", "invalid")
-"""How runs end that measured something; what an invalid one measured is not what its settings
-say."""
+"""Statuses of runs with samples; an invalid run did not run as its settings say."""
 
 
 def pick(mapping: Mapping, *names: str) -> dict:
@@ -41,26 +40,31 @@ def pick(mapping: Mapping, *names: str) -> dict:
 
 
 def counted(run: Mapping) -> dict:
-    """Columns of `runs` that say how much a cell's run measures, null for what it leaves open."""
+    """The columns `COUNTS` of a cell's run, null for those that it leaves open."""
     return {name: run.get(name) for name in COUNTS}
 
 
 def exported(options: Options | Mapping) -> dict:
-    """Columns of `runs` that export options are, null for those that are left out."""
-    chosen = options if isinstance(options, Mapping) else options.model_dump()
-    return dict.fromkeys(OPTIONS) | {
-        name: _text(value) if isinstance(value, list | tuple | dict) else value
-        for name, value in chosen.items()
-    }
+    """The columns of `runs` for export options, null for those that are missing."""
+    columns = dict.fromkeys(OPTIONS)
+    if isinstance(options, Mapping):
+        columns |= options
+    else:
+        columns |= options.model_dump()
+    for name, value in columns.items():
+        if isinstance(value, list | tuple | dict):
+            columns[name] = _text(value)
+    return columns
 
 
 def executed(
     runtime: str, precision: str, fast: bool, compute_units: str, hints: Mapping, **_
 ) -> dict:
-    """Columns of `runs` that a decoder's arguments are, null where the runtime has no such thing;
-    others are ignored. The fault of a stand-in is no column."""
+    """The columns of `runs` for a decoder's arguments, null where the runtime has no such thing.
+    Other arguments are ignored; the fault of a stand-in has no column."""
     name, _, _ = runtime.partition(":")
-    portable, coreml = name == "portable", name not in ("portable", "coreai")
+    portable = name == "portable"
+    coreml = name not in ("portable", "coreai")
     return {
         "runtime": name,
         "precision": precision if portable else None,
@@ -75,8 +79,7 @@ def _text(value) -> str:
 
 
 def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
-    """Columns of `runs` that a bundle and the way it was run determine. Placement stays null: it is
-    measured elsewhere."""
+    """The columns of `runs` for a bundle and, if it ran, its decoder; placement stays null."""
     m = bundle.manifest
     row = {
         "checkpoint": m.checkpoint["name"],
@@ -86,11 +89,12 @@ def describe(bundle: Bundle, decoder: Decoder | None = None) -> dict:
         "bundle_bytes": sum(shard.bytes for shard in m.shards) + m.embedding.file.bytes,
         "family": m.family,
     }
-    return row | exported(m.options) | (executed(**vars(decoder)) if decoder else {})
+    row |= exported(m.options)
+    return row | executed(**vars(decoder)) if decoder else row
 
 
 def state_before() -> dict:
-    """Columns of `runs` that say in which state the machine is before a measurement."""
+    """The columns `…_before` of `runs`: the machine's state before a measurement."""
     state = host_state()
     names = ("power_source", "thermal", "thermal_pressure", "swap_bytes")
     return {f"{name}_before": state[name] for name in names}
@@ -109,7 +113,7 @@ def record_run(
     Absolute paths in the row, in its `config` too, are shortened (see `workbench.log.scrub`).
 
     Args:
-        rest: gives more columns of the row, once the tables are written.
+        rest: returns further columns of the row; called once the tables are written.
         tables: `fidelity`, `samples`, `layers` and `exhibits` of the run; None or an empty one is
             left out.
 
@@ -128,9 +132,10 @@ def record_run(
 def listing(
     experiment: str | None = None, root: Root = None, status: Sequence[str] = ("ok",)
 ) -> pd.DataFrame:
-    """Rows of `runs` that ended in one of these ways, well by default, with their `machine` and
-    `software`."""
-    where = {"status": list(status)} | ({"experiment": experiment} if experiment else {})
+    """Rows of `runs` with one of these statuses, with their `machine` and `software`."""
+    where = {"status": list(status)}
+    if experiment:
+        where["experiment"] = experiment
     return with_machines(log.load("runs", root=root, where=where))
 
 
@@ -142,7 +147,7 @@ def here() -> str:
 def fitting(
     rows: pd.DataFrame, settings: Iterable[Mapping], columns: Sequence[str]
 ) -> pd.DataFrame:
-    """The rows whose `columns` are those of one of `settings`; null fits null alone."""
+    """The rows whose `columns` equal those of one of `settings`; null equals null alone."""
     settings = {tuple(setting[column] for column in columns) for setting in settings}
     return rows[np.array([row in settings for row in values(rows, columns)], bool)]
 
@@ -165,8 +170,7 @@ def like_newest(rows: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def footer(*run_ids: str, **more) -> pd.DataFrame:
-    """The last cell of a notebook: its log rows, and the versions of the software that wrote
-    them."""
+    """The table in a notebook's last cell: its log rows, and the versions that wrote them."""
     environment = pick(log.environment(), "platform", "commit", "versions")
     rows = {"log rows": ", ".join(run_ids)} | more | environment
     return pd.DataFrame(rows.items(), columns=["", "value"]).set_index("")

@@ -1,9 +1,9 @@
-"""How long calls take: raw samples, warm-ups apart, every clock named. Numbers of a portable run
-are this machine's, never the Neural Engine's.
+"""Times of calls as raw samples, warm-ups marked. A portable run's times are this machine's, never
+the Neural Engine's.
 
-Timed: from token ids to logits, split into layer shards, head and host (the rest: embedding, masks,
-rope, transfers); the prefill to a depth as a whole; and apart from all that, how long each shard
-took to compile, to load and to run first.
+A call is timed from token ids to logits and split into layer shards, head and host (embedding,
+masks, rope, transfers). The prefill to a depth is timed as a whole. Compilation, loading and first
+prediction of each shard are samples of their own.
 """
 
 import time
@@ -36,16 +36,15 @@ def measure_speed(
     min_tokens: int | None = None,
     min_seconds: float | None = None,
 ) -> pd.DataFrame:
-    """Times calls of T tokens with `depth` tokens already in the cache, until `n_gen` tokens are
-    through.
+    """Times calls of T tokens, `n_gen` tokens in all, with `depth` tokens already in the cache.
 
-    On Core ML, untimed calls go before: its Neural Engine ramps up over about three calls.
+    On Core ML, untimed calls precede, since the Neural Engine ramps up over about three calls.
 
     Args:
         repetitions: fresh sequences, each prefilled to `depth` and then timed.
-        min_tokens, min_seconds: more sequences follow until as many tokens are timed (of one
-            sequence of the batch), and as much time has passed since the first call; of these only
-            whole calls and rates are samples.
+        min_tokens, min_seconds: further sequences follow until as many tokens of one sequence of
+            the batch are timed, and as much time has passed since the first call; of these
+            sequences only whole calls and rates are samples.
 
     Returns:
         The log's `samples`: phases `call` (one whole call), `layer` (one per shard), `head`, `host`
@@ -61,7 +60,10 @@ def measure_speed(
         decoder.begin()
         for _ in range(RAMP_CALLS):
             decoder.advance(_ids(decoder, np.random.default_rng(0), T), T)
-    rng, rows, seconds, pressure_s = np.random.default_rng(0), [], 0.0, 0.0
+    rng = np.random.default_rng(0)
+    rows = []
+    seconds = 0.0
+    pressure_s = 0.0
     began = time.perf_counter()
     setting = {"T": T, "depth": depth, "n_gen": n_gen}
     for repetition in count():
@@ -88,7 +90,9 @@ def _timed_sequence(
     rate."""
     T, depth = setting["T"], setting["depth"]
     common = {"repetition": repetition, "n_prompt": depth, "unit": "ms"}
-    rows, ms, first = [], [], repetition * (WARMUP_CALLS + calls)
+    rows = []
+    ms = []
+    first = repetition * (WARMUP_CALLS + calls)
     decoder.begin()
     if depth:
         start = time.perf_counter()
@@ -109,9 +113,12 @@ def _timed_sequence(
 def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = "") -> int:
     """How many calls of T tokens a measurement times; refuses what the bundle's cache or T cannot
     hold. `subject` goes before the message's own."""
-    S, t_max, calls = options.max_seq_len, options.t_max, -(-n_gen // T)
+    S = options.max_seq_len
+    t_max = options.t_max
+    calls = -(-n_gen // T)
     if not 1 <= T <= t_max:
-        needed, step = f"1 to t_max = {t_max}", "export with a larger --t-max"
+        needed = f"1 to t_max = {t_max}"
+        step = "export with a larger --t-max"
         raise InputError(f"{subject}T", str(T), needed, step)
     if depth + (calls + WARMUP_CALLS) * T > S:
         raise InputError(
@@ -124,7 +131,7 @@ def check_size(options: Options, T: int, depth: int, n_gen: int, subject: str = 
 
 
 def _loading(decoder: Decoder) -> list[dict]:
-    """What happened once per shard, where the runtime knows it."""
+    """Samples of compiling, loading and first prediction per shard, where the runtime has them."""
     once = {"repetition": 0, "warmup": False, "unit": "ms"}
     return [
         once | {"phase": phase, "shard": model.shard.name, "value": value}
@@ -147,7 +154,8 @@ def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
     total, cpu = ((now - since) * 1e3 for now, since in ends)
     native = None if None in times.native_ms else sum(times.native_ms)
-    shards, ms = [model.shard.name for model in decoder.layers], [*times.layers, times.head]
+    shards = [model.shard.name for model in decoder.layers]
+    ms = [*times.layers, times.head]
     names = ["layer"] * len(shards) + ["head"], [*shards, None]
     phases = [
         ("call", None, total, cpu, native),
@@ -161,7 +169,8 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n,
     and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    spans, rows = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}, []
+    spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
+    rows = []
     timed = timed[timed["shard"].map(lambda shard: len(spans[shard]) > 0)]
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):
         each = times[["value", "cpu_ms", "native_ms"]].astype(float) / len(spans[shard])
@@ -173,11 +182,10 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
 
 
 def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0) -> pd.DataFrame:
-    """Where the time of a portable call of one token goes: ms per MIL operation, by layer and
-    source module.
+    """Milliseconds per MIL operation of a portable call of one token, by layer and source module.
 
-    Each time is the gap between two operations, hook included; the first call is a warm-up and left
-    out. Experts are loaded before; the decoder's own sequences go on afterwards.
+    Each time is the gap between two operations, hook included. The first call is a warm-up and is
+    left out. Experts are loaded before. The decoder's own sequences stay as they were.
 
     Returns:
         Columns layer, module (`self_attn.q_proj`), op, ms, part (see `part_of`): medians over
@@ -214,12 +222,10 @@ def profile(decoder: Decoder, *, depth: int = 0, calls: int = 8, seed: int = 0) 
 
 
 def part_of(module: str) -> str:
-    """attention, moe, mlp or rest: which part of a decoder layer a module path (`self_attn.q_proj`)
-    belongs to."""
-    head = module.split(".")[0]
-    return {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}.get(
-        head, "rest"
-    )
+    """The part of a decoder layer (attention, moe, mlp or rest) of a module path such as
+    `self_attn.q_proj`."""
+    parts = {"self_attn": "attention", "gate": "moe", "experts": "moe", "mlp": "mlp"}
+    return parts.get(module.split(".")[0], "rest")
 
 
 def _module(shard, op) -> tuple[int, str]:

@@ -1,7 +1,9 @@
-"""What a researcher moves: the Explorer over stored results, the Planner before an export, the Compare of two runs.
+"""What a researcher moves: the Explorer over stored results, the Planner before an export, the
+Compare of two runs.
 
-In: the experiment log and checkpoints. Out: pictures that follow the controls at once. A callback that fails says so in
-the widget and is kept: a notebook that ends in `widget.check()` cannot pass with a broken one.
+In: the experiment log and checkpoints. Out: pictures that follow the controls at once. A callback
+that fails says so in the widget and is kept: a notebook that ends in `widget.check()` cannot pass
+with a broken one.
 """
 
 from workbench.widgets.compare import Compare

@@ -1,4 +1,5 @@
-"""The Compare: two runs of one machine side by side, with the differences in their settings and measurements."""
+"""The Compare: two runs of one machine side by side, with the differences in their settings and
+measurements."""
 
 from pathlib import Path
 
@@ -91,8 +92,8 @@ class Compare(Panel):
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:
-    """A label per run: the settings in which some runs differ and its round; then, while labels are equal, its time and
-    its id."""
+    """A label per run: the settings in which some runs differ and its round; then, while labels are
+    equal, its time and its id."""
     columns = [
         "experiment",
         "command",

@@ -1,4 +1,5 @@
-"""The Explorer: how far an exported model is from Hugging Face's, at every setting that the log holds."""
+"""The Explorer: how far an exported model is from Hugging Face's, at every setting that the log
+holds."""
 
 import html
 from functools import partial
@@ -36,18 +37,19 @@ WORST = 8
 
 
 class Explorer(Panel):
-    """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split into causes; speed.
+    """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split
+    into causes; speed.
 
-    The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len that it lacks the nearest
-    one, which the message names; the Run button measures the rest of the grid, the shown setting first. The line below the
-    picture has the figures of the cell under the pointer, else of the one that is chosen: by clicking on it or on a line of
-    the list.
+    The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len
+    that it lacks the nearest one, which the message names; the Run button measures the rest of the
+    grid, the shown setting first. The line below the picture has the figures of the cell under the
+    pointer, else of the one that is chosen: by clicking on it or on a line of the list.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
-        machine: whose times are shown first (see `workbench.log.machine.machine_name`); default: that of
-            `workbench.sweep.stored_tables`.
+        machine: whose times are shown first (see `workbench.log.machine.machine_name`); default:
+            that of `workbench.sweep.stored_tables`.
     """
 
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
@@ -92,15 +94,18 @@ class Explorer(Panel):
         self.box.children = (first, ui.HBox([self.job.box, save]), *others)
 
     def refresh(self, machine: str | None = None) -> None:
-        """Reads the log again and draws; shows the times of `machine`, where there are some, else of the one shown before."""
+        """Reads the log again and draws; shows the times of `machine`, where there are some, else
+        of the one shown before."""
         self.machine = None
         self.guarded(lambda: self._offer(machine))
         self.draw()
 
     def _offer(self, machine: str | None) -> None:
-        """Lists the machines of which the log has times, or this one without any, and selects one."""
+        """Lists the machines of which the log has times, or this one without any, and selects
+        one."""
         control, here = self.controls["machine"], runs.here()
-        names, shown = sweep.offered_machines(self.grid, self.root) or [here], control.value
+        names = sweep.offered_machines(self.grid, self.root) or [here]
+        shown = control.value
         control.options = names
         control.value = next(name for name in (machine, shown, here, *names) if name in names)
 
@@ -115,15 +120,20 @@ class Explorer(Panel):
     @property
     def setting(self) -> Options:
         """Export options that the controls name."""
-        options, length = self.options[self.value("bundle")], self.value("max_seq_len")
-        return options if self.grid.bundle else options.model_copy(update={"max_seq_len": length})
+        options = self.options[self.value("bundle")]
+        length = self.value("max_seq_len")
+        if self.grid.bundle:
+            return options
+        return options.model_copy(update={"max_seq_len": length})
 
     def missing(self) -> list:
-        """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per bundle's error split."""
+        """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per
+        bundle's error split."""
         done, steps = sweep.done_cells(self.root), []
         everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
         for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
-            options, contents = cell.options, self.source.contents(cell)
+            options = cell.options
+            contents = self.source.contents(cell)
             name = f"{self.source.label(cell)}, max_seq_len {options.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(cell, precision)
@@ -222,7 +232,8 @@ class Explorer(Panel):
         with self.picture.hold_sync():  # the picture comes with the texts of its cells
             self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
             self._name_cells(axes["fidelity"])
-        layers, time = self._at_setting(self._stored("layers")), "no times yet: press Run"
+        layers = self._at_setting(self._stored("layers"))
+        time = "no times yet: press Run"
         ms = layers.loc[layers["invalid"].isna(), "layer_ms"]
         if len(layers):
             time = f"invalid: {layers['invalid'].iloc[-1]}"
@@ -270,21 +281,21 @@ class Explorer(Panel):
     def _stored(self, table: str) -> pd.DataFrame:
         """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
         run = {axis: self.value(axis) for axis in self.axes}
-        settings = [
-            cell.columns(runtime)
-            for cell in self.cells
-            for runtime in runs.RUNTIMES
-            if self.source.label(cell) == self.value("bundle")
-            and all(
-                cell.run[axis] == value
-                for axis, value in run.items()
-                if axis not in PORTABLE_AXES or may_be_portable(cell.run["runtime"])
-            )
-        ]
+        settings = []
+        for cell in self.cells:
+            for runtime in runs.RUNTIMES:
+                if self.source.label(cell) == self.value("bundle") and all(
+                    cell.run[axis] == value
+                    for axis, value in run.items()
+                    if axis not in PORTABLE_AXES or may_be_portable(cell.run["runtime"])
+                ):
+                    settings.append(cell.columns(runtime))
         columns = runs.VALUES if table == "fidelity" else runs.TIMES
         columns = [c for c in columns if c not in ("max_seq_len", "T")]
         rows = runs.fitting(self.tables[table], settings, columns)
-        return rows[rows["bundle"] == self.value("bundle")] if self.grid.bundle else rows
+        if self.grid.bundle:
+            return rows[rows["bundle"] == self.value("bundle")]
+        return rows
 
     def _at_setting(self, rows: pd.DataFrame) -> pd.DataFrame:
         """The rows at the max_seq_len and T that are shown."""
@@ -306,10 +317,9 @@ class Explorer(Panel):
             return None
         T, tensor, metric = (self.value(name) for name in ("T", "tensor", "metric"))
         if self._differs():
-            rows = [
-                r.assign(value=self._values(r)).set_index(["layer", "position"])
-                for r in (self.rows, self.base)
-            ]
+            rows = []
+            for r in (self.rows, self.base):
+                rows.append(r.assign(value=self._values(r)).set_index(["layer", "position"]))
             cells = rows[0].assign(difference=rows[0]["value"] - rows[1]["value"]).reset_index()
             sides = f"T = {T} minus T = {self.first_T}"
             options = {"metric": metric, "sides": sides, "title": f"{tensor}, {sides}"}
@@ -328,7 +338,8 @@ class Explorer(Panel):
 
     def _list_worst(self) -> None:
         """The cells furthest from the golden; the first line selects none."""
-        metric, lines = self.value("metric"), [("click on a cell, or choose one here", None)]
+        metric = self.value("metric")
+        lines = [("click on a cell, or choose one here", None)]
         column = "cosine" if metric == "1-cosine" else metric
         rising = column not in ("max_abs", "error")
         ranked = self.rows.sort_values(column, ascending=rising, na_position="first")
@@ -338,7 +349,8 @@ class Explorer(Panel):
             self.worst.options = lines
 
     def _split(self) -> tuple | None:
-        """The split of the chosen cell's layer, or of the one with the largest error; also as a table."""
+        """The split of the chosen cell's layer, or of the one with the largest error; also as a
+        table."""
         self.split.value = ""
         length = {"max_seq_len": self.length}
         parts = self.source.checkpoint and self._stored_split(
@@ -361,8 +373,8 @@ class Explorer(Panel):
         return ("speed", rates[columns], {}) if len(rates) else None
 
     def save(self) -> list[Path]:
-        """Logs what is shown (heatmap, split, speed) as exhibits of the experiment, in one run, and writes each as SVG, PDF
-        and PNG with a sidecar."""
+        """Logs what is shown (heatmap, split, speed) as exhibits of the experiment, in one run, and
+        writes each as SVG, PDF and PNG with a sidecar."""
         if not self.shown:
             raise InputError(
                 "figures", "nothing measured at this setting", "a heatmap", "press Run first"

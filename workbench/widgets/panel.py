@@ -1,4 +1,5 @@
-"""What all widgets share: controls above a picture that can be clicked, a message, and work that runs beside the notebook.
+"""What all widgets share: controls above a picture that can be clicked, a message, and work that
+runs beside the notebook.
 
 Subclasses draw the picture; this module knows nothing of its content.
 """
@@ -27,10 +28,12 @@ _ONE_FIGURE = (
 
 
 class Picture(anywidget.AnyWidget):
-    """A PNG that can be clicked, with a line of text below: that of the cell under the pointer, else `chosen`.
+    """A PNG that can be clicked, with a line of text below: that of the cell under the pointer,
+    else `chosen`.
 
-    `clicked` is [x, y] as fractions of its size, from the top left; `cells` a `box` [left, top, right, bottom] in such
-    fractions and the `texts` of its rows of cells; `width` in pixels of the page.
+    `clicked` is [x, y] as fractions of its size, from the top left; `cells` a `box` [left, top,
+    right, bottom] in such fractions and the `texts` of its rows of cells; `width` in pixels of the
+    page.
     """
 
     _esm = """
@@ -82,8 +85,8 @@ class Picture(anywidget.AnyWidget):
 
 
 class Panel:
-    """Controls, by their descriptions, above a picture; `draw` follows every control. A control with one stop is a text.
-    What a callback raises is shown and stays in `errors`."""
+    """Controls, by their descriptions, above a picture; `draw` follows every control. A control
+    with one stop is a text. What a callback raises is shown and stays in `errors`."""
 
     def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
         self.controls, self.errors, self.figure = {c.description: c for c in controls}, [], None
@@ -145,11 +148,13 @@ class Panel:
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
 
     def _ipython_display_(self) -> None:
-        """Displays the widget after a still picture of it, which is seen where no widget can be: in HTML of nbconvert."""
+        """Displays the widget after a still picture of it, which is seen where no widget can be: in
+        HTML of nbconvert."""
         from IPython.display import HTML, display
 
         data = base64.b64encode(self.picture.png).decode()
-        size, alt = self.picture.width, html.escape(self.picture.alt, quote=True)
+        size = self.picture.width
+        alt = html.escape(self.picture.alt, quote=True)
         source = f'src="data:image/png;base64,{data}"'
         display(
             HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'), self.box
@@ -170,7 +175,8 @@ def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
 def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **options) -> ui.Widget:
     """One of `values`, which may be (label, value) pairs: `start`, or the first."""
     options |= {} if start is None else {"value": start}
-    options |= {"layout": ui.Layout(width="auto")} if kind is ui.Dropdown else {}
+    if kind is ui.Dropdown:
+        options |= {"layout": ui.Layout(width="auto")}
     return kind(options=values, description=name, style={"description_width": "initial"}, **options)
 
 
@@ -184,12 +190,12 @@ def button(icon: str, press: Callable[[], None], description: str = "", **option
 
 
 class BackgroundJob:
-    """A Run and a Cancel button over steps that run one after the other in a thread, with progress. Cancel kills the
-    process that a step waits for (see `workbench.sweep.process.stopped_by`).
+    """A Run and a Cancel button over steps that run one after the other in a thread, with progress.
+    Cancel kills the process that a step waits for (see `workbench.sweep.process.stopped_by`).
 
     Args:
-        steps: returns the steps to run now, as (label, parts, function): a step of several parts calls `advance` after
-            each of them.
+        steps: returns the steps to run now, as (label, parts, function): a step of several parts
+            calls `advance` after each of them.
         panel: the panel whose `guarded` runs each step; an error ends the job.
         finish: called at the end, cancelled or not, unless a step failed.
     """
@@ -208,7 +214,10 @@ class BackgroundJob:
         """Writes the number of steps on the Run button."""
         count = sum(parts for _, parts, _ in self.steps())
         self.run.disabled = not count
-        self.run.description = f"Run what is missing ({count})" if count else "Nothing is missing"
+        if count:
+            self.run.description = f"Run what is missing ({count})"
+        else:
+            self.run.description = "Nothing is missing"
 
     def start(self) -> None:
         self.stopped.clear()
@@ -223,7 +232,9 @@ class BackgroundJob:
         self.label.value = f"{self.progress.value} of {self.progress.max}: {self.step}"
 
     def _work(self) -> None:
-        steps, errors, total = self.steps(), len(self.panel.errors), 0
+        steps = self.steps()
+        errors = len(self.panel.errors)
+        total = 0
         self.progress.value, self.progress.max = 0, sum(parts for _, parts, _ in steps)
         for self.step, parts, step in steps:
             if self.stopped.is_set() or len(self.panel.errors) > errors:
@@ -238,4 +249,7 @@ class BackgroundJob:
             self.finish()
         self.panel.guarded(self.refresh)
         # last, because nothing is drawn after it: a message of the next action stays
-        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""
+        if self.stopped.is_set():
+            self.label.value = "cancelled; what was finished is kept"
+        else:
+            self.label.value = ""

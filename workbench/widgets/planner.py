@@ -1,4 +1,5 @@
-"""The Planner: what an export would need and what it may meet on a device, before anything runs there."""
+"""The Planner: what an export would need and what it may meet on a device, before anything runs
+there."""
 
 from pathlib import Path
 
@@ -16,9 +17,11 @@ MACHINES = {f"{n} GiB": n << 30 for n in (6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 class Planner(Panel):
-    """Memory against a machine, tok/s predicted for a chip, and the lint rules that the exported graph breaks.
+    """Memory against a machine, tok/s predicted for a chip, and the lint rules that the exported
+    graph breaks.
 
-    Memory and speed come from the checkpoint's headers. Rules need a graph: the Run button exports one.
+    Memory and speed come from the checkpoint's headers. Rules need a graph: the Run button exports
+    one.
 
     Args:
         checkpoint: a Hugging Face folder.

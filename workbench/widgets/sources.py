@@ -1,4 +1,5 @@
-"""Where the cells of an Explorer come from: exports of one checkpoint, or folders that are there."""
+"""Where the cells of an Explorer come from: exports of one checkpoint, or folders that are
+there."""
 
 from pathlib import Path
 
