@@ -83,16 +83,16 @@ def test_narrow_sums_overflow_where_wide_ones_cancel():
     wide = OPERATIONS["matmul"].function(x=a, y=b)
     narrow = OPERATIONS["matmul"].narrow(x=a, y=b)
     seen = trace.Range("s", "op", "matmul", "", "v")
-    seen.see(wide.half().float(), 0)
+    seen.add(wide.half().float(), 0)
     assert (seen.infs, seen.nans) == (0, 0)
-    seen.see(narrow.half().float(), 1)
+    seen.add(narrow.half().float(), 1)
     assert seen.infs + seen.nans == 1
 
 
 def test_counts_of_a_range_are_exact():
     seen = trace.Range("s", "op", "add", "", "v")
-    seen.see(torch.tensor([1.0, -3.0, 0.0, 1e-6]), 0)
-    seen.see(torch.tensor([float("inf"), float("-inf"), float("nan"), 2.0]), 1)
+    seen.add(torch.tensor([1.0, -3.0, 0.0, 1e-6]), 0)
+    seen.add(torch.tensor([float("inf"), float("-inf"), float("nan"), 2.0]), 1)
     assert (seen.max_abs, seen.infs, seen.nans, seen.subnormals, seen.elements) == (3.0, 2, 1, 1, 8)
     assert (seen.inf_at, seen.nan_at) == (1, 1)
 

@@ -1,19 +1,17 @@
-"""The error of a bundle split into its causes: checkpoint and bundle in, one difference vector per
-cause out.
+"""Splits the error of a bundle into its causes: one difference vector per cause.
 
-From Hugging Face to the device one thing changes at a time, each step adding a difference to every
-layer's update:
+From Hugging Face to the device one thing changes at a time, and each step adds a difference to
+every layer's update:
 
-    storage       weights rounded to fp16                                    (both Hugging Face,
-    float32) quantization  the weights that the bundle stores, compressed             (both Hugging
-    Face, float32) reauthoring   the bundle's program in place of Hugging Face's model
-    (portable, exact, stored weights) precision     every result rounded to the dtype its program
-    declares     (portable, declared) runtime       the device in place of the portable runtime
-    (absent off a Mac)
+    part          what changes                                         runs on
+    storage       weights rounded to fp16                              Hugging Face, float32
+    quantization  weights as the bundle stores them, compressed        Hugging Face, float32
+    reauthoring   the bundle's program in place of the model           portable, exact
+    precision     every result rounded to the dtype it declares        portable, declared
+    runtime       the device in place of the portable runtime          Core ML, on a Mac alone
 
-The vectors add up to the total; their norms do not, so cross terms are reported beside them. Only
-the bundle's own program runs: a fault of it is re-authoring error, whatever the weights are stored
-as.
+The vectors add up to the total; their norms do not, so cross terms are reported beside them. A
+fault of the bundle's program is re-authoring error in whatever format the weights are stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +33,8 @@ MODES = ("isolated", "chained")
 
 @dataclass
 class Split:
-    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, the difference
-    that each part makes.
-
-    A part that was not measured is absent from `parts`.
+    """Updates [L, n, C] of one mode: Hugging Face's `reference`, the `bundle`'s own, and the
+    difference that each part makes. A part that was not measured is absent from `parts`.
     """
 
     reference: np.ndarray
@@ -50,17 +46,15 @@ class Split:
         return self.bundle - self.reference
 
     def layers(self) -> pd.DataFrame:
-        """Relative RMS per layer: every part (null: not measured), `total`, root-sum-square `rss`
-        of the parts, and `cross`, the share of total² that the parts' inner products make up (0 if
-        they are orthogonal)."""
+        """Relative RMS per layer: every part (null: not measured), `total`, the root sum of squares
+        `rss` of the parts, and `cross`, the share of the parts' inner products in total² (0 if they
+        are orthogonal)."""
         scale = _rms(self.reference)
         frame = pd.DataFrame({"layer": np.arange(len(scale))})
         for part in PARTS:
-            measured = part in self.parts
-            if measured:
+            frame[part] = None
+            if part in self.parts:
                 frame[part] = metrics.over(_rms(self.parts[part]), scale)
-            else:
-                frame[part] = None
         frame["total"] = metrics.over(_rms(self.total), scale)
         frame["rss"] = np.sqrt(sum(frame[part] ** 2 for part in self.parts))
         squared = (frame["total"] ** 2).where(frame["total"] > 0)
@@ -84,7 +78,8 @@ class Split:
 
     @property
     def residual(self) -> float:
-        """What the parts' sum and the total differ by, as relative RMS of the worst layer."""
+        """The relative RMS of the difference between the parts' sum and the total, in the worst
+        layer."""
         rest = sum(self.parts.values()) - self.total
         return float(metrics.over(_rms(rest), _rms(self.reference)).max())
 
@@ -105,13 +100,13 @@ def split_error(
     compute_units: str = "CPU_AND_NE",
     progress: bool = False,
 ) -> dict[str, Split]:
-    """Splits the error of `bundle` over `ids`, isolated (every layer is fed the golden's input) and
+    """Splits the error of `bundle` over `ids`, isolated (every layer reads the golden's input) and
     chained.
 
     Args:
-        T: tokens a call (default: t_max).
+        T: tokens per call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
-        runtime: whose part is measured too, on `compute_units`; `portable`: none is.
+        runtime: the device whose part is measured, on `compute_units`; `portable`: no device.
     """
     from tqdm.auto import tqdm
 
@@ -148,8 +143,8 @@ def _stages(
 
 
 def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.ndarray:
-    """What each layer adds to its own input, [L, n, C] float64, over the golden's tokens in calls
-    of T.
+    """The difference of each layer's output and input, [L, n, C] float64, over the golden's tokens
+    in calls of T.
 
     Raises:
         InputError: a runtime that does not show every layer's output (Core ML inside a shard of
@@ -157,12 +152,10 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
-        raise InputError(
-            f"bundle {decoder.bundle.root.name}",
-            "layers inside a shard that Core ML does not show",
-            "one layer a shard",
-            "export with --layers-per-shard 1",
-        )
+        actual = "layers inside a shard that Core ML does not show"
+        step = "export with --layers-per-shard 1"
+        subject = f"bundle {decoder.bundle.root.name}"
+        raise InputError(subject, actual, "one layer a shard", step)
     after = np.stack([trace.hidden[layer] for layer in range(len(source.x))]).astype(np.float64)
     if mode == "isolated":
         return after - trace.x
@@ -171,37 +164,38 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
 
 
 def error_gates(splits: dict[str, Split]) -> list[gates.Gate]:
-    """The parts add up, and the exported program computes what Hugging Face's does on the weights
-    it holds."""
+    """Gates: the re-authoring error is within its limit, and the parts add up to the total."""
     residual = max(split.residual for split in splits.values())
     errors = splits["isolated"].layers()["reauthoring"]
     worst = int(errors.fillna(np.inf).idxmax())
     exact = "exact arithmetic on the stored weights against Hugging Face, relative RMS"
+    exact += f": layer {worst}"
     added = "sum of the parts against the total, relative RMS"
     return [
-        gates.at_most(
-            "reauthoring", float(errors[worst]), gates.REAUTHORING, f"{exact}: layer {worst}"
-        ),
+        gates.at_most("reauthoring", float(errors[worst]), gates.REAUTHORING, exact),
         gates.at_most("parts_telescope", residual, gates.TELESCOPE, added),
     ]
 
 
 def error_conclusion(split: Split, remedies: pd.DataFrame) -> str:
-    """What the parts of isolated layers and the remedies for their weights say, in plain words."""
+    """The conclusion from the parts of isolated layers and from the remedies for their weights."""
     layers, shares = split.layers(), split.shares()
     own = pd.Series(np.diag(shares), shares.index)
     part = own.idxmax()
     worst = layers.loc[layers["total"].idxmax()]
+    cross = f"cross terms make up {1 - own.sum():+.1%}"
+    largest = f"{layers['reauthoring'].max():.1e}"
+    error = f"an error of {worst['total']:.2%} of its update"
     lines = [
-        f"Most of the squared error is {part}: {own[part]:.1%}; cross terms make up {1 - own.sum():+.1%}.",
-        f"Re-authoring is {layers['reauthoring'].max():.1e} at most, of {gates.REAUTHORING:g} allowed.",
-        f"The worst layer is {worst['layer']:.0f}: an error of {worst['total']:.2%} of its update; rounding alone is {worst['precision']:.2%}.",
+        f"Most of the squared error is {part}: {own[part]:.1%}; {cross}.",
+        f"Re-authoring is {largest} at most, of {gates.REAUTHORING:g} allowed.",
+        f"The worst layer is {worst['layer']:.0f}: {error}; "
+        f"rounding alone is {worst['precision']:.2%}.",
     ]
     for row in remedies.to_dict("records"):
-        lines.append(
-            f"Layer {row['layer']}: storing {row['tensors']} as int8-channel brings {row['error']:.2%} to "
-            f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}."
-        )
+        better = f"{row['int8-channel']:.2%}, as fp16 to {row['fp16']:.2%}"
+        stored = f"storing {row['tensors']} as int8-channel brings {row['error']:.2%} to {better}"
+        lines.append(f"Layer {row['layer']}: {stored}.")
     if "runtime" not in split.parts:
         lines.append("The device's own part was not measured: there is no Core ML here.")
     return "\n".join(f"- {line}" for line in lines)

@@ -1,10 +1,9 @@
-"""How near every operation comes to fp16's limits: programs and inputs in, one row per operation
-out.
+"""Traces the range of every operation's results against fp16's limits: one row per result.
 
-The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a program is
-run three ways: `exact` shows the true size of values, `declared` where one rounding per result
-makes inf or NaN, `narrow` whether sums rounded on the way would. Works on bundles, fed a prompt,
-and on any package, fed named or random inputs.
+The interpreter calls a hook with every result. Arithmetic differs by compute unit, so a program
+runs in three precisions: `exact` has the true magnitudes, `declared` rounds each result once, and
+`narrow` also rounds partial sums. Bundles are traced over a prompt, any other package over named or
+random inputs.
 """
 
 import math
@@ -25,17 +24,17 @@ from workbench.bundle.names import MAX_FP16, MIN_NORMAL
 from workbench.check import gates
 from workbench.decode import Decoder
 
-# A departure is the difference of `declared` from the same call in `exact`, which comes first.
+# a departure is the difference of `declared` from the same call in `exact`, which runs first
 ORDER = ("exact", "declared", "narrow")
-MAX_MASK = 1 << 22  # elements of a constant that is looked through for infs
+MAX_MASK = 1 << 22  # elements of the largest constant that is searched for infs
 ROUNDING = 2.0**-11  # half a unit in the last place of fp16, relative to the value
 
 
 @dataclass
 class Range:
-    """What one floating-point result was over all calls: largest finite magnitude, counts of inf,
-    NaN, subnormal and all elements; `inf_at`, `nan_at` say when each was first seen, as a running
-    number of results (null: never)."""
+    """The range of one floating-point result over all calls: largest finite magnitude, counts of
+    inf, NaN, subnormal and all elements. `inf_at` and `nan_at` are the running numbers of the
+    results in which each was first seen (null: never)."""
 
     shard: str
     op: str  # MIL name
@@ -50,7 +49,8 @@ class Range:
     inf_at: int | None = None
     nan_at: int | None = None
 
-    def see(self, x: torch.Tensor, now: int) -> None:
+    def add(self, x: torch.Tensor, now: int) -> None:
+        """Adds the elements of a result, the `now`-th of the trace."""
         magnitude = x.abs()
         peak = float(magnitude.max()) if x.numel() else 0.0  # nan if any element is
         if not math.isfinite(peak):
@@ -74,30 +74,29 @@ class Ranges:
     count: int = 0
 
     def hook(self, shard: str, modules: dict[str, str]):
-        """A hook for one program, whose values are filed under the name `shard`."""
+        """A hook that records one program's results under the name `shard`."""
 
         def record(op, outputs):
             for value, x in _floats(op, outputs):
-                row = self.results.setdefault(
-                    (shard, value), Range(**_source(shard, op, value, modules), value=value)
-                )
-                row.see(x, self.count)
+                empty = Range(**_source(shard, op, value, modules), value=value)
+                self.results.setdefault((shard, value), empty).add(x, self.count)
                 self.count += 1
 
         return record
 
     def first(self, what: str) -> dict | None:
-        """Where the first `inf` or `nan` occurred, in time."""
+        """The operation whose result was the first with an `inf` or `nan`; None if there is
+        none."""
         times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
         times.pop(None, None)
-        names = ("shard", "op", "kind", "module")
-        if times:
-            return {name: getattr(times[min(times)], name) for name in names}
-        return None
+        if not times:
+            return None
+        first = times[min(times)]
+        return {name: getattr(first, name) for name in ("shard", "op", "kind", "module")}
 
     def frame(self) -> pd.DataFrame:
-        """One row per result in order of execution, with `headroom_bits`, log2(65504 / max_abs),
-        inf for zeros, -inf where an inf was seen."""
+        """One row per result in order of execution, with `headroom_bits`: log2(65504 / max_abs),
+        inf if all values are zero, -inf if one is inf."""
         frame = pd.DataFrame([vars(r) for r in self.results.values()])
         with np.errstate(divide="ignore"):
             bits = np.log2(MAX_FP16 / frame["max_abs"])
@@ -106,15 +105,15 @@ class Ranges:
 
 @dataclass
 class Trace:
-    """`ranges` by precision, and where `declared` first leaves `exact` by more than its own
-    rounding (null: nowhere)."""
+    """`ranges` by precision, and the first operation whose `declared` result differs from `exact`
+    by more than its own rounding (null: none)."""
 
     ranges: dict[str, Ranges]
     departure: dict | None
 
     def frame(self) -> pd.DataFrame:
-        """One row per result: its range in exact arithmetic, or the one that ran, and whether it
-        stays finite in the others."""
+        """One row per result: its range in exact arithmetic, or in the only precision that ran, and
+        whether it is finite in the others."""
         first, *others = (precision for precision in ORDER if precision in self.ranges)
         frame = self.ranges[first].frame()
         for precision in others:
@@ -128,18 +127,21 @@ class Trace:
         return {f"first_{what}": ranges.first(what) for what in ("inf", "nan")}
 
     def gates(self) -> list[gates.Gate]:
-        """Finite with one rounding per result, and finite with sums rounded on the way."""
+        """Gates: every value is finite in `declared`, and in `narrow`."""
+        ways = {
+            "declared": "one rounding per result",
+            "narrow": "sums rounded to fp16 every 32 terms",
+        }
         results = []
-        for precision, how in (
-            ("declared", "one rounding per result"),
-            ("narrow", "sums rounded to fp16 every 32 terms"),
-        ):
+        for precision, way in ways.items():
             if precision not in self.ranges:
                 continue
-            firsts = self._first(precision).items()
-            places = [f"{what.replace('_', ' ')} at {place(at)}" for what, at in firsts if at]
-            fine = f"{how}: every value is finite"
-            results.append(gates.none(f"{precision}_is_finite", places, fine, f"{how}: "))
+            places = []
+            for what, at in self._first(precision).items():
+                if at:
+                    places.append(f"{what.replace('_', ' ')} at {place(at)}")
+            fine = f"{way}: every value is finite"
+            results.append(gates.none(f"{precision}_is_finite", places, fine, f"{way}: "))
         return results
 
     def json(self) -> dict:
@@ -159,13 +161,13 @@ class Trace:
 
 
 def place(at: dict) -> str:
-    """An operation in words: its MIL name, what it is, and the module it came from."""
+    """An operation in words: its MIL name, kind, source module and shard."""
     source = ", ".join(filter(None, (at["kind"], at["module"])))
     return f"{at['op']} ({source}) of {at['shard']}"
 
 
 def _source(shard: str, op, value: str, modules: dict[str, str]) -> dict[str, str]:
-    """Where a result comes from: shard, MIL operation and its kind, source module."""
+    """The source of a result: shard, MIL operation and its kind, source module."""
     return dict(shard=shard, op=op.name, kind=op.kind, module=modules.get(value, ""))
 
 
@@ -177,17 +179,19 @@ def _floats(op, outputs) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Departure:
-    """Compares results of `exact` and then `declared`, call by call, until they differ by more than
-    one rounding."""
+    """Compares the results of `declared` with those of `exact`, call by call, until one differs by
+    more than one rounding."""
 
     def __init__(self):
         self.exact: dict[tuple[str, str], torch.Tensor] = {}
         self.first: dict | None = None
-        # where infs are that come from an input or a constant (a mask's −inf), by shard and value
+        # by shard and value: the places of infs that come from an input or a constant, such as a
+        # mask's −inf
         self.inherited: dict[tuple[str, str], torch.Tensor] = {}
 
     def feed(self, shard: str, values: dict) -> None:
-        """Notes infs of inputs or constants: what descends from them is no overflow."""
+        """Records the infs of inputs or constants; an inf that descends from them is no
+        overflow."""
         for name, value in values.items():
             if isinstance(value, torch.Tensor | np.ndarray):
                 infs = torch.as_tensor(value).isinf()  # integers have none
@@ -195,8 +199,8 @@ class Departure:
                     self.inherited[shard, name] = infs
 
     def _without_inherited(self, precision: str, shard: str, op, outputs) -> list:
-        """Results with 0 in place of infs that descend from an input's, as `exact` shows them: an
-        inf where `exact` has none is one that arithmetic made."""
+        """Results with 0 in place of infs that descend from an input's. An inf at a place where
+        `exact` has none is an overflow and stays."""
         results = []
         for (value, _), x in zip(op.outputs, outputs, strict=True):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
@@ -209,15 +213,15 @@ class Departure:
         return results
 
     def _inherit(self, shard: str, op, value: str, x: torch.Tensor) -> None:
-        """Notes which infs of an exact result come from an operand: all where values only move,
-        else those at the places where an operand has them."""
+        """Records the infs of an exact result that come from an operand: all of them if the
+        operation only moves values, else those at the places of an operand's infs."""
         self.inherited.pop((shard, value), None)
         sources = [self.inherited[shard, n] for n in op.reads() if (shard, n) in self.inherited]
         infs = x.isinf()
         if not sources or not infs.any():
             return
         if op.kind not in MOVES:
-            # other shapes: which element comes from which is not known
+            # of operands with other shapes the places of their infs in the result are not known
             with suppress(RuntimeError):
                 infs &= torch.stack([source.expand(x.shape) for source in sources]).any(0)
         self.inherited[shard, value] = infs
@@ -249,9 +253,11 @@ class Departure:
 
 
 def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) -> Trace:
-    """Traces every shard of a bundle while `ids` pass through it, `tile` tokens a call (default
-    t_max). Of Core AI programs it traces the values that Apple's interpreter logs, in its own
-    arithmetic alone."""
+    """Traces every shard of a bundle over `ids` in calls of `tile` tokens (default: t_max).
+
+    Of a Core AI program only the values that Apple's interpreter logs are traced, in its own
+    arithmetic.
+    """
     if bundle.manifest.options.target == "coreai":
         alone = Decoder(bundle, "coreai")
         decoders = {alone.precision: alone}
@@ -264,7 +270,7 @@ def trace_bundle(bundle: Bundle, ids: Sequence[int], tile: int | None = None) ->
 
 def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
     """Ranges of every shard of a portable decoder, routed experts included, over one prompt from a
-    fresh state; the decoder's own sequences go on afterwards."""
+    fresh state; the decoder's own sequences stay as they were."""
     with decoder.set_aside():
         decoder.begin()
         return trace_ranges({decoder.precision: decoder}, ids).ranges[decoder.precision]
@@ -273,11 +279,11 @@ def trace_decoder(decoder: Decoder, ids: Sequence[int]) -> Ranges:
 def trace_ranges(
     decoders: dict[str, Decoder], ids: Sequence[int], tile: int | None = None
 ) -> Trace:
-    """Continues every decoder's sequences by `ids`, call by call side by side, in the order of
+    """Traces `ids` as the continuation of every decoder's sequences, call by call in the order of
     `decoders`.
 
     Args:
-        decoders: portable ones by precision; `exact`, where there is one, before `declared`.
+        decoders: portable decoders by precision, `exact` before `declared`.
     """
     departure = Departure()
     ranges = {p: Ranges() for p in decoders}
@@ -306,8 +312,8 @@ def trace_package(
     """Traces one call of any ML Program package from a fresh state.
 
     Args:
-        inputs: values by name; what is missing is drawn at random (normal, or zeros for integers)
-            at the default shape.
+        inputs: values by name; missing inputs are random normal, or zero if integers, at the
+            default shape.
         function: the function to run (default: the package's own default).
     """
     program = miltorch.read(path, function)
@@ -327,17 +333,21 @@ def trace_package(
 
 
 def small_constants(executable: miltorch.Executable) -> dict[str, torch.Tensor]:
-    """A program's constants that may be masks: those of few elements."""
-    constants = executable.body.constants.items()
-    small = (pair for pair in constants if isinstance(pair[1], torch.Tensor))
-    return {name: value for name, value in small if value.numel() <= MAX_MASK}
+    """A program's constants of at most `MAX_MASK` elements, which may be masks."""
+    tensors = {}
+    for name, value in executable.body.constants.items():
+        if isinstance(value, torch.Tensor) and value.numel() <= MAX_MASK:
+            tensors[name] = value
+    return tensors
 
 
 def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:
+    """Random normal inputs of a program at their default shapes, zeros for integers."""
     shapes = {f.name: list(f.type.multiArrayType.shape) for f in program.description.input}
-    return {
-        name: rng.standard_normal(shapes[name]).astype(np.float32)
-        if kind.dtype.startswith("FLOAT")
-        else np.zeros(shapes[name], np.int32)
-        for name, kind in program.inputs.items()
-    }
+    values = {}
+    for name, kind in program.inputs.items():
+        if kind.dtype.startswith("FLOAT"):
+            values[name] = rng.standard_normal(shapes[name]).astype(np.float32)
+        else:
+            values[name] = np.zeros(shapes[name], np.int32)
+    return values

@@ -1,5 +1,4 @@
-"""One change of Hugging Face's model at a time, and how far a bundle is from what it then
-computes."""
+"""Changes Hugging Face's model in one way at a time and measures a bundle's distance from it."""
 
 import copy
 import sys
@@ -18,18 +17,21 @@ from workbench.decode import Decoder
 from workbench.models.checkpoint import Checkpoint
 
 Change = Callable[[Callable], Callable]  # a function of a module → the one in its place
-UNLIKE = 0.5  # relative RMS of weights beyond which they are another layer's, not compressed ones
-STREAM_ULPS = 2.0**-22  # of the residual stream: rounding of `hidden`, which an update inherits
+UNLIKE = 0.5  # relative RMS above which weights are another layer's; compression stays below it
+STREAM_ULPS = 2.0**-22  # rounding of `hidden` relative to its RMS, which enters every update
 
 
 @dataclass(frozen=True)
 class Variant:
     """One way in which a model may differ from its checkpoint's configuration.
 
-    config: attributes of the configuration. model: changes the built model in place. functions:
-    what changes those of transformers' modelling file, by name. read: (name, its reader) → a
-    weight. embedding: factor of what enters the first layer. order: layer → the checkpoint's layer
-    whose weights it has.
+    Attributes:
+        config: attributes of the configuration to set.
+        model: changes the built model in place.
+        functions: changes of functions of transformers' modelling file, by name.
+        read: (name, its reader) → a weight.
+        embedding: factor of the first layer's input.
+        order: layer → the checkpoint's layer whose weights it has.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Variant:
 
 
 class Trial:
-    """What a bundle computes, with Hugging Face's inputs, and how far a variant is from it."""
+    """A bundle's outputs on Hugging Face's inputs, and the errors of variants against them."""
 
     def __init__(self, bundle: Bundle, checkpoint: Checkpoint):
         self.bundle, self.checkpoint, runtime = bundle, checkpoint, exact_runtime(bundle)
@@ -56,9 +58,9 @@ class Trial:
         self.order = self._order()
 
     def errors(self, variant: Variant, count: int) -> np.ndarray:
-        """Relative RMS [1 + count] of the embeddings and of the first `count` layers, each one's
-        worst of update, K and V; 1 where a layer has weights of another layer than the
-        variant's."""
+        """Relative RMS [1 + count] of the embeddings and of the first `count` layers, for each the
+        worst of update, K and V. A layer with the weights of another layer than the variant's has
+        at least 1."""
         reference = self._run(variant, count)
         outputs = self.outputs
         errors = [metrics.relative_rms(self.source.x[0] * variant.embedding, self.embedded)]
@@ -90,7 +92,7 @@ class Trial:
             )
 
     def _order(self) -> dict[int, int]:
-        """Layers whose stored weights are a neighbour's in the checkpoint, and whose they are."""
+        """Layer → the neighbour in the checkpoint whose weights it stores, where it is another."""
         layers = self.checkpoint.prefix + "layers.{}."
         name = layers + "self_attn.o_proj.weight"
         if name.format(0) not in self.checkpoint:
@@ -111,7 +113,8 @@ class Trial:
 
 @contextmanager
 def changed_model(config, variant: Variant, count: int):
-    """Within, the model of a variant, without weights: its first `count` layers."""
+    """Yields the first `count` layers of a variant's model without weights, its functions
+    replaced."""
     config = copy.deepcopy(config)
     for name, value in variant.config.items():
         setattr(config, name, copy.deepcopy(value))
@@ -124,7 +127,7 @@ def changed_model(config, variant: Variant, count: int):
 
 @contextmanager
 def _replaced(module, changes: dict[str, Change]):
-    """Within, some functions of a module are others."""
+    """Replaces functions of a module within the block."""
     before = {name: getattr(module, name) for name in changes}
     try:
         vars(module).update({name: changes[name](own) for name, own in before.items()})
@@ -134,7 +137,7 @@ def _replaced(module, changes: dict[str, Change]):
 
 
 def _prompt(bundle: Bundle, checkpoint: Checkpoint) -> list[int]:
-    """Seeded random ids, enough of them to pass the largest window twice where the cache allows."""
+    """Seeded random ids, more than twice the largest window unless the cache is shorter."""
     window = max((layer.window or 0 for layer in bundle.manifest.layers), default=0)
     window = max(window, getattr(checkpoint.config, "sliding_window", None) or 0)
     count = min(bundle.manifest.options.max_seq_len, max(24, 2 * window + 8))

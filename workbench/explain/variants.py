@@ -1,11 +1,9 @@
-"""Which variant of Hugging Face's model a bundle computes: the cause of a fault of the model kind,
-by name.
+"""Finds the variant of Hugging Face's model that a faulty bundle computes.
 
-The bundle's own program runs in exact arithmetic on the weights it stores. Hugging Face's model
-runs on the same weights as the checkpoint's configuration says, then with one thing changed at a
-time: rope, norms, window, scale, activation, biases, order of heads and layers. The variant whose
-updates, K, V and embeddings are the bundle's within rounding is the cause; where none is, the fault
-is another.
+The bundle's program runs in exact arithmetic on its stored weights. Hugging Face's model runs on
+the same weights, as configured and then with one thing changed at a time: rope, norms, window,
+scale, activation, biases, order of heads and layers. The variant whose updates, K, V and embeddings
+equal the bundle's within rounding is the cause; if there is none, the fault is of another kind.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +23,8 @@ CONFIGURED = "as configured"
 FITS = 1e-5  # relative RMS that fp32 rounding explains
 THETAS = (1e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 5e6, 1e7)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
-ACTIVATION_OF = "act_fn", "activation_fn"  # what transformers' modules call it
-# what transformers' modules call the norms of q and k
+ACTIVATION_OF = "act_fn", "activation_fn"  # its attributes in transformers' modules
+# attributes of the norms of q and k in transformers' modules
 QK_NORMS = (
     ("q_norm", "k_norm"),
     ("query_layernorm", "key_layernorm"),
@@ -47,8 +45,10 @@ def _same(*values):
 
 
 def explain_bundle(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False) -> pd.DataFrame:
-    """Every variant's name and `relative_rms`, the worst of its layers' updates, K and V and of the
-    embeddings, best first. Variants are tried on the first layers; the best on all of them.
+    """Every variant's `name` and `relative_rms`, best first.
+
+    `relative_rms` is the worst of the updates, K and V of the layers and of the embeddings.
+    Variants are tried on the first layers, the best one on all of them.
 
     Raises:
         InputError: a bundle of another checkpoint.
@@ -70,11 +70,13 @@ def try_variants(
     fits: float = FITS,
     progress: bool = False,
 ) -> dict[str, float]:
-    """The largest error of the model as configured, over all layers, and unless that is within
-    `fits`, of each of its `variants`, by name: over the first layers, of the best over all.
+    """The largest error of the model as configured and of its `variants`, by name.
+
+    The model as configured runs on all layers; if its error is within `fits`, no variant is tried.
+    Variants run on the first layers, the best one on all of them.
 
     Args:
-        errors: (variant, count) → errors, the last `count` of them those of the first layers.
+        errors: (variant, count) → errors; the last `count` are of the first layers.
     """
     from tqdm.auto import tqdm
 
@@ -107,34 +109,34 @@ def fitting(frame: pd.DataFrame, fits: float = FITS) -> str | None:
 
 
 def conclusion(fits: str | None) -> str:
-    """What the best variant means, in one sentence."""
+    """The conclusion from the best variant in one sentence."""
     if fits is None:
-        return (
-            "No variant explains this bundle: the fault is of another kind, or there are several."
-        )
+        cause = "the fault is of another kind, or there are several"
+        return f"No variant explains this bundle: {cause}."
     if fits == CONFIGURED:
         return "Layers and embeddings compute what the checkpoint's configuration says."
     return f"The bundle computes another model: {fits}."
 
 
 def first_layers(config, wrong: list[int]) -> int:
-    """As many layers as show every kind, at least two; where only some layers are wrong, those
-    too."""
+    """The number of first layers that include every kind, at least two, and all wrong layers unless
+    every layer is wrong."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-    some = wrong if len(wrong) < len(types) else []
-    return min(
-        len(types), max(2, *(types.index(kind) + 1 for kind in types), *(i + 1 for i in some))
-    )
+    needed = [types.index(kind) for kind in types]
+    if len(wrong) < len(types):
+        needed += wrong
+    return min(len(types), max(2, max(needed) + 1))
 
 
 def variants(
     checkpoint: Checkpoint, ropes: list[list[float]], order: dict[int, int], wrong: np.ndarray
 ) -> Iterator[Variant]:
-    """All variants of a checkpoint's model, `wrong` being the layers that are not as configured.
+    """All variants of a checkpoint's model.
 
     Args:
-        ropes: inverse frequencies of tables that the bundle has; a base is fitted to each.
-        order: layers that have another one's weights, and whose.
+        ropes: inverse frequencies of the bundle's tables; a base is fitted to each.
+        order: layer → the layer whose weights it has, where that is another.
+        wrong: the layers that differ from the model as configured.
     """
     config = checkpoint.config
     layers = golden.empty_model(config).model.layers
@@ -167,8 +169,8 @@ def _is_gemma(config) -> bool:
 
 
 def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator[Variant]:
-    """Other bases, one of them fitted to the bundle's own table, and other scalings, for all tables
-    or, where a model has several, for one."""
+    """Variants with other bases, one of them fitted to the bundle's table, and other scalings; of a
+    model with several tables for all of them and for each."""
     parameters = checkpoint.config.rope_parameters
     nested = all(isinstance(table, dict) for table in parameters.values())
     tables = {kind: parameters[kind] for kind in sorted(parameters)}
@@ -199,14 +201,13 @@ def _rope_variants(checkpoint: Checkpoint, ropes: list[list[float]]) -> Iterator
 
 
 def _rope_changes(tables: Iterable[dict], ropes: list[list[float]]) -> dict[str, dict]:
-    """What to change in a table of `rope_parameters`, by the name of the variant."""
+    """The changes of a table of `rope_parameters`, by the name of the variant."""
     thetas, factors = [*THETAS], [*FACTORS]
     for theta, factor in map(_fitted, ropes):
-        thetas += [] if np.isclose(theta, thetas, 1e-5).any() else [theta]
-        if np.isclose(factor, [1.0, *factors], 1e-5).any():
-            factors += []
-        else:
-            factors += [factor]
+        if not np.isclose(theta, thetas, 1e-5).any():
+            thetas.append(theta)
+        if not np.isclose(factor, [1.0, *factors], 1e-5).any():
+            factors.append(factor)
     changes = {f"rope theta {theta:.7g}": {"rope_theta": theta} for theta in thetas}
     changes["rope scaling none"] = {"rope_type": "default"}
     for factor in factors:
@@ -233,8 +234,8 @@ def _fitted(inv_freq: list[float]) -> tuple[float, float]:
 
 
 def _rotation(turn: float = 1.0, before: Pair = _same, after: Pair = _same) -> Change:
-    """The model's own rotation of q and k turned `turn` times as far the same way; `before(q, k)`
-    makes what is rotated, `after(q, k)` gets the result."""
+    """The model's own rotation with its angle multiplied by `turn`; `before` maps q and k to its
+    arguments, `after` maps its results."""
 
     def change(rotate):
         def rotation(q, k, cos, sin):
@@ -259,13 +260,10 @@ def _interleaved(rotate: Callable) -> Callable:
 
 
 def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
-    """Other eps; norms of q and k left out or on the other side of rope; the norms around a block
-    exchanged, left out behind it, or moved to its other side."""
+    """Variants with another eps, with the norms of q and k left out or on the other side of rope,
+    and with the norms around a block exchanged, left out or moved."""
     attention = layer.self_attn
-    if hasattr(config, "rms_norm_eps"):
-        key = "rms_norm_eps"
-    else:
-        key = "norm_eps"
+    key = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "norm_eps"
     eps = getattr(config, key)
     for value in sorted({10 * eps, 100 * eps, eps / 10, 1e-5, 1e-6} - {eps}):
         yield Variant(f"eps {value:g}", {key: value})
@@ -274,16 +272,11 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
         yield Variant("q/k norm left out", model=_without(*(f"self_attn.{n}" for n in names)))
     if names and getattr(attention, names[0]).weight.shape[0] == attention.head_dim:
         leave_out, norms = _norms_beside_rope(*names)
-        late = names == QK_NORMS[1]  # in this family itself
-        if late:
-            rotation = _rotation(before=norms)
-        else:
-            rotation = _rotation(after=norms)
-        yield Variant(
-            f"q/k norm {'before' if late else 'after'} rope",
-            model=leave_out,
-            functions={"apply_rotary_pos_emb": rotation},
-        )
+        side, rotation = "after", _rotation(after=norms)
+        if names == QK_NORMS[1]:  # the families with these names have their norms after rope
+            side, rotation = "before", _rotation(before=norms)
+        rotations = {"apply_rotary_pos_emb": rotation}
+        yield Variant(f"q/k norm {side} rope", model=leave_out, functions=rotations)
     if _is_gemma(config):
         pairs = (
             ("input_layernorm", "post_attention_layernorm"),
@@ -298,7 +291,7 @@ def _norm_variants(config, layer: nn.Module) -> Iterator[Variant]:
 
 
 def _norms_before_blocks(base) -> None:
-    """Attention and MLP of every layer read what the norm behind them would make of their input."""
+    """Moves the norm after attention and after the MLP of every layer before them."""
     for layer in base.layers:
         for norm, block in (
             (layer.post_attention_layernorm, layer.self_attn),
@@ -314,8 +307,8 @@ def _norms_before_blocks(base) -> None:
 
 
 def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
-    """What leaves both norms out of every layer, and what applies those of the layer that runs to
-    q and k."""
+    """Two functions: one that leaves both norms out of every layer, and one that applies the norms
+    of the running layer to q and k."""
     current: list[nn.Module] = []
 
     def leave_out(base):
@@ -333,11 +326,12 @@ def _norms_beside_rope(q_norm: str, k_norm: str) -> tuple[Callable, Callable]:
 
 
 def _without(*modules: str) -> Callable[[nn.Module], None]:
-    """Makes modules of every layer that has them hand on what they are given."""
+    """Replaces modules, of every layer that has them, by the identity."""
+    parent = modules[0].split(".")[0]
 
     def change(base):
-        for layer in (layer for layer in base.layers if hasattr(layer, modules[0].split(".")[0])):
-            for module in modules:
+        for layer in base.layers:
+            for module in modules if hasattr(layer, parent) else ():
                 layer.get_submodule(module).forward = lambda *x: x if len(x) > 1 else x[0]
 
     return change
@@ -365,7 +359,8 @@ def _relayered(order: dict[int, int]) -> Callable:
 
 
 def _window_variants(config) -> Iterator[Variant]:
-    """Other windows of the layers that have one, and the other kind of attention in each layer."""
+    """Variants with other windows of the layers that have one, and with the two kinds of attention
+    exchanged."""
     kinds = sorted(set(getattr(config, "layer_types", None) or []))
     window = getattr(config, "sliding_window", None)
     if not window or (kinds and not any("sliding" in kind for kind in kinds)):
@@ -385,7 +380,8 @@ def _window_variants(config) -> Iterator[Variant]:
 
 
 def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
-    """Other score scales, the other order of query heads on key heads, other activations."""
+    """Variants with other score scales, another order of query heads on key heads, other
+    activations."""
     D, H = attention.head_dim, config.num_attention_heads
     scales = {
         "1/√head_dim": D**-0.5,
@@ -413,7 +409,7 @@ def _attention_variants(config, attention: nn.Module) -> Iterator[Variant]:
 
 
 def _attribute(names: tuple[str, ...], value) -> Callable[[nn.Module], None]:
-    """Sets an attribute, whichever of `names` it has, of every module of a layer that has it."""
+    """Sets each of the attributes `names` of every module of a layer that has it."""
 
     def change(base):
         for layer in base.layers:
@@ -426,13 +422,10 @@ def _attribute(names: tuple[str, ...], value) -> Callable[[nn.Module], None]:
 
 
 def _weight_variants(checkpoint: Checkpoint) -> Iterator[Variant]:
-    """Biases of the layers left out: all of them, and each kind alone."""
+    """Variants without biases: without all of them, and without each kind alone."""
     prefix = f"{checkpoint.prefix}layers.0."
-    kinds = sorted(
-        name.removeprefix(prefix)
-        for name in checkpoint.header
-        if name.startswith(prefix) and name.endswith(".bias")
-    )
+    first = [name for name in sorted(checkpoint.header) if name.startswith(prefix)]
+    kinds = [name.removeprefix(prefix) for name in first if name.endswith(".bias")]
 
     def zero(ending):
         return lambda name, read: read(name) * (0.0 if name.endswith(ending) else 1.0)
@@ -444,7 +437,7 @@ def _weight_variants(checkpoint: Checkpoint) -> Iterator[Variant]:
 
 
 def _own_tables(manifest, checkpoint: Checkpoint) -> Variant:
-    """Hugging Face's model with the rope tables of the bundle, whatever these are."""
+    """Hugging Face's model with the rope tables of the bundle."""
 
     def change(base):
         ropes = {rope.name: rope for rope in manifest.rope}

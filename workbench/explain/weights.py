@@ -1,8 +1,8 @@
-"""Which compressed weights cost a layer most, and what storing the worst few better would buy.
+"""Measures the error of each compressed weight, and of storing the worst few in a better format.
 
-Measured, not estimated: one tensor at a time is put back to its fp16 value inside the loaded
-program, in exact arithmetic, and every layer's update is measured again on the golden's input.
-Isolated layers do not see each other, so one pass tries the same tensor in all of them.
+One tensor at a time is replaced by its fp16 value inside the loaded program, in exact arithmetic,
+and every layer's update is measured again on the golden's input. Isolated layers are independent,
+so one pass tries the same tensor in all of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,8 +32,8 @@ def int8_channel(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WeightTrial:
-    """A compressed bundle in exact arithmetic, the checkpoint it stores, and the golden it is fed
-    from."""
+    """A compressed bundle in exact arithmetic, its checkpoint, and the golden of its layers'
+    inputs."""
 
     def __init__(
         self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden, T: int | None = None
@@ -48,7 +48,7 @@ class WeightTrial:
         return error.updates(self.decoder, self.golden, self.T, "isolated")
 
     def errors(self) -> np.ndarray:
-        """Relative RMS [L] of each layer's update, as things are now, against all weights at
+        """Relative RMS [L] of each layer's update with the current weights, against all weights at
         fp16."""
         difference = self._updates() - self.reference
         return np.sqrt((difference**2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
@@ -73,7 +73,8 @@ class WeightTrial:
 
     @contextmanager
     def swapped(self, tensors: set[tuple[int, str]], swap: Swap = lambda fp16: fp16):
-        """Runs with `tensors` (layer, kind) as `swap` computes them from their fp16 values."""
+        """Within the block, `tensors` (layer, kind) are as `swap` computes them from their fp16
+        values."""
         with ExitStack() as undo:
             for kind, layer, executable, constant, fp16 in list(self._tensors()):
                 if (layer, kind) in tensors:
@@ -84,10 +85,9 @@ class WeightTrial:
 
 
 def replace(executable, constant: str, value: torch.Tensor) -> None:
-    """Puts `value` in the place of a constant, in the program's table and in every step that takes
-    it."""
+    """Replaces a constant by `value` in the program's table and in every step that reads it."""
     old = executable.body.constants[constant]
-    value = value.to(old.dtype)  # fp16 where the steps compute with it so
+    value = value.to(old.dtype)  # fp16 where the steps read fp16
     executable.body.constants[constant] = value
     for step in executable.body.steps:
         for name, current in step.constants.items():
@@ -97,8 +97,8 @@ def replace(executable, constant: str, value: torch.Tensor) -> None:
 def costs(weights: WeightTrial) -> pd.DataFrame:
     """One row per layer and compressed tensor, costliest first in each layer.
 
-    `error`: relative RMS of the layer's update as it is; `without`: with this tensor alone at fp16;
-    `share`: the share of error² that this tensor accounts for.
+    Columns: `error`, the relative RMS of the layer's update as stored; `without`, the same with
+    this tensor alone at fp16; `share`, the share of error² that this tensor accounts for.
     """
     errors, rows = weights.errors(), []
     for kind in weights.kinds:
@@ -110,8 +110,8 @@ def costs(weights: WeightTrial) -> pd.DataFrame:
 
 
 def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.DataFrame:
-    """One row per layer: its `tensors` that cost most, its `error`, and what it would be with those
-    few stored as `int8-channel` or as `fp16`."""
+    """One row per layer: the `tensors` with the largest shares, its `error`, and its error with
+    these tensors stored as `int8-channel` or as `fp16`."""
     few = ranked.groupby("layer").head(worst)
     frame = few.groupby("layer", as_index=False).agg(
         tensors=("tensor", ", ".join), error=("error", "first")

@@ -39,20 +39,14 @@ class RunDifference:
         (default: in the folder `diffs` beside the log)."""
         stem = stem or folder("diffs", "-".join(self.runs), root) / self.tensor
         Ts, (a, b) = ", ".join(map(str, self.Ts)), self.runs
-        differing = self.settings[~self.settings["setting"].isin(IDENTITIES)]
-        sides = []
-        for side in ("a", "b"):
-            sides.append(
-                "; ".join(f"{row['setting']} {row[side]}" for row in differing.to_dict("records"))
-            )
-        names = [
-            f"{name}: {shortened(side or run, 80)}"
-            for name, side, run in zip("AB", sides, self.runs)
-        ]
-        title = "\n".join(
-            [f"{self.tensor} of {self.checkpoint}, A − B, worst over T = {Ts}", *names]
-        )
-        alt = f"{self.metric} of the {self.tensor} of run {a} less that of run {b}, by layer and position."
+        title = [f"{self.tensor} of {self.checkpoint}, A − B, worst over T = {Ts}"]
+        differing = self.settings[~self.settings["setting"].isin(IDENTITIES)].to_dict("records")
+        for name, run in zip("AB", self.runs):
+            settings = "; ".join(f"{row['setting']} {row[name.lower()]}" for row in differing)
+            title.append(f"{name}: {shortened(settings or run, 80)}")
+        title = "\n".join(title)
+        difference = f"of run {a} less that of run {b}, by layer and position"
+        alt = f"{self.metric} of the {self.tensor} {difference}."
         options = {"metric": self.metric, "title": title}
         draw = lambda: plots.fidelity_difference(self.cells, **options)  # noqa: E731
         return plots.save(draw, stem, run_ids=self.runs, alt=alt)
@@ -61,12 +55,15 @@ class RunDifference:
 def run_difference(
     run_a: str, run_b: str, root: Root = None, tensor: str = "update"
 ) -> RunDifference:
-    """Compares what two logged runs measured of a tensor, isolated where both did so (the logits
-    and adopted packages: chained), at the layers, positions and T that both have.
+    """Compares the fidelity of a tensor in two logged runs, at the layers, positions and T that
+    both have.
+
+    Isolated layers are compared if both runs have them, else chained ones, as of logits and of
+    adopted packages.
 
     Raises:
-        InputError: a run that the log lacks, runs of two checkpoints, or without fidelity of the
-            tensor in common.
+        InputError: the log lacks a run, the runs are of two checkpoints, or they have no fidelity
+            of the tensor in common.
     """
     check_choice("--tensor", tensor, sorted(ALLOWED["tensor"]))
     settings = log.compare(run_a, run_b, root).settings

@@ -1,4 +1,4 @@
-"""What this machine can do: versions, Core ML, memory, and in words what a Mac would add."""
+"""The abilities of this machine: versions, Core ML, memory, and notes on what a Mac would add."""
 
 import platform
 from contextlib import suppress
@@ -12,15 +12,15 @@ TIMEOUT_S = 120
 
 
 def examine(name: str | None = "auto") -> dict:
-    """The JSON of `workbench doctor`; what cannot be seen is None.
+    """The JSON of `workbench doctor`; an unknown value is None.
 
-    Where there is Core ML, it is tried, each time in a process of its own: ``compute_devices``
-    lists the devices that it has, ``stateful_predict`` says for each of `UNITS` whether a model
-    with a state ran (``ok``) or why it did not; `coreml_available` says whether it ran on the CPU.
+    Core ML is tried in child processes: ``compute_devices`` lists its devices, ``stateful_predict``
+    has for each of `UNITS` ``ok`` if a model with a state ran, else the reason; `coreml_available`
+    is whether it ran on the CPU.
 
     Args:
-        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices; None: what
-            takes seconds is left out, and the version of macOS alone decides.
+        name: the runtime to try: auto, or a stand-in for Core ML, which has no devices. None: no
+            child process is started, and `coreml_available` depends on macOS' version alone.
     """
     machine = log.environment()
     versions, coreai = machine["versions"], None
@@ -30,14 +30,15 @@ def examine(name: str | None = "auto") -> dict:
     devices = None
     results = None
     if available and name:
-        outcome = process.call(
-            "workbench.runtime.selftest:compute_devices", {}, timeout_s=TIMEOUT_S
-        )
-        devices = outcome.value
+        test = "workbench.runtime.selftest:compute_devices"
+        devices = process.call(test, {}, timeout_s=TIMEOUT_S).value
     if (available and name) or name not in ("auto", None):
-        results = {units: _try_units("coreml" if available else name, units) for units in UNITS}
+        tried = "coreml" if available else name
+        results = {units: _try_units(tried, units) for units in UNITS}
         available = results["CPU_ONLY"] == "ok"
-    arm = platform.machine() == "arm64"
+    has_engine = platform.machine() == "arm64"
+    if devices is not None:
+        has_engine = "ane" in {device["kind"] for device in devices}
     return {
         "platform": machine["platform"],
         "python": versions["python"],
@@ -48,8 +49,7 @@ def examine(name: str | None = "auto") -> dict:
         "torch": versions["torch"],
         "coreai": coreai,
         "coreml_available": available,
-        "ane_available": available
-        and (arm if devices is None else "ane" in {device["kind"] for device in devices}),
+        "ane_available": available and has_engine,
         "compute_devices": devices,
         "stateful_predict": results,
         "default_runtime": runtime.resolve(),
@@ -83,14 +83,20 @@ def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
     if available:
         return [
             "Core ML runs here: decode, sweep and validate use it unless told --runtime portable.",
-            "Times are this Mac's; a plan says what is preferred, timing each T says what happens.",
-            "Write cool_down_s: 15 into a sweep's run: a warm chip is slower, and the Neural Engine is reported to need as long after a failed compilation.",
+            "Times are this Mac's. A plan is a preference; timing each T shows the actual unit.",
+            "Write cool_down_s: 15 into a sweep's run: a warm chip is slower, and the Neural "
+            "Engine is reported to need as long after a failed compilation.",
             "Exports, goldens and logs of other machines can be used here as they are.",
         ]
     mac = platform.mac_ver()[0]
+    system = f"macOS {mac}" if mac else platform.system()
     return [
-        f"No Core ML here ({f'macOS {mac}' if mac else platform.system()}; it needs macOS 15), so the portable runtime runs the packages.",
-        "Works here: export, check, validate, error, trace, decode, sweep, report, all notebooks and tests.",
-        "Its values validate the exported program itself; its times are this machine's, never the Neural Engine's.",
-        "A Mac adds, from the same bundles and goldens: device values, placement on the Neural Engine, its tok/s.",
+        f"No Core ML here ({system}; it needs macOS 15), so the portable runtime runs the "
+        "packages.",
+        "Works here: export, check, validate, error, trace, decode, sweep, report, all notebooks "
+        "and tests.",
+        "Its values validate the exported program itself; its times are this machine's, never the "
+        "Neural Engine's.",
+        "A Mac adds, from the same bundles and goldens: device values, placement on the Neural "
+        "Engine, its tok/s.",
     ]

@@ -1,4 +1,4 @@
-"""What JupyterLab does when it saves a notebook; `make lab` asks for it."""
+"""The hook that `make lab` installs for JupyterLab's saving of notebooks."""
 
 from pathlib import Path
 
@@ -18,11 +18,8 @@ EDITOR_KEYS = [
 
 
 def without_outputs(model: dict, path: str, contents_manager) -> None:
-    """Jupyter's `pre_save_hook`: the notebook is saved without its outputs, so `git status` stays
-    empty after Run All.
-
-    The notebook as it is shown, outputs included, is written to `build/notebooks`, as `workbench
-    run` does.
+    """Jupyter's `pre_save_hook`: saves the notebook without outputs, so that `git status` stays
+    empty after Run All, and writes a copy with outputs to `build/notebooks`.
     """
     if model["type"] != "notebook":
         return

@@ -1,4 +1,4 @@
-"""All machines of the log in one table, beside what others published."""
+"""All machines of the log in one table, and below it published speeds."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ SHOWN = (
 
 
 def all_machines(root: Path | str | None = None) -> pd.DataFrame:
-    """One row per machine, checkpoint, setting and end of its runs, failed ones included; then the
-    speeds in `data/sources`.
+    """One row per machine, checkpoint, setting and status of its runs; then the published speeds in
+    `data/sources`.
 
-    Columns: ``origin`` (measured or published), what was run (``others``: settings that are not the
+    Columns: ``origin`` (measured or published), the setting (``others``: settings that are not the
     log's most common ones), ``verdict`` and ``kl_mean`` (nats) of its bundle, ``tokens_per_s``
-    (median over runs of their medians), ``n`` runs, ``cold_s`` and ``warm_s``, seconds to load all
-    shards for the first time (with Core ML's compilation) and again, ``placement`` with its source.
-    Null: not measured; of published figures, unknown.
+    (median over runs of their medians), ``n`` runs, ``cold_s`` and ``warm_s`` (seconds of the first
+    loading of all shards, with Core ML's compilation, and of the second), ``placement`` with its
+    source. Null: not measured; of published figures, unknown.
     """
     runs = with_machines(log.load("runs", root=root))
     runs = runs[runs["checkpoint"].notna() | (runs["status"] != "ok")]
@@ -52,21 +52,30 @@ def all_machines(root: Path | str | None = None) -> pd.DataFrame:
     rows = rows.reset_index().sort_values(
         ["machine", "checkpoint", "tokens_per_s"], ascending=[True, True, False]
     )
-    common = {name: rows[name].mode() for name in TIMES if name not in SHOWN}
-    rows["others"] = [
-        ", ".join(
-            f"{name} {row[name]}"
-            for name, most in common.items()
-            if pd.notna(row[name]) and row[name] != most[0]
-        )
-        for row in rows.to_dict("records")
-    ]
-    rows["placement"] = [
-        None if pd.isna(source) else source + (f": {share:.0%} ANE" if pd.notna(share) else "")
-        for source, share in zip(rows["source"], rows["share"])
-    ]
+    rows["others"] = _uncommon_settings(rows)
+    rows["placement"] = list(map(_placement, rows["source"], rows["share"]))
     measured = rows.assign(origin="measured")
     return pd.concat([measured, published_speeds(root)], ignore_index=True)[list(SHOWN)]
+
+
+def _placement(source: str | None, share: float | None) -> str | None:
+    """The source of a placement and the Neural Engine's share where it is known."""
+    if pd.isna(source):
+        return None
+    return source if pd.isna(share) else f"{source}: {share:.0%} ANE"
+
+
+def _uncommon_settings(rows: pd.DataFrame) -> list[str]:
+    """Each row's settings that are not the most common ones of all rows."""
+    common = {name: rows[name].mode() for name in TIMES if name not in SHOWN}
+    texts = []
+    for row in rows.to_dict("records"):
+        others = []
+        for name, most in common.items():
+            if pd.notna(row[name]) and row[name] != most[0]:
+                others.append(f"{name} {row[name]}")
+        texts.append(", ".join(others))
+    return texts
 
 
 def published_speeds(root: Path | str | None = None) -> pd.DataFrame:
@@ -76,17 +85,13 @@ def published_speeds(root: Path | str | None = None) -> pd.DataFrame:
         return pd.DataFrame(columns=list(SHOWN))
     rows = pd.read_csv(path)
     rates = rows["unit"] == "tok/s"
-    return pd.DataFrame(
-        {
-            "origin": "published, fidelity unknown",
-            "machine": rows["machine"],
-            "checkpoint": rows["model"],
-            "others": rows["condition"]
-            .fillna("")
-            .where(
-                rates, [f"{value:g} {unit}" for value, unit in zip(rows["value"], rows["unit"])]
-            ),
-            "reason": rows["source"],
-            "tokens_per_s": rows["value"].where(rates),
-        }
-    ).reindex(columns=list(SHOWN))
+    values = rows["value"].map("{:g}".format) + " " + rows["unit"]
+    columns = {
+        "origin": "published, fidelity unknown",
+        "machine": rows["machine"],
+        "checkpoint": rows["model"],
+        "others": rows["condition"].fillna("").where(rates, values),
+        "reason": rows["source"],
+        "tokens_per_s": rows["value"].where(rates),
+    }
+    return pd.DataFrame(columns).reindex(columns=list(SHOWN))

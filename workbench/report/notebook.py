@@ -1,5 +1,4 @@
-"""Runs a numbered notebook without a browser, in a kernel of its own, and keeps the executed copy
-in `build/`."""
+"""Executes a numbered notebook in a kernel of its own and writes the executed copy to `build/`."""
 
 import re
 import tempfile
@@ -10,8 +9,8 @@ from workbench.errors import InputError
 
 
 class CellError(RuntimeError):
-    """A cell failed, and not because of its input. The message names the notebook, the cell by its
-    number in brackets, the last line of the error, and the executed copy."""
+    """A cell raised another error than InputError. The message names the notebook, the number of
+    the cell, the last line of the error, and the executed copy."""
 
 
 def run_notebook(
@@ -20,17 +19,17 @@ def run_notebook(
     """Executes the notebook of experiment `number`; a cell that raises ends the run.
 
     Args:
-        parameters: values for names that its cell tagged `parameters` sets; unknown names are
+        parameters: values for names that the cell tagged `parameters` sets; unknown names are
             refused.
         publish: makes the write-up the shipped one (see `report.publish`).
 
     Returns:
-        {experiment, verdict, executed, figures, runs, report}; `runs` are the log rows that are new
-        or that the report stands on, `verdict` is theirs.
+        {experiment, verdict, executed, figures, runs, report}; `runs` are the new log rows and
+        those that the report uses, `verdict` is their verdict.
 
     Raises:
-        InputError: the one that a cell raised.
-        CellError: a cell failed in any other way.
+        InputError: a cell raised it.
+        CellError: a cell raised another error.
     """
     import nbformat
 
@@ -39,12 +38,8 @@ def run_notebook(
     name = report.experiment(number).name
     source = project / "notebooks" / f"{name}.ipynb"
     if not source.is_file():
-        raise InputError(
-            f"notebook {source}",
-            "no such file",
-            "a checkout of this project",
-            "run inside the checkout",
-        )
+        needed, step = "a checkout of this project", "run inside the checkout"
+        raise InputError(f"notebook {source}", "no such file", needed, step)
     notebook = nbformat.read(source, as_version=4)
     set_parameters(notebook, parameters or {})
     before = set(log.load("runs", root=root)["run_id"])
@@ -72,8 +67,7 @@ def run_notebook(
 
 
 def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
-    """Runs the cells of the notebook at `source` in its folder; a failure's message ends in
-    `copy`."""
+    """Executes the notebook in the folder of `source`; `copy` is the end of an error's message."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellControlSignal, DeadKernelError
     from tqdm.auto import tqdm
@@ -83,7 +77,7 @@ def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
     started = []  # cells
     with (
         tqdm(total=code, desc=source.stem, unit="cell", disable=not progress) as bar,
-        tempfile.TemporaryDirectory() as sockets,  # over TCP, every user here could listen
+        tempfile.TemporaryDirectory() as sockets,  # TCP ports are open to all users of the machine
     ):
         manager = {"transport": "ipc", "connection_file": f"{sockets}/kernel.json"}
         client = NotebookClient(
@@ -102,20 +96,17 @@ def _execute(notebook, source: Path, copy: str, progress: bool) -> None:
 
 
 def _failure(problem: Exception, where: str, copy: str) -> Exception:
-    """The InputError that a cell raised, if it was one, or any other failure in one line."""
+    """The InputError that a cell raised, or a CellError with any other error in one line."""
     name = getattr(problem, "ename", None)
     text = getattr(problem, "evalue", str(problem))
     lines = text.strip().splitlines() or [""]
     words = f"{name}: {lines[-1]}" if name else lines[0]
-    if name == "InputError":
-        refusal = InputError.from_message(text)
-    else:
-        refusal = None
+    refusal = InputError.from_message(text) if name == "InputError" else None
     return refusal or CellError(f"{where}: {words} {copy}")
 
 
 def _verdict(runs) -> str:
-    """RED if the newest verdict of any bundle is; GREEN if there is a verdict."""
+    """RED if the newest verdict of any bundle is RED, else GREEN, or not_run without verdicts."""
     rows = runs.dropna(subset="verdict").sort_values("run_id")
     verdicts = rows.groupby(["bundle_hash", "command"], dropna=False)["verdict"].last()
     if "RED" in set(verdicts):
@@ -126,7 +117,7 @@ def _verdict(runs) -> str:
 
 
 def parameter_names(number: str) -> set[str]:
-    """Names that the notebook of an experiment takes as parameters; none where it is not there."""
+    """The names of a notebook's parameters; none if the notebook does not exist."""
     import nbformat
 
     folder = log.project(log.default_root()) / "notebooks"
@@ -138,19 +129,17 @@ def parameter_names(number: str) -> set[str]:
 
 def _parameters_cell(notebook) -> tuple:
     """The cell tagged `parameters`, None without one, and the names that it sets."""
-    cell = next((c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])), None)
-    return cell, set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE)) if cell else set()
+    for cell in notebook.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            return cell, set(re.findall(r"^(\w+)\s*=", cell.source, re.MULTILINE))
+    return None, set()
 
 
 def set_parameters(notebook, parameters: dict) -> None:
     """Sets names of the notebook's cell tagged `parameters`; unknown names are refused."""
     cell, names = _parameters_cell(notebook)
     if unknown := sorted(parameters.keys() - names):
-        raise InputError(
-            "notebook parameters",
-            ", ".join(unknown),
-            f"names the notebook sets: {', '.join(sorted(names))}",
-            "correct the name",
-        )
+        needed = f"names the notebook sets: {', '.join(sorted(names))}"
+        raise InputError("notebook parameters", ", ".join(unknown), needed, "correct the name")
     if cell and parameters:
         cell.source += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())

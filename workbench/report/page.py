@@ -1,7 +1,7 @@
-"""Write-ups as HTML pages that need no other file: figures inline, tables, verdict, provenance.
+"""Writes HTML pages that need no other file: figures inline, tables, verdict, provenance.
 
-In: the log. Out: the page of one run beside its `report.md`, or a folder with an index of all
-experiments, the page of each, and one of all machines.
+A page is of one run, beside its `report.md`. A site is a folder with an index of all experiments,
+a page of each, and a page of all machines.
 """
 
 import html
@@ -23,10 +23,12 @@ PAGE = jinja2.Template(
 <meta name="viewport" content="width=device-width">
 <title>{{ title }}</title>
 <style>
-body { font: 15px/1.5 sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 sans-serif; color: #222; max-width: 72rem; }
+body { margin: 2rem auto; padding: 0 1rem; }
 div.wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; }
+th, td { text-align: left; vertical-align: top; }
 svg { max-width: 100%; height: auto; }
 .verdict { font-weight: bold; padding: .1rem .6rem; border: 2px solid; }
 .GREEN { color: #00703c; } .RED { color: #b00020; } .not_run { color: #555; }
@@ -55,7 +57,7 @@ def write_page(
     path: Path | None = None,
     links: tuple = (),
 ) -> Path:
-    """Writes the page of `report`, a `report.md` that was just written of the same run.
+    """Writes the page of `report`, the `report.md` of the same run.
 
     Args:
         path: the page (default: `report.html` beside the report).
@@ -105,14 +107,12 @@ def write_site(place: Path, root: Path | str | None = None) -> Path:
 
 
 def _machines(root: Path | str | None) -> str:
-    """A table per machine, since times of two are not compared, then what others published."""
+    """A table per machine, since times of two are not compared, then the published speeds."""
     rows = all_machines(root)
-    body = "<h1>All machines</h1><p>One row per setting, fastest first; failed runs stay in. – is not measured.</p>"
+    text = "One row per setting, fastest first; failed runs are included. – is not measured."
+    body = f"<h1>All machines</h1><p>{text}</p>"
     for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
-        if origin == "measured":
-            heading = machine
-        else:
-            heading = f"{machine}: {origin}"
+        heading = machine if origin == "measured" else f"{machine}: {origin}"
         body += f"<h2>{html.escape(str(heading))}</h2>"
         shown = [name for name in own if name in ALWAYS or own[name].notna().any()]
         own = own[shown].drop(columns=["origin", "machine"])
@@ -143,13 +143,13 @@ def _table(frame: pd.DataFrame, escape: bool = True) -> str:
 
 
 def _inline(text: str, folder: Path) -> str:
-    """HTML with its figures in it; links to files beside it become their text."""
+    """HTML with its figures inline; links to files beside it are replaced by their text."""
 
     def figure(match: re.Match) -> str:
         path = folder / match[1]
         svg = path.read_text()
         svg = svg[svg.index("<svg") :]
-        # several figures are in one document: each has names of its own
+        # ids are prefixed, since several figures are in one document
         svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{path.stem}-", svg)
         return svg.replace("<svg", f'<svg role="img" aria-label="{match[2]}"', 1)
 

@@ -1,9 +1,7 @@
-"""One experiment while its notebook runs: figures and tables as they come, then one log row that
-holds them all.
+"""One experiment while its notebook runs: shows figures and tables, then logs them in one row.
 
-In: what was measured. Out: rows of the log (`exhibits` holds the data of every figure and table),
-and the files of the write-up, which `report` draws from those rows. So a figure on paper is a
-figure of the log. This module knows nothing of how a result was measured.
+The log's table `exhibits` holds the data of every figure and table, and `report` draws the files of
+the write-up from these rows, so that every published figure comes from the log.
 """
 
 import contextlib
@@ -36,9 +34,11 @@ from workbench.sweep.cell import find
 
 @dataclass
 class ExportedModel:
-    """A checkpoint with its bundle, a decoder that runs it, and token ids with their text. `how`:
-    runtime and compute units of its decoders; `stored`: the file of a golden of `ids`, None where
-    `goldens` has it."""
+    """A checkpoint with its bundle, a decoder, and token ids with their text.
+
+    `how` has runtime and compute units of its decoders; `stored` is the file of a golden of `ids`,
+    None if the golden is in the folder `goldens`.
+    """
 
     checkpoint: Checkpoint
     bundle: Bundle
@@ -66,14 +66,14 @@ class ExportedModel:
 
     @cached_property
     def golden(self) -> golden.Golden:
-        """Hugging Face's values for `ids`, computed when they are first used."""
+        """Hugging Face's values for `ids`, loaded or computed at first use."""
         if self.stored:
             return golden.Golden.load(self.stored)
         return golden.stored_golden(self.checkpoint, self.ids, self.goldens)
 
 
 def token_texts(folder: Path, ids: list[int]) -> list[str]:
-    """The text of each token id, or the id itself where `folder` has no tokenizer."""
+    """The text of each token id, or the id itself if `folder` has no tokenizer."""
     try:
         return tasks.load_tokenizer(folder).convert_ids_to_tokens(ids)
     except InputError:
@@ -85,9 +85,9 @@ class Study:
 
     Args:
         number: of the experiment, such as "05".
-        names: the notebook's variables; the ones in capitals are its parameters and go into the
-            log. RUNTIME, COMPUTE_UNITS (None: as `how` says) and GOLDEN, the path of a stored
-            golden, concern whatever it opens.
+        names: the notebook's variables; those in capitals are its parameters and are logged.
+            RUNTIME, COMPUTE_UNITS (None: chosen by `how`) and GOLDEN, the path of a stored golden,
+            apply to every model that it opens.
     """
 
     def __init__(self, number: str, names: Mapping):
@@ -99,12 +99,12 @@ class Study:
         self.parameters = {name: value for name, value in names.items() if name.isupper()}
         self._exhibits: dict[tuple[str, str], dict] = {}
         self.gates: list[gates.Gate] = []
-        # this machine's name, as the log has it: times in a notebook stand beside it
+        # the log's name of this machine, shown beside times in a notebook
         self.here = runs.here()
 
     @staticmethod
     def machine() -> Styler:
-        """What this machine is, which runtime it uses, and what it cannot show."""
+        """This machine's facts for display, with its default runtime and what it lacks."""
         facts = doctor.examine(None)
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
         seen = {name: fact for name, fact in facts.items() if fact is not None}
@@ -112,13 +112,15 @@ class Study:
 
     @staticmethod
     def scratch() -> Path:
-        """A new folder outside the project, for exports that need not stay."""
+        """A new folder outside the project, for temporary exports."""
         return Path(tempfile.mkdtemp())
 
     def how(self, checkpoint: str | Path) -> dict[str, str]:
-        """`runtime` and `compute_units` of a checkpoint's decoders: the notebook's parameters.
-        Without COMPUTE_UNITS another runtime than the portable one, which goes by its own name,
-        takes the units that suit the size of the layers."""
+        """`runtime` and `compute_units` of a checkpoint's decoders, from the notebook's parameters.
+
+        Without COMPUTE_UNITS, a runtime other than the portable one uses the units that suit the
+        size of the layers. `auto` stays `auto` where it means the portable runtime.
+        """
         runtime = self.parameters.get("RUNTIME") or "auto"
         units = self.parameters.get("COMPUTE_UNITS")
         portable = resolve(runtime) == "portable"
@@ -134,8 +136,8 @@ class Study:
         return {name: [value] for name, value in self.how(checkpoint).items()}
 
     def where(self, checkpoint: str | Path) -> str:
-        """What runs a checkpoint's bundles, in words that stand beside every time: a stand-in's is
-        no measurement."""
+        """The runtime and compute units of a checkpoint's bundles in words, shown beside times; a
+        stand-in's times are no measurement."""
         how = self.how(checkpoint)
         return self._ran_on(named(resolve(how["runtime"]))[0], how["compute_units"])
 
@@ -150,8 +152,7 @@ class Study:
 
     @property
     def golden_file(self) -> str | None:
-        """The path of the golden that GOLDEN names; a relative one starts at the project's
-        folder."""
+        """The path in GOLDEN; a relative one starts at the project's folder."""
         name = self.parameters.get("GOLDEN")
         return str(self.project / name) if name else None
 
@@ -165,7 +166,7 @@ class Study:
         fast: bool = False,
         **options,
     ) -> ExportedModel:
-        """Exports a checkpoint, unless `data/bundles` has its bundle already, and opens it.
+        """Opens a checkpoint's bundle of `data/bundles`; exports it if it is missing.
 
         Args:
             checkpoint: a Hugging Face folder, or the name of a model in the Hub's local cache; a
@@ -219,7 +220,7 @@ class Study:
         return text
 
     def answers(self, decoder: Decoder, checkpoint: Checkpoint) -> list[gates.Gate]:
-        """Every fourth held-out question, asked of bundle and golden; not run without a
+        """Gates of every fourth held-out question, answered by bundle and golden; not run without a
         tokenizer."""
         try:
             return tasks.answer_gates(decoder, checkpoint, tasks.load_tasks(self.tasks)[::4])
@@ -236,10 +237,11 @@ class Study:
         run_ids: Iterable[str] = (),
         **options,
     ) -> None:
-        """Draws `data` with a function of `plots` here and keeps both.
+        """Draws `data` with a function of `plots` and stores both for the write-up.
 
-        `alt` is for those who cannot see the figure; `run_ids` are the runs behind data without a
-        column ``run_id``.
+        Args:
+            alt: a description for readers who cannot see the figure.
+            run_ids: the runs of data without a column ``run_id``.
         """
         plot = draw.__name__
         if plot not in plots.__all__:
@@ -250,12 +252,12 @@ class Study:
         draw(data, **options)
 
     def table(self, name: str, frame: pd.DataFrame, caption: str) -> Styler:
-        """Keeps a table for the write-up and shows it here."""
+        """Stores a table for the write-up and returns it for display."""
         self._exhibits["table", name] = report.exhibit(name, frame, caption)
         return tables.styled(frame)
 
     def add_gates(self, results: Iterable[gates.Gate]) -> Styler:
-        """Adds gates to the verdict and shows them, RED first."""
+        """Adds gates to the verdict and returns them for display, RED first."""
         results = list(results)
         self.gates += results
         return tables.styled(tables.gates(results))
@@ -274,38 +276,36 @@ class Study:
         """Logs the run with its exhibits, writes figures, tables and report, prints the conclusion.
 
         Args:
-            subject: the decoder, or the bundle, that the gates are about; None: the runs that the
-                figures name.
-            words: the conclusion, before the verdict and its reasons.
-            results: further mappings or records to keep in the run's `config`.
+            subject: the decoder, or the bundle, of the gates; None: the gates are of the figures'
+                runs.
+            words: the conclusion, printed before the verdict and its reasons.
+            results: further mappings or records for the run's `config`.
 
         Returns:
-            The log rows the notebook stands on and the versions that made them.
+            The log rows of the notebook and the versions that wrote them.
         """
         decoder = subject if isinstance(subject, Decoder) else None
         bundle = decoder.bundle if decoder else subject
+        paragraphs = [words]
         if self.gates:
-            verdict = [tables.verdict_conclusion(bundle, self.gates)]
-        else:
-            verdict = []
-        words = "\n\n".join(filter(None, [words, *verdict]))
+            paragraphs.append(tables.verdict_conclusion(bundle, self.gates))
         if decoder and decoder.runtime != "portable":
             place = self._ran_on(decoder.runtime, decoder.compute_units)
-            words = "\n\n".join(filter(None, [words, f"The bundle ran on {place}."]))
+            paragraphs.append(f"The bundle ran on {place}.")
+        words = "\n\n".join(filter(None, paragraphs))
         config = {
             "parameters": self.parameters,
             "gates": [g.json() for g in self.gates],
             "conclusion": words,
         } | results
+        row = {}
         if bundle:
             row = {"runtime": "portable"} | runs.describe(bundle, decoder)
-        else:
-            row = {}
         row |= {
             "command": f"notebook {self.experiment.number}",
             "T": T,
             "config": json.loads(json.dumps(config, default=str)),
-            "verdict": gates.verdict(self.gates) if verdict else None,
+            "verdict": gates.verdict(self.gates) if self.gates else None,
         }
         run_id = runs.record_run(
             self.experiment.number,

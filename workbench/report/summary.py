@@ -1,5 +1,4 @@
-"""The log as one table, as llama-bench prints it: a row per configuration and test, its speed
-beside what it costs."""
+"""The log as one table in llama-bench's form: speed and fidelity per configuration and test."""
 
 import pandas as pd
 
@@ -22,12 +21,15 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
 
     Returns:
         checkpoint, bundle_bytes, compress, the other settings in which rows differ, machine,
-        runtime; `test`: pp64 (a prompt of 64 tokens) or tg24 @ d64 (24 tokens behind 64; with T =
-        4: tg24 T4 @ d64), null for runs that timed nothing; `tokens_per_s` and `sd`, mean and
-        standard deviation of `n` repetitions in `runs` runs, warm-ups left out; `worst_update`
-        (largest 1 − cosine of an isolated update), `kl_mean` (nats) and `verdict`, those of the
-        newest validation of the same bundle run in the same way on any machine; for a run that did
-        not end well, `verdict` is how it ended. `run_id`: the newest.
+        runtime.
+        test: pp64 (a prompt of 64 tokens) or tg24 @ d64 (24 tokens after 64; with T = 4: tg24 T4 @
+            d64); null for runs without times.
+        tokens_per_s, sd: mean and standard deviation of `n` repetitions in `runs` runs, without
+            warm-ups.
+        worst_update (largest 1 − cosine of an isolated update), kl_mean (nats), verdict: of the
+            newest validation of the same bundle and way to run it, on any machine. If the status of
+            the run is not ok, the verdict is the status.
+        run_id: the newest run.
     """
     rows = with_machines(log.load("runs", root=root, where=where))
     rates = _rates(rows, root)
@@ -50,7 +52,7 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
     table["verdict"] = table["verdict"].astype(object).where(table["status"] == "ok")
     table["verdict"] = table["verdict"].fillna(table["status"].replace("ok", "not_run"))
     shown = [c for c in _SETTING if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1]
-    shown = [c for c in shown if c != "bundle_hash"]  # its options say it
+    shown = [c for c in shown if c != "bundle_hash"]  # the options identify the bundle
     names = ["checkpoint", "bundle_bytes", "compress", *shown, "machine", "runtime", *_FIGURES]
     return table[[*names, "run_id"]]
 
@@ -70,16 +72,20 @@ def _rates(rows: pd.DataFrame, root: Root) -> pd.DataFrame:
 
 
 def _test(sample: dict) -> str:
-    """pp64, or tg24 T4 @ d64: T where it is above 1, the depth where the cache is not empty."""
+    """pp64, or tg24 T4 @ d64; T is named if it exceeds 1, the depth if it is not 0."""
     if sample["phase"] == "prefill":
         return f"pp{sample['n_prompt']}"
     n_gen, T, depth = (0 if pd.isna(sample[n]) else sample[n] for n in ("n_gen", "T", "depth"))
-    return f"tg{n_gen}" + (f" T{T}" if T > 1 else "") + (f" @ d{depth}" if depth else "")
+    name = f"tg{n_gen}"
+    if T > 1:
+        name += f" T{T}"
+    if depth:
+        name += f" @ d{depth}"
+    return name
 
 
 def text_table(rows: pd.DataFrame, format: str = "md") -> str:
-    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; CSV and JSON keep every number, the
-    others round.
+    """Rows of `summary_rows` as Markdown, LaTeX, CSV or JSON; Markdown and LaTeX are rounded.
 
     Raises:
         InputError: an unknown format.
@@ -93,16 +99,15 @@ def text_table(rows: pd.DataFrame, format: str = "md") -> str:
     if format == "tex":
         return table.to_latex(index=False, escape=True)
     right = ("size", "tok/s", "n", "worst update", "KL")
-    if len(table):
-        align = ["right" if name in right else "left" for name in table]
-    else:
-        align = None
-    return table.to_markdown(index=False, colalign=align, disable_numparse=True)
+    align = ["right" if name in right else "left" for name in table]
+    return table.to_markdown(
+        index=False, colalign=align if len(table) else None, disable_numparse=True
+    )
 
 
 def _rounded(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table as it is read: sizes in MiB, speeds as mean ± standard deviation, – where nothing
-    was measured."""
+    """The table with rounded values: sizes in MiB, speeds as mean ± standard deviation, nulls as
+    –."""
 
     def words(column: str, form: str) -> list[str]:
         return ["–" if pd.isna(v) else form.format(v) for v in rows[column]]

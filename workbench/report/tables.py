@@ -1,5 +1,4 @@
-"""Results as the small DataFrames that notebooks and reports show. Knows no files and draws
-nothing."""
+"""Results as small DataFrames for notebooks and reports."""
 
 from collections.abc import Iterable
 from math import prod
@@ -20,37 +19,30 @@ _SIGNS = {
 
 
 def shard_interface(bundle: Bundle) -> pd.DataFrame:
-    """Inputs, states and outputs of the first shard: name, role, shape, dtype, bytes of one call at
-    T = 1."""
+    """Inputs, states and outputs of the first shard: role, name, shape, dtype, and bytes of a call
+    at T = 1."""
     shard = bundle.manifest.shards[0]
     states = {name: state.shape for name, state in shard.states.items()}
     roles = {"input": shard.inputs, "state": states, "output": shard.outputs}
     rows = []
     for role, shapes in roles.items():
         for name, dims in shapes.items():
-            rows.append(
-                {
-                    "role": role,
-                    "name": name,
-                    "shape": f"[{', '.join(map(str, dims))}]",
-                    "dtype": "int32" if name == "pos" else "fp16",
-                    "bytes": 2 * prod(n for n in dims if n != "T"),
-                }
-            )
-    return pd.DataFrame(rows)
+            shape = f"[{', '.join(map(str, dims))}]"
+            dtype = "int32" if name == "pos" else "fp16"
+            rows.append((role, name, shape, dtype, 2 * prod(n for n in dims if n != "T")))
+    return pd.DataFrame(rows, columns=["role", "name", "shape", "dtype", "bytes"])
 
 
 def styled(frame: pd.DataFrame) -> Styler:
-    """A table as notebooks show it: whole sentences, text to the left, six digits, gaps as –,
-    verdicts with a sign."""
+    """A table for display in a notebook: text is left-aligned and wrapped, numbers have six
+    digits, nulls are –, verdicts have a sign."""
     flat = frame.reset_index(drop=list(frame.index.names) == [None])
     floats = [c for c in flat.columns if pd.api.types.is_float_dtype(flat[c])]
     texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
     look = flat.style.format(lambda v: _SIGNS.get(str(v), v), na_rep="–", subset=texts)
     look = look.format("{:.6g}", subset=floats, na_rep="–").hide(axis="index")
-    look = look.set_properties(
-        texts, **{"text-align": "left", "white-space": "normal", "max-width": "44em"}
-    )
+    wrapped = {"text-align": "left", "white-space": "normal", "max-width": "44em"}
+    look = look.set_properties(texts, **wrapped)
     return look.set_table_styles([{"selector": "th", "props": "text-align: left"}])
 
 
@@ -74,8 +66,8 @@ def budget(sizes: Budget, setting: str) -> pd.DataFrame:
 
 
 def rules_table(placements: list[Placement]) -> pd.DataFrame:
-    """The lint rules that a bundle's shards break, each once: id, confidence, effect, shards, what
-    it says, advice."""
+    """The lint rules that a bundle's shards break, one row each: id, confidence, effect, statement,
+    advice, number of shards."""
     rows = []
     for p in placements:
         for rule in p.rules:
@@ -86,23 +78,23 @@ def rules_table(placements: list[Placement]) -> pd.DataFrame:
 
 
 def listing(values: dict) -> pd.DataFrame:
-    """A mapping as a two-column table, lists one item a row."""
+    """A mapping as a two-column table; each item of a list has a row."""
     return pd.DataFrame(values.items(), columns=["", "value"]).explode("value").set_index("")
 
 
 def verdict_conclusion(bundle: Bundle | None, results: list[Gate]) -> str:
-    """The verdict in words: which bundle (None: the runs of the figures), what failed and why, what
-    could not run."""
-    red, idle = ([g for g in results if g.verdict == verdict] for verdict in ("RED", "not_run"))
+    """The verdict in words: the bundle (None: the runs of the figures), the failed gates with their
+    reasons, the gates that did not run."""
+    red = [g for g in results if g.verdict == "RED"]
+    idle = [g for g in results if g.verdict == "not_run"]
     what = "every run shown"
     if bundle:
         m = bundle.manifest
-        what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {m.options.compress}, max_seq_len {m.options.max_seq_len})"
-    lines = [
-        f"RED: {what} fails {len(red)} of {len(results)} gates."
-        if red
-        else f"GREEN: {what} passes all {len(results) - len(idle)} gates that ran."
-    ]
+        settings = f"{m.options.compress}, max_seq_len {m.options.max_seq_len}"
+        what = f"{m.checkpoint['name']} ({m.family}, {m.dims.L} layers, {settings})"
+    lines = [f"GREEN: {what} passes all {len(results) - len(idle)} gates that ran."]
+    if red:
+        lines = [f"RED: {what} fails {len(red)} of {len(results)} gates."]
     lines += [f"- {g.name}: {g.reason}" for g in red]
     lines += [f"- not run: {g.name}, {g.reason}" for g in idle]
     return "\n".join(lines)

@@ -1,12 +1,10 @@
-"""The write-up an author starts from, drawn out of the log: tables, figures, verdicts, and what was
-not measured.
+"""Writes a report of a logged experiment: tables, figures, verdicts, and what was not measured.
 
 In: a notebook's run and its exhibits (rows of the log). Out: `report.md`, a LaTeX file per table,
-and per figure SVG, PDF and PNG with a sidecar that names its runs. Nothing is typed in here: what
-the log lacks, no report says.
+and per figure SVG, PDF and PNG with a sidecar that names its runs. All values come from the log.
 
-Every write-up goes to a folder named after its checkpoint, which git ignores. `publish` alone
-changes the shipped ones.
+A report goes to a folder named after its checkpoint, which git ignores. `publish` alone changes the
+shipped reports.
 """
 
 import json
@@ -27,8 +25,7 @@ from workbench.sweep.runs import TIMES
 
 @dataclass(frozen=True)
 class Experiment:
-    """Number, name and question of a numbered experiment; its notebook and its folder have its
-    name."""
+    """Number, name and question of an experiment; its notebook and its folder have its name."""
 
     number: str
     name: str
@@ -36,15 +33,21 @@ class Experiment:
 
 
 _QUESTIONS = {
-    "05_stateful_kv_cache": "Does one exported layer keep its cache as chapter 5 says it must, at T = 1 and at T > 1?",
+    "05_stateful_kv_cache": "Does one exported layer keep its cache as chapter 5 says it must, "
+    "at T = 1 and at T > 1?",
     "29_zaya_probe": "What does a Q→O probe of ZAYA's attention leave unmeasured?",
-    "30_zaya_stateful_attention": "Does ZAYA's stateful attention survive the export, judged by Hugging Face?",
-    "31_error_parts": "How much of the error is storage, re-authoring, quantization, precision, device?",
+    "30_zaya_stateful_attention": "Does ZAYA's stateful attention survive the export, judged by "
+    "Hugging Face?",
+    "31_error_parts": "How much of the error is storage, re-authoring, quantization, precision, "
+    "device?",
     "32_fp16_overflow": "Why does Qwen 2.5 give NaN on one compute unit and not on another?",
-    "33_cache_reuse": "Does a restored cache go on as the sequence did, and which hypothesis explains the empty output?",
-    "34_decode_sweep": "How do tok/s and ms per layer depend on the export options, and which is the cheapest that passes?",
+    "33_cache_reuse": "Does a restored cache go on as the sequence did, and which hypothesis "
+    "explains the empty output?",
+    "34_decode_sweep": "How do tok/s and ms per layer depend on the export options, and which is "
+    "the cheapest that passes?",
     "35_routed_experts": "What does routing experts on the host save?",
-    "36_first_light": "What does Core ML do on a Mac that nobody could say before: where do states run, and what is a call's cost?",
+    "36_first_light": "What does Core ML do on a Mac that nobody could say before: where do states "
+    "run, and what is a call's cost?",
     "37_other_exporters": "Do other exporters' packages compute the model?",
     "40_apple_interpreter": "Does Apple's own interpreter say what the portable runtime says?",
 }
@@ -63,20 +66,18 @@ FIGURE_SUBJECT = {
     "machine": "{}",
 }
 RESERVED = {"", "figures", "tables", "report.md", "report.html"}
-"""Names in the folder of a shipped write-up, which no checkpoint's folder may take."""
+"""Names in the folder of a shipped report; a checkpoint's folder of such a name is prefixed."""
 
 
 def folder(number: str, checkpoint: str | None, root: Path | str | None = None) -> Path:
     """The folder of a write-up: `experiments/NN_slug/CHECKPOINT` beside the log at `root`.
 
     Args:
-        checkpoint: name of what the run was about (see `subject`); None: the shipped write-up,
-            which is in `experiments/NN_slug` itself. A sweep of one's own has a folder of its name.
+        number: of an experiment, or the name of another one, which is its folder's.
+        checkpoint: the run's checkpoints (see `subject`); None: the folder of the shipped report,
+            `experiments/NN_slug` itself.
     """
-    if number in EXPERIMENTS:
-        name = EXPERIMENTS[number].name
-    else:
-        name = number
+    name = EXPERIMENTS[number].name if number in EXPERIMENTS else number
     shipped = log.whole(root).parent / name
     if checkpoint is None:
         return shipped
@@ -85,15 +86,12 @@ def folder(number: str, checkpoint: str | None, root: Path | str | None = None) 
 
 
 def subject(runs: Iterable[Mapping]) -> str:
-    """The checkpoints that rows of `runs` are about, joined by "+": those that a notebook's
-    parameters name, else the logged ones."""
+    """The checkpoints of rows of `runs`, joined by "+": those that a notebook's parameters name,
+    else the logged ones."""
     names = []
     for run in runs:
-        if isinstance(run["config"], str):
-            config = json.loads(run["config"])
-        else:
-            config = {}
-        parameters = config.get("parameters", {})
+        config = run["config"] if isinstance(run["config"], str) else "{}"
+        parameters = json.loads(config).get("parameters", {})
         paths = parameters.get("CHECKPOINTS", parameters.get("CHECKPOINT", run["checkpoint"]))
         paths = paths if isinstance(paths, list) else [paths]
         names += [Path(path).name for path in paths if isinstance(path, str)]
@@ -108,9 +106,9 @@ def exhibit(
     options: Mapping | None = None,
     run_ids: Iterable[str] = (),
 ) -> dict:
-    """A row of the log's `exhibits`: everything that draws a figure again (`plot` None: a table).
+    """A row of the log's `exhibits`: a figure's data, function and options (`plot` None: a table).
 
-    `run_ids` name the runs it stands on, beside those in a column ``run_id`` and the run that it is
+    `run_ids` are the runs of the data, beside those in a column ``run_id`` and the run that it is
     logged with.
     """
     flat = data.rename(columns=str)
@@ -130,9 +128,10 @@ def exhibit(
 
 
 def _json(value: Mapping) -> str:
-    return json.dumps(
-        value, default=lambda v: v.item() if hasattr(v, "item") else list(v), ensure_ascii=False
-    )
+    def plain(item):
+        return item.item() if hasattr(item, "item") else list(item)
+
+    return json.dumps(value, default=plain, ensure_ascii=False)
 
 
 def data_of(row: Mapping) -> pd.DataFrame:
@@ -142,55 +141,50 @@ def data_of(row: Mapping) -> pd.DataFrame:
 
 
 def runs_of(row: Mapping) -> list[str]:
-    """The runs that a row of `exhibits` stands on."""
+    """The runs of the data in a row of `exhibits`."""
     return [row["run_id"], *json.loads(row["data"])["run_ids"]]
 
 
 def write_exhibit(
     row: Mapping, place: Path, number: str, runs: pd.DataFrame | None = None
 ) -> list[Path]:
-    """Writes the files of one exhibit below `place`: the same row gives the same bytes. Figures
-    name what the rows of `runs` that they stand on are about."""
-    data = data_of(row)
-    name = row["name"]
-    caption = row["caption"]
+    """Writes the files of one exhibit below `place`; equal rows give equal bytes. A figure's
+    subtitle describes its rows of `runs`."""
     if row["plot"]:
-        draw = getattr(plots, row["plot"])
-        options = json.loads(row["options"])
-        stem = place / "figures" / name
-        run_ids = runs_of(row)
-        # else other machines' figures, or arithmetic on another model's sizes
-        measured_here = runs is not None and "chip" not in data and row["plot"] != "memory_bar"
-        if measured_here:
-            about = figure_subject(runs[runs["run_id"].isin(run_ids)])
-        else:
-            about = ""
-        return plots.save(
-            lambda: draw(data, **options), stem, run_ids=run_ids, alt=caption, about=about
-        )
-    path = place / "tables" / f"{name}.tex"
+        return _write_figure(row, place, runs)
+    path = place / "tables" / f"{row['name']}.tex"
     path.parent.mkdir(parents=True, exist_ok=True)
     latex = {
-        "caption": re.sub(r"([&%$#_{}])", r"\\\1", caption),
-        "label": f"tab:{number}-{name}",
+        "caption": re.sub(r"([&%$#_{}])", r"\\\1", row["caption"]),
+        "label": f"tab:{number}-{row['name']}",
         "float_format": "%.4g",
     }
-    path.write_text(data.to_latex(index=False, escape=True, na_rep="--", **latex))
+    path.write_text(data_of(row).to_latex(index=False, escape=True, na_rep="--", **latex))
     return [path]
 
 
+def _write_figure(row: Mapping, place: Path, runs: pd.DataFrame | None) -> list[Path]:
+    """Writes a figure as SVG, PDF and PNG with its sidecar."""
+    data = data_of(row)
+    draw = getattr(plots, row["plot"])
+    options = json.loads(row["options"])
+    facts = {"run_ids": runs_of(row), "alt": row["caption"], "about": ""}
+    # other figures are of published values, or of computed sizes of another model
+    if runs is not None and "chip" not in data and row["plot"] != "memory_bar":
+        facts["about"] = figure_subject(runs[runs["run_id"].isin(facts["run_ids"])])
+    return plots.save(lambda: draw(data, **options), place / "figures" / row["name"], **facts)
+
+
 def figure_subject(runs: pd.DataFrame) -> str:
-    """The checkpoints, compressions, lengths and machines of rows of `runs` in a line, for the
-    subtitle of a figure; and whether any ran over the stand-in, or has a simulated placement."""
+    """The subtitle of a figure: the checkpoints, compressions, lengths and machines of rows of
+    `runs`, and whether a run used the stand-in or has a simulated placement."""
     texts = []
     for column, text in FIGURE_SUBJECT.items():
         values = with_machines(runs)[column].dropna().drop_duplicates().sort_values().tolist()
-        if len(values) <= 3:
-            shown = values
-        else:
-            shown = [values[0], "…", values[-1]]
+        if len(values) > 3:
+            values = [values[0], "…", values[-1]]
         if values:
-            texts += [text.format(", ".join(map(str, shown)))]
+            texts.append(text.format(", ".join(map(str, values))))
     texts += ["stand-in, not Core ML"] * bool((runs["runtime"] == "stand-in").any())
     texts += ["simulated"] * bool((runs["placement_source"] == "simulated").any())
     return " · ".join(texts)
@@ -211,12 +205,8 @@ def write_report(
     question = experiment(number).question
     runs, exhibits = behind(number, root, run)
     if runs.empty:
-        raise InputError(
-            f"experiment {number}",
-            "no run in the log",
-            "at least one run",
-            f"run the notebook: workbench run {number}",
-        )
+        step = f"run the notebook: workbench run {number}"
+        raise InputError(f"experiment {number}", "no run in the log", "at least one run", step)
     notebook = _notebooks(runs).tail(1)
     about = subject((runs if notebook.empty else notebook).to_dict("records"))
     place = place or folder(number, about, root)
@@ -227,8 +217,10 @@ def write_report(
     configs = notebook["config"].dropna()
     config = json.loads(configs.item()) if len(configs) else {}
     parameters = config.get("parameters", {})
-    quoted = {name: json.dumps(value).replace("'", "'\"'\"'") for name, value in parameters.items()}
-    settings = "".join(f" --set '{name}={value}'" for name, value in quoted.items())
+    anew = f"workbench run {number}"
+    for name, value in parameters.items():
+        quoted = json.dumps(value).replace("'", "'\"'\"'")
+        anew += f" --set '{name}={quoted}'"
     parts = [
         f"# Experiment {number}: {question}",
         config.get("conclusion", ""),
@@ -237,7 +229,7 @@ def write_report(
         _verdicts(runs),
         _speed(runs, root),
         _unmeasured(runs),
-        f"## Reproduce\n\nMeasure anew: `workbench run {number}{settings}`. From the log alone: `{again}`.",
+        f"## Reproduce\n\nMeasure anew: `{anew}`. From the log alone: `{again}`.",
     ]
     path = place / "report.md"
     path.write_text("\n\n".join(p for p in parts if p) + "\n")
@@ -245,68 +237,68 @@ def write_report(
 
 
 def publish(number: str, root: Path | str | None = None, run: str | None = None) -> Path:
-    """Makes the write-up of a notebook's run the shipped one, and the runs it stands on shipped
-    runs.
+    """Makes the report of a notebook's run the shipped one, and copies its runs to the shipped log.
 
-    Shipped runs of this experiment that no shipped write-up stands on any more are removed; the
-    log's own files stay. Arguments as in `write`; returns the shipped `report.md`.
+    Shipped runs of this experiment that no shipped report uses any more are removed from there; the
+    log's own files stay. Arguments are as in `write_report`; returns the shipped `report.md`.
     """
     whole, place = log.whole(root), folder(number, None, root)
     shipped = whole / log.SHIPPED
     runs, exhibits = behind(number, root, run)
     notebook = _notebooks(runs).tail(1)
     if notebook.empty or not exhibits:
-        raise InputError(
-            f"experiment {number}",
-            "no notebook's run with figures or tables in the log",
-            "one to publish",
-            f"run the notebook: workbench run {number} --publish",
-        )
-    needed = set(runs["run_id"]) | {i for row in exhibits for i in runs_of(row)}
+        actual = "no notebook's run with figures or tables in the log"
+        step = f"run the notebook: workbench run {number} --publish"
+        raise InputError(f"experiment {number}", actual, "one to publish", step)
+    needed = set(runs["run_id"]).union(*map(runs_of, exhibits))
     for run_id in needed:
         names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
-        if own := {name: (whole / name).read_bytes() for name in names if (whole / name).is_file()}:
+        own = {name: (whole / name).read_bytes() for name in names if (whole / name).is_file()}
+        if own:
             log.adopt(own, shipped)
     place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        dir=place
-    ) as fresh:  # the old write-up stays until this one is whole
+    # the old report stays until the new one is complete
+    with tempfile.TemporaryDirectory(dir=place) as fresh:
         report = write_report(number, shipped, notebook["run_id"].item(), Path(fresh))
         for part in ("figures", "tables"):
             shutil.rmtree(place / part, ignore_errors=True)
         for path in report.parent.iterdir():
             path.replace(place / path.name)
-    for other in EXPERIMENTS.keys() - {number}:
-        needed |= {i for row in behind(other, shipped)[1] for i in runs_of(row)}
-    listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
-    for run_id in set(listed) - needed:
-        for table in sorted(log.SCHEMAS, key="runs".__ne__):  # a run that is listed is whole
-            (shipped / table / f"{run_id}.parquet").unlink(missing_ok=True)
+    _remove_unused(number, shipped, needed)
     return place / report.name
 
 
+def _remove_unused(number: str, shipped: Path, needed: set[str]) -> None:
+    """Removes the shipped runs of an experiment that no shipped report uses."""
+    for other in EXPERIMENTS.keys() - {number}:
+        needed = needed.union(*map(runs_of, behind(other, shipped)[1]))
+    listed = log.load("runs", root=shipped, where={"experiment": number})["run_id"]
+    for run_id in set(listed) - needed:
+        for table in sorted(log.SCHEMAS, key="runs".__ne__):  # `runs` first: listed runs are whole
+            (shipped / table / f"{run_id}.parquet").unlink(missing_ok=True)
+
+
 def _notebooks(runs: pd.DataFrame) -> pd.DataFrame:
-    """Those of the runs that a notebook concluded."""
+    """The runs that a notebook's `conclude` logged."""
     return runs[runs["command"].fillna("").str.startswith("notebook")]
 
 
 def behind(
     number: str, root: Path | str | None = None, run: str | None = None
 ) -> tuple[pd.DataFrame, list[dict]]:
-    """The runs that a report is about and its exhibits: those of a notebook's run, then what was
-    saved from widgets that showed its checkpoint until the notebook ran on it again.
+    """The runs of a report and its exhibits: those of a notebook's run, then those saved from
+    widgets with its checkpoint until the notebook ran on it again.
 
     Args:
-        run: id of the notebook's run; default: the newest one. Where the notebook never ran: all
-            runs of the experiment and all that was saved.
+        run: id of the notebook's run; default: the newest one. If the notebook never ran: all runs
+            of the experiment and all saved exhibits.
     """
     runs = log.load("runs", root=root, where={"experiment": number}).sort_values("run_id")
     notebooks = _notebooks(runs)
     if run is not None and run not in set(notebooks["run_id"]):
-        next_step = f"list them: workbench log --where \"command == 'notebook {number}'\""
-        raise InputError(
-            f"run {run}", "no such run in the log", f"a run of notebook {number}", next_step
-        )
+        needed = f"a run of notebook {number}"
+        step = f"list them: workbench log --where \"command == 'notebook {number}'\""
+        raise InputError(f"run {run}", "no such run in the log", needed, step)
     rows = runs[runs["command"].eq("explorer")]
     if len(notebooks):
         run = run or notebooks["run_id"].max()
@@ -315,34 +307,27 @@ def behind(
         later = [i for i in _notebooks(same)["run_id"] if i > run]
         since = same["run_id"].between(run, min(later, default="~"))  # "~" is later than any
         rows = same[same["run_id"].eq(run) | since & same["command"].eq("explorer")]
-    table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()}).sort_values(
-        "run_id", kind="stable"
-    )
-    table = table[
-        ~table.assign(plot=table["plot"].isna()).duplicated(["name", "plot"], keep="last")
-    ]
+    table = log.load("exhibits", root=root, where={"run_id": rows["run_id"].tolist()})
+    table = table.sort_values("run_id", kind="stable")
+    replaced = table.assign(plot=table["plot"].isna()).duplicated(["name", "plot"], keep="last")
+    table = table[~replaced]
     exhibits = table.astype(object).where(table.notna(), None).to_dict("records")
-    stood_on = {*rows["run_id"], *(i for row in exhibits for i in runs_of(row))}
-    return (runs[runs["run_id"].isin(stood_on)] if len(notebooks) else runs), exhibits
+    if len(notebooks):
+        used = set(rows["run_id"]).union(*map(runs_of, exhibits))
+        runs = runs[runs["run_id"].isin(used)]
+    return runs, exhibits
 
 
 def _setup(runs: pd.DataFrame, parameters: dict) -> str:
-    columns = [
-        "checkpoint",
-        "family",
-        "compress",
-        "max_seq_len",
-        "t_max",
-        "runtime",
-        "precision",
-        "platform",
-        "machine",
-        "power_source",
-    ]
+    """The settings of the runs, and the notebook's parameters."""
+    names = "checkpoint family compress max_seq_len t_max runtime precision platform machine"
     runs = with_machines(runs)
-    values = {c: ", ".join(sorted(runs[c].dropna().astype(str).unique())) for c in columns}
-    values = {name: value or "not measured" for name, value in values.items()}
-    values |= {f"parameter {name}": str(value) or "(empty)" for name, value in parameters.items()}
+    values = {}
+    for name in (*names.split(), "power_source"):
+        texts = sorted(runs[name].dropna().astype(str).unique())
+        values[name] = ", ".join(texts) or "not measured"
+    for name, value in parameters.items():
+        values[f"parameter {name}"] = str(value) or "(empty)"
     table = pd.DataFrame(values.items(), columns=["setting", "value"])
     return "## Setup\n\n" + table.to_markdown(index=False)
 
@@ -364,19 +349,9 @@ def _results(exhibits: list[dict], again: str) -> str:
 
 
 def _latest(runs: pd.DataFrame) -> pd.DataFrame:
-    """The newest run of each setting that says anything."""
-    by = [
-        "checkpoint",
-        "checkpoint_hash",
-        "compress",
-        "max_seq_len",
-        "t_max",
-        "T",
-        "command",
-        "bundle",
-        "setting",
-        "round",
-    ]
+    """The newest run of each setting."""
+    by = "checkpoint checkpoint_hash compress max_seq_len t_max T command bundle setting round"
+    by = by.split()
     by += [column for column in ("machine", "software") if column in runs]
     return runs.groupby(by, dropna=False).tail(1)
 
@@ -398,8 +373,8 @@ def _verdicts(runs: pd.DataFrame) -> str:
 
 
 def _speed(runs: pd.DataFrame, root) -> str:
-    """The speeds of each machine under its name: they are never put into one table. Invalid runs
-    have none."""
+    """A table of speeds per machine, since times of two are not compared; invalid runs are only
+    listed."""
     measured = runs[runs["command"] == "sweep"]
     named = with_machines(measured[measured["status"] != "invalid"])
     parts = [_speed_of(named[named["machine"] == name], root) for name in machine_names(named)]
@@ -425,8 +400,8 @@ def _unmeasured(runs: pd.DataFrame) -> str:
     missing = []
     if not (runs["runtime"] == "coreml").any():
         missing.append(
-            "No run on Core ML: device values, Neural Engine placement and its tok/s are *not measured*. "
-            "Times above are the portable runtime's on the machine named above."
+            "No run on Core ML: device values, Neural Engine placement and its tok/s are "
+            "*not measured*. Times above are the portable runtime's on the machine named above."
         )
     if not runs["placement"].notna().any():
         missing.append("Placement (ANE, GPU, CPU): *not measured*.")
