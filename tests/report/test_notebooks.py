@@ -242,7 +242,7 @@ def test_an_extract_of_notebook_34_is_four_cells_in_one_round(extract, rounds, m
     (path,) = (p for p in NOTEBOOKS if p.stem.startswith("34"))
     code = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
     names = {}
-    exec("\n".join([*code[:2], f"EXTRACT = {extract}", *code[2:4]]), names)
+    exec("\n".join([*code[:2], f"EXTRACT = {extract}", *code[2:5]]), names)
     cells = [list(sweep.cells(sweep.make_grid(names[name]))) for name in ("growth", "choice")]
     assert {cell.round for cell in cells[0]} == rounds
     keys = {cell.key("c") for part in cells for cell in part}

@@ -1,4 +1,5 @@
-"""The bundle: all that passes between an export and everything after it. Knows files and shapes, computes nothing."""
+"""The bundle, which passes from an export to everything after it: files, shapes and the
+manifest. Nothing here computes."""
 
 from workbench.bundle.bundle import Bundle, file_entries
 from workbench.bundle.manifest import (

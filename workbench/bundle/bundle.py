@@ -106,7 +106,8 @@ class Bundle:
             self._write_marks(marks)
 
     def _check_unlisted(self) -> None:
-        """Refuses a file in a package or beside the tokenizer's that the manifest does not list."""
+        """Raises an InputError for a file in a package, or beside the tokenizer's, that the
+        manifest does not list."""
         listed = {self.root / entry.path for entry in self.files}
         folders = {PurePosixPath(shard.path) for shard in self.manifest.shards}
         tokenizer = {PurePosixPath(entry.path).parent for entry in self.manifest.tokens.files}
@@ -124,7 +125,8 @@ class Bundle:
                         )
 
     def _check_embedding(self) -> None:
-        """Refuses an embedding whose header does not fit the model; reads the header alone."""
+        """Reads the header of the embedding file and raises an InputError if it does not fit the
+        model."""
         from safetensors import SafetensorError, safe_open
 
         path, dims = self.root / self.manifest.embedding.file.path, self.manifest.dims
@@ -155,7 +157,7 @@ class Bundle:
             raise _damaged(path, "a Git LFS pointer" if is_lfs_pointer(path) else sizes)
 
     def remember_hashes(self) -> None:
-        """Notes that every file is as the manifest says, so that the next opening need not hash it."""
+        """Records that every file has its hash, so that the next opening does not hash it again."""
         self._write_marks({entry.path: self._mark(entry) for entry in self.files})
 
     def _mark(self, entry: FileEntry) -> str:
@@ -164,7 +166,8 @@ class Bundle:
 
     @property
     def _marks_file(self) -> Path:
-        """The file of marks lies beside the bundle, so that the bundle itself may be read-only."""
+        """The file of marks is stored beside the bundle, so that the bundle itself may be
+        read-only."""
         return self.root.parent / f".{self.root.name}.checked"
 
     def _write_marks(self, marks: dict[str, str]) -> None:
@@ -187,7 +190,7 @@ class Bundle:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Parses a manifest; unknown versions and unknown keys are refused by name."""
+    """Parses a manifest. Raises an InputError that names an unknown version or key."""
     if path.is_symlink():
         raise _damaged(path, "a symlink")
     if (size := path.stat().st_size) > MAX_MANIFEST_BYTES:

@@ -105,7 +105,7 @@ class Options(ManifestModel):
     @model_validator(mode="before")
     @classmethod
     def _fixed(cls, chosen):
-        """What `functions` settle for options that are left out."""
+        """Derives the options that `functions` determine."""
         functions = chosen.get("functions") if isinstance(chosen, dict) else None
         if not functions or not isinstance(functions, list | tuple):
             return chosen
@@ -175,7 +175,7 @@ class Options(ManifestModel):
             return min(self.max_seq_len, window + self.t_max - 1)
 
     def plane(self, width: int) -> list[int | str]:
-        """Shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
+        """The shape of an activation of `width` channels: [B, width, T, 1] or [B, width, 1, T]."""
         return [self.batch, width, "T", 1] if self.layout == "bct1" else [self.batch, width, 1, "T"]
 
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
@@ -202,10 +202,12 @@ class Rope(ManifestModel):
 
 
 class Layer(ManifestModel):
-    """What the host must know of one decoder layer: its attention window in tokens (None: all) and its rope table.
+    """What the host needs for one decoder layer: its attention window in tokens (None: all) and its
+    rope table.
 
-    Layers of one rope table share one window, so `suffix` names the inputs of each (`rope_cos_local`, `attn_mask_local`).
-    A layer that does not attend has no cache and takes none of these inputs.
+    Layers with one rope table have one window, so that `suffix` names the inputs of both
+    (`rope_cos_local`, `attn_mask_local`). A layer that does not attend has no cache and takes
+    none of these inputs.
     """
 
     window: Count | None = None

@@ -1,4 +1,5 @@
-"""Bundles being written: in a locked sibling folder that is renamed into place when the bundle is whole."""
+"""Writes a bundle into a locked sibling folder, which is renamed into place when the bundle is
+complete."""
 
 import json
 import os
@@ -60,14 +61,15 @@ class Writer:
             self.root.rmdir()
 
     def resume(self, identity: dict) -> None:
-        """Leaves the work of an interrupted export of the same identity in place; removes that of any other."""
+        """Keeps the files of an interrupted export of the same identity, and removes those of
+        any other."""
         signature = self.root / IDENTITY
         self.resumes = signature.is_file() and signature.read_text() == _text(identity)
         if not self.resumes:
             self._remove_all_but(set())
 
     def sign(self, identity: dict) -> None:
-        """Notes the identity; from now on an interrupted export can be resumed."""
+        """Writes `identity.json`; from then on an interrupted export can be resumed."""
         write_whole(self.root / IDENTITY, _text(identity).encode())
 
     def finished(self, name: str) -> Shard | None:
@@ -80,16 +82,18 @@ class Writer:
             pass
 
     def record(self, shard: Shard) -> Shard:
-        """Notes a shard as finished; its files have the hashes of its entry. (A torn note counts as none.)"""
+        """Records a finished shard, whose files have the hashes of its entry. A record that was
+        written in part counts as none."""
         (self.root / f"{shard.name}.json").write_text(shard.model_dump_json())
         return shard
 
     def discard(self, name: str) -> None:
-        """Removes the note that a shard was finished."""
+        """Removes the record of a finished shard."""
         (self.root / f"{name}.json").unlink()
 
     def finish(self, manifest: Manifest) -> Bundle:
-        """Writes the manifest, removes notes and whatever an interrupted run left, renames the folder into place."""
+        """Writes the manifest, removes records and leftovers of interrupted runs, and renames
+        the folder into place."""
         bundle = Bundle(self.target, manifest)
         self._remove_all_but({Path(entry.path).parts[0] for entry in bundle.files})
         write_whole(self.root / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())

@@ -1,1 +1,2 @@
-"""Whether a bundle computes what Hugging Face's model computes: goldens, fidelity, gates, the checklist."""
+"""Checks whether a bundle computes what Hugging Face's model computes: goldens, fidelity, gates,
+the checklist."""

@@ -1,4 +1,5 @@
-"""No token changes what came before it, and no sequence changes another. Needs neither a golden nor a checkpoint."""
+"""Gate `causality`: no token changes the results of earlier tokens, and no sequence changes
+another. It needs neither a golden nor a checkpoint."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
-"""Chapter 5's checklist, gate by gate, on a bundle alone: interface, state lifetime, write addresses, stale rows.
-
-Nothing here needs a golden: each gate states a property that the program must have whatever its weights are.
+"""The checklist of chapter 5 (see README, "The course") as gates on a bundle alone: interface,
+state lifetime, write addresses, stale rows. No golden is needed: each gate checks a property
+that the program must have for any weights.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +39,7 @@ def check_bundle(
     machine: int | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Runs every gate; each one's reason says what was compared.
+    """Runs every gate of the checklist; each reason says what was compared.
 
     Args:
         golden: also compares the written rows with it.
@@ -278,7 +278,8 @@ def _own_over_shifted(reference: np.ndarray, rows: np.ndarray) -> float:
 
 
 def stale_rows(decoder: Decoder) -> Gate:
-    """What lies in unwritten rows must not matter as long as it is finite: zeros against ±16 · max|K|."""
+    """Finite values in unwritten rows must not change the output: zeros are compared with ±16 ·
+    max|K|."""
     differing = []
     for model in decoder.layers:
         streams = []
@@ -306,7 +307,8 @@ def _filled(model: Model, magnitude: float, seed: int) -> State:
 
 
 def nan_is_noticed(decoder: Decoder) -> Gate:
-    """A NaN left in a cache row must surface in the output: an additive mask cannot hide it (0 · NaN)."""
+    """A NaN in a cache row must reach the output, because an additive mask does not remove it (0
+    · NaN)."""
 
     def swallows(model) -> bool:
         state = model.make_state()
@@ -337,8 +339,13 @@ def subnormals_are_kept(decoder: Decoder) -> Gate:
 def _on_portable(
     decoder: Decoder, name: str, fails: Callable[[Model], bool], fine: str, lead: str
 ) -> Gate:
+<<<<<<< HEAD
     """A gate that the program must pass in portable arithmetic, of Core AI in its own. A device is known to treat NaN and
     subnormal numbers in ways of its own: what it does is part of the reason, never of the
+=======
+    """A gate that the program must pass in portable arithmetic. Devices are known to treat NaN
+    and subnormal numbers differently; their result is part of the reason and does not decide the
+>>>>>>> wh
     verdict."""
     models = [model for model in decoder.layers if any(map(is_cache, model.shard.states))]
     shards = [model.shard for model in models]
@@ -370,8 +377,8 @@ def overflow_raises(decoder: Decoder) -> Gate:
 
 
 def fits(bundle: Bundle, machine: int | None = None) -> Gate:
-    """max_seq_len fits: weights, caches, embedding and buffers against the machine's memory, of a
-    Mac 70% of it."""
+    """Compares the bytes of weights, caches, embedding and buffers with the machine's memory
+    (70% of it on a Mac)."""
     budget = memory.budget_of_bundle(bundle, machine or memory.machine_bytes())
     reason = f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB"
     return gates.at_most("memory", budget.total, memory.usable_bytes(budget.machine), reason)

@@ -1,5 +1,5 @@
-"""Whether another runtime computes what the portable one does: no checkpoint is needed, so a Mac
-decides by itself.
+"""Gate `device`: whether another runtime computes what the portable one does. It needs no
+checkpoint, so that a Mac can run it alone.
 
 Every shard is fed the golden's inputs on both. The device may be as far from portable `declared`
 arithmetic as `narrow` is, which rounds sums to fp16 after every 32 products: that distance is
@@ -94,8 +94,8 @@ def reference_path(bundle: Bundle, golden: Path) -> Path:
 
 
 def load_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference | None:
-    """The reference that lies beside the golden at `path`; None where there is none, or none of
-    this bundle and golden."""
+    """The reference stored beside the golden at `path`; None if there is none of this bundle and
+    golden."""
     with suppress(OSError, ValueError, KeyError, TypeError, _broken()):
         reference = Reference.load(reference_path(bundle, path))
         if reference.key == _key(bundle, golden):
@@ -115,8 +115,8 @@ def stored_reference(bundle: Bundle, golden: Golden, path: Path) -> Reference:
 
 
 def device_gate(decoder: Decoder, golden: Golden, reference: Reference) -> Gate:
-    """GREEN where every layer's output, K, V and the logits are near to portable `declared`, as
-    `narrow` is.
+    """GREEN if every layer's output, K, V and the logits are about as near to portable `declared`
+    as `narrow` is.
 
     The value is the worst tensor's distance in units of that distance, as an RMS over positions.
     """

@@ -238,7 +238,8 @@ def _check_sizes(
 
 
 def _check_golden(ids: np.ndarray, golden: Golden, sizes: int | None) -> None:
-    """Refuses a golden that is not of the checkpoint's own weights and of the beginning of the text."""
+    """Raises an InputError unless the golden is of the checkpoint's own weights and of the
+    beginning of the text."""
     needed, step = "a golden of this text", "give --checkpoint, or make that golden: --text FILE"
     if golden.meta["weights"] != "source":
         actual, needed = f"weights {golden.meta['weights'][:12]}", "the checkpoint's own weights"

@@ -4,8 +4,9 @@ Isolated: each layer is fed the golden's input, so its error is its own; one pas
 one before, so errors add up as they do in use; one pass whose calls take every T in turn. Inner layers of a multi-layer
 shard are fed and read through the portable runtime's hook; Core ML exposes only their K/V rows, so their other rows are absent.
 
-Choosing an expert is discontinuous: rounding that changes the order of two scores changes the layer's whole update. The
-portable runtime therefore records each choice and goes on with the golden's; choices have a gate of their own.
+The choice of an expert is discontinuous: rounding that changes the order of two scores changes
+the layer's whole update. The portable runtime therefore records each choice and goes on with the
+golden's; choices have a gate of their own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -296,7 +297,8 @@ def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
 
 
 def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
-    """Another checkpoint's golden may have the same dimensions."""
+    """Gate `golden_is_of_this_checkpoint`; a golden of another checkpoint may have the same
+    dimensions."""
     theirs, ours = golden.meta["checkpoint"], decoder.manifest.checkpoint["sha256"]
     return gates.holds(
         "golden_is_of_this_checkpoint",
@@ -314,7 +316,7 @@ def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
 
 
 def worst_row(rows: pd.DataFrame) -> pd.Series:
-    """The row with the smallest cosine; one that is no number is worse than any."""
+    """The row with the smallest cosine; NaN counts as smaller than any number."""
     return rows.loc[rows["cosine"].fillna(-2).idxmin()]
 
 

@@ -52,7 +52,7 @@ class Golden:
 
     @property
     def update(self) -> np.ndarray:
-        """What each layer adds, [L, n, C]."""
+        """The update of each layer, [L, n, C]."""
         return self.hidden - self.x
 
     def rows(self, tensor: str, layer: int) -> np.ndarray:
@@ -102,7 +102,7 @@ def by_position(cache: np.ndarray) -> np.ndarray:
 
 
 def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
-    """Refuses a checkpoint that is not the one of `bundle`."""
+    """Raises an InputError unless `bundle` was exported from this checkpoint."""
     if checkpoint.sha256 != bundle.manifest.checkpoint["sha256"]:
         raise InputError(
             f"checkpoint {checkpoint.name}",
@@ -169,8 +169,8 @@ def golden_path(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Pat
 
 
 def stored_golden(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Golden:
-    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder` (see `golden_path`). A file that
-    cannot be read is written again."""
+    """`make_golden` with the checkpoint's own weights, once: the file stays in `folder` (see
+    `golden_path`). A file that cannot be read is replaced."""
     path = golden_path(checkpoint, ids, folder)
     with suppress(InputError):
         return Golden.load(path)

@@ -1,10 +1,12 @@
-"""A prompt runs in one bundle, its tokens are decoded in another: what the states hold and compute
-behind the copy.
+"""Gates for a hand-over: a prompt runs in one bundle, its states are copied, and decoding continues
+in another.
 
-Both bundles are of one checkpoint; T, cache sizes, layout, packing and compression may differ. No gate compares logits
-behind a hand-over with a golden's: what the rows cost is in them, and no limit tells that from a fault. The source's
-gates say whether its rows are right, those here whether the copy holds the same bits at the same positions, and the
-target's gate `program` whether it computes what Hugging Face's model does on any rows.
+Both bundles are of one checkpoint; T, cache sizes, layout, packing and compression may differ. No
+gate compares logits after a hand-over with a golden's, because they contain the cost of
+compression in both bundles and no limit separates that from a fault. The source's gates say
+whether its rows are right, those here whether the copy holds the same bits at the same
+positions, and the target's gate `program` whether it computes what Hugging Face's model does on
+any rows.
 """
 
 import numpy as np

@@ -1,4 +1,5 @@
-"""The host's part of a bundle against Hugging Face's own rotary and mask functions, embedding and head.
+"""Gate `host`: compares the host's part of a bundle with Hugging Face's own rotary and mask
+functions, embedding and head.
 
 Every input that a shard takes beside `x` is compared for all positions up to max_seq_len and every T, with dummy columns,
 with other offsets per sequence of a batch, and on ring buffers. No shard of layers runs.

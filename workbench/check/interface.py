@@ -1,4 +1,4 @@
-"""Gate `interface`: `bundle.json`, the packages' descriptions and their programs say one thing.
+"""Gate `interface`: `bundle.json`, the packages' descriptions and their programs agree.
 
 Core ML reads the description, computes the program, and the host fills the buffers that the
 manifest names. All three are read from the files, none is run: a package that no runtime would load
@@ -261,8 +261,8 @@ def _compression(shard: Shard, block, preset: Preset) -> Iterator[str]:
 
 
 def _stored_as(op) -> tuple:
-    """How a constant is stored: its operation, then dtype and, of scales and tables, shape of each
-    operand.
+    """How a constant is stored: its operation, then the dtype of each operand and, for scales
+    and tables, its shape.
     """
     if op.type == "const":
         return "const", _tensor(op.attributes["val"].type)[0]

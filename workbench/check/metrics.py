@@ -1,4 +1,4 @@
-"""How far two arrays are apart. Arrays in, numbers out; the last axis is the vector that is compared."""
+"""Distances between two arrays. The last axis is the vector that is compared."""
 
 import numpy as np
 

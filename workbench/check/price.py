@@ -1,9 +1,9 @@
-"""What compression and fp16 cost: how far a bundle is from the checkpoint, beside what rounding
-alone must cost.
+"""The cost of compression and fp16: the distance of a bundle from the checkpoint, beside the
+distance that rounding alone causes.
 
 The budget is Hugging Face's own model in fp32 with the weights that the bundle stores, its stream
-rounded to fp16 where it enters and leaves a layer, its cache rows rounded once. Nothing of the
-exported program is in it, so an error far above the budget is not the price of compression.
+rounded to fp16 where it enters and leaves a layer, its cache rows rounded once. The exported
+program has no part in it, so that an error far above the budget is not due to compression.
 """
 
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ def measure_price(
     passes: tuple[dict[int, ForwardPass], ForwardPass] | None = None,
     budget: Budget | None = None,
 ) -> Price:
-    """What `decoder` costs against `golden`, beside the `budget` where there is one.
+    """Measures the price of `decoder` against `golden`, with the `budget` if there is one.
 
     Args:
         passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity` returns them

@@ -1,6 +1,6 @@
-"""Whether a bundle's own program computes what Hugging Face's model does on the weights that the bundle stores.
-
-Both sides run in float32, so one limit holds for every compression and family: what is left is the order of sums.
+"""Gates `program` and `scores`: whether a bundle's program computes Hugging Face's model on the
+weights that the bundle stores. Both run in float32 and differ only in the order of sums, so that
+one limit holds for every compression and family.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,5 @@
-"""Chapter 5's hazard, measured and placed: right at T = 1, silently wrong at T > 1.
+"""Gate `same_for_every_T`, for the hazard that chapter 5 (see README, "The course") describes:
+results right at T = 1 and silently wrong at T > 1.
 
 One program on the same inputs must compute the same for every T, so no golden is needed to find a difference. Where
 a device shows one, the portable runtime runs the same program, which separates a wrong program from a wrong runtime.
@@ -52,7 +53,8 @@ def drift_gate(
     golden: Golden,
     portable: Mapping[str, np.ndarray] | None = None,
 ) -> Gate:
-    """GREEN when every T agrees with T = 1; RED names the worst place, whose fault it is, and the way round.
+    """GREEN if every T agrees with T = 1; RED names the worst place, whether program or runtime is
+    at fault, and a workaround.
 
     `portable`: drifts of the portable runtime by T (see `device.Reference`); without them the
     bundle is loaded there where another runtime drifts.
@@ -72,7 +74,8 @@ def drift_gate(
 def at_fault(
     decoder: Decoder, golden: Golden, T: int, portable: Mapping[str, np.ndarray] | None = None
 ) -> str:
-    """Whose fault a drift is: the program's when the portable runtime shows it too, else the runtime's."""
+    """Whether the program or the runtime causes a drift: the program if the portable runtime
+    shows it too, else the runtime."""
     if decoder.runtime in ("portable", "coreai"):
         return f"the program is wrong (runtime {decoder.runtime}; no device was run)"
     if portable is None:

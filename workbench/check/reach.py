@@ -1,4 +1,4 @@
-"""Which positions the program is asked about, and what Hugging Face's model computes there.
+"""The positions at which gate `program` compares, and Hugging Face's values there.
 
 A head of calls from position 0; then the caches of both sides are extended by the same rows, resampled from the head's K
 and V, so that the position jumps near max_seq_len; then a tail of calls. Every row of the cache is written or read once,

@@ -1,4 +1,5 @@
-"""Known-answer prompts: with a damaged cache the bundle answers wrongly where the golden answers right."""
+"""Known-answer prompts: with a damaged cache the bundle gives wrong answers where Hugging Face's
+model gives right ones."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -77,8 +78,9 @@ def answer_gates(
 ) -> list[gates.Gate]:
     """The bundle answers as many prompts as the golden, and the golden as many as the checkpoint's evaluation says.
 
-    The second gate is the only one that a fault shared by golden and bundle (a wrong rope in config.json) cannot pass:
-    against each other they agree. Prompts that do not fit max_seq_len are left out.
+    Only the second gate shows a fault that golden and bundle share (a wrong rope in
+    config.json), because the two agree with each other. Prompts that do not fit max_seq_len are
+    left out.
     """
     encode, S = load_tokenizer(checkpoint.path).encode, decoder.options.max_seq_len
     tasks = [t for t in tasks if len(encode(t["prompt"] + " " + t["answer"])) <= S]
@@ -97,7 +99,8 @@ def answer_gates(
 
 
 def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
-    """At least the recorded accuracy, less three standard errors of a sample of `count`."""
+    """Gate `golden_answers`: the accuracy is at least the recorded one minus three standard
+    errors of a sample of `count`."""
     try:
         recorded = json.loads((checkpoint.path / "evaluation.json").read_text())
         expected = recorded["heldout_right"] / recorded["heldout_questions"]

@@ -1,4 +1,5 @@
-"""Tokens that are undone leave nothing behind. Needs neither a golden nor a checkpoint."""
+"""Gate `undo`: tokens that are undone leave no trace in outputs and states. It needs neither a
+golden nor a checkpoint."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,9 +65,9 @@ def _random_snapshot(decoder: Decoder, tokens: int, rng) -> Snapshot:
 
 
 def _calls_with_undo(decoder: Decoder, sizes: list[int], rng) -> list[Call]:
-    """Calls of these T whose last tokens are undone, another number in every sequence; two more
-    calls, and as much undone as the decoder allows; a last call. A slice write takes no dummy
-    columns: there whole calls are undone."""
+    """Runs calls of these T and undoes a different number of last tokens in every sequence; runs
+    two more calls and undoes as many tokens as the decoder allows; runs a last call. With slice
+    writes, which take no dummy columns, whole calls are undone."""
     options, calls = decoder.options, []
     B, t_max, whole = options.batch, options.t_max, options.kv_write == "slice"
     for T in sizes:

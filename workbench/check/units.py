@@ -121,8 +121,9 @@ def unit_row(
 
 
 def blame(runtime: str, verdicts: dict[str, str]) -> str:
-    """Whose fault a failure is: the program's or the weights' when exact arithmetic fails, the precision's when only
-    rounding does, the unit's when its program passes on the portable runtime."""
+    """The cause of a failure: the program or the weights if exact arithmetic fails, the
+    precision if only rounded arithmetic does, the unit if its program passes on the portable
+    runtime."""
     if verdicts["portable exact"] != gates.GREEN:
         return "program or weights"
     if runtime == "portable" or verdicts["portable declared"] != gates.GREEN:

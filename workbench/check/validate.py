@@ -1,7 +1,7 @@
-"""The verdict on a bundle: is it faulty, and what does it cost?
-
-The bug gates need no tuning and ask nothing about compression; the price is measured against a golden and has the user's
-limit. What needs the checkpoint is kept in the bundle's verdict.json.
+"""Validates a bundle: whether it is faulty, and what it costs. The limits of the bug gates
+follow from arithmetic and do not depend on the compression; the price is measured against a
+golden and has the user's limit. Results that need the checkpoint are stored in the bundle's
+verdict.json.
 """
 
 from collections.abc import Sequence
@@ -157,8 +157,9 @@ def validate_stored(
     path: Path | None = None,
     max_kl: float = gates.MAX_KL,
 ) -> Validation:
-    """`validate` with all that is kept in files: given the checkpoint, the bug gates in the bundle's
-    verdict.json and the budget; given the golden's file at `path`, the device gate's reference beside it."""
+    """`validate` with the results that are stored in files: given the checkpoint, the bug gates
+    in the bundle's verdict.json and the budget; given the golden's file at `path`, the device
+    gate's reference beside it."""
     bundle, budget, portable = decoder.bundle, None, None
     if checkpoint:
         keep_verdict(bundle, checkpoint)
@@ -252,8 +253,8 @@ def _device(
 def routing(
     choices: pd.DataFrame, golden: Golden, budget: Budget | None, free: dict[str, float]
 ) -> Gate:
-    """Only experts that rounding may turn are picked differently. No other gate covers another expert's update: they all
-    read layers that went on with the golden's choice.
+    """Gate `routing`: other experts are picked only where rounding can change the choice. No other
+    gate covers another expert's update: they all read layers that went on with the golden's choice.
 
     Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own model by so much; where
     the golden's lie further apart than `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's. In a

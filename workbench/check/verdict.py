@@ -1,5 +1,5 @@
-"""BUNDLE/verdict.json: what the gates that need the checkpoint said of a bundle, for machines that
-lack the checkpoint."""
+"""BUNDLE/verdict.json: the results of the gates that need the checkpoint, for machines that lack
+it."""
 
 import hashlib
 import json

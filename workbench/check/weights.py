@@ -1,5 +1,5 @@
-"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within what its preset
-must lose.
+"""Gate `weights`: every weight that a bundle stores is the checkpoint's, within the loss of its
+preset.
 
 The loss that is allowed is computed from the checkpoint's tensor v and the preset alone, never from
 what is stored:

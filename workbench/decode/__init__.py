@@ -1,4 +1,5 @@
-"""Decoding a bundle: token by token, chunk by chunk, from the start or from a snapshot. Knows no golden."""
+"""Decoding a bundle token by token or chunk by chunk, from the start or from a snapshot. Nothing
+here uses a golden."""
 
 from workbench.decode.decoder import Decoder, Record
 from workbench.decode.inputs import Host

@@ -1,4 +1,4 @@
-"""Validation of what callers pass, before anything changes: token ids, sequence indices, counts."""
+"""Validation of arguments before anything changes: token ids, sequence indices, counts."""
 
 from collections.abc import Iterable
 from operator import index
@@ -9,7 +9,8 @@ from workbench.errors import InputError
 def whole_number(
     value, subject: str, needed: str, next_step: str, stop: float = float("inf")
 ) -> int:
-    """`value` as a plain int from 0 to below `stop`. A float would lose its fraction, a negative index count from the end."""
+    """`value` as a plain int from 0 to below `stop`. Floats are refused because their fraction
+    would be lost, negative numbers because they would count from the end."""
     try:
         number = index(value)
     except TypeError:
@@ -26,7 +27,7 @@ def token_ids(ids: Iterable, V: int, subject: str = "token id") -> list[int]:
 
 
 def sequence(value, batch: int) -> int:
-    """An index into the batch."""
+    """The index of a sequence in the batch as a plain int."""
     next_step = "choose one, or export with a larger --batch"
     return whole_number(value, "sequence", f"a sequence from 0 to {batch - 1}", next_step, batch)
 

@@ -1,4 +1,5 @@
-"""Token ids in, logits and tokens out: one state per shard and sequence batch, advanced chunk by chunk.
+"""The decoder: takes token ids, returns logits and tokens, and advances one state per shard and
+batch of sequences, chunk by chunk.
 
 Each sequence of the batch has an index `seq`, a position of its own, and can be replaced by a snapshot; no sequence
 affects another.
@@ -42,8 +43,8 @@ GREEDY = Sampling()
 
 @dataclass
 class Record:
-    """One generated token: its id, the logits [V] it was picked from, the times of the call that gave them, the index of
-    its sequence in the batch."""
+    """One generated token: its id, the logits [V] from which it was picked, the times of the
+    call that computed them, and the index of its sequence in the batch."""
 
     token: int
     logits: np.ndarray
@@ -115,8 +116,8 @@ class Decoder:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Within, `begin` may start other sequences, which run the literal graph (as with `fast=False`);
-        afterwards the sequences from before continue unchanged."""
+        """Context manager inside which `begin` may start other sequences, which run the literal
+        graph (as with `fast=False`). On exit the earlier sequences continue unchanged."""
         names = ("run", "states", "ids", "offsets", "floors", "undone", "times", "fast")
         before = {name: getattr(self, name) for name in names}
         literal = methodcaller("literal") if self.runtime == "portable" else nullcontext
@@ -129,8 +130,8 @@ class Decoder:
 
     @contextmanager
     def hooked(self, hook_of: Callable[[Shard], Callable | None]) -> Iterator[None]:
-        """Within, every model of the portable runtime, or of Core AI, has the hook that `hook_of`
-        gives for its shard (None: no hook).
+        """Context manager that sets the hook `hook_of(shard)` on every model of the portable
+        runtime or of Core AI (None: no hook).
 
         Raises:
             InputError: Core ML shows no operation of a program.
@@ -147,7 +148,8 @@ class Decoder:
 
     @contextmanager
     def _of_models(self, context_of: Callable[[Model], AbstractContextManager]) -> Iterator[None]:
-        """Enters `context_of(model)` for every model, those of experts that load within included."""
+        """Enters `context_of(model)` for every model, including those of experts that are loaded
+        inside."""
         load = self.experts.load
         with ExitStack() as contexts:
 
@@ -171,7 +173,7 @@ class Decoder:
 
     @property
     def named_states(self) -> list[tuple[State, str]]:
-        """(a shard's states, name of one of them), of every shard."""
+        """Pairs (state of a shard, logical name) for every state of every shard."""
         return [(state, name) for state in self.states for name in state.shard.states]
 
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
@@ -288,7 +290,8 @@ class Decoder:
             self.floors[seq], self.undone[seq] = self._floor(snapshot), 0
 
     def prefill(self, ids, tile: int | Sequence[int] | None = None) -> np.ndarray:
-        """Continues each sequence by its prompt, `tile` tokens a call (default t_max; a list: one size after another).
+        """Runs the prompt of each sequence, `tile` tokens a call (default t_max; a list: one size
+        after another).
 
         Args:
             ids: token ids, or one list of ids per sequence when batch > 1 (an empty one for a sequence that waits).
@@ -409,7 +412,8 @@ class Decoder:
         return tokens[0] if self.options.batch == 1 else tokens
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
-        """Runs every layer once over `chunk` (ids per sequence, at most T each) and moves the positions on.
+        """Runs every layer once over `chunk` (ids per sequence, at most T each) and advances the
+        positions.
 
         Returns:
             Hidden states [B, C, T].

@@ -1,4 +1,4 @@
-"""Routed experts: the host picks one expert per token and runs each distinct one once."""
+"""Routed experts: the host picks one expert per token and runs each picked expert once per call."""
 
 from collections.abc import Callable
 

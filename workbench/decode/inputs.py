@@ -1,4 +1,5 @@
-"""The inputs that the host computes for every call: rope tables, masks, write addresses. No model is needed."""
+"""The inputs that the host computes for every call (rotary tables, masks, write addresses) from
+the manifest alone."""
 
 from collections.abc import Sequence
 
@@ -41,7 +42,8 @@ class Host:
         ]
 
     def check(self, offsets: np.ndarray, counts: Sequence[int]) -> None:
-        """Refuses, before anything is written, a call with a token at a position past max_seq_len."""
+        """Raises an InputError, before anything is written, for a call with a token at a
+        position past max_seq_len."""
         S = self.options.max_seq_len
         for seq, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
             if count and offset + count > S:

@@ -1,4 +1,5 @@
-"""Logits and a position in, a token out. The same seed gives the same token at a position, whatever ran before."""
+"""Picks a token from logits and a position. The same seed gives the same token at a position,
+whatever ran before."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ class Sampling:
         temperature: divides the logits; 0 takes the most likely token (the lowest id among equals).
         top_k: only the k most likely tokens; 0 takes all.
         top_p: only the fewest of them whose probabilities, most likely first, reach this sum.
-        seed: with the position, all that chance depends on: a restored sequence goes on as it would have.
+        seed: random numbers depend on it and the position alone, so that a restored sequence
+        continues as it would have.
     """
 
     temperature: float = 0.0
@@ -35,7 +37,8 @@ class Sampling:
             )
 
     def pick(self, logits: np.ndarray, position: int) -> int:
-        """The token picked from logits [V] for `position`. Logits that are not finite are refused."""
+        """Picks a token from logits [V] for `position`. Raises an InputError for logits that are
+        not finite."""
         best = int(np.argmax(logits))
         if not np.isfinite(logits[best]):  # a NaN is the largest of all here
             raise InputError(

@@ -1,5 +1,5 @@
-"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its side states, and the identity of
-the decoder they belong to.
+"""One sequence, detached from the decoder it ran in: its tokens, its cache rows, its side states,
+and the identity of the decoder they belong to.
 
 Uses only the names and shapes of logical states, so it is the same on every runtime.
 """
@@ -45,8 +45,8 @@ class Snapshot:
         return sum(value.nbytes for value in self.states.values())
 
     def trim(self, count: int) -> "Snapshot":
-        """Without its last `count` tokens (all of them, when it has fewer), as if they had never
-        run.
+        """The snapshot without its last `count` tokens (without all of them, if it has fewer), as
+        if they had never run.
 
         Raises:
             InputError: fewer tokens than `floor` would be left; a negative count.
@@ -141,9 +141,9 @@ def layout(manifest: Manifest, offset: int, floor: int | None = None) -> dict[st
 
 
 def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
-    """Whether a snapshot has states of the `needed` names and shapes. A cache may have any rows of
-    its tokens, since a ring of another size lacks some; another state may have more rows than are
-    needed."""
+    """Whether a snapshot has states of the `needed` names and shapes. A cache may have fewer
+    rows than tokens, because a ring of another size holds fewer; other states may have more rows
+    than needed."""
     shapes = {name: value.shape for name, value in snapshot.states.items()}
     if {n: len(shape) for n, shape in shapes.items()} != {n: len(s) for n, s in needed.items()}:
         return False
@@ -155,8 +155,9 @@ def fits(snapshot: Snapshot, needed: dict[str, tuple[int, ...]]) -> bool:
 
 
 def identity(manifest: Manifest, precision: str) -> str:
-    """SHA-256 over all that decides what a cache row holds and where it goes: family, every export option but the
-    batch, weights, embedding, tokenizer, and the arithmetic. Bundles that differ in their batch alone share snapshots."""
+    """SHA-256 over all that decides what a cache row holds and where it goes: family, every export
+    option but the batch, weights, embedding, tokenizer, and the arithmetic. Bundles that differ in
+    their batch alone share snapshots."""
     files = [manifest.embedding.file, *manifest.tokens.files]
     files += [f for s in manifest.shards for f in s.files if f.path.endswith("weight.bin")]
     parts = manifest.model_dump(

@@ -1,4 +1,4 @@
-"""One decoded prompt as a result: tokens, text, times. What `workbench decode` prints."""
+"""Decodes one prompt and returns tokens, text and times, as `workbench decode` prints them."""
 
 import time
 from collections.abc import Callable
@@ -146,7 +146,8 @@ def _text_stream(tokenizer) -> Callable[[int], str | None]:
 
 
 def _check_logits(decoder: Decoder, positions: int, logits: Path) -> None:
-    """Refuses logits that could not be computed or written: the last token too is run for its row."""
+    """Raises an InputError if the logits of all tokens, the last one included, could not be
+    computed or written."""
     S = decoder.options.max_seq_len
     if positions > S:
         raise InputError(

@@ -1,4 +1,5 @@
-"""Moving sequences between bundles of one checkpoint: a runtime's state works only with the model that made it."""
+"""Moves sequences between bundles of one checkpoint, by copying states; a runtime's own state
+works only with the model that made it."""
 
 from dataclasses import replace
 
@@ -31,8 +32,8 @@ def copy_state(source: Decoder, target: Decoder) -> None:
 
 
 def check_pair(source: Decoder, target: Decoder) -> None:
-    """Refuses two bundles that no sequence can move between: of another checkpoint, of another
-    batch."""
+    """Raises an InputError for two bundles of different checkpoints or batches, between which no
+    sequence can move."""
     a, b = source.manifest, target.manifest
     if a.checkpoint["sha256"] != b.checkpoint["sha256"] or a.options.batch != b.options.batch:
         raise InputError(

@@ -1,4 +1,5 @@
-"""Checkpoint in, bundle out: stateful Core ML shards, host tables, manifest. Knows nothing of how shards are run."""
+"""Exports a checkpoint as a bundle: stateful Core ML shards, host tables and manifest. Nothing
+here depends on how shards are run."""
 
 import errno
 import json
@@ -142,9 +143,9 @@ def export(
 
 
 def _check_room(maker: Maker, subject: str) -> None:
-    """Refuses an export that will not fit: what is missing of the bundle, and beside it the copies
-    of its largest shard that are there for a moment, in the work folder (a trial, a program for
-    each function) and where coremltools writes."""
+    """Raises an InputError if the disk lacks room for the missing part of the bundle and for the
+    temporary copies of its largest shard, in the work folder (a trial, a program for each
+    function) and where coremltools writes."""
     shards, largest = maker.room()
     embedding = 2 * math.prod(maker.source.shape(maker.source.prefix + "embed_tokens.weight"))
     copies = 1 + len(maker.options.functions)
@@ -153,7 +154,8 @@ def _check_room(maker: Maker, subject: str) -> None:
 
 
 def _stopped(bundle: str | Path, problem: OSError) -> InputError:
-    """What the system refused; only where there is no room would more of it help."""
+    """The InputError for an OSError during an export; it advises to free room only if the disk
+    is full."""
     reason = f"{problem.strerror or problem}"
     if problem.errno in FULL:
         return InputError(
@@ -184,7 +186,8 @@ def versions(target: str = "coreml") -> dict[str, str]:
 
 
 def read_plan(source: Checkpoint, options: Options) -> Plan:
-    """The family's plan for a checkpoint; refuses options that mean nothing to the family."""
+    """The family's plan for a checkpoint. Raises an InputError for options that do not apply to
+    the family."""
     family, subject = family_of(source.config), f"a {source.config.model_type} checkpoint"
     plan = family.plan(source.config)
     if options.moe == "routed" and not plan.experts:

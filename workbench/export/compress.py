@@ -2,10 +2,11 @@
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
 q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they
-occur, by coremltools' exact solver, for tensors of every size. Left alone, coremltools gives tensors below 10,000 values
-to scikit-learn, whose tables had 5% to 23% more squared error on normal draws of 1,024 to 8,192 values (five sizes, three
-seeds, 4 and 6 bits); `exact_tables` keeps conversions from it.
-tests/export/test_compress.py compares the bytes with coremltools' own.
+occur, by coremltools' exact solver, for tensors of every size. By default coremltools passes
+tensors below 10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on
+normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits); `exact_tables`
+prevents this in conversions. tests/export/test_compress.py compares the bytes with coremltools'
+own.
 """
 
 from contextlib import contextmanager
@@ -109,7 +110,8 @@ def reference(weight: WeightSource, values: torch.Tensor) -> dict[str, np.ndarra
 
 @contextmanager
 def exact_tables():
-    """Inside, coremltools' palettization takes its exact k-means for tensors of every size."""
+    """Context manager inside which coremltools' palettization uses its exact k-means for tensors
+    of every size."""
     from coremltools.optimize.coreml import _quantization_passes as passes
 
     cluster = passes._get_kmeans_lookup_table_and_weight
@@ -123,7 +125,8 @@ def exact_tables():
 
 @contextmanager
 def installed(preset: Preset):
-    """Inside, coremltools' compression passes use `stored_arrays`, which saves a third of a conversion's time."""
+    """Context manager inside which coremltools' compression passes use `stored_arrays`, which
+    saves a third of a conversion's time."""
     from coremltools.converters.mil.mil import types
     from coremltools.optimize import _utils
     from coremltools.optimize.coreml import _quantization_passes as passes

@@ -142,8 +142,8 @@ def lean():
 
 
 def seldom_validated():
-    """Within, coremltools validates a program once behind each of its three pipelines, and not behind each of their
-    hundred passes; text for a log that nobody sees is not made."""
+    """Context manager inside which coremltools validates a program once after each of its three
+    pipelines in place of once after each of their hundred passes, and formats no log messages."""
     from coremltools.converters.mil.mil import Function, Program
     from coremltools.converters.mil.mil.passes.pass_pipeline import PassPipelineManager
 
@@ -162,8 +162,8 @@ def seldom_validated():
 
 
 def quickly_solved():
-    """Within, an equation that is linear in the one size it is solved for takes sympy no search: coremltools asks for
-    every reshape after every pass."""
+    """Context manager that solves an equation that is linear in its one unknown size directly.
+    coremltools solves one with sympy for every reshape after every pass."""
     import sympy
 
     original = sympy.solve
@@ -180,8 +180,9 @@ def quickly_solved():
 
 
 def compressed_alone():
-    """Within, coremltools follows compressed constants through a program only where it has one: it asks after every pass
-    for the constants that each value depends on."""
+    """Context manager inside which coremltools follows compressed constants only through
+    programs that have some. It computes after every pass the constants that each value depends
+    on."""
     from coremltools.converters.mil.mil import Block, Function
 
     original = Block._propagate_nonreplaceable_vars

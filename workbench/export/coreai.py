@@ -184,7 +184,8 @@ def save(program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, di
 
 @contextmanager
 def named_resources() -> Iterator[None]:
-    """Within, large constants are named in the order they come: Apple's names are random numbers."""
+    """Context manager that names large constants in the order in which they come; Apple's names
+    are random numbers."""
     ir, converter = optional("coreai._compiler.ir"), optional("coreai_torch.converter")
     owner, names = converter._mlir.dialects.coreai, {}
     original = owner.create_elements_attr

@@ -1,9 +1,10 @@
-"""Every shard of a bundle, made in the cheapest way that gives coremltools' own bytes.
+"""Makes every shard of a bundle in the cheapest way that gives coremltools' own bytes.
 
 The first shard of each shape is converted. Its template is used only if refilling it reproduces the converted shard byte
-for byte, and if its smallest compressed weight is what coremltools' own functions give. Then the others are stamped by
-threads, which is the work of NumPy, PyTorch and the disk; beside a conversion, which holds the interpreter, both would
-crawl. Shards that fit no template are converted too. coremltools itself never runs in two threads.
+for byte, and if its smallest compressed weight is what coremltools' own functions give. Then
+threads stamp the others with NumPy, PyTorch and file writes. They start after the conversions,
+which hold the interpreter lock. Shards that fit no template are converted too. coremltools
+itself never runs in two threads.
 """
 
 import random
@@ -81,7 +82,8 @@ class Maker:
             yield stamp.result() or self.convert(stamps[stamp])
 
     def stamp(self, spec: Spec) -> Shard | None:
-        """Stamps and records a shard whose shape has a template; None, and no package, if its weights do not fit."""
+        """Stamps and records a shard whose shape has a template. Returns None, and leaves no
+        package, if its weights do not fit the template."""
         template = self.templates[self._shape(spec)]
         try:
             files = self._press(template, spec, self.writer.root)
@@ -180,7 +182,8 @@ class Maker:
     def _try_template(
         self, spec: Spec, constants: dict, modules: dict, files: list[FileEntry]
     ) -> None:
-        """Makes a converted shard the template of its shape, if pressing the shard itself gives the same bytes."""
+        """Makes a converted shard the template of its shape, if stamping the shard itself gives
+        the same bytes."""
         trial = self.writer.root / f"{spec.name}.trial"
         try:
             whole = self._package(spec, self.writer.root)
@@ -193,7 +196,8 @@ class Maker:
             shutil.rmtree(trial, ignore_errors=True)
 
     def _compresses_alike(self, spec: Spec) -> bool:
-        """Whether our compression of the smallest compressed weight is coremltools'."""
+        """Whether `stored_arrays` gives the bytes of coremltools' own functions for the smallest
+        compressed weight."""
         compressed = [w for w in self.weights[spec.name] if w.compressed]
         for weight in sorted(compressed, key=lambda w: prod(w.shape))[:1]:
             values, ours = self._load(weight)

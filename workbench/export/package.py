@@ -1,8 +1,8 @@
-"""The files of a shard's package, written so that the same program and weights are the same bytes every time.
+"""Writes the files of a shard's package so that equal programs and weights give equal bytes.
 
 coremltools writes a fresh date, random identifiers and map entries in any order; here the date is pinned, identifiers
-follow from what they name, and the model is serialized in canonical order. `weight.bin` is kept as it is. So two shards
-are the same when their manifest entries (path, size, SHA-256) are, and "same bytes" needs no comparison of its own.
+follow from what they name, and the model is serialized in canonical order. `weight.bin` is kept
+as it is. Two shards are therefore equal if their manifest entries (path, size, SHA-256) are.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Which shards a model is cut into, and each one as a traced module with its interface. Knows no Core ML."""
+"""Defines the shards of a model, and each shard as a module to trace with its interface. Nothing
+here depends on Core ML."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ HEAD_ROWS = 16_384
 
 @dataclass
 class Spec:
-    """One shard to be made: what it holds and the interface its module has.
+    """One shard to make: its contents and the interface of its module.
 
     Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
     ML state to its shape.

@@ -1,8 +1,10 @@
-"""Shards of one shape out of one conversion: the program is the same, only weight bytes differ.
+"""Makes shards of one shape from one conversion: their programs are equal, and only weight bytes
+differ.
 
 A `Template` is read from one plainly converted shard: where in its weight file and in its program each parameter lies.
-`press` writes another shard with its own weights in those places. Converters look at values, though: weights for which
-coremltools would remove, merge or fold an operation raise `TemplateMismatch`, and the caller converts that shard.
+`press` writes another shard with its own weights in those places. coremltools also reads values:
+weights for which it would remove, merge or fold an operation raise `TemplateMismatch`, and the
+caller converts that shard.
 """
 
 import hashlib
@@ -210,14 +212,15 @@ def _inline(value, payload: np.ndarray) -> None:
 
 
 def _write_all(file, piece) -> None:
-    """All of `piece`: an unbuffered write may stop short, on a disk that is nearly full for one."""
+    """Writes all of `piece`; an unbuffered write may write less, for example on a disk that is
+    nearly full."""
     view = memoryview(piece)
     while len(view):
         view = view[file.write(view) :]
 
 
 def _neutral(ops, constant: str) -> float | None:
-    """The value that would make the one operation that takes `constant` a no-op."""
+    """The value with which the only operation that reads `constant` would do nothing."""
     for op in ops:
         if op.type in NEUTRAL:
             names = [b.name for a in op.inputs.values() for b in a.arguments]
@@ -226,7 +229,8 @@ def _neutral(ops, constant: str) -> float | None:
 
 
 def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.ndarray]) -> None:
-    """Refuses a shard whose constants coremltools would take for one: same kind and shape, same first values."""
+    """Raises `TemplateMismatch` for a shard with constants that coremltools would merge: same
+    kind and shape, same first values."""
     for role, array in arrays.items():
         if role == "lut" or len(array) == 1 or weight.tensor is None:
             continue  # too few values for merging; `neutral` covers the zeros that stand for no tensor

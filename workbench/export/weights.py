@@ -1,7 +1,6 @@
-"""One shard as a torch module, and where each of its weights comes from. Knows checkpoints and families, no Core ML.
-
-`load_values` reads all weights: in small pieces, rounded once to fp16, checked. A plain conversion copies them into the
-module; stamping needs no module.
+"""One shard as a torch module, and the source of each of its weights in the checkpoint.
+`load_values` reads a weight in small pieces, rounds it once to fp16 and checks it. A conversion
+copies the values into the module; stamping needs no module.
 """
 
 import math
@@ -61,7 +60,8 @@ class Clock:
 
 
 class Scratch(threading.local):
-    """Memory that each thread loads and compresses every tensor in: first touches are slower than the disk."""
+    """Memory that a thread reuses to load and compress every tensor; touching new memory is
+    slower than reading the disk."""
 
     def __init__(self):
         self.chunk = bytearray(CHUNK_BYTES)
@@ -76,7 +76,7 @@ class Scratch(threading.local):
 
 
 def blank(spec: Spec, plan: Plan, options: Options) -> nn.Module:
-    """The module of one shard, its weights zeros."""
+    """The module of one shard with weights of zeros."""
     family = family_of(plan.config)
     if spec.kind == "head":
         return family.head(plan, spec.rows[1] - spec.rows[0])
@@ -127,7 +127,8 @@ def _tensor_name(path: str, spec: Spec, prefix: str, plan: Plan) -> str:
 def build(
     spec: Spec, source: Checkpoint, plan: Plan, options: Options
 ) -> tuple[nn.Module, list[WeightSource]]:
-    """The module of one shard with its weights in place, each rounded to fp16, and where they came from."""
+    """The module of one shard with its weights, each rounded to fp16, and the list of their
+    sources."""
     module, scratch = blank(spec, plan, options), Scratch()
     weights = weight_sources(spec, source, plan, options)
     for weight in weights:

@@ -1,4 +1,5 @@
-"""Model families as ANE-shaped modules, one file per Hugging Face `model_type`. Knows nothing of Core ML.
+"""Model families as modules in the shape that suits the Neural Engine, one file per Hugging Face
+`model_type`. Nothing here depends on Core ML.
 
 A family is a module with `plan(config)`, `layer(plan, index, options)` and `head(plan, rows)`; with experts, also
 `expert(plan, options)`. `settle(plan, source)`, where there is one, completes a plan from the weights.
@@ -31,7 +32,8 @@ FAMILIES = {
 
 
 def family_of(config):
-    """The module of a configuration's family; refuses the others by name."""
+    """The module of a configuration's family. Raises an InputError that names an unsupported
+    one."""
     if config.model_type not in FAMILIES:
         raise InputError(
             "checkpoint",

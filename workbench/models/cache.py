@@ -1,4 +1,5 @@
-"""The states of a decoder layer as its traced module sees them, wherever the export put them. Knows no family."""
+"""The states of a decoder layer as its traced module reads and writes them, wherever the export
+stores them."""
 
 from torch import nn
 

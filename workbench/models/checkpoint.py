@@ -1,4 +1,5 @@
-"""Hugging Face folders: configuration and tensors, each tensor read on demand. Knows no architecture."""
+"""Hugging Face folders: configuration and tensors, each tensor read on demand. Nothing here
+depends on the architecture."""
 
 import hashlib
 import json
@@ -222,7 +223,7 @@ def _read_json(path: Path) -> dict:
 
 @contextmanager
 def _reading(path: Path):
-    """Turns what the system refuses inside into an `InputError` that names the file."""
+    """Context manager that turns an OSError into an `InputError` that names the file."""
     try:
         yield
     except OSError as problem:

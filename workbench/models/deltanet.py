@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464): attention replaced by a matrix that each token corrects.
+"""Gated DeltaNet (arXiv 2412.06464): a matrix state, which each token corrects, replaces attention.
 
     S ← e^g S;  δ = β (v - Sᵀ k);  S ← S + k δᵀ;  o = Sᵀ q        for every value head
 

@@ -1,4 +1,4 @@
-"""What every model family states about itself, and the two helpers they share."""
+"""The plan that every model family returns for a configuration, and helpers that families share."""
 
 from dataclasses import dataclass, field
 from typing import Any, NoReturn

@@ -1,8 +1,8 @@
-"""Transformer parts in the shape the Neural Engine likes: rank 4, channels on axis 1, linears as 1×1 convolutions.
-
-Every module works on x [B, C, T, 1] or [B, C, 1, T] alike: only channels are told apart, T is found by reshaping.
-Constants that fp16 would round are kept as a product of two that it rounds far less (`split`), so that the exported
-arithmetic differs from the original's only by what the stored weights differ.
+"""Transformer parts in the shape that suits the Neural Engine: rank 4, channels on axis 1,
+linear layers as 1×1 convolutions. Every module accepts x [B, C, T, 1] or [B, C, 1, T]: it relies
+on the channel axis alone and gets T by reshaping. Constants that fp16 would round are kept as a
+product of two that it rounds far less (`split`), so that the exported arithmetic differs from
+the original's only by what the stored weights differ.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Mamba 2 (arXiv 2405.21060): attention replaced by a matrix that decays and to which each token adds.
+"""Mamba 2 (arXiv 2405.21060): a matrix state, which decays and to which each token adds, replaces
+attention.
 
     S ← e^g S + (dt · x) Bᵀ;  y = S C + D · x        for every head
 

@@ -126,7 +126,8 @@ def plan(config) -> Plan:
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
-    """Refuses the legacy layout."""
+    """Raises an InputError for a checkpoint in the legacy layout of alternating blocks; returns
+    the plan unchanged."""
     for name in source.header:
         if any(part in name for part in LEGACY):
             refuse(

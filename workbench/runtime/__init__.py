@@ -1,7 +1,7 @@
-"""Where shards run: `portable` anywhere, `coreml` on macOS 15 or later, and elsewhere `stand-in`,
-the same code over a strict stand-in for Core ML that can play a fault (`stand-in:kill`). Which one
-is an argument; `auto` takes the variable WORKBENCH_RUNTIME where it is set. Bundles of Core AI
-programs run on `coreai` alone, and nothing else does."""
+"""The runtimes that execute shards: `portable` anywhere, `coreml` on macOS 15 or later, and
+elsewhere `stand-in`, the same code over a strict imitation of Core ML's binding that can
+simulate a fault (`stand-in:kill`). An argument selects one; `auto` reads the variable
+WORKBENCH_RUNTIME where it is set. Core AI programs run on `coreai` and on no other runtime."""
 
 import os
 import platform
@@ -22,12 +22,13 @@ def coreml_available() -> bool:
 
 
 def _shimmed() -> bool:
-    """Whether the shim stands in for Core ML: off a Mac nothing else puts this module there."""
+    """Whether the shim replaces coremltools' native layer; off a Mac only the shim provides this
+    module."""
     return platform.system() != "Darwin" and "coremltools.libcoremlpython" in sys.modules
 
 
 def named(runtime: str) -> tuple[str, str]:
-    """A runtime and the fault that its stand-in plays (`stand-in:kill`), "" for none.
+    """The runtime and the fault that a stand-in simulates (`stand-in:kill`), "" for none.
 
     Raises:
         InputError: there is no such runtime or no such fault.
@@ -84,7 +85,7 @@ def resolve(runtime: str = "auto", target: str = "coreml") -> str:
 
 
 def check_compute_units(name: str) -> None:
-    """Refuses what is no name of Core ML's compute units."""
+    """Raises an InputError unless the name is one of Core ML's compute units."""
     check_choice("compute units", name, COMPUTE_UNITS, "choose one")
 
 

@@ -1,4 +1,5 @@
-"""The whole interface between a shard and whatever runs it, and the checks every runtime shares.
+"""The interface between a shard and the runtime that executes it, and the checks that all runtimes
+share.
 
 NumPy arrays at the boundary, float32 in and out; states under their logical names (`layers.3.k_state`).
 """
@@ -18,7 +19,7 @@ from workbench.errors import InputError
 
 @contextmanager
 def attribute(owner: object, name: str, value: object) -> Iterator[None]:
-    """Within, the attribute `name` of `owner` is `value`."""
+    """Context manager inside which the attribute `name` of `owner` is `value`."""
     before = getattr(owner, name)
     try:
         setattr(owner, name, value)
@@ -43,7 +44,7 @@ class Model(Protocol):
     def predict(
         self, inputs: dict[str, np.ndarray], state: "State | None" = None
     ) -> dict[str, np.ndarray]:
-        """Runs once; advances `state`."""
+        """Runs the shard once and advances `state`."""
         ...
 
 
@@ -88,9 +89,9 @@ class State:
 
 
 def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> None:
-    """Refuses missing or unknown inputs, wrong shapes, and axes T that disagree or pass t_max.
-
-    Core ML checks each input alone: it lets different T through to undefined results.
+    """Raises an InputError for missing or unknown inputs, wrong shapes, and axes T that disagree
+    or exceed t_max. Core ML checks each input by itself; inputs of different T give undefined
+    results there.
     """
     if inputs.keys() != shard.inputs.keys():
         raise InputError(
@@ -115,8 +116,8 @@ def check_inputs(shard: Shard, inputs: dict[str, np.ndarray], t_max: int) -> Non
 def check_outputs(
     shard: Shard, inputs: dict[str, np.ndarray], outputs: dict[str, np.ndarray]
 ) -> None:
-    """Refuses outputs that are missing or have another shape than the manifest says: Core ML was
-    seen to collapse a batch to 1 without a word (CT#2730)."""
+    """Raises an InputError for outputs that are missing or have another shape than the manifest
+    says. Core ML was reported to return a batch of 1 without an error (CT#2730)."""
     sizes = {
         n: m for name, shape in shard.inputs.items() for n, m in zip(shape, inputs[name].shape)
     }
@@ -136,7 +137,7 @@ def check_outputs(
 
 
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
-    """Refuses a manifest and a package that disagree about the inputs, states or outputs of a shard.
+    """Compares the inputs, states and outputs of a shard in the manifest with those of its package.
 
     Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
     for all else), and whether the axis T takes 1 to t_max tokens, or t_max alone where the package fixes it.

@@ -38,13 +38,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def wait(coroutine):
-    """The result of a coroutine of Core AI."""
+    """Runs a coroutine of Core AI to its end and returns its result."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop()).result()
 
 
 @contextmanager
 def no_stderr() -> Iterator[None]:
-    """Within, what native code writes to the standard error of the process is dropped."""
+    """Context manager that drops what native code writes to the standard error of the process."""
     sys.stderr.flush()
     with _loading, open(os.devnull, "w") as null:
         stderr = os.dup(2)
@@ -115,8 +115,8 @@ class CoreAIModel:
         return outputs
 
     def hooked(self, hook: Hook | None) -> AbstractContextManager:
-        """Within, `hook` is called after each call with every value that the runtime's logger gave,
-        in the order of their operations; what it returns replaces nothing."""
+        """Context manager inside which `hook` is called after each call with every value that
+        the runtime logged, in the order of their operations. Its return value is ignored."""
         return attribute(self, "hook", hook)
 
     @cached_property
@@ -126,7 +126,7 @@ class CoreAIModel:
 
     @contextmanager
     def _one_message(self) -> Iterator[None]:
-        """Within, errors of Core AI become one InputError."""
+        """Context manager that turns errors of Core AI into one InputError."""
         try:
             yield
         except (RuntimeError, TypeError, ValueError) as problem:

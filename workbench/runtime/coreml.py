@@ -58,8 +58,8 @@ class Placed:
 
 @contextmanager
 def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
-    """Within, errors of Core ML's binding, RuntimeErrors of several lines, become one InputError
-    with their text."""
+    """Context manager that turns errors of Core ML's binding, RuntimeErrors of several lines,
+    into one InputError with their text."""
     try:
         yield
     except RuntimeError as problem:
@@ -68,8 +68,8 @@ def one_message(subject: str, needed: str, next_step: str) -> Iterator[None]:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Within, what native code writes to the standard output of the process goes to its standard
-    error."""
+    """Context manager that redirects what native code writes to the standard output of the
+    process to its standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

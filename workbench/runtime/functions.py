@@ -40,8 +40,8 @@ class FunctionState:
 
 
 class FunctionsModel:
-    """The functions of one shard. What it has not itself (`executable`, `plan` …) is that of the
-    function that ran last.
+    """The functions of one shard. Attributes that it lacks (`executable`, `plan` …) are read from
+    the function that ran last.
 
     Args:
         load: loads the function of a name.
@@ -93,11 +93,12 @@ class FunctionsModel:
             return model.predict(inputs, state.raw.of(model) if state else None)
 
     def hooked(self, hook) -> AbstractContextManager:
-        """Within, `hook` is called after each operation of whichever function runs."""
+        """Context manager inside which `hook` is called after each operation of the function
+        that runs."""
         return attribute(self, "hook", hook)
 
     def literal(self) -> AbstractContextManager:
-        """Within, every function executes its literal graph."""
+        """Context manager inside which every function executes its literal graph."""
         return attribute(self, "is_literal", True)
 
     def __getattr__(self, name: str):
@@ -107,14 +108,14 @@ class FunctionsModel:
 
 
 def each_function(models: Iterable[Model]) -> Iterator[Model]:
-    """Models, those of several functions as the functions that are loaded."""
+    """All models; a model of several functions counts as the functions that are loaded."""
     for model in models:
         yield from getattr(model, "functions", {0: model}).values()
 
 
 def _columns(shard: Shard, inputs: dict[str, np.ndarray]) -> int:
-    """T of a call: the size of the first axis T that is there; what else is wrong, the function's
-    model refuses."""
+    """T of a call, read from the first input that has an axis T. The function's model checks all
+    other sizes."""
     for name, shape in shard.inputs.items():
         if "T" in shape and np.ndim(inputs.get(name)) == len(shape):
             return inputs[name].shape[shape.index("T")]

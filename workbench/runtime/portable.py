@@ -69,15 +69,16 @@ class PortableModel:
 
     @property
     def hook(self) -> Hook | None:
-        """The hook that is set, if one is."""
+        """The hook that is set, or None."""
         return self._hook
 
     def hooked(self, hook: Hook | None) -> AbstractContextManager:
-        """Within, `hook` is called after each operation of the literal graph; None: nothing is."""
+        """Context manager inside which `hook` is called after each operation of the literal
+        graph (None: no hook)."""
         return attribute(self, "_hook", hook)
 
     def literal(self) -> AbstractContextManager:
-        """Within, calls execute the literal graph, as with `fast=False`."""
+        """Context manager inside which calls execute the literal graph, as with `fast=False`."""
         return attribute(self, "fast", None)
 
     def _fast(self, program: miltorch.Program):
@@ -120,7 +121,8 @@ class PortableModel:
 
 
 def _read_ahead(package: Path) -> None:
-    """Advises the system, where it takes such advice, to read all weights: page by page a disk takes twice as long."""
+    """Advises the operating system to read all weights ahead, where it supports this; page by
+    page a disk takes twice as long."""
     for path in package.rglob("*.bin") if hasattr(os, "posix_fadvise") else ():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

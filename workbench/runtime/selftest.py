@@ -1,7 +1,6 @@
-"""Whether Core ML works here, tried rather than concluded from a version: its binding is imported, its
-devices are listed, and a small model with a state predicts twice.
-
-Each is a function of JSON for a process of its own, since Core ML may end the one that asks.
+"""Tests whether Core ML works on this machine: imports its binding, lists its devices, and runs
+a small model with a state twice. Each test is a function of JSON that runs in a process of its
+own, because Core ML may end the process.
 """
 
 import tempfile
@@ -86,7 +85,7 @@ def _counter(ct):
 
 
 def _native_layer() -> None:
-    """Refuses a coremltools without its native layer."""
+    """Raises an InputError if coremltools has no native layer here."""
     try:
         from coremltools.libcoremlpython import _MLModelProxy  # noqa: F401
     except ImportError as problem:

@@ -1,8 +1,6 @@
-"""The coreml runtime where there is no Core ML: the same code over `miltorch.shim`, which is as
-strict as the native binding, and faults of Core ML that it can play.
-
-Nothing that a stand-in gives is a measurement of Core ML: its rows say `stand-in`, the placements
-that a fault makes up are `simulated`.
+"""The coreml runtime without Core ML: the same code over `miltorch.shim`, which is as strict as
+the native binding, with faults of Core ML that it can simulate. No result of a stand-in is a
+measurement of Core ML: its rows are labelled `stand-in`, and made-up placements `simulated`.
 """
 
 import threading
@@ -22,14 +20,14 @@ _one_at_a_time = threading.RLock()  # what is replaced in coremltools is of the 
 
 
 def check_fault(fault: str) -> None:
-    """Refuses a name that is no fault's."""
+    """Raises an InputError unless the name is that of a fault."""
     check_choice("fault", fault, FAULTS, "choose one")
 
 
 @contextmanager
 def installed(fault: str = "") -> Iterator[None]:
-    """Within, coremltools' native layer is the stand-in's, with a fault ("": none); models that are
-    loaded within still predict afterwards."""
+    """Context manager inside which coremltools' native layer is the stand-in's, with a fault
+    ("": none). Models that are loaded inside can predict afterwards."""
     with _one_at_a_time, shim.replaced(faults.FAULTS[fault] if fault else shim.Proxy):
         yield
 
