@@ -15,6 +15,7 @@ from workbench.bundle.names import is_cache
 from workbench.errors import InputError
 
 MAC_SHARE = 0.7  # of a Mac's memory, shared with the system and the GPU; beyond it macOS swaps
+VALUE_BYTES = {"fp16": 2, "fp32": 4}  # of a program's inputs, states and results
 STORED_BITS = {name: preset.stored_bits for name, preset in PRESETS.items()}
 
 
@@ -63,9 +64,10 @@ def machine_bytes() -> int:
 def budget_of_bundle(bundle: Bundle, machine: int | None = None) -> Budget:
     """The budget of a bundle from the sizes of its files and states; call buffers are estimated."""
     m, states = bundle.manifest, Counter()
+    width = VALUE_BYTES[m.options.program_dtype]
     for shard in m.shards:
         for name, state in shard.states.items():
-            states[is_cache(name)] += 2 * prod(state.shape)
+            states[is_cache(name)] += width * prod(state.shape)
     weights = sum(s.bytes for s in m.shards)
     buffers = _buffers(m.dims, m.options)
     embedding = m.embedding.file.bytes
@@ -123,10 +125,11 @@ def _elements_of(checkpoint):
 
 
 def _buffers(d: Dims, options: Options) -> int:
-    """Bytes of the fp16 call buffers on the host, which all shards share: hidden in and out, two
-    masks, logits."""
+    """Bytes of the call buffers on the host, in the program's dtype, which all shards share: hidden
+    in and out, two masks, logits."""
     T, B, S = options.t_max, options.batch, options.max_seq_len
-    return 2 * B * (2 * d.C * T + 2 * T * S + T * d.V)
+    width = VALUE_BYTES[options.program_dtype]
+    return width * B * (2 * d.C * T + 2 * T * S + T * d.V)
 
 
 def parse_bytes(text: str) -> int:

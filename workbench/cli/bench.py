@@ -155,6 +155,7 @@ def export_benchmark(
     layers: int | None = None,
     compress: str = "int8-tensor",
     moe: str = "dense",
+    target: str = "coreml",
     plain: bool = True,
     rounds: Rounds = 1,
     folder: Folder = BUILD,
@@ -169,6 +170,7 @@ def export_benchmark(
         layers: Decoder layers (default: the model's own).
         compress: As for export.
         moe: dense or routed.
+        target: coreml or coreai, the programs that are made.
         plain: Also export plainly and compare times and bytes.
     """
     from workbench.benchmarks.export import compare_exports, model
@@ -180,6 +182,8 @@ def export_benchmark(
     options = {"compress": compress}
     if family == "zaya":
         options["moe"] = moe
+    if target != "coreml":
+        options["target"] = target
     layer_run = export_layers if plain else None
     result = compare_exports(export_once, layer_run, path, folder / "export", rounds, options)
     show_rows(**result, json=json)

@@ -15,6 +15,8 @@ from workbench.cli.common import (
     RuntimeName,
     Units,
     bundles_only,
+    core_ml_only,
+    of_core_ai,
     open_folder,
     record,
     show,
@@ -64,7 +66,8 @@ def memory_command(
     else:
         size = budgets.parse_bytes(memory)
     if bundle:
-        budget, works = budgets.budget_of_bundle(bundle, size), roofline.bundle_work(bundle)
+        budget, core_ai = budgets.budget_of_bundle(bundle, size), of_core_ai(bundle)
+        works = None if core_ai else roofline.bundle_work(bundle)
     else:
         from workbench.models.checkpoint import Checkpoint
 
@@ -74,17 +77,20 @@ def memory_command(
         )
         budget = budgets.budget_of_checkpoint(checkpoint, options, size)
         works = budgets.decode_work(checkpoint, options)
-    sizes, speeds = budget.json(), roofline.by_chip(works)
-    misfit = float(roofline.misfits()["misfit"].abs().median())
+    sizes = budget.json()
     lines = []
     for name, value in sizes.items():
         if not name.startswith("fits"):
             lines.append(f"{name:14}{value / 2**20:12.2f} MiB")
     answers = {True: "fits", False: "does not fit"}
     share = f"a Mac of as much memory, of which it may take {budgets.MAC_SHARE:.0%}"
+    lines += [answers[bool(sizes["fits"])], f"{answers[bool(sizes['fits_mac'])]} {share}"]
+    if works is None:
+        lines.append("no speed is predicted of Core AI programs")
+        return show(sizes | {"predicted": None, "predicted_misfit": None}, json, lines)
+    speeds = roofline.by_chip(works)
+    misfit = float(roofline.misfits()["misfit"].abs().median())
     lines += [
-        answers[bool(sizes["fits"])],
-        f"{answers[bool(sizes['fits_mac'])]} {share}",
         "",
         f"predicted on the Neural Engine, T = 1 (median misfit {misfit:.0%}):",
         speeds.to_string(index=False, float_format="%.3g"),
@@ -114,6 +120,7 @@ def residency_command(
         bundles_only(record=log)
         return show(*_package_residency(packages, chip, function, json))
     opened = workbench.Bundle.open(bundle)
+    core_ml_only(opened, "residency")
     from workbench.ane import placement, roofline
     from workbench.runtime import check_compute_units, named, resolve
     from workbench.sweep.plans import planned_placement

@@ -10,6 +10,8 @@ every layer's update:
     precision     every result rounded to the dtype it declares        portable, declared
     runtime       the device in place of the portable runtime          Core ML, on a Mac alone
 
+Of Core AI's fp32 programs, which Apple's interpreter runs, the first three parts are all.
+
 The vectors add up to the total; their norms do not, so cross terms are reported beside them. A
 fault of the bundle's program is re-authoring error in whatever format the weights are stored.
 """
@@ -22,6 +24,7 @@ import pandas as pd
 
 from workbench.bundle import Bundle
 from workbench.check import fidelity, gates, golden, metrics
+from workbench.check.program import exact_runtime
 from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
@@ -106,13 +109,14 @@ def split_error(
     Args:
         T: tokens per call (default: t_max).
         reference: the checkpoint's golden of `ids` (default: made now).
-        runtime: the device whose part is measured, on `compute_units`; `portable`: no device.
+        runtime: the device whose part is measured, on `compute_units`; `portable`, and any runtime
+            of a Core AI bundle: no device.
     """
     from tqdm.auto import tqdm
 
+    runs = _runs(bundle, runtime)
     source = reference or golden.make_golden(checkpoint, ids)
-    runtime = resolve(runtime)
-    stages = _stages(checkpoint, bundle, source, T, runtime, compute_units)
+    stages = _stages(checkpoint, bundle, source, T, runs, compute_units)
     stages = dict(tqdm(stages, desc="error", unit="stage", disable=not progress))
     splits = {}
     for mode, *updates in zip(MODES, *stages.values(), strict=True):
@@ -122,8 +126,22 @@ def split_error(
     return splits
 
 
+def _runs(bundle: Bundle, runtime: str) -> list[tuple[str, str, str]]:
+    """(part, runtime, precision) of each run of the bundle's own program.
+
+    Raises:
+        InputError: a runtime that is not here; fp16 programs of Core AI.
+    """
+    runs = [("reauthoring", exact_runtime(bundle), "exact")]
+    if bundle.manifest.options.target == "coreml":
+        runs.append(("precision", "portable", "declared"))
+        runtime = resolve(runtime)
+        runs += [] if runtime == "portable" else [("runtime", runtime, "declared")]
+    return runs
+
+
 def _stages(
-    checkpoint, bundle, source, T, runtime, compute_units
+    checkpoint, bundle, source, T, runs, compute_units
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """(part, [isolated, chained] updates once the part's cause is in place), in order."""
     for part, read in (("storage", golden.fp16_weights), ("quantization", golden.stored_weights)):
@@ -132,11 +150,6 @@ def _stages(
         for fed in ((source.x, source.router), ()):
             goldens.append(golden.make_golden(checkpoint, source.ids, weights, "stored", *fed))
         yield part, [stored.update.astype(np.float64) for stored in goldens]
-    runs = [("reauthoring", "portable", "exact"), ("precision", "portable", "declared")]
-    if runtime == "portable":
-        runs += []
-    else:
-        runs += [("runtime", runtime, "declared")]
     for part, *how in runs:
         decoder = Decoder(bundle, *how, compute_units=compute_units)
         yield part, [updates(decoder, source, T or decoder.options.t_max, mode) for mode in MODES]
@@ -147,12 +160,12 @@ def updates(decoder: Decoder, source: golden.Golden, T: int, mode: str) -> np.nd
     in calls of T.
 
     Raises:
-        InputError: a runtime that does not show every layer's output (Core ML inside a shard of
-            several layers).
+        InputError: a runtime that does not show every layer's output (all but the portable one,
+            inside a shard of several layers).
     """
     trace = fidelity.run_golden(decoder, source, T, mode, forced=False)
     if len(trace.hidden) < len(source.x):
-        actual = "layers inside a shard that Core ML does not show"
+        actual = f"layers inside a shard that {decoder.runtime} does not show"
         step = "export with --layers-per-shard 1"
         subject = f"bundle {decoder.bundle.root.name}"
         raise InputError(subject, actual, "one layer a shard", step)

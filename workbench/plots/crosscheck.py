@@ -1,37 +1,56 @@
 """Several runtimes beside each other and beside what rounding alone costs."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from workbench.plots.figure import PAGE, axes, heading, style
+from workbench.plots.figure import PAGE, style
+
+PANELS = {"exact": "fp32 programs: the order of sums", "declared": "fp16 programs: rounding"}
+DODGE = 0.13  # of the distance between two points on x: lines that coincide stay apart
 
 
 @style()
-def witness_lines(
-    errors: pd.DataFrame, *, tensor: str = "update", x: str = "layer", ax: Axes | None = None
-) -> Axes:
-    """Relative RMS error over `x` (layer or position), one line per pair of witnesses, and the
-    error budget as a dashed line.
+def witness_lines(errors: pd.DataFrame, *, tensor: str = "update", x: str = "layer") -> Figure:
+    """Relative RMS error over `x` (layer or position) in a panel for each precision: one line per
+    pair of witnesses, and the error budget as a dashed line.
 
-    `errors`: ``pair``, ``tensor``, ``error``, ``budget`` and `x`; of several rows for one point,
-    the RMS is drawn.
+    A point is the RMS of its rows, its bar reaches from the smallest to the largest of them.
+    `errors`: ``pair``, ``precision``, ``tensor``, ``error``, ``budget`` and `x`.
     """
-
-    def line(values: pd.Series, rows: pd.DataFrame) -> pd.Series:
-        return np.sqrt((values.astype(float) ** 2).groupby(rows[x]).mean())
-
     rows = errors[errors["tensor"] == tensor]
-    ax = axes(ax, PAGE, 2.8)
-    for marker, (pair, own) in zip("osv^D", rows.groupby("pair", sort=False)):
-        mean = line(own["error"], own)
-        ax.plot(mean.index, mean, marker=marker, markersize=4, label=str(pair))
+    precisions = [name for name in PANELS if (rows["precision"] == name).any()]
+    figure, panels = plt.subplots(
+        1, len(precisions), figsize=(PAGE, 2.9), sharey=True, squeeze=False
+    )
+    for ax, precision in zip(panels[0], precisions):
+        _panel(ax, rows[rows["precision"] == precision], x)
+        ax.set(xlabel=x, title=PANELS[precision])
+    panels[0, 0].set(ylabel="relative RMS error", yscale="log")
+    lines, names = panels[0, 0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names))
+    figure.suptitle(f"{tensor} by {x}, three witnesses", x=0.01, ha="left")
+    return figure
+
+
+def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
+    pairs = rows.groupby("pair", sort=False)
+    for number, (pair, own) in enumerate(pairs):
+        points = own["error"].astype(float).groupby(own[x])
+        mean, low, high = _rms(points), points.min(), points.max()
+        at = mean.index + DODGE * (number - (len(pairs) - 1) / 2)
+        bars = np.maximum(0.0, [mean - low, high - mean])
+        ax.errorbar(at, mean, bars, elinewidth=0.6, linewidth=0.9, markersize=3.5, label=str(pair))
     budget = rows.dropna(subset="budget")
     if len(budget):
-        mean = line(budget["budget"], budget)
-        ax.plot(mean.index, mean, color="0.3", linestyle="--", label="error budget")
-    ax.set(xlabel=x, ylabel="relative RMS error", yscale="log")
+        mean = _rms(budget["budget"].astype(float).groupby(budget[x]))
+        ax.plot(mean.index, mean, "--", color="0.3", marker="", label="error budget")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(axis="y")
-    return heading(ax, f"{tensor} by {x}")
+
+
+def _rms(groups) -> pd.Series:
+    return groups.apply(lambda values: np.sqrt((values**2).mean()))
