@@ -33,6 +33,8 @@ MOVES = {
     "expand_dims",
     "identity",
 }  # change no value
+# each element of a result is one of an operand's, or its magnitude: rounded already
+PICKS = MOVES | {"abs", "reduce_max", "reduce_min", "slice_update"}
 Hook = Callable[[Op, list], list | None]
 _WIDER = {
     "uint16": "int32",
@@ -188,10 +190,12 @@ class Executable:
                         partial(self._call, b, values, hook) for b in step.bodies
                     ]
                 result = step.function(**arguments)
-                result = result if result.__class__ is tuple else (result,)
-                results = [
-                    fit(value) for (_, fit), value in zip(step.outputs, result)
-                ]  # an operation may have no result
+                results = result if result.__class__ is tuple else (result,)
+                if len(results) < len(step.outputs):
+                    raise ValueError(f"{len(results)} results of {len(step.outputs)}")
+                # an operation may have no result
+                for (name, fit), value in zip(step.outputs, results):
+                    values[name] = fit(value)
             except InputError:
                 raise
             except (
@@ -199,9 +203,9 @@ class Executable:
             ) as problem:  # whatever torch makes of operands that do not fit: named, with its place
                 raise _failure(self.program, step.op, problem) from problem
             if hook is not None:
-                results = hook(step.op, results) or results
-            for (name, _), value in zip(step.outputs, results, strict=True):
-                values[name] = value
+                results = hook(step.op, [values[name] for name, _ in step.outputs])
+                for (name, _), value in zip(step.outputs, results or (), strict=bool(results)):
+                    values[name] = value
             for name in step.dead:
                 del values[name]
         return [values[name] for name in body.outputs]
@@ -220,13 +224,19 @@ class Executable:
         half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
         dtype = _INTEGER.get(declared.dtype, torch.float32)
         shape = declared.shape
-        free = tuple(axis for axis, size in enumerate(shape) if size is None)
-        unknown = loose or len(free) == len(shape) > 0  # no size is known: results of any rank pass
+        # no size is known: results of any rank pass
+        unknown = loose or (len(shape) > 0 and set(shape) == {None})
+
+        accepted: set[torch.Size] = set()  # a call meets the same few shapes again and again
 
         def fit(value: torch.Tensor) -> torch.Tensor:
-            if not unknown and value.shape != shape and not (free and _agrees(value.shape, shape)):
-                raise ValueError(f"shape {list(value.shape)} where {list(shape)} is declared")
-            return value.half().float() if half else value.to(dtype)
+            if not unknown and value.shape not in accepted:
+                if not _agrees(value.shape, shape):
+                    raise ValueError(f"shape {list(value.shape)} where {list(shape)} is declared")
+                accepted.add(value.shape)
+            if half:
+                return value.half().float()
+            return value if value.dtype is dtype else value.to(dtype)
 
         return fit
 
@@ -340,7 +350,7 @@ class Builder:
             and op.outputs[0][1].dtype == "FLOAT16"
         )
         outputs = [
-            (name, self.executable._fit(t, op.kind in MOVES, name in self.loose))
+            (name, self.executable._fit(t, op.kind in PICKS, name in self.loose))
             for name, t in op.outputs
         ]
         step = Step(op, rule.narrow if narrow else rule.function, outputs)

@@ -19,8 +19,10 @@ def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 @operation
 def constexpr_blockwise_shift_scale(data, scale, offset=None):
-    data = data.float() if offset is None else data.float() - _spread(offset.float(), data.shape)
-    return data * _spread(scale.float(), data.shape)
+    values = data.to(torch.float32, copy=True)  # one copy, changed in place: it may be large
+    if offset is not None:
+        values -= _spread(offset.float(), data.shape)
+    return values.mul_(_spread(scale.float(), data.shape))
 
 
 def _along(factor: torch.Tensor, axis, rank: int) -> torch.Tensor:

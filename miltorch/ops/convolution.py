@@ -1,5 +1,7 @@
 """Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C, C_out/groups, *kernel])."""
 
+from functools import cache
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -52,12 +54,18 @@ def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> tor
             y = (
                 kernels.narrow_product(bits, flat)
                 if narrow
-                else kernels.product(bits, np.ones(R, np.float32), flat)
+                else kernels.product(bits, _ones(R), flat)
             )
             return y.reshape(B, N, R)
     if narrow:
         return narrow_matmul(rows, weight.float().T)
     return panel_product(rows.flatten(0, 1), weight).reshape(B, N, R)
+
+
+@cache
+def _ones(count: int) -> np.ndarray:
+    """The scales of fp16 rows, which nothing looks at."""
+    return np.ones(count, np.float32)
 
 
 def _conv(narrow: bool):
@@ -69,7 +77,7 @@ def _conv(narrow: bool):
         pairs = padding(x.shape[2:], weight.shape[2:], strides, dilations, pad_type, pad)
         if (
             groups == 1
-            and weight[0, 0].numel() == 1
+            and weight.shape[2:].numel() == 1
             and max(strides) == 1
             and not any(map(any, pairs))
         ):

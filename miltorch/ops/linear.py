@@ -34,13 +34,15 @@ def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def panel_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32 some rows at a time.
+    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32 some rows at a time, unless it is.
 
     Args:
         weight: float32 or fp16; or int8 with `scale` [R, 1] float32, each product of the two
             rounded to fp16.
     """
     rows, x = -(-PANEL // weight.shape[1]), x.contiguous()
+    if weight.dtype == torch.float32:
+        return _wide_linear(x, weight)
     out = x.new_empty(len(x), len(weight))
     scales = [None] * len(weight) if scale is None else scale.split(rows)
     for panel, factor, columns in zip(weight.split(rows), scales, out.split(rows, 1), strict=False):

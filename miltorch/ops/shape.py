@@ -55,7 +55,7 @@ def concat(values, *, axis, interleave=False):
     if interleave:  # elements of the operands alternate along `axis`
         stacked = torch.stack(values, axis % values[0].dim() + 1)
         return stacked.flatten(axis % values[0].dim(), axis % values[0].dim() + 1)
-    return torch.cat([torch.atleast_1d(v) for v in values], axis)
+    return torch.cat([v if v.dim() else v[None] for v in values], axis)
 
 
 @operation

@@ -229,10 +229,10 @@ class Pass:
         flat = plane.reshape(*plane.shape[:2], -1)
         for trace, columns, span in zip(self.traces, flat, spans, strict=True):
             rows = columns[:, : span.stop - span.start].T
-            target = getattr(trace, name).setdefault(
-                layer, np.zeros((len(trace.T), rows.shape[1]), rows.dtype)
-            )
-            target[span] = rows
+            targets = getattr(trace, name)
+            if layer not in targets:
+                targets[layer] = np.zeros((len(trace.T), rows.shape[1]), rows.dtype)
+            targets[layer][span] = rows
 
     def columns(
         self, arrays: Sequence[np.ndarray], layer: int, spans: list[slice], width: int
@@ -272,8 +272,19 @@ def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
     if trace.logits is not None:
         everywhere = np.arange(len(trace.T))
         parts.append(_rows(-1, "logits", everywhere, golden.logits, trace.logits))
-    rows = pd.concat(parts, ignore_index=True)
+    rows = table(parts)
     return rows.assign(T=trace.T[rows["position"]]).assign(**columns)
+
+
+def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
+    """One table of many parts, each a dict of the same columns: an array, or one value for all rows
+    of the part, which has as many as its `position`."""
+    columns = {}
+    for name in parts[0]:
+        values = [np.asarray(p[name], object if isinstance(p[name], str) else None) for p in parts]
+        rows = zip(values, parts, strict=True)
+        columns[name] = np.concatenate([np.broadcast_to(v, len(p["position"])) for v, p in rows])
+    return pd.DataFrame(columns)
 
 
 def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
@@ -320,11 +331,12 @@ def worst_row(rows: pd.DataFrame) -> pd.Series:
     return rows.loc[rows["cosine"].fillna(-2).idxmin()]
 
 
-def _rows(layer: int, tensor: str, position, reference, actual: np.ndarray) -> pd.DataFrame:
+def _rows(layer: int, tensor: str, position, reference, actual: np.ndarray) -> dict[str, object]:
+    """A part of `table`, one row per position."""
     about = {"layer": layer, "position": position, "tensor": tensor}
     figures = (metrics.cosine, metrics.psnr_db, metrics.max_abs)
     about |= {figure.__name__: figure(reference, actual) for figure in figures}
-    return pd.DataFrame(about | {"finite": np.isfinite(actual).all(-1)})
+    return about | {"finite": np.isfinite(actual).all(-1)}
 
 
 def measure_fidelity(

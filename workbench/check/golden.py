@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 
@@ -118,34 +119,35 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
     A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
     """
     check_exported_from(checkpoint, bundle)
-    slices: dict[str, list[torch.Tensor]] = {}
+    slices: dict[str, list[tuple[torch.Tensor, float]]] = {}
     for shard in sorted(bundle.manifest.shards, key=lambda shard: shard.rows[0]):
         if shard.weights:
             constant_of = constants(bundle, shard)
             for tensor, constant in shard.weights.items():
-                value, offset = constant_of(constant), shard.offsets.get(tensor)
-                slices.setdefault(tensor, []).append(value - offset if offset else value)
+                part = constant_of(constant), shard.offsets.get(tensor, 0.0)
+                slices.setdefault(tensor, []).append(part)
 
     def read(name: str) -> torch.Tensor:
         shape = checkpoint.shape(name)
         if name not in slices:
             return checkpoint.tensor(name).half().float()
-        first, *rest = (part.reshape(-1, *shape[1:]) for part in slices[name])
-        if first.numel() == np.prod(shape):  # every head slice has the whole final norm
-            return first.reshape(shape)
-        return torch.cat([first, *rest])
+        parts, offset = [part for part, _ in slices[name]], slices[name][0][1]
+        # every head slice has the whole final norm
+        whole = parts[0] if parts[0].numel() == np.prod(shape) else torch.cat(parts)
+        value = whole.reshape(shape).float()
+        return value - offset if offset else value
 
     return read
 
 
 def constants(bundle: Bundle, shard: Shard) -> Callable[[str], torch.Tensor]:
-    """Name of a constant → its values, decompressed, float32."""
+    """Name of a constant → its values, decompressed, fp16 or float32."""
     package = bundle.package(shard)
     if bundle.manifest.options.target == "coreai":
         return lambda name: torch.from_numpy(np.float32(dense(read_weight(package, name))))
     import miltorch
 
-    return miltorch.Executable(miltorch.read(package), "exact").constant
+    return miltorch.Executable(miltorch.read(package), "exact").body.constants.__getitem__
 
 
 def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
@@ -264,37 +266,43 @@ class ReferenceModel:
 
         return inputs
 
+    @cached_property
+    def head(self) -> torch.Tensor:
+        """lm_head [V, C] as `weights` has it."""
+        return self.weights(head_weight(self.checkpoint))
+
     def cache(self):
         """An empty cache of one sequence."""
         return _recording_cache(self.config, self.records)
 
     def run(self, ids: Sequence[int], cache, head: bool = True) -> Golden:
         """One call over `ids` [n] that continues `cache`: the golden of these n positions."""
-        (golden,) = self._run([ids], cache, head)
+        (golden,) = self._run([ids], cache, int(head))
         self.normed = self.normed[0]
         return golden
 
-    def run_nudged(self, ids: Sequence[int], cache, seed: int) -> list[Golden]:
+    def run_nudged(self, ids: Sequence[int], cache, seed: int, heads: int = 2) -> list[Golden]:
         """`run`, and what becomes of it when every layer's input is changed by a relative 2^-23 of random sign: three
         goldens. The second one's layers are fed what the layer before made, so that changes add up; the third one's are
-        fed what the first one's are. `cache` then holds three sequences, and continues three alike."""
+        fed what the first one's are. `cache` then holds three sequences, and continues three alike. The first `heads` have
+        logits, the others' are nan."""
         cache.reorder_cache(torch.zeros(NUDGED, dtype=torch.long))
         self.nudge = torch.Generator().manual_seed(seed)
         try:
-            return self._run([ids] * NUDGED, cache)
+            return self._run([ids] * NUDGED, cache, heads)
         finally:
             self.nudge = None
 
-    def _run(self, ids: Sequence[Sequence[int]], cache, head: bool = True) -> list[Golden]:
-        """The goldens of one call over equally long sequences of token ids."""
+    def _run(self, ids: Sequence[Sequence[int]], cache, heads: int) -> list[Golden]:
+        """The goldens of one call over equally long sequences of token ids, the first `heads` with logits."""
         import transformers
 
         ids = np.stack([check_ids(sequence, self.config.vocab_size) for sequence in ids])
         last = self.last_hidden(ids, past_key_values=cache, use_cache=True)
         self.normed = last.numpy()
-        logits = np.broadcast_to(np.float32(np.nan), (*ids.shape, self.config.vocab_size))
-        if head:
-            logits = self.logits(last)
+        logits = list(self.logits(last[:heads])) if heads else []
+        none = np.broadcast_to(np.float32(np.nan), (ids.shape[1], self.config.vocab_size))
+        logits += [none] * (len(ids) - heads)
         examples = {name: value for record in self.records for name, value in record.items()}
         layers = {
             name: np.stack([r.get(name, np.zeros_like(value)) for r in self.records], axis=1)
@@ -329,7 +337,7 @@ class ReferenceModel:
         name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
         divisor = logit_divisor(self.config)
         if self.weights:
-            return (hidden @ self.weights(name).T / divisor).numpy()
+            return (hidden @ self.head.T / divisor).numpy()
         slices = (slice(i, min(i + LOGIT_ROWS, V)) for i in range(0, V, LOGIT_ROWS))
         parts = [hidden @ self.checkpoint.tensor(name, rows).T for rows in slices]
         return (torch.cat(parts, dim=-1) / divisor).numpy()

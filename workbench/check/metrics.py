@@ -1,27 +1,59 @@
 """Distances between two arrays. The last axis is the vector that is compared."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 NEAR_TIE_NATS = 0.5
+PIECE = (
+    1 << 16
+)  # elements of matrices that are compared at a time: their float64 values fit a cache
 
 
+def _in_pieces(figure: Callable) -> Callable:
+    """`figure` of two arrays; of large matrices [n, W], it is computed for some rows after others."""
+
+    def in_pieces(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
+        rows = max(1, PIECE // max(1, np.shape(reference)[-1]))
+        if np.ndim(reference) != 2 or len(reference) <= rows:
+            return figure(reference, actual)
+        starts = range(0, len(reference), rows)
+        return np.concatenate(
+            [figure(reference[i : i + rows], actual[i : i + rows]) for i in starts]
+        )
+
+    in_pieces.__name__, in_pieces.__doc__ = figure.__name__, figure.__doc__
+    return in_pieces
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sum of products along the last axis."""
+    return np.einsum("...i,...i->...", a, b)
+
+
+@_in_pieces
 def cosine(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Cosine along the last axis, float64; two zero vectors agree (1), a non-finite one does not (nan)."""
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(invalid="ignore", over="ignore"):
-        norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-        products = (a * b).sum(-1) / np.where(norms > 0, norms, 1)
+        squares = _dot(a, a), _dot(b, b)
+        norms = np.sqrt(squares[0]) * np.sqrt(squares[1])
+        products = _dot(a, b) / np.where(norms > 0, norms, 1)
         value = np.where(norms > 0, products, ~a.any(-1) & ~b.any(-1))
     return np.where(np.isfinite(b).all(-1), value, np.nan)
 
 
+@_in_pieces
 def psnr_db(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """10·log10(max(reference²) / mean((reference − actual)²)) in dB along the last axis; inf when they are equal."""
     a, b = np.float64(reference), np.float64(actual)
     with np.errstate(all="ignore"):
-        return 10 * np.log10((a**2).max(-1) / ((a - b) ** 2).mean(-1))
+        difference = a - b
+        largest = np.maximum(a.max(-1), -a.min(-1)) ** 2
+        return 10 * np.log10(largest / (_dot(difference, difference) / a.shape[-1]))
 
 
+@_in_pieces
 def max_abs(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Largest |reference − actual| along the last axis."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -56,8 +88,11 @@ def near_tie(reference: np.ndarray, actual: np.ndarray) -> bool:
     )
 
 
-def compare_logits(reference: np.ndarray, actual: np.ndarray) -> dict[str, float]:
-    """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean overlap of the top five, worst KL, worst cosine."""
+def compare_logits(
+    reference: np.ndarray, actual: np.ndarray, nats: np.ndarray | None = None
+) -> dict[str, float]:
+    """Summary of logits [n, V]: agreement of the top token (near-ties apart), mean overlap of the top five, worst KL, worst
+    cosine. `nats` [n]: their `kl`, where it is there already."""
     # one at a time: a row of a vocabulary fits the cache, all do not
     rows = list(zip(reference, actual, strict=True))
     same = [np.argmax(a) == np.argmax(b) or near_tie(a, b) for a, b in rows]
@@ -66,15 +101,16 @@ def compare_logits(reference: np.ndarray, actual: np.ndarray) -> dict[str, float
     return {
         "top1_agreement": float(np.mean(same)),
         "top5_overlap": float(np.mean([np.isin(*pair).mean() for pair in tops])),
-        "kl_max": float(np.max([kl(*pair) for pair in rows])),
-        "cosine_min": float(np.min([cosine(*pair) for pair in rows])),
+        "kl_max": float(np.max([kl(*pair) for pair in rows] if nats is None else nats)),
+        "cosine_min": float(np.min(cosine(reference, actual))),
     }
 
 
 def rms(reference: np.ndarray, actual: np.ndarray | float = 0.0) -> np.ndarray:
     """Root mean square of reference − actual along the last axis, float64."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.sqrt(((np.float64(reference) - actual) ** 2).mean(-1))
+        difference = np.float64(reference) - actual
+        return np.sqrt(_dot(difference, difference) / difference.shape[-1])
 
 
 def over(error: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -178,20 +178,22 @@ def price_rows(
                 if budget and tensor != "update":
                     rounded = np.float16(rounded)
                 errors = _errors(golden.rows(tensor, layer)[at], values, rounded)
-                parts.append(errors.assign(position=at, layer=layer, T=T, tensor=tensor))
-    return pd.concat(parts, ignore_index=True)
+                parts.append(errors | {"position": at, "layer": layer, "T": T, "tensor": tensor})
+    return fidelity.table(parts)
 
 
-def _errors(reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | None) -> pd.DataFrame:
+def _errors(
+    reference: np.ndarray, actual: np.ndarray, rounded: np.ndarray | None
+) -> dict[str, object]:
     """Per row of [n, W]: relative RMS `error`, `budget`, and the ratio of error to budget and half
     an ulp together."""
     scale, error = metrics.rms(reference), metrics.rms(reference, actual)
-    rows = pd.DataFrame({"error": metrics.over(error, scale)})
+    columns = {"error": metrics.over(error, scale)}
     if rounded is None:
-        return rows.assign(budget=np.nan, ratio=np.nan)
+        return columns | {"budget": np.nan, "ratio": np.nan}
     budget = metrics.rms(reference, rounded)
     ratio = metrics.over(error, np.hypot(budget, HALF_ULP * scale))
-    return rows.assign(budget=metrics.over(budget, scale), ratio=ratio)
+    return columns | {"budget": metrics.over(budget, scale), "ratio": ratio}
 
 
 def _kl(reference: np.ndarray, actual: np.ndarray) -> np.ndarray:

@@ -102,7 +102,7 @@ def program_errors(
     for place in places:
         runs += [(place, sizes, True) for sizes in (*([T] for T in ends), between) if sizes]
         runs.append((place, Ts, False))
-    scores, frames = Scores(), []
+    scores, parts = Scores(), []
     with decoder.set_aside():
         for sequences, sizes, isolated in tqdm(
             runs, desc=f"program, {plan}", unit="pass", disable=not progress
@@ -110,10 +110,10 @@ def program_errors(
             positions.write_states(decoder, sequences)
             one = ProgramPass(decoder, sequences, isolated, scores)
             one.run(sizes, ragged=options.kv_write == "mask")
-            frames += [one.errors(seq) for seq in range(options.batch)]
+            parts += [part for seq in range(options.batch) for part in one.errors(seq)]
             for size in sizes if isolated else ():
-                frames += head_errors(decoder, sequences, size)
-    return pd.concat(frames, ignore_index=True), scores
+                parts += head_errors(decoder, sequences, size)
+    return fidelity.table(parts), scores
 
 
 @dataclass
@@ -174,34 +174,36 @@ class ProgramPass(fidelity.Pass):
                 scores = masked[seq, :, columns].numpy() - own
                 self.scores.add(layer, weights[seq, :, columns].numpy(), own < 0, scores)
 
-    def errors(self, seq: int) -> pd.DataFrame:
-        """Errors of everything that one sequence computed, one row each; chained ones per layer that they come from."""
+    def errors(self, seq: int) -> list[dict[str, object]]:
+        """Errors of everything that one sequence computed, parts of a `fidelity.table`; chained ones per layer that they come
+        from."""
         golden, trace, stretch = self.goldens[seq], self.traces[seq], self.stretches[seq]
         nudged, start = stretch.nudged.get(self.mode, stretch), stretch.start
-        again, at, frames = nudged.golden, (start + np.arange(len(trace.T)), trace.T), []
+        again, at, parts = nudged.golden, (start + np.arange(len(trace.T)), trace.T), []
         for layer, hidden in trace.hidden.items():
             floor = _floor(golden.hidden[layer], again.hidden[layer])
             name, expected, actual = "hidden", golden.hidden[layer], hidden
             if self.isolated:
                 name, expected, actual = "update", golden.update[layer], hidden - trace.x[layer]
-            frames.append(_rows(name, layer, _errors(expected, actual, floor), *at))
+            parts.append(_rows(name, layer, _errors(expected, actual, floor), *at))
         for layer, router in trace.router.items():
             floor = _floor(golden.router[layer], again.router[layer])
-            frames.append(_rows("router", layer, _errors(golden.router[layer], router, floor), *at))
+            parts.append(_rows("router", layer, _errors(golden.router[layer], router, floor), *at))
         for layer, experts in trace.experts.items():
             differs = experts[:, 0] != golden.expert[layer]
-            frames.append(_rows("expert", layer, differs * golden.margin[layer], *at))
+            parts.append(_rows("expert", layer, differs * golden.margin[layer], *at))
         if trace.logits is not None:
             floor = _logit_floor(stretch) + _floor(golden.logits, again.logits)
-            frames.append(_rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at))
+            parts.append(_rows("logits", -1, _errors(golden.logits, trace.logits, floor), *at))
         for name, *values in self.states(seq, nudged):
             layer, leaf = split_layer(name)
             errors = _state_errors(*values, self.end(seq))
-            frames.append(_rows(leaf, layer, *errors, trace.T.max()))
-        rows = pd.concat(frames, ignore_index=True).assign(seq=seq, mode=self.mode)
+            parts.append(_rows(leaf, layer, *errors, trace.T.max()))
         if not self.isolated:  # errors of the layers before, and of the layer itself, add up
-            rows["error"] /= rows["layer"].replace(-1, len(golden.x)) + 1
-        return rows
+            for part in parts:
+                layers = len(golden.x) if part["layer"] == -1 else part["layer"]
+                part["error"] = part["error"] / (layers + 1)
+        return [part | {"seq": seq, "mode": self.mode} for part in parts]
 
     def end(self, seq: int) -> int:
         """Tokens in the cache after the pass."""
@@ -231,25 +233,25 @@ class ProgramPass(fidelity.Pass):
                 yield name, expected, actual, again
 
 
-def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[pd.DataFrame]:
-    """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state."""
+def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[dict[str, object]]:
+    """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state; parts as of
+    `ProgramPass.errors`."""
     scale = decoder.manifest.stream_scale
     n = len(stretches[0].golden.ids)
     last = slice(max(0, n - T), n)
     hidden = np.stack([stretch.last[last].T / scale for stretch in stretches])
-    frames = []
+    parts = []
     for seq, (stretch, logits) in enumerate(zip(stretches, decoder.logits(hidden), strict=True)):
         error = _errors(stretch.golden.logits[last], logits, _logit_floor(stretch)[last])
         position = stretch.start + np.arange(n)[last]
         rows = _rows("logits", -1, error, position, len(position))
-        frames.append(rows.assign(seq=seq, mode="isolated"))
-    return frames
+        parts.append(rows | {"seq": seq, "mode": "isolated"})
+    return parts
 
 
-def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> pd.DataFrame:
+def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> dict[str, object]:
     """One row per position."""
-    columns = {"tensor": tensor, "layer": layer, "position": position, "T": T, "error": error}
-    return pd.DataFrame(columns)
+    return {"tensor": tensor, "layer": layer, "position": position, "T": T, "error": error}
 
 
 def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int):

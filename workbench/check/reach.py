@@ -29,14 +29,7 @@ from workbench.bundle.names import (
     split_layer,
 )
 from workbench.bundle.states import state_kind
-from workbench.check.golden import (
-    NUDGED,
-    Golden,
-    ReferenceModel,
-    head_weight,
-    logit_divisor,
-    stored_weights,
-)
+from workbench.check.golden import NUDGED, Golden, ReferenceModel, logit_divisor, stored_weights
 from workbench.decode import Decoder
 from workbench.decode.snapshot import put
 from workbench.models.checkpoint import Checkpoint
@@ -120,7 +113,7 @@ def reach_stretches(
     """The heads of all sequences, their tails if there are any, and their scaled inputs, as Hugging Face's model with the
     weights that `bundle` stores computes them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
-    head_rms = float(reference.weights(head_weight(checkpoint)).square().mean().sqrt())
+    head_rms = float(reference.head.norm(dim=1).norm()) / math.sqrt(reference.head.numel())
     head_rms /= logit_divisor(checkpoint.config)
     prompts = reach_prompts(bundle.manifest, plan)
     unit = bundle.manifest.options.t_max if bundle.manifest.options.t == "fixed" else 1
@@ -147,7 +140,8 @@ def _stretch(
     last: np.ndarray | None = None,
 ) -> Stretch:
     """The stretch that continues `cache`, and the same with nudged inputs."""
-    goldens = reference.run_nudged(ids, cache, seed=start)
+    # scaled inputs are fed to every layer: nothing reads the logits of a chained run
+    goldens = reference.run_nudged(ids, cache, seed=start, heads=2 if last is None else 1)
     before = before or [{} for _ in goldens[0].x]
     stretches = []
     for seq, golden in enumerate(goldens):

@@ -224,7 +224,7 @@ def validate(
     drifts = reference.drift if reference else {} if only else None
     checks.append(rangedim.drift_gate(decoder, traces, golden, drifts))
     checks += [_device(decoder, golden, reference, only), *price_gates(price, max_kl)]
-    logits = metrics.compare_logits(golden.logits, chained.logits)
+    logits = metrics.compare_logits(golden.logits, chained.logits, price.kl)
     rows = _with_errors(rows, price.rows)
     return Validation(rows, checks, logits, chained.logits, bugs, price, free_logits)
 
