@@ -1,35 +1,48 @@
-"""One token of one sequence in a single compiled call: a `FastProgram`'s calls as instructions of a small machine.
+"""A few tokens in a single compiled call: a `FastProgram`'s calls as instructions of a small machine.
 
-At T = 1 and B = 1 every value is a vector, whatever its axes are called, and moving axes of size 1 moves nothing. Between
-the large products a layer is then some twenty small steps, which cost less to do than to dispatch one by one. Registers
-are float32 arrays that hold values already rounded to fp16, so an instruction means what the call it stands for means.
+Between the large products a layer is some twenty small steps, which cost less to do than to dispatch one by one. Registers
+are float32 tensors that hold values already rounded to fp16, so an instruction means what the call it stands for means. A
+call that only moves values is done here once, on the registers themselves: its result is a view of its operand.
 """
-
-from pathlib import Path
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, njit, types
 
-from miltorch.fast import kernels, patterns
-from miltorch.fast.kernels import (
-    _attend_kernel,
-    _exp,
-    _one,
-    _one_hot_rows,
-    _rms_norm_kernel,
-    _rotate,
-    _round16,
-    _visible,
-    _write,
-)
+from miltorch.fast import kernels, machine, patterns
 from miltorch.fast.products import Linear
+from miltorch.fast.tiles import whole_tiles
+from miltorch.ops import OPERATIONS
+from miltorch.ops.convolution import FEW_COLUMNS
 
-ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
-POINTWISE = {"add": ADD, "sub": SUB, "mul": MUL, "silu": SILU}
-VIEW_OPS = {"reshape", "transpose", "expand_dims", "squeeze", "identity"}
-FIELDS = 10
+PAIRS = {
+    "add": machine.ADD,
+    "sub": machine.SUB,
+    "mul": machine.MUL,
+    "real_div": machine.DIV,
+    "maximum": machine.MAX,
+    "minimum": machine.MIN,
+    "equal": machine.EQUAL,
+}
+UNARY = {
+    "cast": machine.COPY,
+    "abs": machine.ABS,
+    "relu": machine.RELU,
+    "sqrt": machine.SQRT,
+    "exp": machine.EXP,
+    "tanh": machine.TANH,
+    "sigmoid": machine.SIGMOID,
+    "silu": machine.SILU,
+}
+GELUS = {"EXACT": machine.GELU, "TANH_APPROXIMATION": machine.GELU_TANH}
+REDUCTIONS = {
+    "reduce_sum": machine.SUM,
+    "reduce_mean": machine.MEAN,
+    "reduce_max": machine.LARGEST,
+    "reduce_min": machine.SMALLEST,
+}
+VIEWS = {"reshape", "transpose", "expand_dims", "squeeze", "identity", "slice_by_index", "split"}
+LONGEST = 4096  # instructions of a program; a longer one is no layer
+EXACT = 2048  # integers up to here are fp16 values
 
 
 class NotCompiled(Exception):
@@ -44,36 +57,40 @@ class Bytecode:
         values: its registers after a call of these shapes.
 
     Raises:
-        NotCompiled: something in it is more than one token, or has no instruction.
+        NotCompiled: something in it has no instruction.
     """
 
     def __init__(self, program, values: list):
-        self.constants, self.values, self.arrays, self.addresses, self.code = (
-            program.values,
-            values,
-            [],
-            {},
-            [],
-        )
-        self.inputs, self.states, self.masks = list(program.inputs), list(program.states), []
-        self.outputs = {
-            name: tuple(values[register].shape) for name, register in program.outputs.items()
+        self.constants, self.values, self.wide = program.values, values, program.wide
+        self.registers: dict[int, torch.Tensor] = {}
+        self.arrays: list = []  # what instructions address, alive as long as they are
+        self.code, self.masks, self.width = [], [], 0
+        self.places: dict[int, int] = {}  # of a write mask's register: the address of its places
+        self.known: set[int] = set()  # registers that shapes alone decide
+        self.inputs, self.states = list(program.inputs), list(program.states)
+        self.outputs = {n: tuple(values[i].shape) for n, i in program.outputs.items()}
+        # stand for the arrays of a call: their memory is never touched
+        inputs = [torch.empty(values[i].shape) for i, _ in program.inputs.values()]
+        self.cells = {i: torch.empty(values[i].value.shape) for i in program.states.values()}
+        outputs = [torch.empty(shape) for shape in self.outputs.values()]
+        self.stand_ins = [*inputs, *self.cells.values(), *outputs]
+        self.outer = {each.data_ptr(): -1 - i for i, each in enumerate(self.stand_ins)}
+        self.sources = {
+            i: stand_in for stand_in, (i, _) in zip(inputs, program.inputs.values(), strict=True)
         }
-        self.outer = [
-            *(register for register, _ in program.inputs.values()),
-            *program.states.values(),
-        ]
-        for register, dtype in program.inputs.values():
+        for stand_in, (register, dtype) in zip(inputs, program.inputs.values(), strict=True):
             if dtype == torch.float16:
-                self._emit(ROUND, register, self._outer(register), self._size(register))
+                self._strided(machine.COPY, self._new(register), stand_in)
         for node in program.nodes:
             self._record(node)
-        for i, register in enumerate(program.outputs.values(), len(self.outer)):
+        for stand_in, register in zip(outputs, program.outputs.values(), strict=True):
             _need(values[register].dtype == torch.float16)
-            self._add(ROUND, -1 - i, self._address(register), self._size(register))
-        self.code = np.array(self.code, np.int64)
-        self.masks = np.array(self.masks, np.int64).reshape(-1, 2)
-        del self.constants, self.values
+            self._strided(machine.COPY, stand_in, self._value(register))
+        self.code = np.array(self.code, np.int64).reshape(-1, machine.FIELDS)
+        self.masks = np.array(self.masks, np.int64).reshape(-1, 5)
+        self.scratch = np.empty(self.width, np.float32)
+        del self.constants, self.values, self.wide, self.cells, self.stand_ins, self.sources
+        del self.registers
 
     def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
         """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a state is laid out otherwise."""
@@ -84,123 +101,295 @@ class Bytecode:
         outputs = {name: torch.empty(shape) for name, shape in self.outputs.items()}
         outer = np.array([t.data_ptr() for t in (*operands, *cells, *outputs.values())], np.int64)
         complete = kernels.on_threads(
-            _run_bytecode, self.code, outer, self.masks, torch.get_num_threads() > 1
+            machine.execute,
+            self.code,
+            outer,
+            self.masks,
+            self.scratch.ctypes.data,
+            self.width,
+            torch.get_num_threads() > 1,
         )
         return outputs if complete else None
 
     def _record(self, node) -> None:
-        function, pattern = node.function, getattr(node.function, "func", None)
-        inputs, outputs, kind = node.inputs, node.outputs, node.op.kind
-        values = [self.values[register] for register in inputs]
+        function, inputs, outputs = node.function, node.inputs, node.outputs
+        pattern, kind, attributes = getattr(function, "func", None), node.op.kind, node.attributes
         if isinstance(function, Linear):
-            self._linear(function, inputs[0], outputs)
+            self._linear(function, self._value(inputs[0]), outputs)
         elif pattern is patterns._rms_norm:
-            self._norm(*function.args, inputs[0], outputs[0])
+            self._norm(*function.args, self._value(inputs[0]), self._new(outputs[0]))
         elif function is kernels.rotate:
-            x, cos, sin = map(self._address, inputs)
-            (B, H, T, D), half = values[0].shape, values[1].numel()
-            _need(B == T == 1 and half == values[2].numel() <= D // 2)
-            self._emit(ROTATE, outputs[0], x, H, D, cos, sin, half)
-        elif function in (patterns._write_positions, patterns._span):
-            _need(values[0].shape[0] == values[0].shape[1] == 1)
-            if function is patterns._write_positions:
-                _need(values[0].shape[3] == 1)
-                self.masks.append((self._outer(inputs[0]), values[0].numel()))
+            self._rotate(*map(self._value, inputs), self._new(outputs[0]))
+        elif function is patterns._write_positions:
+            self._write_mask(inputs[0])
         elif pattern is patterns._write_rows:
-            cell, mask, _, rows = inputs
-            B, H, S, D = values[0].value.shape
-            _need(B == 1 and values[3].numel() == H * D and values[1].numel() == S)
-            self._add(WRITE, self._outer(cell), self._address(rows), H, S, D, self._address(mask))
+            self._write_rows(*function.args, *inputs)
         elif function is patterns._attend_visible:
-            q, key, value, mask, _ = inputs
-            (B, groups, S, D), H = values[1].value.shape, values[0].numel() // values[0].shape[-1]
-            _need(B == 1 and values[3].shape[2] == 1 and values[3].numel() == S and H % groups == 0)
-            _need(values[2].value.shape == values[1].value.shape and values[0].shape[-1] == D)
-            states = self._outer(key), self._outer(value)
-            self._emit(
-                ATTEND, outputs[0], self._address(q), H, D, *states, self._address(mask), groups, S
-            )
-        elif kind in POINTWISE:
-            first, last, result = values[0], values[-1], self.values[outputs[0]]
-            _need(
-                len(inputs) <= 2
-                and result.dtype == torch.float16
-                and all(x.is_floating_point() for x in values)
-            )
-            _need(
-                first.numel() == result.numel()
-                and (last.numel() == 1 or _axes(first) == _axes(last))
-            )
-            x, y = self._address(inputs[0]), self._address(inputs[-1])
-            self._emit(POINTWISE[kind], outputs[0], x, first.numel(), y, last.numel())
-        else:
-            _need(kind in VIEW_OPS and len(outputs) == 1)
-            (x,), result = values, self.values[outputs[0]]
-            _need(x.numel() == result.numel() and x.dtype == result.dtype)
-            _need(kind != "transpose" or _axes(x) == _axes(result))
-            self.addresses[outputs[0]] = self._address(inputs[0])
+            self._attend(*inputs[:4], outputs[0])
+        elif kind in VIEWS:
+            self._view(function, inputs, outputs)
+        elif function is not patterns._span and not self._known(node):
+            _need(len(outputs) == 1)
+            self._operation(kind, attributes, inputs, outputs[0])
 
-    def _linear(self, linear: Linear, x: int, outputs: list[int]) -> None:
+    def _known(self, node) -> bool:
+        """Whether a call computes from shapes alone what the recorded call has shown."""
+        known = node.op.kind == "shape" or all(map(self._fixed, node.inputs))
+        self.known.update(node.outputs if known else [])
+        return known
+
+    def _fixed(self, register: int) -> bool:
+        return register in self.known or isinstance(self.constants[register], torch.Tensor)
+
+    def _operation(self, kind: str, attributes: dict, inputs: list[int], out: int) -> None:
+        if kind in ("read_state", "write_state"):
+            source, target = (
+                (self.cells[inputs[0]], self._new(out))
+                if kind == "read_state"
+                else (self._value(inputs[1]), self.cells[inputs[0]])
+            )
+            _need(source.shape == target.shape)
+            return self._strided(machine.COPY, target, source)
+        values = [self._value(i) for i in inputs]
+        operands = {self.values[i].dtype for i in inputs}
+        result = self._new(out, torch.bool if kind == "equal" else torch.float16, kind)
+        _need(operands == {torch.float16} or kind in ("equal", "cast"))
+        x, *others = values
+        if kind in PAIRS:
+            self._strided(PAIRS[kind], result, x, *(others or [x]))
+        elif kind in UNARY:
+            self._strided(UNARY[kind], result, x)
+        elif kind == "gelu":
+            self._strided(GELUS[attributes.get("mode", "EXACT")], result, x)
+        elif kind == "rsqrt":
+            eps = torch.tensor(attributes.get("epsilon", 1e-12))
+            self._strided(machine.RSQRT, result, x, self._keep(eps))
+        elif kind == "clip":
+            bounds = (self._keep(torch.tensor(attributes[name])) for name in ("alpha", "beta"))
+            clipped = self._keep(torch.empty(x.shape))
+            self._strided(machine.MAX, clipped, x, next(bounds))
+            self._strided(machine.MIN, result, clipped, next(bounds))
+        elif kind == "softmax":
+            axis = attributes.get("axis", -1)
+            self._rows(machine.SOFTMAX, result.movedim(axis, -1), x.movedim(axis, -1))
+        elif kind in REDUCTIONS or kind == "reduce_argmax":
+            self._reduce(kind, attributes, result, x)
+        elif kind == "concat":
+            _need(not attributes.get("interleave", False))
+            sizes = [value.shape[attributes["axis"]] for value in values]
+            for value, part in zip(values, result.split(sizes, attributes["axis"]), strict=True):
+                self._strided(machine.COPY, part, value)
+        elif kind == "slice_update":
+            part = OPERATIONS["slice_by_index"].function(result, **attributes)
+            _need(_shared(part, result) and part.shape == others[0].shape and len(others) == 1)
+            self._strided(machine.COPY, result, x)
+            self._strided(machine.COPY, part, others[0])
+        elif kind == "matmul":
+            x = x.transpose(-1, -2) if attributes.get("transpose_x", False) else x
+            y = others[0].transpose(-1, -2) if attributes.get("transpose_y", False) else others[0]
+            self._products(result, x.unsqueeze(-2), y.transpose(-1, -2).unsqueeze(-3))
+        else:
+            _need(kind == "conv")
+            self._convolution(attributes, result, *values)
+
+    def _view(self, function, inputs: list[int], outputs: list[int]) -> None:
+        """A call that only moves values, as views of its operand, which is made dense first where there is none."""
+        x, others = self._value(inputs[0]), [self.values[i] for i in inputs[1:]]
+        _need(all(map(self._fixed, inputs[1:])))
+        for source in (x, self._dense(x)):
+            views = function(source, *others)
+            views = [views] if isinstance(views, torch.Tensor) else views
+            if all(_shared(view, source) for view in views):
+                break
+        for view, register in zip(views, outputs, strict=False):
+            _need(_shared(view, source) and view.shape == self.values[register].shape)
+            self.registers[register] = view
+
+    def _linear(self, linear: Linear, x: torch.Tensor, outputs: list[int]) -> None:
         weight, scale = linear.weight, linear.scale
         (R, K), widths = weight.shape, linear.widths or [len(weight)]
-        _need(self._size(x) == K and sum(widths) == R == len(scale))
+        x = x.flatten(2) if _shared(x.flatten(2), x) else self._dense(x).flatten(2)
+        B, _, T = x.shape
+        _need(x.shape[1] == K and sum(widths) == R == len(scale) and B * T < FEW_COLUMNS)
         _need(linear.bias is None or linear.bias.numel() == R)
-        bias = 0 if linear.bias is None else self._keep(linear.bias.float().numpy())
-        out = self._keep(np.empty(R, np.float32))
+        bias = 0 if linear.bias is None else self._keep(linear.bias.float()).data_ptr()
+        shape = self.values[outputs[0]].shape
+        out, self.width = self._keep(torch.empty(B, R, T)), max(self.width, whole_tiles(B * T) * K)
         self._add(
-            LINEAR,
-            out,
-            self._address(x),
-            R,
-            K,
-            weight.ctypes.data,
-            weight.itemsize,
-            scale.ctypes.data,
-            bias,
+            machine.LINEAR,
+            *(out.data_ptr(), x.data_ptr(), *(4 * step for step in x.stride()), B, K, T, R),
+            *(weight.ctypes.data, weight.itemsize, scale.ctypes.data, bias),
         )
-        for register, width in zip(outputs, widths, strict=True):
-            self.addresses[register] = out
-            out += 4 * width
+        for register, part in zip(outputs, out.split(widths, 1), strict=True):
+            self.registers[register] = part.view(B, -1, *shape[2:])
 
-    def _norm(self, axis: int, constants: list, x: int, out: int) -> None:
-        shape = self.values[x].shape
+    def _norm(self, axis: int, constants: list, x: torch.Tensor, out: torch.Tensor) -> None:
         weight, bounds, *lists = constants
-        _need(shape[axis] == len(weight) and (axis == -1 or shape[axis + 1 :].numel() == 1))
+        _need(x.shape[axis] == len(weight))
         packed = np.concatenate([weight, bounds, [len(each) for each in lists], *lists])
-        self._emit(
-            NORM,
-            out,
-            self._address(x),
-            self._size(x) // len(weight),
-            len(weight),
-            self._keep(packed),
+        packed = self._keep(torch.from_numpy(packed.astype(np.float32)))
+        self._rows(machine.NORM, out.movedim(axis, -1), x.movedim(axis, -1), packed[:1])
+
+    def _rotate(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        half = cos.shape[-1]
+        _need(cos.shape == sin.shape and 2 * half <= x.shape[-1])
+        tables = (table.expand(*x.shape[:3], half) for table in (cos, sin))
+        self._rows(machine.ROTATE, out, x, *tables, number=half)
+
+    def _write_mask(self, register: int) -> None:
+        mask = self.values[register]
+        B, _, S, T = mask.shape
+        _need(mask.shape[1] == 1 and register not in self.places)
+        places = self._keep(torch.empty(B, T, dtype=torch.int64)).data_ptr()
+        self.places[register] = places
+        self.masks.append((self._address(self.sources[register]), B, S, T, places))
+
+    def _write_rows(self, transposed: bool, cell: int, mask: int, _, rows: int) -> None:
+        rows = self._value(rows)
+        rows = self._dense(rows.transpose(-1, -2) if transposed else rows)
+        B, H, S, D = self.cells[cell].shape
+        T = rows.shape[2]
+        _need(rows.shape == (B, H, T, D) and self.values[mask].shape == (B, 1, S, T))
+        self._add(
+            machine.WRITE,
+            *(self._address(self.cells[cell]), rows.data_ptr(), self.places[mask], B, H, S, T, D),
         )
 
-    def _size(self, register: int) -> int:
-        return self.values[register].numel()
+    def _attend(self, q: int, key: int, value: int, mask: int, out: int) -> None:
+        q, mask, (B, groups, S, D) = self._value(q), self._value(mask), self.cells[key].shape
+        T = mask.shape[2]
+        heads = q.numel() // (B * T * D)
+        _need(self.cells[value].shape == self.cells[key].shape and mask.shape == (B, 1, T, S))
+        _need(q.shape == (B, groups, heads // groups * T, D) and B * T < FEW_COLUMNS)
+        states = (self._address(self.cells[register]) for register in (key, value))
+        q, mask, result = self._dense(q), self._dense(mask), self._new(out)
+        self._add(
+            machine.ATTEND,
+            *(result.data_ptr(), q.data_ptr(), *states, mask.data_ptr()),
+            *(B, heads, T, D, groups, S),
+        )
 
-    def _keep(self, array: np.ndarray) -> int:
-        """The address of a float32 array that lives as long as the bytecode."""
-        self.arrays.append(np.ascontiguousarray(array, np.float32))
-        return self.arrays[-1].ctypes.data
+    def _reduce(self, kind: str, attributes: dict, out: torch.Tensor, x: torch.Tensor) -> None:
+        axes = attributes.get("axes", None if kind in REDUCTIONS else [attributes.get("axis", -1)])
+        axes = [axis % x.dim() for axis in (range(x.dim()) if axes is None else axes)]
+        rest = [axis for axis in range(x.dim()) if axis not in axes]
+        rows = x.permute(*rest, *axes)
+        whole = rows.flatten(len(rest))
+        rows = whole if _shared(whole, rows) else self._dense(rows).flatten(len(rest))
+        _need(kind in REDUCTIONS or rows.shape[-1] <= EXACT)
+        out = out.view(rows.shape[:-1])[..., None]
+        self._rows(REDUCTIONS.get(kind, machine.WHICH), out.expand(rows.shape), rows)
 
-    def _address(self, register: int) -> int:
-        """The address of a register; one that no instruction writes is a constant."""
-        if register not in self.addresses:
-            _need(isinstance(self.constants[register], torch.Tensor))
-            self.addresses[register] = self._keep(self.values[register].float().numpy())
-        return self.addresses[register]
+    def _products(self, out, x, y, bias=None) -> None:
+        """out [..., M, N] from x [..., M, 1, K] and y [..., 1, N, K], and a bias that spreads over out."""
+        K = x.shape[-1]
+        if K == 1 and bias is None:
+            self._strided(machine.MUL, out, x[..., 0], y[..., 0])
+        else:
+            bias = self._keep(torch.zeros(())) if bias is None else bias
+            shape = *out.shape, K
+            bias = bias.expand(out.shape)[..., None].expand(shape)
+            out = out[..., None].expand(shape)
+            self._rows(machine.DOT, out, x.expand(shape), y.expand(shape), bias)
 
-    def _outer(self, register: int) -> int:
-        """How an instruction names an input or a state of the call."""
-        return -1 - self.outer.index(register)
+    def _convolution(self, attributes: dict, out, x, weight, bias=None) -> None:
+        """A convolution without padding as the products of its windows [B, groups, places, K] with its weights."""
+        _need(attributes.get("pad_type", "valid") in ("valid", "custom"))
+        _need(not any(attributes.get("pad", [])))
+        taps, groups = weight.shape[2:], attributes.get("groups", 1)
+        strides = attributes.get("strides", [1] * len(taps))
+        dilations = attributes.get("dilations", [1] * len(taps))
+        windows = x
+        for axis, (size, stride, dilation) in enumerate(
+            zip(taps, strides, dilations, strict=True), 2
+        ):
+            reach = (size - 1) * dilation + 1
+            windows = windows.unfold(axis, reach, stride)[..., ::dilation]
+        spatial = windows.shape[2 : 2 + len(taps)]
+        windows = windows.unflatten(1, (groups, -1)).movedim(2, 2 + len(taps))
+        places = range(2, 2 + len(taps))
+        flat = windows.flatten(2 + len(taps)).flatten(places[0], places[-1])
+        if not _shared(flat, windows):
+            flat = self._dense(windows).flatten(2 + len(taps)).flatten(places[0], places[-1])
+        rows = weight.reshape(groups, -1, 1, weight[0].numel())
+        out = out.view(len(x), groups, -1, spatial.numel())
+        bias = None if bias is None else bias.view(groups, -1, 1)
+        self._products(out, rows, flat.unsqueeze(2), bias)
 
-    def _emit(self, kind: int, out: int, *operands: int) -> None:
-        self.addresses[out] = self._keep(np.empty(self._size(out), np.float32))
-        self._add(kind, self.addresses[out], *operands)
+    def _value(self, register: int) -> torch.Tensor:
+        """A register; one that no instruction writes is a constant."""
+        if register not in self.registers:
+            constant = self.values[register] if register in self.known else self.constants[register]
+            _need(isinstance(constant, torch.Tensor))
+            if register in self.known:
+                self.registers[register] = self._keep(constant.float())
+            else:
+                wide = self.wide.setdefault(register, constant.float().contiguous())
+                self.registers[register] = wide
+        return self.registers[register]
+
+    def _new(self, register: int, dtype=torch.float16, kind: str = "") -> torch.Tensor:
+        """Memory for a register that holds values of this dtype."""
+        _need(self.values[register].dtype == dtype or kind == "reduce_argmax")
+        self.registers[register] = self._keep(torch.empty(self.values[register].shape))
+        return self.registers[register]
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that lives as long as the bytecode."""
+        self.arrays.append(tensor)
+        return tensor
+
+    def _dense(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_contiguous():
+            return x
+        copy = self._keep(torch.empty(x.shape))
+        self._strided(machine.COPY, copy, x)
+        return copy
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        return self.outer.get(tensor.data_ptr(), tensor.data_ptr())
+
+    def _strided(self, kind: int, out: torch.Tensor, *operands: torch.Tensor) -> None:
+        """An operation on every element of `out`; operands are spread over it."""
+        _need(torch.broadcast_shapes(*(x.shape for x in operands)) == out.shape)
+        tensors = [out, *(x.expand(out.shape) for x in operands)]
+        shape, steps = _merged(out.shape, [tensor.stride() for tensor in tensors])
+        self._loop(kind, shape, steps, [self._address(tensor) for tensor in tensors])
+
+    def _rows(
+        self, kind: int, out: torch.Tensor, x: torch.Tensor, *others, number: int = 0
+    ) -> None:
+        """An operation along the last axis of x; the operands' other axes are spread over those of `out`."""
+        tensors = [out, x, *(y.expand(*x.shape[:-1], y.shape[-1]) for y in others)]
+        _need(out.shape[:-1] == x.shape[:-1])
+        shape, steps = _merged(x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors])
+        steps = [(*step, tensor.stride(-1)) for step, tensor in zip(steps, tensors, strict=True)]
+        addresses = [self._address(tensor) for tensor in tensors]
+        self._loop(kind, (*shape, x.shape[-1]), steps, addresses, number)
+
+    def _loop(self, kind, shape, steps, addresses, number=0) -> None:
+        """One instruction, or several where `shape` has more than four axes."""
+        if len(shape) > 4:
+            for i in range(shape[0]):
+                starts = [
+                    address + 4 * i * step[0] if address >= 0 else address
+                    for address, step in zip(addresses, steps, strict=True)
+                ]
+                _need(all(address >= 0 for address in addresses) or shape[0] == 1)
+                self._loop(kind, shape[1:], [step[1:] for step in steps], starts, number)
+            return
+        self.width = max(self.width, 4 * shape[-1] if shape else 4)
+        missing, operands = 4 - len(shape), []
+        for address, step in zip(addresses, steps, strict=True):
+            operands += [address, *[0] * missing, *(4 * s for s in step)]
+        operands += [0] * (20 - len(operands))
+        self._add(kind, *[1] * missing, *shape, *operands, number)
 
     def _add(self, *fields: int) -> None:
-        self.code.append(fields + (0,) * (FIELDS - len(fields)))
+        _need(len(self.code) < LONGEST)
+        self.code.append(fields + (0,) * (machine.FIELDS - len(fields)))
 
 
 def _need(holds: bool) -> None:
@@ -208,159 +397,24 @@ def _need(holds: bool) -> None:
         raise NotCompiled
 
 
-def _axes(value: torch.Tensor) -> list[int]:
-    """Sizes that order the elements: those of more than one."""
-    return [n for n in value.shape if n > 1]
+def _shared(view: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of another one."""
+    return view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
-def _pointer(target, element):
-    return kernels.instruction(types.int64, types.CPointer(target))(
-        lambda builder, address: builder.inttoptr(address, element.as_pointer())
-    )
-
-
-_floats = _pointer(types.float32, ir.FloatType())
-_bytes = _pointer(types.int8, ir.IntType(8))
-_halves = _pointer(types.uint16, ir.IntType(16))
-
-
-@njit(cache=True)
-def _run_bytecode(code, outer, masks, threads):
-    """Executes instructions [n, FIELDS]: kind, address of the result, then operands and sizes; a negative address names
-    an element of `outer`. False, with nothing done, unless every one of `masks` (address, size) holds one 1 or nothing."""
-    for i in range(len(masks)):
-        if not _one_hot_rows(_vector(outer, masks[i, 0], masks[i, 1]).reshape(1, masks[i, 1], 1))[
-            0
-        ]:
-            return False
-    for i in range(len(code)):
-        kind, out = code[i, 0], code[i, 1]
-        if kind == LINEAR:
-            x, rows, width, weight, itemsize, scale, bias = code[i, 2:9]
-            product = _vector(outer, out, rows)
-            _record_product(
-                _vector(outer, x, width),
-                rows,
-                width,
-                weight,
-                itemsize,
-                scale,
-                bias,
-                product,
-                threads,
-            )
-        elif kind == NORM:
-            x, rows, width, packed = code[i, 2:6]
-            shape, size = (rows, width), rows * width
-            _norm(
-                _vector(outer, x, size).reshape(shape),
-                packed,
-                _vector(outer, out, size).reshape(shape),
-            )
-        elif kind == ROTATE:
-            x, heads, width, cos, sin, half = code[i, 2:8]
-            shape, table, size = (1, heads, 1, width), (1, 1, 1, half), heads * width
-            cosines, sines = (
-                _vector(outer, cos, half).reshape(table),
-                _vector(outer, sin, half).reshape(table),
-            )
-            _rotate(
-                _vector(outer, x, size).reshape(shape),
-                cosines,
-                sines,
-                _vector(outer, out, size).reshape(shape),
-            )
-        elif kind == WRITE:
-            x, heads, length, width, mask = code[i, 2:7]
-            _, places = _one_hot_rows(_vector(outer, mask, length).reshape(1, length, 1))
-            state = _vector(outer, out, heads * length * width).reshape(1, heads, length, width)
-            _write(state, places, _vector(outer, x, heads * width).reshape(1, heads, 1, width))
-        elif kind == ATTEND:
-            q, heads, width, key, value, mask, groups, length = code[i, 2:10]
-            shape, size, columns = (
-                (groups, length, width),
-                groups * length * width,
-                _vector(outer, mask, length),
-            )
-            keys, values = (
-                _vector(outer, key, size).reshape(shape),
-                _vector(outer, value, size).reshape(shape),
-            )
-            queries, result = (
-                _vector(outer, q, heads * width).reshape(heads, width),
-                _vector(outer, out, heads * width),
-            )
-            first, last = _visible(columns.reshape(1, length), np.float32(patterns.BLOCKED))
-            _attend_kernel(
-                queries, keys, values, columns, first, last, result.reshape(heads, width)
-            )
-            _pointwise(ROUND, result, result, result)
+def _merged(shape, steps: list) -> tuple[tuple, list[tuple]]:
+    """Axes that every operand runs through as one become one, and those of one element none: (sizes, strides of each)."""
+    sizes, kept = [], [[] for _ in steps]
+    for axis, size in enumerate(shape):
+        if size == 1:
+            continue
+        own = [step[axis] for step in steps]
+        if sizes and all(rest[-1] == size * step for rest, step in zip(kept, own, strict=True)):
+            sizes[-1] *= size
+            for rest, step in zip(kept, own, strict=True):
+                rest[-1] = step
         else:
-            x, size, y, others = code[i, 2:6]
-            _pointwise(
-                kind, _vector(outer, x, size), _vector(outer, y, others), _vector(outer, out, size)
-            )
-    return True
-
-
-@njit(cache=True)
-def _vector(outer, address, size):
-    return carray(_floats(address if address >= 0 else outer[-1 - address]), (size,))
-
-
-@njit(cache=True)
-def _record_product(x, R, K, weight, itemsize, scale, bias, out, threads):
-    scales = carray(_floats(scale), (R,))
-    if itemsize == 1:
-        _one(carray(_bytes(weight), (R, K)), scales, x, out, threads)
-    else:
-        _one(carray(_halves(weight), (R, K)), scales, x, out, threads)
-    if bias:
-        out += carray(_floats(bias), (R,))
-    _pointwise(ROUND, out, out, out)
-
-
-@njit(cache=True)
-def _norm(x, packed, out):
-    width = x.shape[1]
-    head = carray(_floats(packed), (width + 6,))
-    first, second, third = (
-        np.int64(head[width + 3]),
-        np.int64(head[width + 4]),
-        np.int64(head[width + 5]),
-    )
-    lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
-    eps0, eps1, gains = lists[:first], lists[first : first + second], lists[first + second :]
-    _rms_norm_kernel(x, head[:width], head[width : width + 3], eps0, eps1, gains, out)
-
-
-@njit(cache=True)
-def _pointwise(kind, a, b, out):
-    if kind == ROUND:
-        for i in range(len(a)):
-            out[i] = _round16(a[i])
-    elif kind == SILU:
-        for i in range(len(a)):
-            out[i] = _round16(a[i] / (np.float32(1) + _exp(-a[i])))
-    elif len(b) == 1:
-        for i in range(len(a)):
-            out[i] = _round16(_record_binary(kind, a[i], b[0]))
-    else:
-        for i in range(len(a)):
-            out[i] = _round16(_record_binary(kind, a[i], b[i]))
-
-
-@njit(cache=True)
-def _record_binary(kind, a, b):
-    return a + b if kind == ADD else a - b if kind == SUB else a * b
-
-
-def drop_stale_machine_code(folder: Path, kernels_file: Path) -> None:
-    """Removes numba's indexes of this file's compiled functions in `folder` that are older than the
-    kernels compiled into them: numba compares an index with the file of its function alone."""
-    for index in folder.glob("bytecode.*.nbi"):
-        if index.stat().st_mtime < kernels_file.stat().st_mtime:
-            index.unlink(missing_ok=True)
-
-
-drop_stale_machine_code(Path(_run_bytecode._cache.cache_path), Path(kernels.__file__))
+            sizes.append(size)
+            for rest, step in zip(kept, own, strict=True):
+                rest.append(step)
+    return tuple(sizes), [tuple(rest) for rest in kept]

@@ -23,6 +23,7 @@ EXTREME = np.float32(
     1e3
 )  # scores of such size come near the mask's -1e4: blocked columns may count then
 SMALL_PRODUCT = 1 << 16  # weights below which a second thread costs more than it gives
+BLOCKED = -1e4  # an additive mask at or below this gives a weight of 0 beside any attended column
 FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep their meaning
 
 
@@ -112,16 +113,6 @@ def _four(weight, scale, x, terms):
     return a, b, c, d
 
 
-@njit(parallel=True, fastmath=FLAGS, cache=True)
-def _many(weight, scale, x, out):
-    """out [R, N] for x [N, K], N a multiple of 4."""
-    for r in prange(weight.shape[0]):
-        for n in range(0, x.shape[0], 4):
-            out[r, n], out[r, n + 1], out[r, n + 2], out[r, n + 3] = _four(
-                weight[r], scale[r], x[n : n + 4], x.shape[1]
-            )
-
-
 def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
     """x [N, K] by weight [R, K] → float32 [N, R], on torch's threads.
 
@@ -136,10 +127,12 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
         row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
         on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
         return torch.from_numpy(out)
-    rows = F.pad(x.float(), (0, 0, 0, -N % 4)).contiguous()
-    out = np.empty((R, len(rows)), np.float32)
-    on_threads(_many, weight, scale, rows.numpy(), out)
-    return torch.from_numpy(out[:, :N].T)
+    from miltorch.fast import tiles  # it reads a weight as this file does
+
+    rows = F.pad(x.float(), (0, 0, 0, tiles.whole_tiles(N) - N)).contiguous().numpy()
+    out = np.empty((1, R, N), np.float32)
+    on_threads(tiles.few, weight, scale, rows, out, torch.get_num_threads() > 1)
+    return torch.from_numpy(out[0].T)
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -225,56 +218,48 @@ def _scores(query, key, mask, first, last):
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
-def _attend_kernel(q, key, value, mask, first, last, out):
-    """out [H, D] = softmax(q @ keyᵀ + mask) @ value for q [H, D], states [H_kv, S, D], mask [S]; over the places from `first`
-    to `last`, or over all where a score of these is `EXTREME`.
+def _attend_kernel(q, key, value, mask, out):
+    """out [B, H, T, D] = softmax(q @ keyᵀ + mask) @ value for q [B, H, T, D], states [B, H_kv, S, D], mask [B, T, S]; each
+    query over the places that it sees, or over all where a score of these is `EXTREME`.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
-    H, D, S = q.shape[0], q.shape[1], mask.shape[0]
-    for h in prange(H):
-        group = h // (H // key.shape[0])
-        start, total, mean = first, np.float32(0), np.zeros(D, np.float32)
-        weights, extreme = _scores(q[h], key[group], mask, first, last)
-        if extreme > EXTREME and last - first < S:
-            start, weights = 0, _scores(q[h], key[group], mask, 0, S)[0]
-        largest, n = weights.max(), len(weights)
-        for s in range(n):
-            weights[s] = _exp(weights[s] - largest)
-            total += weights[s]
-        for s in range(n):
-            row, weight = value[group, start + s], _round16(weights[s] / total)
-            for d in range(D):
-                mean[d] += weight * row[d]
-        out[h] = mean
+    (B, H, T, D), S = q.shape, mask.shape[2]
+    spans = np.empty((B, T, 2), np.int64)
+    for b in range(B):
+        for t in range(T):
+            spans[b, t] = _visible(mask[b, t : t + 1], BLOCKED)
+    for head in prange(B * H):
+        b, h = head // H, head % H
+        keys, values = key[b, h // (H // key.shape[1])], value[b, h // (H // key.shape[1])]
+        for t in range(T):
+            first, last = spans[b, t]
+            mean, total = np.zeros(D, np.float32), np.float32(0)
+            weights, extreme = _scores(q[b, h, t], keys, mask[b, t], first, last)
+            if extreme > EXTREME and last - first < S:
+                first, weights = 0, _scores(q[b, h, t], keys, mask[b, t], 0, S)[0]
+            largest, n = weights.max(), len(weights)
+            for s in range(n):
+                weights[s] = _exp(weights[s] - largest)
+                total += weights[s]
+            for s in range(n):
+                row, weight = values[first + s], _round16(weights[s] / total)
+                for d in range(D):
+                    mean[d] += weight * row[d]
+            out[b, h, t] = mean
 
 
 def attend(
-    q: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    first: int,
-    last: int,
+    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """One query per head: q [H, D] fp16, states [H_kv, S, D] float32, mask [S] fp16, whose places from `first` to `last` are
-    visible → float32 [H, D]."""
-    (H, D), (H_kv, S, _) = q.shape, key.shape
+    """A few queries per head: q [B, H, T, D] fp16, states [B, H_kv, S, D] float32, mask [B, T, S] fp16 → float32 like q."""
+    (B, H, T, D), (_, H_kv, S, _) = q.shape, key.shape
     _same(value.shape, key.shape)
-    _same((key.shape[2], H % H_kv), (D, 0))
-    _same(mask.shape, (S,))
-    _same((first, last), np.clip((first, last), 0, S))
+    _same((key.shape[0], key.shape[3], H % H_kv), (B, D, 0))
+    _same(mask.shape, (B, T, S))
     out = np.empty(q.shape, np.float32)
-    on_threads(
-        _attend_kernel,
-        q.float().numpy(),
-        key.numpy(),
-        value.numpy(),
-        mask.float().numpy(),
-        first,
-        last,
-        out,
-    )
+    arrays = (each.float().contiguous().numpy() for each in (q, key, value, mask))
+    on_threads(_attend_kernel, *arrays, out)
     return torch.from_numpy(out)
 
 

@@ -10,12 +10,10 @@ import torch
 from miltorch.fast import kernels
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.products import linear_pattern
+from miltorch.ops.convolution import FEW_COLUMNS
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Ref
 
-BLOCKED = (
-    -1e4
-)  # an additive mask at or below this gives a weight of exactly 0 beside any attended column
 # the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)), with y = x / peak
 NORM = (
     "mul",
@@ -194,19 +192,16 @@ def attention_pattern(graph: PatternGraph, op: Op):
 
 
 def _span(mask):
-    return kernels.visible(mask.flatten(0, 2), BLOCKED)
+    return kernels.visible(mask.flatten(0, 2), kernels.BLOCKED)
 
 
 def _attend_visible(q, key, value, mask, span):
     """q [B, H_kv, G·T, D], states [B, H_kv, S, D], mask [B, 1, T, S] → [B, H_kv, G·T, D]."""
     (first, last), (B, _, T, S) = span, mask.shape
     key, value = key.value, value.value
-    if B == T == 1:
-        return (
-            kernels.attend(q.reshape(-1, q.shape[-1]), key[0], value[0], mask[0, 0, 0], first, last)
-            .half()
-            .view(q.shape)
-        )
+    if B * T < FEW_COLUMNS:
+        queries = q.reshape(B, -1, T, q.shape[-1])
+        return kernels.attend(queries, key, value, mask[:, 0]).half().view(q.shape)
     scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
     masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
     if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):

@@ -14,7 +14,7 @@ Gates run the literal graph: it sees NaN and leaks in rows that attention here d
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -59,6 +59,7 @@ class Node:
     function: Callable
     inputs: list[int]
     outputs: list[int]
+    attributes: dict = field(default_factory=dict)  # of an operation that runs by its rule
 
 
 def ready(
@@ -103,6 +104,7 @@ class FastProgram:
         self.outline.program = self.program
         # by the shapes of inputs, decided by their first call: a bytecode, None for call by call, or the literal graph
         self.bytecodes: dict[tuple, Bytecode | Executable | None] = {}
+        self.wide: dict[int, torch.Tensor] = {}  # constants in float32, as all bytecodes read them
         del self.graph
 
     @torch.inference_mode()
@@ -233,6 +235,7 @@ class FastProgram:
             function,
             registers,
             [self._register(n) for n, _ in op.outputs] or [self._register(f"{op.name}.")],
+            attributes,
         )
 
     def _source(self, source, where: str) -> int:

@@ -12,7 +12,7 @@ from one_op import Op, Ref, Type, given, program, tensor
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import bytecode, kernels, patterns, products
+from miltorch.fast import kernels, machine, patterns, products
 from miltorch.fast import program as fast
 from miltorch.fast.matching import PatternGraph
 from miltorch.fast.program import FastProgram
@@ -59,6 +59,16 @@ BUNDLES = [
     ("zaya", {}),
     ("zaya", {"moe": "routed", "compress": "int8-channel"}),
 ]
+
+
+MORE = [  # tails, matrix states, partial rotations
+    (family, {})
+    for family in ("lfm2", "qwen3_5_text", "granitemoehybrid", "phi3", "mistral", "smollm3")
+]
+
+
+def ids_of(value):
+    return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
 def one(kind: str, count: int):
@@ -223,29 +233,37 @@ TAPED = [
     ("qwen2", {"compress": "int8-tensor"}),
     ("qwen3", {"compress": "int8-channel", "layout": "bc1t"}),
     ("llama", {"layers_per_shard": 2, "states": "separate"}),
+    ("llama", {"batch": 3}),
+    ("gemma3_text", {"sliding": "ring", "batch": 2}),
+    ("zaya", {}),
+    ("zaya", {"batch": 2, "compress": "int8-channel"}),
+    ("lfm2", {}),
+    ("qwen3_5_text", {}),
+    ("granitemoehybrid", {"batch": 2}),
 ]
 
 
-@pytest.mark.parametrize(
-    "family, options",
-    TAPED,
-    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
-)
-def test_a_token_on_tape_is_the_token_call_by_call(exports, family, options):
-    """States bit for bit, logits within two units in the last place of the largest (silu's exponential is another)."""
-    bundle = exports.bundle(exports.checkpoint(family), **options)
+@pytest.mark.parametrize("T", [1, 2, 4, 7])
+@pytest.mark.parametrize("family, options", TAPED, ids=ids_of)
+def test_tokens_on_tape_are_the_tokens_call_by_call(exports, family, options, T):
+    """States and logits within four units in the last place of the largest value: sums and exponentials are others."""
+    bundle = exports.bundle(exports.checkpoint(family), t_max=8, **options)
     taped, plain = (Decoder(bundle, "portable", fast=True) for _ in range(2))
     for model in plain.layers + plain.heads:
         model.fast.bytecodes = Untaped()
-    for token in (1, 5, 3, 2, 8):
-        found, wanted = taped.prefill([token]), plain.prefill([token])
-        assert tiny.relative(found, wanted) < 2 * 2**-10
+    rng, B = np.random.default_rng(T), bundle.manifest.options.batch
+    if B * T > 11:
+        return
+    for _ in range(4):
+        ids = rng.integers(0, bundle.manifest.dims.V, (B, T)).tolist()
+        found, wanted = (d.logits(d.advance(ids, T)) for d in (taped, plain))
+        assert tiny.relative(found, wanted) < 4 * 2**-10
     assert all(all(model.fast.bytecodes.values()) for model in taped.layers + taped.heads)
     for one_state, other in zip(taped.states, plain.states, strict=True):
         for name in one_state.shard.states:
             assert (
                 tiny.relative(one_state.read(name).astype(float), other.read(name).astype(float))
-                < 2**-10
+                < 4 * 2**-10
             )
 
 
@@ -259,16 +277,26 @@ class Untaped(dict):
         return True
 
 
-def test_only_a_single_token_of_one_sequence_is_taped(exports):
-    bundle = exports.bundle(exports.checkpoint("qwen2"), compress="int8-tensor")
+@pytest.mark.parametrize("family, options", BUNDLES + MORE, ids=ids_of)
+def test_calls_of_a_few_tokens_of_every_family_are_on_tape_and_longer_ones_are_not(
+    exports, family, options
+):
+    bundle = exports.bundle(exports.checkpoint(family), t_max=8, **options)
     decoder = Decoder(bundle, "portable", fast=True)
-    decoder.prefill([1, 2, 3], tile=3)
-    decoder.decode_one_token(4)
-    assert [bool(tape) for tape in decoder.layers[0].fast.bytecodes.values()] == [False, True]
+    B = bundle.manifest.options.batch
+    for T in (1, 3, 8):
+        decoder.advance([[1] * T] * B, T)
+    if bundle.manifest.options.kv_write == "slice":
+        assert not any(decoder.layers[0].fast.bytecodes.values())
+        return
+    for model in decoder.layers:
+        assert [bool(tape) for tape in model.fast.bytecodes.values()] == [True, True, 8 * B < 12]
 
 
 def test_a_program_with_an_operation_that_has_no_instruction_runs_call_by_call(exports):
-    decoder = Decoder(exports.bundle(exports.checkpoint("zaya")), "portable", fast=True)
+    decoder = Decoder(
+        exports.bundle(exports.checkpoint("llama"), kv_write="slice"), "portable", fast=True
+    )
     decoder.prefill([1])
     assert list(decoder.layers[0].fast.bytecodes.values()) == [None]
 
@@ -395,10 +423,10 @@ def test_a_write_mask_that_is_not_one_hot_takes_the_formula(mask):
 
 
 def test_columns_blocked_for_some_queries_only_are_kept():
-    blocked = torch.full((1, 1, 2, 6), patterns.BLOCKED).half()
+    blocked = torch.full((1, 1, 2, 6), kernels.BLOCKED).half()
     blocked[..., 0, 1:3] = blocked[..., 1, 2:4] = 0
     assert patterns._span(blocked) == (1, 4)
-    blocked[..., 1, :] = patterns.BLOCKED
+    blocked[..., 1, :] = kernels.BLOCKED
     assert patterns._span(blocked) == (
         0,
         6,
@@ -556,7 +584,7 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
         -100,
         0,
     )  # visible scores near -15,000, blocked ones near 0 - 10,000
-    mask = torch.full((1, 1, T, 6), patterns.BLOCKED).half()
+    mask = torch.full((1, 1, T, 6), kernels.BLOCKED).half()
     mask[..., :3] = 0
     weights = torch.softmax((q.float() @ key.float().transpose(-1, -2)).half() + mask, -1)
     cells = [miltorch.interpret.StateCell(v.float()) for v in (key, value)]
@@ -567,10 +595,10 @@ def test_scores_as_low_as_the_mask_attend_to_blocked_columns_as_the_formula_does
 
 def test_compiled_functions_older_than_their_kernels_are_dropped(tmp_path):
     kernels_file, stale, fresh = (
-        tmp_path / name for name in ("k.py", "bytecode.a.nbi", "bytecode.b.nbi")
+        tmp_path / name for name in ("k.py", "machine.a.nbi", "machine.b.nbi")
     )
     for seconds, path in enumerate((stale, kernels_file, fresh)):
         path.touch()
         os.utime(path, (seconds, seconds))
-    bytecode.drop_stale_machine_code(tmp_path, kernels_file)
+    machine.drop_stale_machine_code(tmp_path, kernels_file)
     assert not stale.exists() and fresh.exists()

@@ -1,0 +1,391 @@
+"""The small machine that executes a `Bytecode`: a list of instructions on float32 arrays, in one compiled call.
+
+An instruction is a row of FIELDS integers. LINEAR, WRITE and ATTEND have fields of their own; any other stands for a loop
+over three axes around one operation on the elements of a fourth, each operand with strides of its own, so that a
+transpose, a slice or a broadcast of an operand costs nothing. Results are rounded to fp16 once, as the program declares.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+
+from miltorch.fast import kernels, tiles
+from miltorch.fast.kernels import (
+    FLAGS,
+    _attend_kernel,
+    _exp,
+    _one,
+    _one_hot_rows,
+    _rms_norm_kernel,
+    _round16,
+    _write,
+)
+
+FIELDS = 26  # kind, four sizes, (address, four strides in bytes) of the result and three operands, a number
+LINEAR, WRITE, ATTEND, SUM, MEAN, LARGEST, SMALLEST, WHICH, DOT, SOFTMAX, NORM, ROTATE = range(12)
+PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
+COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
+
+
+def _pointer(target, element):
+    return kernels.instruction(types.int64, types.CPointer(target))(
+        lambda builder, address: builder.inttoptr(address, element.as_pointer())
+    )
+
+
+_floats = _pointer(types.float32, ir.FloatType())
+_bytes = _pointer(types.int8, ir.IntType(8))
+_halves = _pointer(types.uint16, ir.IntType(16))
+_numbers = _pointer(types.int64, ir.IntType(64))
+
+
+def _of_pairs(function):
+    """A loop of `function` over a and b, which may be one number, into out, each result rounded to fp16."""
+    compiled = njit(error_model="numpy")(function)
+
+    @njit(error_model="numpy")
+    def loop(a, b, out):
+        if len(b) == 1:
+            y = b[0]
+            for i in range(len(out)):
+                out[i] = _round16(compiled(a[i], y))
+        else:
+            for i in range(len(out)):
+                out[i] = _round16(compiled(a[i], b[i]))
+
+    return loop
+
+
+def _of_each(function):
+    """A loop of `function` over a into out, each result rounded to fp16."""
+    compiled = njit(error_model="numpy")(function)
+
+    @njit(error_model="numpy")
+    def loop(a, out):
+        for i in range(len(out)):
+            out[i] = _round16(compiled(a[i]))
+
+    return loop
+
+
+ONE, TWO, HALF = np.float32(1), np.float32(2), np.float32(0.5)
+_add, _sub, _mul, _div = (
+    _of_pairs(function)
+    for function in (lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b: a / b)
+)
+_max, _min = (  # NaN stays NaN
+    _of_pairs(function)
+    for function in (
+        lambda a, b: a if a >= b or a != a else b,
+        lambda a, b: a if a <= b or a != a else b,
+    )
+)
+_equal = _of_pairs(lambda a, b: ONE if a == b else ONE - ONE)
+_rsqrt = _of_pairs(lambda a, b: ONE / np.sqrt(a + b))
+_copy, _abs, _sqrt = (_of_each(f) for f in (lambda a: a, lambda a: abs(a), lambda a: np.sqrt(a)))
+_relu = _of_each(lambda a: a if a > 0 or a != a else ONE - ONE)
+_exponential = _of_each(lambda a: np.float32(math.exp(a)))
+_tanh = _of_each(lambda a: np.float32(math.tanh(a)))
+_sigmoid = _of_each(lambda a: ONE / (ONE + _exp(-a)))
+_silu = _of_each(lambda a: a / (ONE + _exp(-a)))
+_gelu = _of_each(lambda a: HALF * a * (ONE + np.float32(math.erf(a * np.float32(math.sqrt(0.5))))))
+# half of 1 + tanh z is 1 / (1 + e^-2z)
+_gelu_tanh = _of_each(
+    lambda a: (
+        a
+        / (
+            ONE
+            + _exp(np.float32(-2 * math.sqrt(2 / math.pi)) * (a + np.float32(0.044715) * a * a * a))
+        )
+    )
+)
+
+
+@njit
+def _line(kind, a, b, out):
+    """One operation on every element of `out`."""
+    if kind == COPY:
+        _copy(a, out)
+    elif kind == ADD:
+        _add(a, b, out)
+    elif kind == MUL:
+        _mul(a, b, out)
+    elif kind == SUB:
+        _sub(a, b, out)
+    elif kind == DIV:
+        _div(a, b, out)
+    elif kind == MAX:
+        _max(a, b, out)
+    elif kind == MIN:
+        _min(a, b, out)
+    elif kind == EQUAL:
+        _equal(a, b, out)
+    elif kind == RSQRT:
+        _rsqrt(a, b, out)
+    elif kind == SILU:
+        _silu(a, out)
+    else:
+        _rarer_line(kind, a, out)
+
+
+@njit
+def _rarer_line(kind, a, out):
+    if kind == ABS:
+        _abs(a, out)
+    elif kind == RELU:
+        _relu(a, out)
+    elif kind == SQRT:
+        _sqrt(a, out)
+    elif kind == EXP:
+        _exponential(a, out)
+    elif kind == TANH:
+        _tanh(a, out)
+    elif kind == SIGMOID:
+        _sigmoid(a, out)
+    elif kind == GELU:
+        _gelu(a, out)
+    elif kind == GELU_TANH:
+        _gelu_tanh(a, out)
+
+
+@njit(fastmath=FLAGS)
+def _sum_of_products(a, b, start):
+    total = np.float32(0)
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total + start
+
+
+@njit(fastmath=FLAGS)
+def _sum(a):
+    total = np.float32(0)
+    for i in range(len(a)):
+        total += a[i]
+    return total
+
+
+@njit
+def _which(kind, a):
+    """The place of the largest (or smallest) element, the first of equals; of a NaN where there is one."""
+    best = 0
+    for i in range(1, len(a)):
+        better = a[i] < a[best] if kind == SMALLEST else a[i] > a[best]
+        if better or (a[i] != a[i] and a[best] == a[best]):
+            best = i
+    return best
+
+
+@njit(error_model="numpy")
+def _softmax(a, out):
+    largest, total = a[_which(LARGEST, a)], np.float32(0)
+    for i in range(len(a)):
+        out[i] = _exp(a[i] - largest)
+        total += out[i]
+    for i in range(len(a)):
+        out[i] = _round16(out[i] / total)
+
+
+@njit
+def _rotated(a, cos, sin, half, out):
+    for i in range(half):
+        c, s, x, z = cos[i], sin[i], a[i], a[half + i]
+        out[i] = _round16(_round16(x * c) - _round16(z * s))
+        out[half + i] = _round16(_round16(z * c) + _round16(x * s))
+    for i in range(2 * half, len(a)):
+        out[i] = a[i]
+
+
+@njit
+def _norm(a, packed, out):
+    width = len(a)
+    head = carray(_floats(packed), (width + 6,))
+    first, second, third = (
+        np.int64(head[width + 3]),
+        np.int64(head[width + 4]),
+        np.int64(head[width + 5]),
+    )
+    lists = carray(_floats(packed), (width + 6 + first + second + third,))[width + 6 :]
+    eps0, eps1, gains = lists[:first], lists[first : first + second], lists[first + second :]
+    rows, bounds = a.reshape(1, width), head[width : width + 3]
+    _rms_norm_kernel(rows, head[:width], bounds, eps0, eps1, gains, out.reshape(1, width))
+
+
+@njit
+def _picked(address, stride, size, scratch):
+    """The float32 elements at `address`, `stride` bytes apart, side by side: in place, or copied to `scratch`."""
+    if stride == 4:
+        return carray(_floats(address), (size,))
+    copy = carray(_floats(scratch), (size,))
+    for i in range(size):
+        copy[i] = carray(_floats(address + i * stride), (1,))[0]
+    return copy
+
+
+@njit
+def _row(kind, size, number, out, step, a, a_step, b, b_step, c, c_step, scratch, width):
+    """One instruction on `size` elements of each operand."""
+    x = _picked(a, a_step, size, scratch)
+    if kind >= SOFTMAX:
+        y = carray(_floats(out if step == 4 else scratch + width), (size,))
+        if kind >= ADD:
+            other = 1 if b_step == 0 else size
+            _line(kind, x, _picked(b, b_step if b_step else 4, other, scratch + 2 * width), y)
+        elif kind == SOFTMAX:
+            _softmax(x, y)
+        elif kind == NORM:
+            _norm(x, b, y)
+        else:
+            cos = _picked(b, b_step, number, scratch + 2 * width)
+            _rotated(x, cos, _picked(c, c_step, number, scratch + 3 * width), number, y)
+        if step != 4:
+            for i in range(size):
+                carray(_floats(out + i * step), (1,))[0] = y[i]
+    else:
+        result = carray(_floats(out), (1,))
+        if kind == DOT:
+            start = carray(_floats(c), (1,))[0]
+            other = _picked(b, b_step, size, scratch + 2 * width)
+            result[0] = _round16(_sum_of_products(x, other, start))
+        elif kind == SUM:
+            result[0] = _round16(_sum(x))
+        elif kind == MEAN:
+            result[0] = _round16(_sum(x) / np.float32(size))
+        elif kind == WHICH:
+            result[0] = np.float32(_which(LARGEST, x))
+        else:
+            result[0] = x[_which(kind, x)]
+
+
+@njit
+def _base(outer, address):
+    return address if address >= 0 else outer[-1 - address]
+
+
+@njit
+def _strided(code, outer, scratch, width):
+    kind, n0, n1, n2, size, number = code[0], code[1], code[2], code[3], code[4], code[25]
+    out, a, b, c = (
+        _base(outer, code[5]),
+        _base(outer, code[10]),
+        _base(outer, code[15]),
+        _base(outer, code[20]),
+    )
+    for i in range(n0):
+        for j in range(n1):
+            for k in range(n2):
+                _row(
+                    kind,
+                    size,
+                    number,
+                    out + i * code[6] + j * code[7] + k * code[8],
+                    code[9],
+                    a + i * code[11] + j * code[12] + k * code[13],
+                    code[14],
+                    b + i * code[16] + j * code[17] + k * code[18],
+                    code[19],
+                    c + i * code[21] + j * code[22] + k * code[23],
+                    code[24],
+                    scratch,
+                    width,
+                )
+
+
+@njit
+def _linear(code, scratch, threads):
+    """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R, weight, bytes of an element, scales, bias."""
+    out, x, sB, sK, sT, B, K, T, R, weight, itemsize, scale, bias = code[1:14]
+    N, scales, result = B * T, carray(_floats(scale), (R,)), carray(_floats(out), (B, R, T))
+    if N == 1:
+        row, flat = _picked(x, sK, K, scratch), carray(_floats(out), (R,))
+        if itemsize == 1:
+            _one(carray(_bytes(weight), (R, K)), scales, row, flat, threads)
+        else:
+            _one(carray(_halves(weight), (R, K)), scales, row, flat, threads)
+    else:
+        rows = carray(_floats(scratch), (tiles.whole_tiles(N), K))
+        for n in range(N):
+            start = x + n // T * sB + n % T * sT
+            for k in range(K):
+                rows[n, k] = carray(_floats(start + k * sK), (1,))[0]
+        if itemsize == 1:
+            tiles.few(carray(_bytes(weight), (R, K)), scales, rows, result, threads)
+        else:
+            tiles.few(carray(_halves(weight), (R, K)), scales, rows, result, threads)
+    if bias:
+        offsets = carray(_floats(bias), (R,))
+        for b in range(B):
+            for r in range(R):
+                for t in range(T):
+                    result[b, r, t] += offsets[r]
+    flat = carray(_floats(out), (N * R,))
+    _copy(flat, flat)
+
+
+@njit
+def _cache_write(code, outer):
+    """Fields: state [B, H, S, D], rows [B, H, T, D], places [B, T], B, H, S, T, D."""
+    B, H, S, T, D = code[4:9]
+    state = carray(_floats(_base(outer, code[1])), (B, H, S, D))
+    rows, places = carray(_floats(code[2]), (B, H, T, D)), carray(_numbers(code[3]), (B, T))
+    _write(state, places, rows)
+
+
+@njit
+def _attention(code, outer):
+    """Fields: result and queries [B, H, T, D], states [B, H_kv, S, D], mask [B, T, S], B, H, T, D, H_kv, S."""
+    out, q, key, value, mask, B, H, T, D, groups, S = code[1:12]
+    keys, values = (
+        carray(_floats(_base(outer, key)), (B, groups, S, D)),
+        carray(_floats(_base(outer, value)), (B, groups, S, D)),
+    )
+    result, flat = carray(_floats(out), (B, H, T, D)), carray(_floats(out), (B * H * T * D,))
+    queries, columns = carray(_floats(q), (B, H, T, D)), carray(_floats(mask), (B, T, S))
+    _attend_kernel(queries, keys, values, columns, result)
+    _copy(flat, flat)
+
+
+@njit(cache=True)
+def execute(code, outer, masks, scratch, width, threads):
+    """Executes instructions [n, FIELDS]; a negative address names an element of `outer`.
+
+    Args:
+        masks: (address, B, S, T, address of places [B, T]) of each write mask [B, S, T].
+        scratch: address of four times `width` bytes.
+
+    Returns:
+        False, with nothing done, unless every column and row of every mask holds one 1 or nothing.
+    """
+    for i in range(len(masks)):
+        mask, B, S, T, places = masks[i]
+        sane, found = _one_hot_rows(carray(_floats(_base(outer, mask)), (B, S, T)))
+        if not sane:
+            return False
+        carray(_numbers(places), (B, T))[:] = found
+    for i in range(len(code)):
+        kind = code[i, 0]
+        if kind == LINEAR:
+            _linear(code[i], scratch, threads)
+        elif kind == WRITE:
+            _cache_write(code[i], outer)
+        elif kind == ATTEND:
+            _attention(code[i], outer)
+        else:
+            _strided(code[i], outer, scratch, width)
+    return True
+
+
+def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
+    """Removes numba's indexes of this file's compiled functions in `folder` that are older than the
+    kernels compiled into them: numba compares an index with the file of its function alone."""
+    newest = max(source.stat().st_mtime for source in sources)
+    for index in folder.glob("machine.*.nbi"):
+        if index.stat().st_mtime < newest:
+            index.unlink(missing_ok=True)
+
+
+drop_stale_machine_code(
+    Path(execute._cache.cache_path), Path(kernels.__file__), Path(tiles.__file__)
+)

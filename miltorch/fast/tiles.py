@@ -1,0 +1,185 @@
+"""Products of a few activation vectors with stored weights: a weight is read once and meets every vector in a register.
+
+A tile is some rows of the weight by 2, 4 or 8 vectors. Its inner loop is written in vectors of LLVM, since whether LLVM
+makes vectors of a loop over so many sums by itself depends on its version and on the loop's length.
+"""
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from miltorch.fast.kernels import FLAGS, SMALL_PRODUCT, _row_kernel, _value
+
+# floats of one vector, and sums of one tile: what the processor's registers hold
+WIDTH, SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
+BLOCK = SUMS // 2  # rows of the weight that stay in a core's cache for all vectors
+CONTRACT = ("contract",)
+VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+
+
+def _tile(tokens: int, integers: bool):
+    """A compiled function of (address of the first row, bytes of a row, address of the vectors, bytes of a vector, terms, address
+    of the rows' scales, address of the results): SUMS // tokens rows by `tokens` float32 vectors, over the first `terms`
+    (a multiple of WIDTH) elements → float32 [rows, tokens]. Weights are fp16, or `integers` scaled and rounded to fp16.
+    """
+    element = ir.IntType(8) if integers else ir.HalfType()
+    stored, half = ir.VectorType(element, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
+    rows, size = SUMS // tokens, 1 if integers else 2
+
+    def emit(context, builder, signature, arguments):
+        weight, row_bytes, x, x_bytes, terms, scales, out = arguments
+        number = terms.type
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(SUMS)]
+
+        def load(address, kind, align):
+            return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+        def offset(base, index, stride):
+            return builder.add(base, builder.mul(ir.Constant(number, index), stride))
+
+        factors = [
+            _splat(builder, load(offset(scales, r, ir.Constant(number, 4)), ir.FloatType(), 4))
+            for r in range(rows if integers else 0)
+        ]
+        with cgutils.for_range_slice(
+            builder, ir.Constant(number, 0), terms, ir.Constant(number, WIDTH), number
+        ) as (k, _):
+            xs = builder.add(x, builder.mul(k, ir.Constant(number, 4)))
+            vectors = [load(offset(xs, n, x_bytes), VECTOR, 4) for n in range(tokens)]
+            ws = builder.add(weight, builder.mul(k, ir.Constant(number, size)))
+            for r in range(rows):
+                address = offset(ws, r, row_bytes)
+                _prefetch(
+                    builder, builder.add(address, builder.mul(ir.Constant(number, rows), row_bytes))
+                )
+                w = load(address, stored, size)
+                if integers:
+                    w = builder.fmul(builder.sitofp(w, VECTOR), factors[r])
+                    w = builder.fptrunc(w, half)
+                w = builder.fpext(w, VECTOR)
+                for n in range(tokens):
+                    place = sums[r * tokens + n]
+                    term = builder.fmul(w, vectors[n], flags=CONTRACT)
+                    total = builder.fadd(builder.load(place), term, flags=CONTRACT)
+                    builder.store(total, place)
+        for i, place in enumerate(sums):
+            address = builder.add(out, ir.Constant(number, 4 * i))
+            total = _total(builder, builder.load(place))
+            builder.store(total, builder.inttoptr(address, total.type.as_pointer()))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typing, weight, row_bytes, x, x_bytes, terms, scales, out):
+        return types.void(*[types.int64] * 7), emit
+
+    return tile
+
+
+def _prefetch(builder, address):
+    """Asks for the cache line at `address`: rows of one tile are as many short streams, which no processor foresees."""
+    byte = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte] + 3 * [ir.IntType(32)])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
+    builder.call(prefetch, [builder.inttoptr(address, byte), *map(ir.IntType(32), (0, 3, 1))])
+
+
+def _splat(builder, value):
+    one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(
+        one, one, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+    )
+
+
+def _total(builder, vector):
+    """The sum of a vector's elements, by halves."""
+    width = WIDTH
+    while width > 1:
+        width //= 2
+        low, high = (
+            ir.Constant(ir.VectorType(ir.IntType(32), width), list(range(first, first + width)))
+            for first in (0, width)
+        )
+        parts = [builder.shuffle_vector(vector, vector, places) for places in (low, high)]
+        vector = builder.fadd(*parts)
+    return builder.extract_element(vector, ir.IntType(32)(0))
+
+
+_half2, _half4, _half8 = (_tile(tokens, False) for tokens in (2, 4, 8))
+_int2, _int4, _int8 = (_tile(tokens, True) for tokens in (2, 4, 8))
+
+
+def _dots(weight, address, x, terms, scales, out, tokens):
+    """The tile of `tokens` vectors, by the type of the weight's elements."""
+
+
+@overload(_dots)
+def _overload_dots(weight, address, x, terms, scales, out, tokens):
+    integers = weight.dtype == types.int8
+    two, four, eight = (_int2, _int4, _int8) if integers else (_half2, _half4, _half8)
+
+    def dots(weight, address, x, terms, scales, out, tokens):
+        rows, vectors = weight.strides[0], x.strides[0]
+        if tokens == 2:
+            two(address, rows, x.ctypes.data, vectors, terms, scales, out.ctypes.data)
+        elif tokens == 4:
+            four(address, rows, x.ctypes.data, vectors, terms, scales, out.ctypes.data)
+        else:
+            eight(address, rows, x.ctypes.data, vectors, terms, scales, out.ctypes.data)
+
+    return dots
+
+
+@njit
+def _tokens(count):
+    """Vectors of the tile that takes the first of `count`."""
+    return 2 if count <= 2 else 4 if count <= 4 else 8
+
+
+@njit(cache=True)
+def whole_tiles(count):
+    """The number of vectors of the tiles that hold `count` of them."""
+    return count + (_tokens(count % 8) - count % 8 if count % 8 else 0)
+
+
+@njit(fastmath=FLAGS)
+def _block(weight, scale, x, out, first):
+    """BLOCK rows of `few` from `first` on."""
+    (B, _, T), K = out.shape, weight.shape[1]
+    terms, sums, n = K - K % WIDTH, np.empty(SUMS, np.float32), 0
+    while n < B * T:
+        tokens = _tokens(B * T - n)
+        rows = SUMS // tokens
+        for start in range(first, first + BLOCK, rows):
+            address, scales = weight[start:].ctypes.data, scale[start:].ctypes.data
+            _dots(weight, address, x[n:], terms, scales, sums, tokens)
+            for r in range(rows):
+                for m in range(min(tokens, B * T - n)):
+                    total = sums[r * tokens + m]
+                    for k in range(terms, K):
+                        total += _value(weight[start + r, k], scale[start + r]) * x[n + m, k]
+                    out[(n + m) // T, start + r, (n + m) % T] = total
+        n += tokens
+
+
+@njit(parallel=True, fastmath=FLAGS, cache=True)
+def few(weight, scale, x, out, threads):
+    """out [B, R, T] = x [B * T, K] @ weight [R, K]ᵀ for some vectors, of which x holds `whole_tiles`.
+
+    Args:
+        weight: int8, or the bits of fp16 values as uint16.
+        scale: of each row of int8 weights, [R] float32.
+        threads: whether rows may be divided among threads.
+    """
+    (B, _, T), R = out.shape, len(weight)
+    if R < BLOCK:
+        for r in range(R):
+            for n in range(B * T):
+                out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
+    elif threads and weight.size >= SMALL_PRODUCT:
+        for block in prange(-(-R // BLOCK)):  # the last one ends at the last row
+            _block(weight, scale, x, out, min(block * BLOCK, R - BLOCK))
+    else:
+        for block in range(-(-R // BLOCK)):
+            _block(weight, scale, x, out, min(block * BLOCK, R - BLOCK))
