@@ -11,12 +11,15 @@ A document is a row of statements, each closed by ``;``.  Four tasks have an ans
 | copy    | ``say q w e ;`` … ``echo q w e ;``               | the letters last said                            |
 | sum     | ``4 7 + 2 5 = 0 7 2 ;``                          | the digits                                       |
 | grammar | ``the dogs near the cat bark ;``                 | the first noun and its number, whatever follows  |
+
+Where keys may be defined ``again``, a fifth one, ``latest``, is asked as recall is, and the answer is the value that its
+key was given last.
 """
 
 import heapq
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 PAD, BOS, EOS, UNKNOWN = SPECIALS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -78,6 +81,7 @@ DISTANCES = {
     "grammar": (16, 32, 64, 128),
     "sum": (6,),
 }
+LATEST = {"latest": (16, 32, 64, 128, 192, 256, 384)}
 
 
 @dataclass(frozen=True, order=True)
@@ -145,15 +149,21 @@ class Speaker:
     Every ``set`` and ``say`` draws how many words later its answer is asked, evenly up to the ``horizon``, so that long
     distances are common.  A key is defined once per document and at most one string is waiting: every answer is
     unambiguous.  ``words`` is the document so far, ``answers`` says of each word whether it belongs to an answer.
+    ``again`` is the share of definitions that give a new value to a key that has one; then the last value is the answer.
     """
 
-    def __init__(self, rng: random.Random, horizon: int, strings: bool = True):
-        self.rng, self.horizon, self.strings = rng, horizon, strings
+    def __init__(self, rng: random.Random, horizon: int, strings: bool = True, again: float = 0):
+        self.rng, self.horizon, self.strings, self.again = rng, horizon, strings, again
         self.words, self.answers = [BOS], [False]
         self.keys = rng.sample(KEYS, len(KEYS))  # not yet defined
+        self.latest: dict[str, str] = {}  # the value of every defined key
         self.waiting: list[tuple[int, Statement]] = []  # a heap of (due position, question)
 
     def write(self, statement: Statement) -> None:
+        if statement.ask[0] == "get":
+            statement = replace(statement, answer=(self.latest[statement.ask[1]],))
+        if statement.ask[0] == "set":
+            self.latest[statement.ask[1]] = statement.ask[2]
         self.words += [*statement.ask, *statement.answer, END]
         self.answers += [False] * len(statement.ask) + [True] * len(statement.answer) + [False]
 
@@ -176,6 +186,8 @@ class Speaker:
     def _invent(self) -> tuple[Statement, Statement | None]:
         """A new statement and the question, if any, that it makes answerable."""
         kind = self.rng.choices(("recall", "copy", "grammar", "sum"), (12, 2, 2, 2))[0]
+        if kind == "recall" and self.latest and self.again and self.rng.random() < self.again:
+            return pair(self.rng, self.rng.choice(list(self.latest)))
         if kind == "recall" and self.keys:
             return pair(self.rng, self.keys.pop())
         if (
@@ -189,9 +201,9 @@ class Speaker:
         return addition(self.rng), None
 
 
-def document(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
+def document(rng: random.Random, length: int, again: float = 0) -> tuple[list[str], list[bool]]:
     """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words are answers."""
-    speaker = Speaker(rng, horizon=length)
+    speaker = Speaker(rng, horizon=length, again=again)
     while len(speaker.words) < length - 3:  # in parts, so that humming is met everywhere
         speaker.write_until(min(length - 3, len(speaker.words) + rng.randint(10, 200)))
     return [*speaker.words, "bye", END, EOS], [*speaker.answers, False, True, True]
@@ -209,41 +221,47 @@ def repetition(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
 
 def question(rng: random.Random, task: str, distance: int) -> Question:
     """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random length."""
-    speaker = Speaker(rng, horizon=512, strings=False)
-    speaker.write_until(1 + rng.randint(0, min(100, 490 - distance)))
+    speaker = Speaker(rng, horizon=512, strings=False, again=0.5 * (task in LATEST))
+    key = speaker.keys.pop() if task in LATEST else None
+    if key:  # an earlier value, of which the text between knows nothing
+        speaker.write(pair(rng, key)[0])
+        speaker.latest.clear()
+    speaker.write_until(len(speaker.words) + rng.randint(0, min(100, 490 - distance)))
     if task == "sum":
         asked = addition(rng, held_out=True)
     elif task == "grammar":
         asked = sentence(rng, distance)
     else:
-        told, asked = pair(rng, speaker.keys.pop()) if task == "recall" else string(rng)
+        told, asked = string(rng) if task == "copy" else pair(rng, key or speaker.keys.pop())
         speaker.write(told)
+        speaker.latest.pop(key, None)
         speaker.write_until(len(speaker.words) + distance - len(told.ask) - 1)
     return Question(
         task, distance, " ".join([*speaker.words[1:], *asked.ask]), " ".join(asked.answer)
     )
 
 
-def questions(seed: int, per_cell: int) -> list[Question]:
+def questions(seed: int, per_cell: int, distances: dict = DISTANCES) -> list[Question]:
     """``per_cell`` questions for every task and distance; the same seed always gives the same list."""
     rng = random.Random(f"questions {seed}")
     return [
         question(rng, task, d)
-        for task, ds in DISTANCES.items()
+        for task, ds in distances.items()
         for d in ds
         for _ in range(per_cell)
     ]
 
 
-def held_out() -> list[Question]:
-    """The questions committed in ``tasks/heldout.jsonl``."""
-    return questions(seed=2, per_cell=3)
+def held_out(distances: dict = DISTANCES) -> list[Question]:
+    """The questions committed in ``tasks/heldout.jsonl``, or of ``LATEST`` those in ``tasks/latest.jsonl``."""
+    return questions(seed=2, per_cell=3, distances=distances)
 
 
 def main() -> None:
-    """Write ``tasks/heldout.jsonl`` again."""
-    lines = [json.dumps(asdict(asked)) + "\n" for asked in held_out()]
-    (Path(__file__).parent / "tasks" / "heldout.jsonl").write_text("".join(lines))
+    """Write the files of ``tasks`` again."""
+    for name, distances in (("heldout", DISTANCES), ("latest", LATEST)):
+        lines = [json.dumps(asdict(asked)) + "\n" for asked in held_out(distances)]
+        (Path(__file__).parent / "tasks" / f"{name}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,23 @@ FAMILIES = {  # what transformers' configuration class of the family gets beside
     "zaya": dict(
         model_type="zaya", moe_intermediate_size=128, num_experts=4, router_hidden_size=32
     ),
+    "lfm2": dict(
+        model_type="lfm2",
+        intermediate_size=384,  # a third is cut off, see block_auto_adjust_ff_dim
+        block_multiple_of=32,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+    ),
+    "qwen3_5": dict(
+        model_type="qwen3_5_text",
+        intermediate_size=256,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
 }
+HYBRIDS = ("lfm2", "qwen3_5")  # their texts define keys again: the answer is the latest value
 STEPS, TOKENS_PER_STEP, WARM_UP = 1500, 4096, 500
 CURRICULUM = (
     (0.35, 64),
@@ -97,6 +113,10 @@ def new_model(family: str) -> PreTrainedModel:
                 tensor.fill_(1.0)
             if "conv_qk" in name:  # transformers starts so small that the residual path drowns them
                 tensor.normal_(std=0.3)
+            if name.endswith("A_log"):  # transformers starts where a matrix forgets within a token
+                tensor.zero_()
+            if name.endswith("dt_bias"):  # half-lives from 7 tokens to 700, see softplus
+                tensor.copy_(torch.logspace(-3, -1, len(tensor)).expm1().log())
         for name, tensor in model.named_buffers():
             if name.endswith(
                 "balancing_biases"
@@ -105,11 +125,13 @@ def new_model(family: str) -> PreTrainedModel:
     return model
 
 
-def batch(rng: random.Random, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and answer flags of one step, both ``[TOKENS_PER_STEP / length, length]``."""
+def batch(rng: random.Random, step: int, again: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and answer flags of one step, both ``[TOKENS_PER_STEP / length, length]``; ``again`` as in ``corpus``."""
     length = next(length for share, length in CURRICULUM if step < share * STEPS)
     texts = [
-        (corpus.repetition if rng.random() > step / WARM_UP else corpus.document)(rng, length)
+        corpus.repetition(rng, length)
+        if rng.random() > step / WARM_UP
+        else corpus.document(rng, length, again)
         for _ in range(TOKENS_PER_STEP // length)
     ]
     ids = [[TOKEN_ID[word] for word in words] for words, _ in texts]
@@ -142,6 +164,7 @@ def train(family: str) -> PreTrainedModel:
     """A trained model on the CPU whose every weight is a value of fp16 (held in fp32)."""
     torch.manual_seed(0)
     model, rng = new_model(family), random.Random(0)
+    again = 0.5 * (family in HYBRIDS)
     routers = [module for module in model.modules() if hasattr(module, "balancing_biases")]
     hooks = [router.register_forward_hook(balance) for router in routers]
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -154,7 +177,9 @@ def train(family: str) -> PreTrainedModel:
     progress = tqdm(range(STEPS), desc=family, mininterval=5)
     for step in progress:
         scale = min(1, (step + 1) / 50) * max(0.02, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-        loss = loss_of(model, *batch(rng, step)) + sum(router.imbalance for router in routers)
+        loss = loss_of(model, *batch(rng, step, again)) + sum(
+            router.imbalance for router in routers
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rate in zip(optimizers, rates, strict=True):
@@ -214,14 +239,15 @@ def answer_losses(
     return results
 
 
-def evaluate(model: PreTrainedModel) -> dict:
+def evaluate(model: PreTrainedModel, family: str) -> dict:
     """What ``evaluation.json`` holds; the questions come from seeds that training does not use."""
-    asked = corpus.questions(seed=1, per_cell=64)
+    tasks = [corpus.DISTANCES, *([corpus.LATEST] if family in HYBRIDS else [])]
+    asked = sum((corpus.questions(1, 64, distances) for distances in tasks), [])
     results = answer_losses(model, asked)
     cells = {}
     for question, (_, right) in zip(asked, results, strict=True):
         cells.setdefault(question.task, {}).setdefault(str(question.distance), []).append(right)
-    held_out = corpus.held_out()
+    held_out = sum(map(corpus.held_out, tasks), [])
     return {
         "questions": len(asked),
         "answer_loss": round(sum(loss for loss, _ in results) / len(results), 4),
@@ -250,7 +276,7 @@ def main() -> None:
         tokenizer().save_pretrained(folder)
         train(arguments.family).half().save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    report = json.dumps(evaluate(model), indent=1)
+    report = json.dumps(evaluate(model, arguments.family), indent=1)
     (folder / "evaluation.json").write_text(report + "\n")
     print(report)
 

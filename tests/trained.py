@@ -5,7 +5,7 @@ from pathlib import Path
 from workbench import Decoder
 
 DATA = Path(__file__).parents[1] / "data"
-NAMES = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya")
+NAMES = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya", "tiny-lfm2")
 S, T_MAX, BATCH = 128, 16, 3
 
 

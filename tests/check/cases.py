@@ -45,7 +45,10 @@ from workbench.models.checkpoint import Checkpoint  # noqa: E402
 ROOT = Path(__file__).parents[2]
 STORE = ROOT / "build" / "prove"
 PRESETS = ("fp16", "int8-tensor", "int8-channel", "int4-block32", "lut4")
-TRAINED = ("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya")
+TRAINED = (
+    *("tiny-llama", "tiny-qwen2", "tiny-gemma3", "tiny-zaya"),
+    *("tiny-lfm2", "tiny-qwen3_5"),
+)
 # Bundles that faults are planted in: a checkpoint and options of its export.
 BASES = {
     "llama": ("data/tiny-llama", {"max_seq_len": 64}),

@@ -77,6 +77,8 @@ def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
         options |= {"moe": "routed", "layers_per_shard": 1}
     if rng.integers(2):
         options["undo"] = True
+    if "linear_attention" in changes.get("layer_types", []) and rng.integers(2):
+        options["state_pair"] = True
     return (
         family,
         changes,

@@ -9,7 +9,7 @@ def test_the_first_draws_hold_every_family_with_every_preset():
     assert len(drawn) == count
 
 
-def test_draws_hold_batches_rings_and_routed_experts():
+def test_draws_hold_batches_rings_routed_experts_and_pairs():
     options = [options for _, _, options in map(clean.draw, range(60))]
     for name, value in (
         ("batch", 3),
@@ -17,5 +17,6 @@ def test_draws_hold_batches_rings_and_routed_experts():
         ("moe", "routed"),
         ("states", "packed"),
         ("undo", True),
+        ("state_pair", True),
     ):
         assert any(drawn.get(name) == value for drawn in options)

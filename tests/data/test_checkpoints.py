@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from workbench.check.tasks import load_tasks
+
 DATA = Path(__file__).parents[2] / "data"
 FOLDERS = sorted(path.parent for path in DATA.glob("tiny-*/evaluation.json"))
-HELD_OUT = [
-    json.loads(line) for line in (DATA / "tasks" / "heldout.jsonl").read_text().splitlines()
-]
+HELD_OUT, LATEST = (load_tasks(DATA / "tasks" / f"{name}.jsonl") for name in ("heldout", "latest"))
+STATES = {"tiny-lfm2": "conv_state", "tiny-qwen3_5": "matrix_state"}
 
 every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
@@ -34,8 +35,10 @@ def tokenizer(folder: Path):
 def test_the_expected_folders_are_there():
     assert [folder.name for folder in FOLDERS] == [
         "tiny-gemma3",
+        "tiny-lfm2",
         "tiny-llama",
         "tiny-qwen2",
+        "tiny-qwen3_5",
         "tiny-zaya",
     ]
 
@@ -75,15 +78,15 @@ def test_the_tokenizer_returns_what_it_was_given(folder):
 
 @every_folder
 def test_greedy_decoding_answers_as_many_held_out_questions_as_stated(folder):
-    right = 0
-    for question in HELD_OUT:
+    right, asked = 0, HELD_OUT + (LATEST if folder.name in STATES else [])
+    for question in asked:
         prompt = tokenizer(folder)(question["prompt"], return_tensors="pt")
         wanted = question["answer"].split()
         out = model(folder).generate(**prompt, do_sample=False, max_new_tokens=len(wanted))
         right += tokenizer(folder).decode(out[0, prompt.input_ids.shape[1] :]) == question["answer"]
     stated = json.loads((folder / "evaluation.json").read_text())
-    assert len(HELD_OUT) == stated["heldout_questions"]
-    assert right == stated["heldout_right"] > 0.8 * len(HELD_OUT)
+    assert len(asked) == stated["heldout_questions"]
+    assert right == stated["heldout_right"] > 0.8 * len(asked)
 
 
 @every_folder
@@ -138,3 +141,25 @@ def test_zaya_routers_carry_state_and_bias():
     for layer in model(DATA / "tiny-zaya").model.layers[1:]:
         assert layer.mlp.gate.router_states_scale.abs().mean() > 0.1
         assert layer.mlp.gate.balancing_biases.abs().min() > 0
+
+
+@pytest.mark.parametrize("name, state", STATES.items())
+def test_a_hybrid_knows_the_latest_value_by_its_recurrent_state(exports, name, state):
+    """Its caches alone do not answer: the state is zeroed after every token."""
+    decoder, coder = exports.decoder(DATA / name, max_seq_len=512), tokenizer(DATA / name)
+    asked = LATEST[:9]
+    assert {question["distance"] for question in asked} == {16, 32, 64}
+
+    def right(zeroed: bool) -> int:
+        count = 0
+        for question in asked:
+            decoder.begin()
+            for token in coder(question["prompt"]).input_ids:
+                logits = decoder.decode_one_token(token)
+                for kept, leaf in decoder.named_states if zeroed else ():
+                    if leaf.endswith(state):
+                        kept.write(leaf, 0 * kept.read(leaf))
+            count += coder.decode(logits.argmax()) == question["answer"]
+        return count
+
+    assert right(zeroed=False) == len(asked) and right(zeroed=True) <= 1

@@ -26,6 +26,8 @@ OPTIONS = {
     "qwen2": [PACKED, FIXED | {"layers_per_shard": 2}],
     "gemma3": [PACKED, FIXED | {"sliding": "ring", "layers_per_shard": 3}],
     "zaya": [PACKED, FIXED | {"moe": "routed"}],
+    "lfm2": [PACKED, FIXED | {"undo": True, "layers_per_shard": 2}],
+    "qwen3_5": [PACKED | {"state_pair": True}, FIXED | {"undo": True, "layers_per_shard": 3}],
 }
 
 

@@ -59,6 +59,15 @@ SMALL = {
     "35": {"MAX_SEQ_LEN": 32, "ROUNDS": 1},
     "36": {"ZIP": "data/first-light/simulated-mac.zip"},
     "37": {"STYLES": ["CoreML-LLM, one package"], "LAYERS": 2},
+    "38": {
+        "MAX_SEQ_LEN": 48,
+        "TOKENS": 24,
+        "ROUNDS": 2,
+        "HALF_LIVES": [8, 512, 8192],
+        "DRIFT_TOKENS": [64, 512],
+        "SEEDS": 2,
+        "LENGTHS": [128, 4096],
+    },
     "40": {"POSITIONS": 6, "FAULTS": False},
 }
 

@@ -33,6 +33,7 @@ from workbench.plots.fidelity import (
 from workbench.plots.figure import save, style, writer
 from workbench.plots.first_light import dispatch, host_device, placement_ladder
 from workbench.plots.overflow import headroom, mask_leaks
+from workbench.plots.recurrent import state_crossover, state_drift, state_prices
 
 __all__ = [
     "against_peer",
@@ -62,6 +63,9 @@ __all__ = [
     "speed",
     "speed_against_fidelity",
     "speed_beside",
+    "state_crossover",
+    "state_drift",
+    "state_prices",
     "style",
     "update_cosine_bars",
     "witness_lines",

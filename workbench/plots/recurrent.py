@@ -1,0 +1,113 @@
+"""States that do not grow: how a matrix drifts, what its options cost, and from which length on it
+is smaller than a cache."""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from workbench.plots.figure import PAGE, median_range, on_machine, style
+
+
+@style()
+def state_drift(errors: pd.DataFrame) -> Figure:
+    """Errors of a matrix, a line per ``form``: after the last token over ``half_life``, and over
+    ``tokens`` at the half-life with the largest error of all.
+
+    `errors`: ``form``, ``half_life`` (tokens), ``tokens``, ``seed`` and ``error``; medians over the
+    seeds, bars from the least to the largest.
+    """
+    last = errors["tokens"].max()
+    worst = errors.loc[errors["error"].idxmax(), "half_life"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(PAGE, 2.7), sharey=True)
+    median_range(left, errors[errors["tokens"] == last], "half_life", "error", "form", base=2)
+    median_range(right, errors[errors["half_life"] == worst], "tokens", "error", "form", base=2)
+    left.set(yscale="log", xlabel=f"half-life in tokens, after {last:,} tokens")
+    left.set_ylabel("RMS error / RMS of the matrix")
+    right.set_xlabel(f"tokens, at a half-life of {worst:,.0f}")
+    for ax in (left, right):
+        ax.tick_params(axis="x", labelsize=6)
+        ax.minorticks_off()
+    seeds = errors["seed"].nunique()
+    figure.suptitle(
+        f"drift of a matrix state in fp16, median and range, n = {seeds}",
+        x=0.01,
+        ha="left",
+        fontsize=9,
+    )
+    _legend_below(figure, left)
+    return figure
+
+
+@style()
+def state_prices(prices: pd.DataFrame) -> Figure:
+    """What the options of a matrix state cost, a bar per ``setting``: bytes of states, milliseconds
+    of a call, error of the matrix.
+
+    `prices`: ``setting``, ``state_bytes``, ``error`` and ``samples`` (ms, a list); bars of the
+    milliseconds are medians, whiskers reach from the least to the largest. A column ``machine``
+    must name one, which stands above.
+    """
+    figure, panels = plt.subplots(1, 3, figsize=(PAGE, 2.4), sharey=True)
+    samples = prices["samples"].map(pd.Series)
+    medians = [row.median() for row in samples]
+    look = {"height": 0.6, "color": "#56B4E9", "edgecolor": "black", "linewidth": 0.6}
+    for ax, name, values in zip(
+        panels,
+        ("bytes of states", "ms per call, median and range", "error of the matrix"),
+        (prices["state_bytes"], medians, prices["error"]),
+    ):
+        bars = ax.barh(prices["setting"], values, **look)
+        text = [f"{value:.3g}" for value in values]
+        if ax is panels[0]:
+            text = [EngFormatter("B", places=1)(value) for value in values]
+        ax.bar_label(bars, text, padding=3, fontsize=7)
+        ax.set(xlabel=name, xlim=(0, 1.45 * max(values)))
+    panels[0].invert_yaxis()
+    panels[0].xaxis.set_major_formatter(EngFormatter("B"))
+    for place, row in enumerate(samples):
+        panels[1].hlines(place + 0.2, row.min(), row.max(), color="#D55E00", linewidth=1.5)
+    n = min(len(row) for row in samples)
+    title = on_machine(f"what undo and a pair of states cost, n = {n}", prices)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
+    return figure
+
+
+@style()
+def state_crossover(sizes: pd.DataFrame) -> Figure:
+    """Bytes of states that a token reads and writes, and predicted tok/s, over ``max_seq_len``: a
+    colour per ``model``, full lines with its recurrent layers, dashed as if every layer attended.
+
+    `sizes`: ``model``, ``layers`` (of the two kinds, the first one is drawn full),
+    ``max_seq_len``, ``state_bytes``, ``tokens_per_s``, and ``chip``, one throughout.
+    """
+    figure, panels = plt.subplots(1, 2, figsize=(PAGE, 2.8))
+    kinds = list(sizes["layers"].unique())
+    for number, (model, rows) in enumerate(sizes.groupby("model", sort=False)):
+        for kind, line in rows.groupby("layers", sort=False):
+            dashed = kinds.index(kind) > 0
+            look = {"color": f"C{number}", "ls": "--" if dashed else "-", "markersize": 3.5}
+            look |= {"marker": "os^D"[number], "mfc": "white" if dashed else f"C{number}"}
+            label = f"{model}, {kind}"
+            panels[0].plot(line["max_seq_len"], line["state_bytes"], label=label, **look)
+            panels[1].plot(line["max_seq_len"], line["tokens_per_s"], **look)
+    lengths = sorted(sizes["max_seq_len"].unique())
+    for ax in panels:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(lengths, labels=[f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        ax.minorticks_off()
+        ax.set_xlabel("max_seq_len")
+        ax.grid(axis="y")
+    panels[0].set(yscale="log", ylabel="bytes of states")
+    panels[0].yaxis.set_major_formatter(EngFormatter("B"))
+    panels[1].set(ylabel=f"tok/s on an {sizes['chip'].iloc[0]}, predicted")
+    panels[1].set_ylim(bottom=0)
+    figure.suptitle("where layers with a matrix win", x=0.01, ha="left", fontsize=9)
+    _legend_below(figure, panels[0])
+    return figure
+
+
+def _legend_below(figure: Figure, ax) -> None:
+    """One legend for all panels, below them."""
+    keys, names = ax.get_legend_handles_labels()
+    figure.legend(keys, names, loc="outside lower left", ncols=min(3, len(names)), fontsize=7)

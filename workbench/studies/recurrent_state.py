@@ -1,0 +1,278 @@
+"""States that do not grow with the sequence: what a matrix loses in fp16, what undo and a second
+state cost, and from which length on they are smaller than a cache.
+
+Drift is arithmetic alone: the same inputs in fp16 and in float64. Sizes are the planner's, from
+configurations.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import torch
+
+from workbench.ane import roofline
+from workbench.ane.memory import STORED_BITS, budget_of_bundle
+from workbench.ane.roofline import Work
+from workbench.benchmarks.stopwatch import in_turn, seconds
+from workbench.bundle import Options
+from workbench.bundle.names import MATRIX_STATE, REMAINDER_STATE
+from workbench.check import gates
+from workbench.check.metrics import rms
+from workbench.decode import Decoder, Snapshot
+from workbench.models import family_of
+from workbench.models.recurrence import expm1, write_pair
+
+WIDTH, BETA = 32, 0.1  # of keys and values; how far each token corrects the matrix
+SCALED, ADDED, PAIR = "S · exp g", "S + S · expm1 g", "the same, a pair of states"
+CONFIGS: dict[str, tuple[str, str, dict]] = {
+    "LFM 2": ("lfm2", "conv", {}),
+    "Qwen 3.5": ("qwen3_5_text", "linear_attention", {}),
+    "Granite 4": ("granitemoehybrid", "linear_attention", {"num_local_experts": 0}),
+}
+"""Model → its `model_type`, the kind of its recurrent layers, what is not transformers' default."""
+SETTINGS: dict[str, dict] = {
+    "neither": {},
+    "undo": {"undo": True},
+    "state_pair": {"state_pair": True},
+    "undo and state_pair": {"undo": True, "state_pair": True},
+}
+"""Name → export options."""
+RECURRENT, ATTENTION = "as released", "attention alone"
+
+
+class _States:
+    """The states of one matrix, as a layer's cache gives them."""
+
+    def __init__(self, matrix: torch.Tensor):
+        self.values = {MATRIX_STATE: matrix, REMAINDER_STATE: torch.zeros_like(matrix)}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.values[name]
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        self.values[name] = value
+
+
+def _scaled(states: _States, g, added) -> None:
+    states.write(MATRIX_STATE, states.read(MATRIX_STATE) * torch.exp(g) + added)
+
+
+def _added(states: _States, g, added) -> None:
+    matrix = states.read(MATRIX_STATE)
+    states.write(MATRIX_STATE, matrix + (matrix * expm1(g) + added))
+
+
+def _pair(states: _States, g, added) -> None:
+    write_pair(states, states.read(MATRIX_STATE), g, added)
+
+
+FORMS: dict[str, Callable] = {SCALED: _scaled, ADDED: _added, PAIR: _pair}
+
+
+def drift(half_lives: Sequence[int], tokens: Sequence[int], seeds: int) -> pd.DataFrame:
+    """RMS error of DeltaNet's matrix over its RMS after so many `tokens`, one a call, by form,
+    half-life in tokens and seed: every operation rounded to fp16, against float64 on the same
+    inputs."""
+    decay = -np.log(2) / torch.tensor(half_lives, dtype=torch.float64).reshape(-1, 1, 1)
+    decay, rows = decay.half(), []
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        shape = max(tokens), len(half_lives), 1, WIDTH
+        k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+        k = torch.nn.functional.normalize(k, dim=-1).half()
+        inputs = k, v.half()
+        exact = _matrices(_scaled, decay.double(), *(x.double() for x in inputs), tokens)
+        for form, update in FORMS.items():
+            made = _matrices(update, decay, *inputs, tokens)
+            for count, matrix in made.items():
+                off, scale = (
+                    x.square().mean((1, 2)).sqrt() for x in (matrix - exact[count], exact[count])
+                )
+                for half_life, error in zip(half_lives, (off / scale).tolist(), strict=True):
+                    rows.append((form, half_life, count, seed, error))
+    return pd.DataFrame(rows, columns=["form", "half_life", "tokens", "seed", "error"])
+
+
+def _matrices(update: Callable, g, k, v, tokens: Sequence[int]) -> dict[int, torch.Tensor]:
+    """The matrices [half-lives, WIDTH, WIDTH] after so many tokens, float64."""
+    states, matrices = _States(torch.zeros(len(g), WIDTH, WIDTH, dtype=k.dtype)), {}
+    enter = torch.exp(g)
+    for count in range(1, max(tokens) + 1):
+        key, value = k[count - 1], v[count - 1]
+        delta = (value - (key @ states.read(MATRIX_STATE)) * enter) * BETA
+        update(states, g, key.transpose(1, 2) @ delta)
+        if count in tokens:
+            matrices[count] = states.read(MATRIX_STATE).double()
+    return matrices
+
+
+def drift_table(errors: pd.DataFrame) -> pd.DataFrame:
+    """Medians after the last token: a row for each form, a column for each half-life."""
+    last = errors[errors["tokens"] == errors["tokens"].max()]
+    table = last.pivot_table("error", "form", "half_life", "median", sort=False)
+    return table.rename(columns="{} tokens".format)
+
+
+def drift_gates(errors: pd.DataFrame) -> list[gates.Gate]:
+    """What the three forms are for, after the last token: a pair is off by what one rounding to
+    fp16 may be at most, 2^-11, at every half-life, and never more than the other forms; where the
+    product with e^g errs most, the sum errs a third of it at most."""
+    table = drift_table(errors)
+    worst, slow = table.loc[PAIR].max(), table.loc[SCALED].idxmax()
+    least = bool((table.loc[PAIR] <= table.drop(PAIR)).all(axis=None))
+    share = table.loc[ADDED, slow] / table.loc[SCALED, slow]
+    return [
+        gates.at_most("pair_keeps_the_matrix", worst, 2.0**-11, "a pair at its worst half-life"),
+        gates.holds("pair_errs_least", least, "a pair against the other forms at every half-life"),
+        gates.at_most("expm1_keeps_slow_decays", share, 1 / 3, f"{ADDED} over {SCALED}, {slow}"),
+    ]
+
+
+def price_of_options(decoders: Mapping[str, Decoder], tokens: int, rounds: int) -> pd.DataFrame:
+    """What each setting costs after `tokens` random ones, one a call.
+
+    Returns:
+        setting; `state_bytes` of one sequence, caches left out; `samples`, the ms of calls of one
+        token, all settings in turn; `error`, the RMS by which all matrices are off those of `exact`
+        arithmetic, over their RMS.
+    """
+    rows, samplers = [], {}
+    for name, decoder in decoders.items():
+        exact = Decoder(decoder.bundle, "portable", "exact")
+        ids = np.random.default_rng(0).integers(0, decoder.manifest.dims.V, tokens + 1).tolist()
+        matrices = [_matrices_after(each, ids[:-1]) for each in (decoder, exact)]
+        error = float(rms(np.subtract(*matrices)) / rms(matrices[1]))
+        size = budget_of_bundle(decoder.bundle).side_states // decoder.options.batch
+        rows.append({"setting": name, "state_bytes": size, "error": error})
+        samplers[name] = partial(_call_ms, decoder, ids[-1], decoder.snapshot())
+    samples = in_turn(samplers, rounds + 1)
+    return pd.DataFrame([row | {"samples": samples[row["setting"]][1:]} for row in rows])
+
+
+def _call_ms(decoder: Decoder, token: int, start: Snapshot) -> float:
+    """Milliseconds of a call; the sequence begins anew from `start` where the cache is full."""
+    if decoder.offsets[0] == decoder.options.max_seq_len:
+        decoder.begin(start)
+    return 1e3 * seconds(lambda: decoder.decode_one_token(token))
+
+
+def price_table(prices: pd.DataFrame) -> pd.DataFrame:
+    """A row for each setting, milliseconds as median and range."""
+    ms = prices["samples"]
+    columns = {"ms": ms.map(np.median), "fastest": ms.map(min), "slowest": ms.map(max)}
+    return prices.drop(columns="samples").assign(**columns)
+
+
+def _matrices_after(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
+    """All matrices, flat, after `ids`, a call each."""
+    decoder.begin()
+    for token in ids:
+        decoder.decode_one_token(token)
+    states = [each for each in decoder.named_states if each[1].endswith(MATRIX_STATE)]
+    return np.concatenate([np.ravel(state.read(name)) for state, name in states]).astype(float)
+
+
+def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
+    """Bytes of states and predicted tok/s of `CONFIGS` at each max_seq_len, as they are and as if
+    every layer attended.
+
+    Weights are those of transformers' default configuration, stored as `compress`, a shard for each
+    layer; a call of one token reads every weight, and reads and writes every state.
+    """
+    rows, bits = [], STORED_BITS[compress] / 8
+    for model, (family, recurrent, changes) in CONFIGS.items():
+        for layers in (RECURRENT, ATTENTION):
+            config = _config(family, recurrent, layers, changes)
+            plan, (weights, head) = family_of(config).plan(config), _elements(config)
+            for S in lengths:
+                options = Options(max_seq_len=S, compress=compress)
+                states = sum(_state_bytes(plan.states(i, options)) for i in range(plan.dims.L))
+                work = [
+                    Work(
+                        "layers", int(weights * bits), states, 2.0 * weights, plan.dims.L, compress
+                    ),
+                    Work("head", int(head * bits), 0, 2.0 * head, 1, compress),
+                ]
+                ms = roofline.predict_ms(work, chip)["ms"].sum()
+                rows.append((model, layers, S, states, int(weights * bits), 1e3 / ms, chip))
+    columns = [
+        "model",
+        "layers",
+        "max_seq_len",
+        "state_bytes",
+        "weight_bytes",
+        "tokens_per_s",
+        "chip",
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _config(family: str, recurrent: str, layers: str, changes: Mapping):
+    """transformers' default configuration of a family; one in four layers attends where none does."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family, **changes)
+    kinds = config.layer_types or []
+    if "full_attention" not in kinds:
+        count = config.num_hidden_layers
+        kinds = ["full_attention" if i % 4 == 3 else recurrent for i in range(count)]
+    if layers == ATTENTION:
+        kinds = ["full_attention"] * len(kinds)
+    config.layer_types = kinds
+    return config
+
+
+def _elements(config) -> tuple[int, int]:
+    """Weights of the layers, and of the head."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.model.layers.parameters()), model.lm_head.weight.numel()
+
+
+def _state_bytes(states: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(2 * int(np.prod(shape)) for shape in states.values())
+
+
+def crossover_table(sizes: pd.DataFrame) -> pd.DataFrame:
+    """Per model: the shortest of the lengths at which its states are the smaller ones, and at the
+    longest the bytes of both and the tok/s."""
+    rows, longest = [], sizes["max_seq_len"].max()
+    for model, one in sizes.groupby("model", sort=False):
+        table = one.pivot(index="max_seq_len", columns="layers", values="state_bytes")
+        smaller = table.index[table[RECURRENT] < table[ATTENTION]]
+        last = one[one["max_seq_len"] == longest].set_index("layers")
+        row = {"model": model, "smaller from": smaller.min() if len(smaller) else None}
+        for layers in (RECURRENT, ATTENTION):
+            row[f"MiB, {layers}"] = last.loc[layers, "state_bytes"] / 2**20
+            row[f"tok/s, {layers}"] = last.loc[layers, "tokens_per_s"]
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) -> str:
+    """What the three parts say, a line each."""
+    worst, tokens = drift_table(errors).max(axis=1), errors["tokens"].max()
+    lines = [
+        f"After {tokens:,} tokens a matrix in fp16 is off by at most {worst[SCALED]:.2g} of its "
+        f"RMS as {SCALED}, by {worst[ADDED]:.2g} as {ADDED}, and by {worst[PAIR]:.2g} as a pair of "
+        "states."
+    ]
+    cost = price_table(prices).set_index("setting")
+    for name in cost.index[1:]:
+        ratio = cost.loc[name] / cost.loc[cost.index[0]]
+        lines.append(
+            f"{name}: {ratio['state_bytes']:.2f} times the bytes of states, "
+            f"{ratio['ms']:.2f} times the time of a call, {ratio['error']:.2f} times the error of the matrices."
+        )
+    for row in crossover_table(sizes).itertuples(index=False):
+        model, shortest, own, speed, other, other_speed = row
+        lines.append(
+            f"{model}: states smaller than those of attention alone from max_seq_len {shortest} "
+            f"on; at {sizes['max_seq_len'].max():,} {own:,.0f} against {other:,.0f} MiB, "
+            f"{speed:.0f} against {other_speed:.0f} tok/s (predicted)."
+        )
+    return "\n".join(f"- {line}" for line in lines)
