@@ -29,19 +29,19 @@ import pandas as pd  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
 
-from workbench import Decoder, InputError  # noqa: E402
+from workbench import Decoder  # noqa: E402
 from workbench.bundle.names import ACC, EXPERT_IN, EXPERT_WEIGHT, HIDDEN, ROUTER_STATE, X  # noqa: E402
 from workbench.check.undo import undo_gate  # noqa: E402
 
-FIRST = ("llama", "qwen2", "qwen3", "gemma3_text", "zaya")  # the families that issue 24 names
 LAYERS = ({}, {"layers_per_shard": 9})
 VARIANTS = ({}, {"states": "packed"}, {"layout": "bc1t"}, {"sliding": "ring"}, {"batch": 2})
 VARIANTS += ({"undo": True}, {"states": "packed", "layout": "bc1t", "sliding": "ring", "batch": 2})
 SIZES = ([1], [4, 1, 3, 2])
 LENGTH = 12  # tokens of a prompt
-# 1 − cosine of updates, routers, experts and heads; relative deviation of states and logits
+# 1 − cosine of updates, routers, experts and heads; relative deviation of states and logits;
+# positions of another best token; whether gate `undo` is not GREEN
 LIMITS = dict.fromkeys(("update", "router", "expert", "head"), 1e-11)
-LIMITS |= {"states": 1e-5, "logits": 1e-5, "wrong_tokens": 0.0}
+LIMITS |= {"states": 1e-5, "logits": 1e-5, "wrong_tokens": 0.0, "undo": 0.0}
 Case = tuple[str, dict]
 
 
@@ -59,16 +59,12 @@ def all_cases() -> Iterator[Case]:
                     yield family, kind
 
 
-def sample(seed: int = 0) -> list[Case]:
-    """One case of every family, two of those that issue 24 names, one of routed experts."""
+def sample(seed: int = 162) -> list[Case]:
+    """One case of every family, and one of routed experts; each variant is among them."""
     rng, by_family = random.Random(seed), defaultdict(list)
     for family, chosen in all_cases():
         by_family[family, chosen.get("moe")].append((family, chosen))
-    return [
-        case
-        for (family, _), cases in by_family.items()
-        for case in rng.sample(cases, 1 + (family in FIRST))
-    ]
+    return [rng.choice(cases) for cases in by_family.values()]
 
 
 def name_of(case: Case) -> str:
@@ -76,10 +72,7 @@ def name_of(case: Case) -> str:
 
 
 def measure(exports: tiny.Exports, case: Case) -> dict[str, float]:
-    """The worst figures of a case, by the names of `LIMITS`; absent where a bundle has no such shard.
-
-    `wrong_tokens` counts the positions of chained runs whose best token is not Hugging Face's.
-    """
+    """The worst figures of a case, by the names of `LIMITS`; absent where a bundle has no such shard."""
     family, chosen = case
     checkpoint = exports.checkpoint(family)
     bundle = exports.bundle(checkpoint, target="coreai", program_dtype="fp32", **chosen)
@@ -109,8 +102,8 @@ def measure(exports: tiny.Exports, case: Case) -> dict[str, float]:
         note("head", 1 - tiny.cosine(decoder.logits(last)[0], g.logits))
     for name, *pair in expert_pairs(decoder, hf, goldens[0]):
         note(name, 1 - tiny.cosine(*pair))
-    if chosen.get("undo") and (gate := undo_gate(decoder)).verdict == "RED":
-        raise InputError(name_of(case), gate.reason, "the bits of the tokens alone", "report this")
+    if chosen.get("undo"):
+        worst["undo"] = float(undo_gate(decoder).verdict != "GREEN")
     return dict(worst)
 
 

@@ -22,7 +22,7 @@ installed = pytest.mark.skipif(
     find_spec("coreai_torch") is None, reason="needs the extra: pip install 'workbench[coreai]'"
 )
 pytestmark = pytest.mark.filterwarnings("ignore")
-IDS = "1,42,100,7,9,3,5,8,77,20"
+IDS = "1,42,90,7,9,3,5,8,77,20"
 CHECKPOINT = "--checkpoint", "data/tiny-llama"
 
 
@@ -73,8 +73,8 @@ def test_memory_counts_states_and_buffers_of_fp32_programs_twice(llama_bundle, t
 
 
 @pytest.fixture(scope="session")
-def apple(exports, tiny_llama) -> Bundle:
-    return exports.bundle(tiny_llama.path, target="coreai", program_dtype="fp32")
+def apple(exports) -> Bundle:
+    return exports.bundle(exports.checkpoint("llama"), target="coreai", program_dtype="fp32")
 
 
 @installed
@@ -95,9 +95,10 @@ def test_the_checklist_is_gone_through_on_apples_interpreter(apple, monkeypatch)
 
 
 @installed
-def test_error_and_explain_take_fp32_programs(apple):
-    result = invoke("error", apple.root, *CHECKPOINT, "--prompt-ids", IDS)
+def test_error_and_explain_take_fp32_programs(apple, exports):
+    checkpoint = "--checkpoint", exports.checkpoint("llama")
+    result = invoke("error", apple.root, *checkpoint, "--prompt-ids", IDS)
     assert result["verdict"] == "GREEN"
     for layer in result["layers"]:
         assert 0 < layer["reauthoring"] < 1e-5 and layer["precision"] is layer["runtime"] is None
-    assert invoke("explain", apple.root, *CHECKPOINT)["fits"] == "as configured"
+    assert invoke("explain", apple.root, *checkpoint)["fits"] == "as configured"

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.plots.figure import PAGE, style
 
-PANELS = {"exact": "fp32 programs: the order of sums", "declared": "fp16 programs: rounding"}
+PANELS = {"exact": "fp32 programs: re-authoring", "declared": "fp16 programs: arithmetic"}
 DODGE = 0.13  # of the distance between two points on x: lines that coincide stay apart
 
 
@@ -18,7 +18,8 @@ def witness_lines(errors: pd.DataFrame, *, tensor: str = "update", x: str = "lay
     """Relative RMS error over `x` (layer or position) in a panel for each precision: one line per
     pair of witnesses, and the error budget as a dashed line.
 
-    A point is the RMS of its rows, its bar reaches from the smallest to the largest of them.
+    A point is the RMS of its rows, its bar reaches from the smallest of them above zero to the
+    largest: of two runtimes rows may be equal bit for bit.
     `errors`: ``pair``, ``precision``, ``tensor``, ``error``, ``budget`` and `x`.
     """
     rows = errors[errors["tensor"] == tensor]
@@ -40,9 +41,10 @@ def _panel(ax: Axes, rows: pd.DataFrame, x: str) -> None:
     pairs = rows.groupby("pair", sort=False)
     for number, (pair, own) in enumerate(pairs):
         points = own["error"].astype(float).groupby(own[x])
-        mean, low, high = _rms(points), points.min(), points.max()
+        mean, high = _rms(points), points.max()
+        low = points.agg(lambda values: values[values > 0].min())
         at = mean.index + DODGE * (number - (len(pairs) - 1) / 2)
-        bars = np.maximum(0.0, [mean - low, high - mean])
+        bars = np.nan_to_num(np.maximum(0.0, [mean - low, high - mean]))
         ax.errorbar(at, mean, bars, elinewidth=0.6, linewidth=0.9, markersize=3.5, label=str(pair))
     budget = rows.dropna(subset="budget")
     if len(budget):

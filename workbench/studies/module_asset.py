@@ -14,7 +14,7 @@ import torch
 
 import workbench.export as exporting
 from workbench.bundle.names import ATTN_MASK, KV_WRITE_MASK, X
-from workbench.check import metrics
+from workbench.check import gates, metrics
 from workbench.check.program import program_gates
 from workbench.decode import Decoder
 from workbench.export.coreai import CoreAIMaker
@@ -22,6 +22,7 @@ from workbench.models.cache import Cache
 from workbench.models.checkpoint import Checkpoint
 from workbench.models.layers import AttentionGeometry
 
+SAME = 1e-6  # 1 − cosine up to which an asset computes what its module does
 LENGTH = 7  # tokens of the comparison between module and asset, in calls of 4
 
 
@@ -65,9 +66,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame:
-    """One row per fault: 1 − cosine of the first shard's module and its asset, gate `program` of
-    the fp32 bundle through Apple's runtime, both on the program that the fault was exported
-    into."""
+    """One row per fault: 1 − cosine of the first shard's module and its asset and the verdict of
+    that comparison alone, gate `program` of the fp32 bundle through Apple's runtime, both on the
+    program that the fault was exported into."""
     rows = []
     options = {"target": "coreai", "program_dtype": "fp32"} | options
     for number, (name, planted) in enumerate(FAULTS.items()):
@@ -87,6 +88,7 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
             {
                 "fault": name,
                 "module_asset": module_asset,
+                "module_asset_verdict": gates.GREEN if module_asset <= SAME else gates.RED,
                 "program": program.value,
                 "verdict": program.verdict,
             }
