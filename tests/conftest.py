@@ -50,12 +50,21 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope="session")
-def exports(tmp_path_factory) -> Exports:
-    """Checkpoints, bundles and Hugging Face models, each made once per session."""
+def shared(tmp_path_factory) -> Path:
+    """A folder that all processes of this run of pytest have in common."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exports(shared) -> Exports:
+    """Checkpoints and bundles, each made once per run; Hugging Face models, once per process."""
     import torch
 
     torch.set_num_threads(1)  # tiny tensors: a second thread only costs
-    return Exports(tmp_path_factory.mktemp("exports"))
+    return Exports(shared / "exports")
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,10 @@
 Nothing here computes a layer: goldens come from transformers alone, in float32 with eager attention.
 """
 
+import fcntl
+import hashlib
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -402,28 +406,44 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
+def once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """The folder that `make` fills, once for all processes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            part = folder.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            make(part)
+            part.rename(folder)
+    return folder
+
+
+def named(kind: str, *fields) -> str:
+    """A file name that is the same for equal fields, in every process."""
+    return f"{kind}-{hashlib.sha256(repr(fields).encode()).hexdigest()[:16]}"
+
+
 class Exports:
-    """Exports on demand, each made once for all tests: one checkpoint per (family, dimensions), one bundle per options."""
+    """Checkpoints and bundles on demand, each made once for all tests and all processes whose
+    `root` is the same: one checkpoint per (family, dimensions), one bundle per options."""
 
     def __init__(self, root: Path):
-        self.root, self.checkpoints, self.bundles, self.models = root, {}, {}, {}
+        self.root, self.bundles, self.models = root, {}, {}
 
     def checkpoint(self, family: str, **changed) -> Path:
-        key = repr((family, sorted(changed.items())))
-        if key not in self.checkpoints:
-            target = self.root / f"checkpoint{len(list(self.root.glob('checkpoint*')))}"
-            self.checkpoints[key] = random(target, family, **changed)
-        return self.checkpoints[key]
+        folder = self.root / named("checkpoint", family, sorted(changed.items()))
+        return once(folder, lambda path: random(path, family, **changed))
 
     def bundle(self, checkpoint: Path, **options) -> Bundle:
         from workbench.export import export
 
         options = {"max_seq_len": 32} | options
-        key = repr((checkpoint, sorted(options.items())))
-        if key not in self.bundles:
-            target = self.root / f"bundle{len(self.bundles)}"
-            self.bundles[key] = export(checkpoint, target, progress=False, **options)
-        return self.bundles[key]
+        folder = self.root / named("bundle", str(checkpoint), sorted(options.items()))
+        if folder not in self.bundles:
+            made = once(folder, lambda path: export(checkpoint, path, progress=False, **options))
+            self.bundles[folder] = Bundle.open(made)
+        return self.bundles[folder]
 
     def decoder(self, checkpoint: Path, precision: str = "exact", **options) -> Decoder:
         return Decoder(self.bundle(checkpoint, **options), runtime="portable", precision=precision)

@@ -23,12 +23,12 @@ def here(monkeypatch):
 
 
 def test_rows_name_their_peers_and_say_whether_the_bytes_are_the_same(tmp_path, here):
-    source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=4)
+    source = tiny.random(tmp_path / "c", "llama", num_hidden_layers=2)
     found = export.compare_exports(
         export_once, export_layers, source, tmp_path / "work", 1, {"compress": "int8-tensor"}
     )
     assert (
-        found["same_bytes"] is True and found["stamped"] == 3 and not (tmp_path / "work").exists()
+        found["same_bytes"] is True and found["stamped"] == 1 and not (tmp_path / "work").exists()
     )
     assert [(r["name"].removeprefix("export_int8-tensor_"), r["peer"]) for r in found["rows"]] == [
         ("seconds_over_templates", "disk"),

@@ -109,13 +109,13 @@ def serve(project: Path, home: Path):
         address = f"http://127.0.0.1:{port}"
         _wait(
             lambda: _answers(f"{address}/api"),
-            60,
+            LIMIT_S,
             f"JupyterLab did not start, see {home / 'server.log'}",
         )
         yield address
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(LIMIT_S)
         shutil.rmtree(runtime, ignore_errors=True)
 
 
@@ -149,8 +149,10 @@ class Notebook:
         self.page, self.path, self.shots = page, path, shots
         self.seconds = {}  # from each action on a widget to what it shows then
         shots.mkdir(parents=True, exist_ok=True)
+        page.set_default_timeout(1000 * LIMIT_S)
         page.goto(f"{address}/lab/tree/notebooks/{path.name}?reset", wait_until="load")
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.sessionContext != null")
         self._in_lab("sessionContext.ready.then(() => true)")
 
     def _in_lab(self, expression: str):
@@ -159,7 +161,9 @@ class Notebook:
     def rest(self) -> None:
         """Waits until the kernel has answered all that it was sent."""
         status = "sessionContext.session.kernel.status"
-        _wait(lambda: self._in_lab(status) == "idle", 60, "the kernel does not rest", every=0.05)
+        _wait(
+            lambda: self._in_lab(status) == "idle", LIMIT_S, "the kernel does not rest", every=0.05
+        )
 
     def run_all(self) -> None:
         """Run > Run All Cells, until the kernel rests and every code cell has run or one has failed."""
@@ -230,7 +234,7 @@ class Widget:
                        box.querySelector(".widget-html-content")?.innerText]"""
         )
 
-    def changes(self, action, name: str = "other", limit: float = 60) -> None:
+    def changes(self, action, name: str = "other") -> None:
         """Does `action`, named `name` among the notebook's times, and waits until another picture is drawn, or
         another message, and the kernel rests."""
         errors = self.notebook.page.locator(".workbench-error")
@@ -239,7 +243,7 @@ class Widget:
         action()
         _wait(
             lambda: errors.count() or self.shown() != before,
-            limit,
+            LIMIT_S,
             f"{name}: neither the picture nor the message changed",
             every=0.05,
         )
@@ -291,6 +295,7 @@ class Widget:
         """The line below the picture with the pointer at fractions of its size."""
         size = self.picture.bounding_box()
         self.picture.hover(position={"x": size["width"] * x, "y": size["height"] * y})
+        self.notebook.page.evaluate("new Promise(requestAnimationFrame)")  # events come with frames
         return self.box.locator(".workbench-cell").first.inner_text()
 
     def press(self, label: str) -> None:

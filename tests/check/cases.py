@@ -6,11 +6,9 @@ fault, then the others until one is RED.
 """
 
 import ast
-import fcntl
 import hashlib
 import inspect
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -182,15 +180,7 @@ class Prover:
         """The folder that `make` fills, once for all processes and for one version of the code."""
         text = json.dumps([code_version(*EXPORT), fields], sort_keys=True, default=str)
         folder = self.store / kind / hashlib.sha256(text.encode()).hexdigest()[:16]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                part = folder.with_suffix(".part")
-                shutil.rmtree(part, ignore_errors=True)
-                make(part)
-                part.rename(folder)
-        return folder
+        return tiny.once(folder, make)
 
     def gates(self, case: str) -> list[Gate]:
         """The gates that were asked about a case, in that order."""

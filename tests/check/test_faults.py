@@ -7,40 +7,30 @@ import cases
 import pytest
 from faults import FAULTS
 
-from workbench.check.host import host_gate
-from workbench.check.program import program_gates
-from workbench.check.undo import undo_gate
-
 
 @pytest.fixture(scope="module")
-def prover(tmp_path_factory):
-    return cases.Prover(tmp_path_factory.mktemp("faults"))
+def prover(shared):
+    return cases.Prover(shared / "prove")
 
 
-def gates_like(name: str, prover, bundle: str, plant=lambda decoder: None) -> dict[str, str]:
-    """Verdicts by name of the gates that are asked together with the gate `name`, on a decoder that `plant` changed."""
+def faulty(prover, bundle: str, plant=None) -> cases.Faulty:
+    """A bundle whose decoders `plant` changes when they are opened."""
     checkpoint, folder = prover.base(bundle, "fp16")
-    exact, declared = cases.open_twice(folder)
-    plant(exact)
-    plant(declared)
+    return cases.Faulty(folder, checkpoint, plant)
+
+
+def gates_like(name: str, opened: cases.Faulty) -> dict[str, str]:
+    """Verdicts by name of the gates that are asked together with the gate `name`."""
+    (step,) = (step for step in cases.STEPS if name in step)
     with cases.quiet():
-        if name in cases.PROBES:
-            found = cases.probes(declared)
-        elif name == "host":
-            found = [host_gate(declared, checkpoint)]
-        elif name == "program":
-            found = program_gates(exact, checkpoint)
-        elif name == "undo":
-            found = [undo_gate(declared)]
-        else:
-            found = cases.run_gates(declared, checkpoint)
-    return {gate.name: gate.verdict for gate in found}
+        return {gate.name: gate.verdict for gate in cases.STEPS[step](opened)}
 
 
 @pytest.mark.parametrize("bundle", sorted({fault.bundle for fault in FAULTS.values()}))
 def test_gates_are_green_on_an_unharmed_bundle(bundle, prover):
+    opened = faulty(prover, bundle)
     for name in ("write_address", "host", "program", "undo", "finite"):
-        assert "RED" not in gates_like(name, prover, bundle).values()
+        assert "RED" not in gates_like(name, opened).values()
 
 
 def test_every_state_probe_has_a_fault():
@@ -50,4 +40,5 @@ def test_every_state_probe_has_a_fault():
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_by_the_gate_named_for_it(name, prover):
     fault = FAULTS[name]
-    assert gates_like(fault.gate, prover, fault.bundle, fault.plant)[fault.gate] == "RED"
+    opened = faulty(prover, fault.bundle, fault.plant)
+    assert gates_like(fault.gate, opened)[fault.gate] == "RED"

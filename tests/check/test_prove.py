@@ -13,8 +13,8 @@ DISK, MEMORY, DRAWS = 10, 5, 2
 
 
 @pytest.fixture(scope="module")
-def prover(tmp_path_factory):
-    return cases.Prover(tmp_path_factory.mktemp("prove"))
+def prover(shared):
+    return cases.Prover(shared / "prove")
 
 
 def sample(kind: str, count: int, seed: int) -> list[str]:

@@ -34,27 +34,35 @@ def files(bundle) -> dict[str, list]:
         ),
         ("qwen2", {}, {"compress": "lut4"}, 1),
         ("qwen3", {"num_hidden_layers": 4}, {"compress": "int4-block32", "layers_per_shard": 2}, 1),
-        (
-            "gemma3_text",
-            {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
-            {"compress": "int8-channel", "sliding": "ring"},
-            2,
-        ),
-        (
-            "zaya",
-            {"num_hidden_layers": 4},
-            {"compress": "lut6", "layers_per_shard": 2, "states": "packed"},
-            1,
-        ),
-        (
-            "zaya",
-            {"num_experts": 2, "num_hidden_layers": 2},
-            {"compress": "int8-tensor", "moe": "routed"},
-            4,
-        ),
-        ("phi3", {}, {"compress": "int8-tensor"}, 1),
         ("qwen3_5_text", {}, {"compress": "int8-channel"}, 1),
         ("granitemoehybrid", {}, {"compress": "lut6", "layout": "bc1t"}, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (
+                    "gemma3_text",
+                    {
+                        "num_hidden_layers": 4,
+                        "layer_types": ["sliding_attention", "full_attention"] * 2,
+                    },
+                    {"compress": "int8-channel", "sliding": "ring"},
+                    2,
+                ),
+                (
+                    "zaya",
+                    {"num_hidden_layers": 4},
+                    {"compress": "lut6", "layers_per_shard": 2, "states": "packed"},
+                    1,
+                ),
+                (
+                    "zaya",
+                    {"num_experts": 2, "num_hidden_layers": 2},
+                    {"compress": "int8-tensor", "moe": "routed"},
+                    4,
+                ),
+                ("phi3", {}, {"compress": "int8-tensor"}, 1),
+            )
+        ),
     ],
 )
 def test_every_stamped_shard_is_the_bytes_of_its_conversion(
@@ -107,11 +115,9 @@ def tiny_values(t, at):
     t[f"{at}.self_attn.k_proj.bias"][:7] = torch.tensor(-2e-8)
 
 
-@pytest.fixture(scope="module")
-def odd(exports, tmp_path_factory):
-    """A float32 checkpoint of which every layer but two holds what a converter treats specially."""
-    path = tmp_path_factory.mktemp("odd") / "c"
-    tricks = [ones, None, no_bias, equal, nearly_equal, double, tiny_values, ones]
+def odd(path, *tricks):
+    """A float32 checkpoint of as many layers as tricks, which give them what a converter treats
+    specially; None: an ordinary layer."""
     tiny.random(path, "qwen2", num_hidden_layers=len(tricks), dtype="float32")
     tensors = load_file(path / "model.safetensors")
     for layer, trick in enumerate(tricks):
@@ -121,36 +127,39 @@ def odd(exports, tmp_path_factory):
     return path
 
 
-def test_weights_that_a_converter_looks_at_are_converted_and_give_the_same_bundle(odd, tmp_path):
-    made = export(odd, tmp_path / "stamped", progress=False, max_seq_len=16, compress="int8-tensor")
-    plain = export(
-        odd, tmp_path / "plain", progress=False, plain=True, max_seq_len=16, compress="int8-tensor"
-    )
-    assert set(how(plain).values()) == {"converted"}
+TRICKS = [ones, None, no_bias, equal, nearly_equal, double, tiny_values, ones]
+INT8 = {"max_seq_len": 16, "compress": "int8-tensor", "progress": False}
+
+
+def test_weights_that_a_converter_looks_at_are_converted(tmp_path):
+    checkpoint = odd(tmp_path / "c", *TRICKS)
+    made = export(checkpoint, tmp_path / "stamped", verify_stamps=ALL, **INT8)
     assert [how(made)[f"layers_{i:02d}_{i:02d}"] for i in range(8)] == [
         *["converted"] * 6,
         "stamped",
         "converted",
     ]
+
+
+@pytest.mark.exhaustive
+def test_weights_that_a_converter_looks_at_give_the_same_bundle(tmp_path):
+    checkpoint = odd(tmp_path / "c", *TRICKS)
+    made = export(checkpoint, tmp_path / "stamped", **INT8)
+    plain = export(checkpoint, tmp_path / "plain", plain=True, **INT8)
+    assert set(how(plain).values()) == {"converted"}
     assert files(made) == files(plain) and made.identity == plain.identity
     for a, b in zip(made.manifest.shards, plain.manifest.shards, strict=True):
         assert a.model_copy(update={"how": "converted"}) == b
 
 
-@pytest.mark.parametrize("guard", ["_refuse_twins", "_neutral"])
+@pytest.mark.parametrize(("guard", "trick"), [("_refuse_twins", equal), ("_neutral", ones)])
 def test_without_its_guard_a_stamped_shard_differs_and_verifying_says_so(
-    odd, tmp_path, monkeypatch, guard
+    tmp_path, monkeypatch, guard, trick
 ):
     monkeypatch.setattr(template, guard, lambda *_: None)
-    with pytest.raises(InputError, match="stamped shard layers_0.*other bytes"):
-        export(
-            odd,
-            tmp_path / "b",
-            progress=False,
-            verify_stamps=ALL,
-            max_seq_len=16,
-            compress="int8-tensor",
-        )
+    checkpoint = odd(tmp_path / "c", None, trick)
+    with pytest.raises(InputError, match="stamped shard layers_01_01.*other bytes"):
+        export(checkpoint, tmp_path / "b", verify_stamps=ALL, **INT8)
     assert not (tmp_path / "b").exists()
     assert not (tmp_path / ".b.partial").exists()
 
@@ -186,9 +195,8 @@ def test_a_template_that_does_not_give_its_own_shard_back_is_not_used(
 
 def test_conversions_of_one_process_do_not_depend_on_what_came_before(exports, tmp_path):
     source = exports.checkpoint("llama", num_hidden_layers=1)
-    first, second = (
-        export(source, tmp_path / n, progress=False, plain=True, max_seq_len=16) for n in "ab"
-    )
+    first, second = (export(source, tmp_path / n, progress=False, max_seq_len=16) for n in "ab")
+    assert set(how(second).values()) == {"converted"}
     assert files(first) == files(second)
 
 
