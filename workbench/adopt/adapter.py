@@ -125,7 +125,9 @@ class Adapter:
         state = {}
         for index in self.stateful:
             owner = self.owner(index)
-            models = [self.model(index, f) for f in self.foreign.parts[index].functions]
+            models = []
+            for f in self.foreign.parts[index].functions:
+                models.append(self.model(index, f))
             most = max(models, key=lambda model: len(model.program.states))
             state.setdefault(owner, most.make_state())
         return state
@@ -289,7 +291,9 @@ class Adapter:
 
     def read(self, state: dict) -> dict[tuple, np.ndarray]:
         """A copy of every state tensor, by part and name."""
-        names = {(entry.part, entry.name) for entry in self.foreign.states}
+        names = set()
+        for entry in self.foreign.states:
+            names.add((entry.part, entry.name))
         return {key: np.array(state[key[0]].read(key[1])) for key in names}
 
     def write(self, state: dict, values: dict[tuple, np.ndarray]) -> None:
@@ -353,5 +357,7 @@ class Adapter:
 
 def _joined(before: dict[str, list], outputs: dict[str, list], hidden) -> dict[str, list]:
     """Outputs by kind of parts that run one after the other; the hidden states are the newest."""
-    kinds = {kind: before.get(kind, []) + values for kind, values in outputs.items()}
+    kinds = {}
+    for kind, values in outputs.items():
+        kinds[kind] = before.get(kind, []) + values
     return before | kinds | {"hidden": outputs.get("hidden", [hidden])}

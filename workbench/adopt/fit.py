@@ -15,7 +15,9 @@ def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
     feature = next(f for f in program.description.input if f.name == name)
     array = feature.type.multiArrayType
     if ranges := array.shapeRange.sizeRanges:
-        ends = [(r.lowerBound, r.upperBound if r.upperBound >= 0 else UNBOUNDED) for r in ranges]
+        ends = []
+        for r in ranges:
+            ends.append((r.lowerBound, r.upperBound if r.upperBound >= 0 else UNBOUNDED))
         return [range(low, high + 1) for low, high in ends]
     if shapes := [list(s.shape) for s in array.enumeratedShapes.shapes]:
         return [tuple(sorted(set(axis))) for axis in zip(*shapes)]
@@ -40,7 +42,10 @@ def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> N
             _names(where, "output", program.outputs, part.outputs)
             for name in program.inputs:
                 _input(f"{where} input {name!r}", part, function, name, program)
-            entries = {s.name: s for s in foreign.states if s.part in (None, index)}
+            entries = {}
+            for s in foreign.states:
+                if s.part in (None, index):
+                    entries[s.name] = s
             _names(where, "state", program.states, entries)
             for name, kind in program.states.items():
                 _state(f"{where} state {name!r}", entries[name], kind.shape)

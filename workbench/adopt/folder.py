@@ -144,7 +144,10 @@ class Adopted:
         """SHA-256 over the description and every file of the packages."""
         text = self.foreign.model_dump_json()
         for path in dict.fromkeys(part.package for part in self.foreign.parts):
-            files = [file for file in sorted(self.path(path).rglob("*")) if file.is_file()]
+            files = []
+            for file in sorted(self.path(path).rglob("*")):
+                if file.is_file():
+                    files.append(file)
             text += "".join(map(sha256, files))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -158,10 +161,13 @@ class Adopted:
         name = foreign.exporter or self.root.name
         if source:
             name = paths.model_name(source.path)
-        size, table = 0, foreign.embedding.file and self.path(foreign.embedding.file)
+        size = 0
+        table = foreign.embedding.file and self.path(foreign.embedding.file)
         if table and table.is_file():
             size = table.stat().st_size
-        shards = [self._shard(index) for index in range(len(foreign.parts))]
+        shards = []
+        for index in range(len(foreign.parts)):
+            shards.append(self._shard(index))
         hidden = source.config.hidden_size if source else 0
         options = replace(options_of(foreign, self.stateful), compress=self._compress(shards))
         return SimpleNamespace(
@@ -185,7 +191,10 @@ class Adopted:
             kind = "head"
         else:
             kind = "embedding"
-        own = [s for s in self.foreign.states if s.part == index or (s.part is None and first)]
+        own = []
+        for s in self.foreign.states:
+            if s.part == index or (s.part is None and first):
+                own.append(s)
         states = {}
         for entry in own:
             sizes = dict(zip(entry.axes, self._shape_of(entry.name)))

@@ -46,7 +46,9 @@ def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.T
     inputs of the description."""
     departure = trace.Departure()
     ranges = {p: trace.Ranges() for p in trace.ORDER}
-    adapters = {p: Adapter(adopted, "portable", p) for p in trace.ORDER}
+    adapters = {}
+    for p in trace.ORDER:
+        adapters[p] = Adapter(adopted, "portable", p)
     ids = ids or passes.prompt(adapters["exact"])
     with ExitStack() as contexts:
         for precision, adapter in adapters.items():

@@ -73,7 +73,10 @@ def validate(
     exact = Adapter(adopted, "portable", "exact")
     chosen = Adapter(adopted, runtime, precision, compute_units)
     ids = (ids or passes.prompt(exact)) if stored is None else stored.ids
-    by_T = {T: passes.run(exact, ids, T) for T in exact.tiles if T <= len(ids)}
+    by_T = {}
+    for T in exact.tiles:
+        if T <= len(ids):
+            by_T[T] = passes.run(exact, ids, T)
     if checkpoint is None:
         own = stored
         note = "; the golden's weights are the checkpoint's: compression counts too"
@@ -100,7 +103,8 @@ def validate(
 
 
 def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
-    theirs, ours = stored.meta["checkpoint"], checkpoint.sha256
+    theirs = stored.meta["checkpoint"]
+    ours = checkpoint.sha256
     reason = f"golden of checkpoint {theirs[:12]}, packages of {ours[:12]}"
     return gates.holds("golden_is_of_this_checkpoint", theirs == ours, reason)
 
@@ -168,7 +172,10 @@ def explain(adopted: Adopted, progress: bool = False) -> Cause:
     fits = variants.fitting(frame, FITS)
     passed = {T: own} | {t: passes.run(adapter, ids, t) for t in adapter.tiles if t <= len(ids)}
     checks = [adopted_gates.causality(adapter), adopted_gates.same_for_every_T(adapter, passed)]
-    faults = [f"{g.name}: {g.reason}" for g in checks if g.verdict == gates.RED]
+    faults = []
+    for g in checks:
+        if g.verdict == gates.RED:
+            faults.append(f"{g.name}: {g.reason}")
     return Cause(frame, fits, faults)
 
 

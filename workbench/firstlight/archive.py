@@ -49,7 +49,8 @@ def members(result: dict, folder: Path) -> dict[str, bytes]:
 
 def _anonymous_table(data: bytes, names: set[str]) -> bytes:
     """A Parquet file with every text anonymous; JSON stays valid JSON."""
-    table, out = pq.read_table(io.BytesIO(data)), io.BytesIO()
+    table = pq.read_table(io.BytesIO(data))
+    out = io.BytesIO()
     for index, field in enumerate(table.schema):
         if field.type == pa.string() and field.name != "run_id":
             texts = []

@@ -27,7 +27,10 @@ def ladder_cases() -> list[dict]:
     for name in ("state", "range"):
         for units in ("ALL", "CPU_AND_GPU"):
             cases.append({"rung": name, "units": units})
-    plans = [case | {"ask": "plan"} for case in cases if case["units"] == "CPU_AND_NE"]
+    plans = []
+    for case in cases:
+        if case["units"] == "CPU_AND_NE":
+            plans.append(case | {"ask": "plan"})
     return [case | {"ask": "run"} for case in cases] + plans
 
 
@@ -36,7 +39,8 @@ def measure_rung(case: dict, job: Job) -> dict:
     times; or Core ML's plan for it."""
     rung = rungs.ladder()[case["rung"]]
     bundle = rungs.bundle_of(rung, job.folder)
-    shard, units = rungs.shard_of(rung, bundle), case["units"]
+    shard = rungs.shard_of(rung, bundle)
+    units = case["units"]
     if case["ask"] == "plan":
         return _plan(bundle, shard, units, job)
     digest = rungs.digest(bundle.package(shard))
@@ -59,7 +63,9 @@ def measure_rung(case: dict, job: Job) -> dict:
 def _plan(bundle: Bundle, shard: Shard, units: str, job: Job) -> dict:
     runtime, fault = named(job.runtime)
     planned = placement.plan_main(plan_job(bundle, [shard], runtime, units, fault))
-    counts = {name: sum(p[name] or 0 for p in planned) for name in ("ops", "ane", "cpu", "gpu")}
+    counts = {}
+    for name in ("ops", "ane", "cpu", "gpu"):
+        counts[name] = sum(p[name] or 0 for p in planned)
     return counts | {"cost_ane": planned[0]["cost_ane"], "source": planned[0]["source"]}
 
 

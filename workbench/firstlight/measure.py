@@ -100,7 +100,8 @@ def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: P
     job = {"stage": stage, "runtime": runtime, "folder": str(folder), "lines": str(lines)}
     cases, rows = STAGES[stage].cases(), []
     while len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1:
-        function, argument = "workbench.firstlight.stages:stage_main", job | {"skip": len(rows)}
+        function = "workbench.firstlight.stages:stage_main"
+        argument = job | {"skip": len(rows)}
         outcome = process.call(function, argument, timeout_s=round(left, 1))
         notes += outcome.value or outcome.lines
         rows = read_lines(lines, stage)

@@ -124,7 +124,8 @@ def run_calls(bundle: Bundle, model: Model) -> Iterator[tuple[int, np.ndarray]]:
     offset = 0
     for seed, T in enumerate(tokens_per_call(bundle), 1):
         inputs = call_inputs(bundle, model.shard, T, offset, seed)
-        outputs, offset = model.predict(inputs, state), offset + T
+        outputs = model.predict(inputs, state)
+        offset = offset + T
         yield T, outputs[next(iter(model.shard.outputs))]
 
 
@@ -149,7 +150,9 @@ def _rms(values: np.ndarray) -> float:
 
 def portable_results(bundle: Bundle, shard: Shard) -> list[Expected]:
     """One result for each call of a rung, by the portable runtime."""
-    models = [load_shard(bundle, shard, "portable", precision=p) for p in ("declared", "narrow")]
+    models = []
+    for p in ("declared", "narrow"):
+        models.append(load_shard(bundle, shard, "portable", precision=p))
     declared, narrow = (run_calls(bundle, model) for model in models)
     results = []
     for (_, output), (_, other) in zip(declared, narrow):

@@ -102,7 +102,9 @@ def measure_fact(case: dict, job: Job) -> dict:
         return {"status": "not_measured", "reason": "Core ML alone lists its compute devices"}
     kinds = coremltools().models.compute_device
     devices = kinds.MLComputeDevice.get_all_compute_devices()
-    cores = [getattr(one, "total_core_count", None) for one in devices]
+    cores = []
+    for one in devices:
+        cores.append(getattr(one, "total_core_count", None))
     names = [type(one).__name__ for one in devices]
     return {"devices": names, "cores": cores}
 
@@ -125,7 +127,10 @@ def measure_golden(case: dict, job: Job) -> dict:
     decoder = Decoder(bundle, job.runtime, compute_units=case["units"])
     result = validate(decoder, golden, reference=reference)
     names = "name", "verdict", "value", "threshold", "reason"
-    gates = [runs.pick(gate.json(), *names) for gate in result.gates if gate.verdict != "not_run"]
+    gates = []
+    for gate in result.gates:
+        if gate.verdict != "not_run":
+            gates.append(runs.pick(gate.json(), *names))
     return {"verdict": result.verdict, "gates": gates, "worst_cosine": result.worst["cosine"]}
 
 

@@ -114,7 +114,9 @@ def _timed(
     row |= {"command": "first-light times", "T": case["T"]}
     row |= about | columns | {"config": config}
     run_id = runs.record_run(EXPERIMENT, row, root=job.folder / "log", samples=calls)
-    medians = {name: median(samples[name]) for name in ("wall_ms", "native_ms", "cpu_ms")}
+    medians = {}
+    for name in ("wall_ms", "native_ms", "cpu_ms"):
+        medians[name] = median(samples[name])
     energy = runs.pick(about, "ane_joules", "ane_active_ms") | {"energy_reason": reason}
     p90 = float(samples["wall_ms"].quantile(0.9))
     share = {"ane_ops_share": columns.get("ane_ops_share"), "invalid": columns.get("reason")}

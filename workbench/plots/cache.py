@@ -55,7 +55,9 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
     ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call")
     label_cells(ax.xaxis, slots)
-    names = [f"T = {T}, pos {starts[call]:g}" for call, T in calls.items()]
+    names = []
+    for call, T in calls.items():
+        names.append(f"T = {T}, pos {starts[call]:g}")
     label_cells(ax.yaxis, names, 24)
     ax.grid()
     return heading(ax, "cache rows changed by each call")

@@ -109,7 +109,8 @@ def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
     for name, line in calls.groupby(lines, sort=True):
         stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
-        ms, at = stretches["value"], stretches["elapsed_s"].mean()
+        ms = stretches["value"]
+        at = stretches["elapsed_s"].mean()
         (drawn,) = ax.plot(at, ms.median(), marker="", label=f"{lines} = {name}")
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)

@@ -176,7 +176,9 @@ class View:
     def _label(self, ax: Axes, positions: list) -> None:
         """Names positions by their tokens and draws the boundary; logits have no layer labels."""
         if self.tokens is not None and len(positions) <= MAX_TOKEN_LABELS:
-            names = [_printable(self.tokens[position]) for position in positions]
+            names = []
+            for position in positions:
+                names.append(_printable(self.tokens[position]))
             label_cells(ax.xaxis, names, MAX_TOKEN_LABELS)
             ax.tick_params(axis="x", rotation=90)
             for text in ax.get_xticklabels():

@@ -124,7 +124,9 @@ def _subtitle(figure: Figure, about: str) -> str:
     if about:
         if not figure.get_suptitle():
             first.set_title("")
-        parts = [part.replace(" ", "\N{NO-BREAK SPACE}") for part in about.split(" · ")]
+        parts = []
+        for part in about.split(" · "):
+            parts.append(part.replace(" ", "\N{NO-BREAK SPACE}"))
         whole = " · ".join(parts)
         letters = int(17 * figure.get_figwidth())
         lines = textwrap.wrap(whole, letters, break_on_hyphens=False)
