@@ -1,2 +1,2 @@
-"""Stateful packages of other exporters, described by one small file, `foreign.yaml`, run and
-checked like bundles of our own."""
+"""Runs and checks stateful packages of other exporters, which a small file, `foreign.yaml`,
+describes."""

@@ -1,4 +1,4 @@
-"""Adopted packages behind the smallest interface that all gates need: `begin`, `advance`, `kv`."""
+"""Runs adopted packages through the interface that all gates use: `begin`, `advance`, `kv`."""
 
 import time
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from workbench.runtime import named as named_runtime
 from workbench.runtime import resolve
 from workbench.runtime.package import load_package
 
-EMBEDDING = "embedding"  # the name of the embedding table among the weights that packages hold
+EMBEDDING = "embedding"  # name of the embedding table among the packages' weights
 
 
 @dataclass
 class Result:
-    """What a call gives for its T tokens: `logits` [T, V], or the `top` token [T] and its logit
-    `value` [T] where the argmax is inside, or nothing."""
+    """The outputs of a call of T tokens: `logits` [T, V], or the `top` token [T] and its logit
+    `value` [T] if the package contains the argmax, or None."""
 
     logits: np.ndarray | None = None
     top: np.ndarray | None = None
@@ -37,8 +37,8 @@ class Adapter:
     """Runs adopted packages.
 
     Args:
-        adopted: the opened folder; its checkpoint is needed where the host embeds tokens or makes
-            rope tables.
+        adopted: the opened folder; its checkpoint is needed if the host looks up embeddings or
+            computes rope tables.
         runtime, precision, compute_units: as in `Decoder`.
     """
 
@@ -70,8 +70,8 @@ class Adapter:
         return self.models[key]
 
     def functions(self, T: int, start: int) -> list[Function] | None:
-        """The function that every part with a state takes for T tokens at `start`; None where one
-        has none."""
+        """The function of every part with a state for T tokens at `start`; None if a part has
+        none."""
         chosen = []
         for index in self.stateful:
             fitting = (f for f in self.foreign.parts[index].functions if self._fits(f, T, start))
@@ -84,22 +84,22 @@ class Adapter:
 
     @cached_property
     def tiles(self) -> list[int]:
-        """The T of the calls that gates make: 1 to 4, the smallest and the largest of every
-        function, at most `LARGEST_TILE` where it takes any number."""
-        ends = set()
+        """The T of the gates' calls: 1 to 4, and the smallest and largest of every function, at
+        most `LARGEST_TILE` if T varies."""
+        ends, starts = {1, 2, 3, 4}, {0}
+        for part in self.foreign.parts:
+            starts.update(f.first for f in part.functions)
         for index in self.stateful:
             for f in self.foreign.parts[index].functions:
-                ends |= {f.t_min, largest_tile(f), *range(1, 5)}
-        starts = {0, *(f.first for p in self.foreign.parts for f in p.functions)}
+                ends |= {f.t_min, largest_tile(f)}
         return sorted(T for T in ends if any(self.functions(T, start) for start in starts))
 
     def plan(self, count: int, T: int, start: int = 0, logits: str = "") -> list[int]:
-        """Sizes of consecutive calls that cover `count` tokens from `start` on: T wherever a
-        function takes it, else the largest smaller size; with `logits` the `last` or `every` call
-        gives some.
+        """Sizes of consecutive calls for `count` tokens from `start` on: T if a function takes it,
+        else the largest smaller size. `logits` is the `last` or `every` call that must give logits.
 
         Raises:
-            InputError: no function takes what is left.
+            InputError: no function takes the remaining tokens.
         """
         sizes, stop = [], start + count
         while start < stop:
@@ -109,9 +109,10 @@ class Adapter:
                 if chosen and (chosen[-1].logits or not silent):
                     break
             else:
+                most = min(T, stop - start)
                 raise InputError(
                     schema.FILE,
-                    f"no function for {min(T, stop - start)} or fewer tokens at position {start}",
+                    f"no function for {most} or fewer tokens at position {start}",
                     f"calls up to position {stop}, of a context of {self.context}",
                     "shorten the prompt, or correct t_min, t_max, first and until",
                 )
@@ -120,17 +121,19 @@ class Adapter:
         return sizes
 
     def begin(self) -> dict:
-        """A fresh state: one for all parts that share it, one for each part that does not."""
+        """A fresh state: one for all parts that share it, and one for each other part."""
         state = {}
         for index in self.stateful:
             owner = self.owner(index)
-            models = [self.model(index, f) for f in self.foreign.parts[index].functions]
+            models = []
+            for f in self.foreign.parts[index].functions:
+                models.append(self.model(index, f))
             most = max(models, key=lambda model: len(model.program.states))
             state.setdefault(owner, most.make_state())
         return state
 
     def owner(self, part: int) -> int | None:
-        """The part that a state of `part` is filed under: None where it is shared."""
+        """The key of a part's state in `begin`: the part, or None for the shared state."""
         own = any(state.part == part for state in self.foreign.states)
         return part if own else None
 
@@ -146,19 +149,16 @@ class Adapter:
         return Result()
 
     def run_body(self, state: dict, ids, start: int) -> tuple[dict[str, list], Function]:
-        """Runs the parts up to the last one with a state, whose function comes with their outputs
-        by kind, each [T, …]."""
+        """Runs the parts up to the last one with a state; returns their outputs [T, …] by kind, and
+        that part's function."""
         ids, T = np.asarray(ids, np.int64), len(ids)
         if self.adopted.vocabulary:
             checks.token_ids(ids, self.adopted.vocabulary)
         chosen = self.functions(T, start)
         if chosen is None:
-            raise InputError(
-                "call",
-                f"{T} tokens at position {start}",
-                "a number that a function takes there",
-                f"see functions in {schema.FILE}",
-            )
+            actual = f"{T} tokens at position {start}"
+            step = f"see functions in {schema.FILE}"
+            raise InputError("call", actual, "a number that a function takes there", step)
         functions, self.ms = dict(zip(self.stateful, chosen, strict=True)), []
         by_kind = {"hidden": [self.embed(ids)]} if self.host_embeds else {}
         for index in range(self.stateful[-1] + 1):
@@ -175,7 +175,7 @@ class Adapter:
         return by_kind, chosen[-1]
 
     def run_heads(self, by_kind: dict[str, list], ids: Sequence[int], start: int) -> dict:
-        """The parts behind the last one with a state."""
+        """Runs the parts after the last one with a state."""
         ids = np.asarray(ids, np.int64)
         for index in range(self.stateful[-1] + 1, len(self.foreign.parts)):
             hidden = by_kind["hidden"][0]
@@ -184,7 +184,8 @@ class Adapter:
 
     @staticmethod
     def result(pieces: dict[str, list[np.ndarray]]) -> Result:
-        """Slices of logits joined; of per-slice top tokens the one with the largest logit."""
+        """The slices of logits joined, or of the slices' top tokens the one with the largest
+        logit."""
         if "logits" in pieces:
             return Result(logits=np.concatenate(pieces["logits"], axis=1))
         if "top" not in pieces:
@@ -198,32 +199,29 @@ class Adapter:
         return Result(top=top, value=value)
 
     def _in_columns(self, index: int, ids, hidden, start: int) -> dict[str, list[np.ndarray]]:
-        """A part without a state over all tokens, in as many calls as its functions need; a call
-        that is larger than what is left is filled up with copies of the last token."""
+        """Runs a part without a state over all tokens, in as many calls as its functions need; a
+        call with more columns than tokens remain is padded with copies of the last token."""
         functions = self.foreign.parts[index].functions
-        results = []
+        smallest = min(functions, key=lambda f: f.t_min)
+        pieces: dict[str, list[list]] = {}  # kind → for each output its arrays, one per call
         done = 0
         while done < len(ids):
             left = len(ids) - done
-            f = max(
-                (f for f in functions if f.t_min <= left),
-                key=lambda f: f.t_max,
-                default=min(functions, key=lambda f: f.t_min),
-            )
+            fitting = [f for f in functions if f.t_min <= left]
+            f = max(fitting, key=lambda f: f.t_max, default=smallest)
             size = max(f.t_min, min(f.t_max, left))
             columns = np.minimum(done + np.arange(size), len(ids) - 1)
             inner = None if hidden is None else hidden[columns]
             by_kind = self._call(index, f, None, ids[columns], inner, start + done)
-            count = min(size, left)
-            results.append({name: [v[:count] for v in values] for name, values in by_kind.items()})
-            done += count
-        return {
-            name: [np.concatenate(parts) for parts in zip(*(r[name] for r in results))]
-            for name in results[0]
-        }
+            for kind, values in by_kind.items():
+                arrays = pieces.setdefault(kind, [[] for _ in values])
+                for array, value in zip(arrays, values, strict=True):
+                    array.append(value[: min(size, left)])
+            done += min(size, left)
+        return {kind: list(map(np.concatenate, arrays)) for kind, arrays in pieces.items()}
 
     def _call(self, index: int, function: Function, raw, ids, hidden, start: int) -> dict:
-        """One call of a part: its outputs by their kind, each with the tokens first."""
+        """The outputs of one call of a part by kind, each with the axis of tokens first."""
         part = self.foreign.parts[index]
         model = self.model(index, function)
         feeds = {}
@@ -247,7 +245,7 @@ class Adapter:
         return by_kind
 
     def feed(self, entry: Input, program, name: str, ids, hidden, start: int) -> np.ndarray:
-        """The array of one input, with the axes that the package wants."""
+        """The array of one input, in the package's axes."""
         T, kind = len(ids), entry.kind
         if kind == "constant":
             shape = [size[0] for size in fit.sizes(program, name)]
@@ -269,7 +267,7 @@ class Adapter:
         return arrange(values[kind](), DIMS[kind], entry.axes)
 
     def kv(self, state: dict, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer, [H_kv, rows, D] each, rows as they lie in the cache."""
+        """Keys and values of a layer, [H_kv, rows, D] each, in the order of the cache's rows."""
         rows = {}
         for entry in self.foreign.states:
             if layer in entry.layers:
@@ -286,18 +284,20 @@ class Adapter:
         return rows["k"].astype(np.float32), rows["v"].astype(np.float32)
 
     def positions(self, layer: int, count: int, end: int) -> np.ndarray:
-        """The position that each of the `count` cache rows of a layer holds after `end` tokens, −1
-        where none."""
+        """The position in each of the `count` cache rows of a layer after `end` tokens, −1 in an
+        empty row."""
         rule = next(entry.rows for entry in self.foreign.states if layer in entry.layers)
         return row_positions(rule, count, end)
 
     def read(self, state: dict) -> dict[tuple, np.ndarray]:
         """A copy of every state tensor, by part and name."""
-        names = {(entry.part, entry.name) for entry in self.foreign.states}
+        names = set()
+        for entry in self.foreign.states:
+            names.add((entry.part, entry.name))
         return {key: np.array(state[key[0]].read(key[1])) for key in names}
 
     def write(self, state: dict, values: dict[tuple, np.ndarray]) -> None:
-        """Puts values that `read` gave into a state."""
+        """Writes values of `read` into a state."""
         for (part, name), value in values.items():
             state[part].write(name, value)
 
@@ -305,22 +305,19 @@ class Adapter:
     def reference(self):
         """Hugging Face's model without weights: its rope and the scale of its embeddings."""
         if self.checkpoint is None:
-            raise InputError(
-                "checkpoint",
-                "none",
-                "the configuration that rope tables and embeddings come from",
-                f"give --checkpoint, or write it in {schema.FILE}",
-            )
+            needed = "the configuration that rope tables and embeddings come from"
+            step = f"give --checkpoint, or write it in {schema.FILE}"
+            raise InputError("checkpoint", "none", needed, step)
         return golden.empty_model(self.checkpoint.config).model
 
     @property
     def host_embeds(self) -> bool:
-        """Whether the first part takes embeddings, not token ids."""
+        """Whether the first part reads embeddings instead of token ids."""
         return any(entry.kind == "hidden" for entry in self.foreign.parts[0].inputs.values())
 
     @cached_property
     def table(self) -> np.ndarray:
-        """The table [V, C] that the host looks embeddings up in, before its scale."""
+        """The embedding table [V, C] of the host, without the scale of embeddings."""
         entry = self.foreign.embedding
         C = self.reference.config.hidden_size
         if entry.file is None:
@@ -360,5 +357,7 @@ class Adapter:
 
 def _joined(before: dict[str, list], outputs: dict[str, list], hidden) -> dict[str, list]:
     """Outputs by kind of parts that run one after the other; the hidden states are the newest."""
-    kinds = {kind: before.get(kind, []) + values for kind, values in outputs.items()}
+    kinds = {}
+    for kind, values in outputs.items():
+        kinds[kind] = before.get(kind, []) + values
     return before | kinds | {"hidden": outputs.get("hidden", [hidden])}

@@ -24,7 +24,10 @@ DIMS = {
 def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
     """`value`, whose axes are `dims`, with the axes that a package declares; `E` counts what `S`
     does, and a dim of size 1 may have no letter."""
-    letters = ["S" if axis == "E" else axis for axis in axes if isinstance(axis, str)]
+    letters = []
+    for axis in axes:
+        if isinstance(axis, str):
+            letters.append("S" if axis == "E" else axis)
     value = value.reshape([n for n, dim in zip(value.shape, dims) if dim in letters])
     dims = [dim for dim in dims if dim in letters]
     value = value.transpose([dims.index(letter) for letter in letters])

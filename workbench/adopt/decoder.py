@@ -1,4 +1,4 @@
-"""Adopted packages behind the interface of `workbench.decode.Decoder`, and what opens either."""
+"""A `Decoder` of adopted packages, and functions that open bundles or adopted packages."""
 
 import time
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from workbench.runtime import named
 
 
 class AdoptedDecoder(Decoder):
-    """Runs adopted packages, one sequence: `begin`, `prefill`, `decode_one_token`, `stream`,
-    `advance` and `logits` as a bundle's decoder has them. Snapshots are the adapter's own.
+    """Runs one sequence through adopted packages: `begin`, `prefill`, `decode_one_token`, `stream`,
+    `advance` and `logits` as in `Decoder`. Snapshots are the adapter's own.
 
-    What the packages leave open is −inf: with the argmax inside, logits of all tokens but the top
-    one (`gives_logits` is False then).
+    If the packages contain the argmax, `gives_logits` is False and the logits of all tokens but the
+    top one are −inf.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class AdoptedDecoder(Decoder):
         self.state, self.ids, self.offsets = self.adapter.begin(), [[]], np.zeros(1, int)
 
     def advance(self, chunk: list[Sequence[int]], T: int) -> np.ndarray:
-        """Runs every package up to the last with a state over `chunk[0]`; returns what it hands on:
-        hidden states [1, C, T], or logits [1, V, T] where no package follows."""
+        """Runs every package up to the last with a state over `chunk[0]`; returns hidden states
+        [1, C, T], or logits [1, V, T] if no package follows."""
         (ids,), start = chunk, int(self.offsets[0])
         by_kind, function = self.adapter.run_body(self.state, ids, start)
         for ms, cpu_ms in self.adapter.ms:
@@ -78,7 +78,7 @@ class AdoptedDecoder(Decoder):
         return self._scores(by_kind).T[None]
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
-        """What `advance` gave [1, X, T] → logits [1, T, V]; nan where the call's function gives
+        """Logits [1, T, V] from the result of `advance` [1, X, T]; nan if the call's function gives
         none."""
         start = time.perf_counter()
         cpu_start = time.thread_time()
@@ -93,7 +93,7 @@ class AdoptedDecoder(Decoder):
         return rows[None]
 
     def _scores(self, by_kind: dict) -> np.ndarray:
-        """Logits [T, V], −inf where the packages say nothing of a token."""
+        """Logits [T, V], −inf for tokens of which the packages give none."""
         result = self.adapter.result(by_kind)
         if result.logits is not None:
             return result.logits
@@ -103,7 +103,7 @@ class AdoptedDecoder(Decoder):
         return scores
 
     def sizes(self, count: int, tile: int | None = None, logits: str = "last") -> list[int]:
-        """Tokens of the calls that `count` tokens behind the running sequence take."""
+        """The sizes of the calls that continue the sequence by `count` tokens."""
         tile = tile or self.options.t_max
         return self.adapter.plan(count, tile, int(self.offsets[0]), logits)
 
@@ -132,11 +132,11 @@ class AdoptedDecoder(Decoder):
 
 
 def open_folder(path: str | Path, checkpoint: Path | None = None) -> Bundle | Adopted:
-    """The bundle at `path`, or the adopted packages; `checkpoint` stands in for the one that a
-    `foreign.yaml` names.
+    """The bundle or the adopted packages at `path`; `checkpoint` replaces the one in
+    `foreign.yaml`.
 
     Raises:
-        InputError: neither is there, or it is damaged or does not fit its packages.
+        InputError: neither is there, it is damaged, or it does not fit its packages.
     """
     if paths.adopted(path):
         return Adopted.open(path, checkpoint)
@@ -144,14 +144,13 @@ def open_folder(path: str | Path, checkpoint: Path | None = None) -> Bundle | Ad
 
 
 def open_decoder(folder: Bundle | Adopted, *arguments, **options) -> Decoder:
-    """What runs an opened folder; arguments as `Decoder` has them."""
-    return (AdoptedDecoder if isinstance(folder, Adopted) else Decoder)(
-        folder, *arguments, **options
-    )
+    """The decoder of an opened folder; arguments as of `Decoder`."""
+    kind = AdoptedDecoder if isinstance(folder, Adopted) else Decoder
+    return kind(folder, *arguments, **options)
 
 
 def folder_unverified(path: Path) -> Bundle | Adopted:
-    """What lies at `path`, by its description alone."""
+    """The bundle or adopted packages at `path`; only the description is read."""
     if paths.adopted(path):
         return Adopted(path.resolve(), schema.load(path / schema.FILE))
     return Bundle(path, read_manifest(paths.bundle(path) / paths.BUNDLE))

@@ -1,4 +1,4 @@
-"""Whether a `foreign.yaml` fits the packages that it names, before anything runs."""
+"""Checks a `foreign.yaml` against the packages that it names, before anything runs."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,14 @@ UNBOUNDED = 1 << 31
 
 
 def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
-    """The sizes that each axis of an input may have: one, a range, those of all enumerated
+    """The allowed sizes of each axis of an input: one, a range, or those of the enumerated
     shapes."""
     feature = next(f for f in program.description.input if f.name == name)
     array = feature.type.multiArrayType
     if ranges := array.shapeRange.sizeRanges:
-        ends = [(r.lowerBound, r.upperBound if r.upperBound >= 0 else UNBOUNDED) for r in ranges]
+        ends = []
+        for r in ranges:
+            ends.append((r.lowerBound, r.upperBound if r.upperBound >= 0 else UNBOUNDED))
         return [range(low, high + 1) for low, high in ends]
     if shapes := [list(s.shape) for s in array.enumeratedShapes.shapes]:
         return [tuple(sorted(set(axis))) for axis in zip(*shapes)]
@@ -23,8 +25,10 @@ def sizes(program: miltorch.Program, name: str) -> list[Sequence[int]]:
 
 
 def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> None:
-    """Refuses what the packages contradict, whose `programs` are those of every part's functions:
-    names, ranks and sizes of inputs, outputs and states, T of functions, layers without a cache.
+    """Refuses a description that the packages contradict.
+
+    Names, ranks and sizes of inputs, outputs and states, and T of functions are compared with
+    `programs`, the programs of every part's functions. Every layer must have a cache.
 
     Raises:
         InputError: names the first value that does not fit.
@@ -38,7 +42,10 @@ def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> N
             _names(where, "output", program.outputs, part.outputs)
             for name in program.inputs:
                 _input(f"{where} input {name!r}", part, function, name, program)
-            entries = {s.name: s for s in foreign.states if s.part in (None, index)}
+            entries = {}
+            for s in foreign.states:
+                if s.part in (None, index):
+                    entries[s.name] = s
             _names(where, "state", program.states, entries)
             for name, kind in program.states.items():
                 _state(f"{where} state {name!r}", entries[name], kind.shape)
@@ -62,7 +69,7 @@ def check(foreign: Foreign, programs: Sequence[Sequence[miltorch.Program]]) -> N
 
 
 def _caches(foreign: Foreign, packaged: set[str]) -> None:
-    """Every layer has keys and values once; every state belongs to a part that has it."""
+    """Refuses layers without keys and values or with several, and states that no part has."""
     names = [(state.part, state.name) for state in foreign.states]
     if twice := sorted({name for part, name in names if names.count((part, name)) > 1}):
         _refuse(f"state {twice[0]!r}", "described twice", "once for all parts, or `part` for each")
@@ -81,15 +88,12 @@ def _caches(foreign: Foreign, packaged: set[str]) -> None:
 
 def _names(where: str, what: str, packaged, described) -> None:
     if unknown := sorted(set(packaged) - set(described)):
-        _refuse(
-            where,
-            f"no {what} {unknown[0]!r}",
-            f"every {what} of the package: {', '.join(packaged)}",
-        )
+        needed = f"every {what} of the package: {', '.join(packaged)}"
+        _refuse(where, f"no {what} {unknown[0]!r}", needed)
 
 
 def _input(where: str, part: Part, function: Function, name: str, program) -> None:
-    """The axes that the file says against the sizes that the package takes."""
+    """Refuses axes of the file that the package's sizes contradict."""
     entry, allowed = part.inputs[name], sizes(program, name)
     if entry.kind == "constant":
         return

@@ -1,5 +1,4 @@
-"""An adopted folder: its description, and beside it what the manifest of a bundle says by
-itself."""
+"""An adopted folder: its description, and the properties that a bundle has in its manifest."""
 
 import hashlib
 import os
@@ -18,13 +17,13 @@ from workbench.errors import InputError
 from workbench.files import sha256
 from workbench.models.checkpoint import Checkpoint
 
-MAX_VOCABULARY = 1 << 19  # tokens, where nothing says how many there are
-LARGEST_TILE = 64  # tokens of a call that gates make, where a package takes any number
+MAX_VOCABULARY = 1 << 19  # tokens, if neither checkpoint nor packages have the number
+LARGEST_TILE = 64  # tokens of a gate's call, if a package takes any number
 
 
 @dataclass(frozen=True)
 class AdoptedOptions:
-    """What packages of other exporters have of a bundle's export options; the batch is one."""
+    """The export options that packages of other exporters have; the batch is one."""
 
     max_seq_len: int
     t_max: int
@@ -34,7 +33,7 @@ class AdoptedOptions:
     target, program_dtype = "coreml", "fp16"
 
     def model_dump(self) -> dict:
-        """The options that the packages say, by name."""
+        """The options by name, without the estimated `compress`."""
         options = asdict(self)
         options.pop("compress")
         return options
@@ -47,9 +46,9 @@ class AdoptedOptions:
 
 @dataclass
 class AdoptedShard:
-    """One package. `kind` is `layers` where it has states, `head` behind these, else `embedding`;
-    `states` are named and shaped as a bundle's are. `layers` is the span that it computes, None
-    where parts share one state, so that nothing says it."""
+    """One package. `kind` is `layers` if it has states, `head` after these, else `embedding`.
+    `states` are named and shaped as a bundle's. `layers` is the span of its decoder layers, None if
+    it is unknown, since the parts share one state."""
 
     name: str
     kind: str
@@ -88,7 +87,7 @@ class Adopted:
         return adopted
 
     def path(self, written: str) -> Path:
-        """A path as the file writes it; the folder need not be there yet."""
+        """A path of the file, relative to the folder, which need not exist yet."""
         return Path(os.path.normpath(self.root / written))
 
     def package(self, part: Part | AdoptedShard) -> Path:
@@ -96,19 +95,16 @@ class Adopted:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that was exported, where one is given or the file names one."""
+        """The exported checkpoint: `source`, else the one in the file, else None."""
         path = self.source or (self.foreign.checkpoint and self.path(self.foreign.checkpoint))
         return Checkpoint(path) if path else None
 
     def needed_checkpoint(self) -> Checkpoint:
         """The checkpoint; refuses a folder that names none."""
         if self.checkpoint is None:
-            raise InputError(
-                str(self.root / schema.FILE),
-                "no checkpoint",
-                "the Hugging Face folder that was exported",
-                "give --checkpoint, or write it there",
-            )
+            needed = "the Hugging Face folder that was exported"
+            step = "give --checkpoint, or write it there"
+            raise InputError(str(self.root / schema.FILE), "no checkpoint", needed, step)
         return self.checkpoint
 
     @property
@@ -119,10 +115,11 @@ class Adopted:
     @cached_property
     def programs(self) -> list[list[miltorch.Program]]:
         """The programs of every part's functions."""
-        return [
-            [miltorch.read(self.package(part), f.name) for f in part.functions]
-            for part in self.foreign.parts
-        ]
+        programs = []
+        for part in self.foreign.parts:
+            package = self.package(part)
+            programs.append([miltorch.read(package, f.name) for f in part.functions])
+        return programs
 
     @cached_property
     def stateful(self) -> list[int]:
@@ -131,7 +128,7 @@ class Adopted:
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """Tokens of the vocabulary, of the checkpoint or of the logits; None where neither says."""
+        """The size of the vocabulary, from the checkpoint or from the logits' shapes, else None."""
         if self.checkpoint:
             return self.checkpoint.config.vocab_size
         total = 0
@@ -145,9 +142,13 @@ class Adopted:
     @cached_property
     def identity(self) -> str:
         """SHA-256 over the description and every file of the packages."""
-        packages = dict.fromkeys(part.package for part in self.foreign.parts)
-        files = (f for path in packages for f in sorted(self.path(path).rglob("*")) if f.is_file())
-        text = self.foreign.model_dump_json() + "".join(map(sha256, files))
+        text = self.foreign.model_dump_json()
+        for path in dict.fromkeys(part.package for part in self.foreign.parts):
+            files = []
+            for file in sorted(self.path(path).rglob("*")):
+                if file.is_file():
+                    files.append(file)
+            text += "".join(map(sha256, files))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def shards(self, kind: str) -> list[AdoptedShard]:
@@ -155,18 +156,18 @@ class Adopted:
 
     @cached_property
     def manifest(self) -> SimpleNamespace:
-        """What commands read of a bundle's manifest, of the packages and their checkpoint."""
+        """The fields of a bundle's manifest that commands read, from packages and checkpoint."""
         source, foreign = self.checkpoint, self.foreign
+        name = foreign.exporter or self.root.name
         if source:
             name = paths.model_name(source.path)
-        else:
-            name = foreign.exporter or self.root.name
-        if foreign.embedding.file:
-            tables = self.path(foreign.embedding.file)
-        else:
-            tables = None
-        size = tables.stat().st_size if tables and tables.is_file() else 0
-        shards = [self._shard(index) for index in range(len(foreign.parts))]
+        size = 0
+        table = foreign.embedding.file and self.path(foreign.embedding.file)
+        if table and table.is_file():
+            size = table.stat().st_size
+        shards = []
+        for index in range(len(foreign.parts)):
+            shards.append(self._shard(index))
         hidden = source.config.hidden_size if source else 0
         options = replace(options_of(foreign, self.stateful), compress=self._compress(shards))
         return SimpleNamespace(
@@ -190,19 +191,19 @@ class Adopted:
             kind = "head"
         else:
             kind = "embedding"
-        own = [s for s in self.foreign.states if s.part == index or (s.part is None and first)]
+        own = []
+        for s in self.foreign.states:
+            if s.part == index or (s.part is None and first):
+                own.append(s)
         states = {}
         for entry in own:
             sizes = dict(zip(entry.axes, self._shape_of(entry.name)))
             for name in (f"layers.{i}.{t}_state" for i in entry.layers for t in entry.holds):
                 states[name] = SimpleNamespace(shape=[1, *(sizes[axis] for axis in "HSD")])
-        single = len(self.stateful) == 1 or all(s.part is not None for s in own)
-        if stateful and single:
-            layers = []
-            for s in own:
-                layers += s.layers
-        else:
-            layers = []
+        layers = []
+        if stateful and (len(self.stateful) == 1 or all(s.part is not None for s in own)):
+            for state in own:
+                layers += state.layers
         files = []
         for file in sorted(path.rglob("*")):
             if file.is_file():
@@ -211,14 +212,16 @@ class Adopted:
         return AdoptedShard(path.stem, kind, part.package, files, states, span)
 
     def _compress(self, shards: list[AdoptedShard]) -> str:
-        """The preset whose bits for each weight are nearest to those that the packages store."""
+        """The preset whose bits per weight are nearest to those of the packages' files."""
         elements = stored = 0
         for (program, *_), shard in zip(self.programs, shards):
             constants = [op for op in program.block.walk() if op.constant]
-            inner = {name for op in constants for name in op.reads()}
-            for name, kind in (pair for op in constants for pair in op.outputs):
-                if name not in inner and kind.dtype.startswith("FLOAT") and len(kind.shape) > 1:
-                    elements += prod(kind.shape)
+            inner = set().union(*(op.reads() for op in constants))
+            for op in constants:
+                for name, kind in op.outputs:
+                    matrix = kind.dtype.startswith("FLOAT") and len(kind.shape) > 1
+                    if matrix and name not in inner:
+                        elements += prod(kind.shape)
             stored += sum(8 * file.bytes for file in shard.files if file.path.endswith(".bin"))
         bits = stored / max(elements, 1)
         return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
@@ -229,20 +232,22 @@ class Adopted:
 
 
 def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptions:
-    """The options of packages: their context, and the largest call of those with a state
-    (default: of all that take more than ids and hidden states)."""
+    """The options of packages: their context, and the largest call of the `parts` with a state
+    (default: of all parts with an input that depends on the position)."""
     placed = {"mask", "write", "start", "end", "positions"}
     functions = []
     for index, part in enumerate(foreign.parts):
-        if index in parts if parts else placed & {e.kind for e in part.inputs.values()}:
+        stateful = bool(placed & {entry.kind for entry in part.inputs.values()})
+        if parts:
+            stateful = index in parts
+        if stateful:
             functions += part.functions
     largest = max(largest_tile(f) for f in functions)
     return AdoptedOptions(foreign.context, min(largest, foreign.context))
 
 
 def largest_tile(function: schema.Function) -> int:
-    """The most tokens of a call that gates make: at most `LARGEST_TILE` where any number can be."""
-    fixed = function.t_min == function.t_max
-    if fixed:
+    """The most tokens of a gate's call: `t_max`, at most `LARGEST_TILE` if T varies."""
+    if function.t_min == function.t_max:
         return function.t_max
     return min(function.t_max, LARGEST_TILE)

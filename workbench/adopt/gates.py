@@ -1,5 +1,5 @@
-"""The gates of adopted packages: what must hold whatever the weights are, and whether keys, values
-and logits are Hugging Face's on the weights that the packages hold."""
+"""The gates of adopted packages: those that need no golden, and those that compare keys, values and
+logits with Hugging Face's model on the packages' own weights."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,14 +16,14 @@ from workbench.check.golden import Golden
 from workbench.errors import InputError
 
 # 1 − cosine of one position's keys or values. On the packages' own weights in exact arithmetic a
-# sound exporter was seen to reach 5e-5 (rope tables and constants in fp16); the smallest of the
-# faults measured in published exporters is 0.026. A device adds fp16, other weights compression.
+# sound exporter reached 5e-5 (rope tables and constants in fp16); the smallest fault measured in
+# published exporters is 0.026. A device adds rounding to fp16, other weights add compression.
 DISTANCE = {"exact": 1e-3, "declared": 1e-2, "narrow": 2e-2, "device": 2e-2}
 OTHER_WEIGHTS = 0.1
-# Relative RMS of K and V. Functions of other exporters may order their sums and round their
-# constants in ways of their own, and the prefill that sees the future differs by 0.1.
+# Relative RMS of K and V between functions. Functions may differ in the order of sums and in the
+# rounding of constants; a prefill that attends to later positions differs by 0.1.
 SAME_T = {"exact": 1e-3, "declared": 1e-2, "narrow": 3e-2, "device": 3e-2}
-FULL = 16.0  # what lies in rows that no token has yet
+FULL = 16.0  # magnitude of the values in empty rows
 SEED = 0
 
 
@@ -46,8 +46,8 @@ def own_gates(adapter: Adapter) -> list[Gate]:
 
 
 def calls(adapter: Adapter) -> Iterator[tuple[int, int, str]]:
-    """(T, start, functions) of calls that show every tile of every function: at the first and last
-    position that it takes and between them."""
+    """(T, start, functions) of calls with every tile of every function, at its first, last and
+    middle position."""
     ends = {0, adapter.context}
     for part in adapter.foreign.parts:
         ends |= {end for f in part.functions for end in (f.first, f.until) if end is not None}
@@ -62,12 +62,11 @@ def calls(adapter: Adapter) -> Iterator[tuple[int, int, str]]:
 
 
 def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) -> dict:
-    """A state of random rows; with `fill`, rows that none of `start` tokens is in hold ±fill."""
+    """A state of random rows; with `fill`, rows that are empty after `start` tokens have ±fill."""
     state = adapter.begin()
-    values = {
-        key: rng.choice([-1.0, 1.0], value.shape) * (1 + rng.random(value.shape))
-        for key, value in adapter.read(state).items()
-    }
+    values = {}
+    for key, value in adapter.read(state).items():
+        values[key] = rng.choice([-1.0, 1.0], value.shape) * (1 + rng.random(value.shape))
     for entry in adapter.foreign.states if fill is not None else ():
         value = values[entry.part, entry.name]
         axis = entry.axes.index("S")
@@ -78,8 +77,8 @@ def _filled(adapter: Adapter, rng, start: int = 0, fill: float | None = None) ->
 
 
 def write_address(adapter: Adapter) -> Gate:
-    """Every call writes the rows of its own positions, all heads of them; what earlier positions
-    have, wherever it lies afterwards, keeps its bits, and no other row changes."""
+    """The gate that every call writes the rows of its own positions in all heads, keeps the bits of
+    earlier positions' rows, wherever they move to, and changes no other row."""
     rng, faults, count = np.random.default_rng(SEED), [], 0
     for T, start, name in calls(adapter):
         state = _filled(adapter, rng)
@@ -89,7 +88,9 @@ def write_address(adapter: Adapter) -> Gate:
             for tensor, was, now in zip("kv", old, adapter.kv(state, layer), strict=True):
                 count += 1
                 rows = was.shape[1]
-                positions = [adapter.positions(layer, rows, end) for end in (start, start + T)]
+                positions = []
+                for end in (start, start + T):
+                    positions.append(adapter.positions(layer, rows, end))
                 if wrong := _wrong_rows(was, now, *positions, start):
                     place = f"layer {layer} {tensor}, T = {T} at {start} ({name})"
                     faults.append(f"{place}: {wrong}")
@@ -98,8 +99,12 @@ def write_address(adapter: Adapter) -> Gate:
 
 
 def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> str:
-    """What is wrong with cache rows [H, rows, D] that positions positions `before` and now
-    `after`."""
+    """The faults of a call from `start` on cache rows [H, rows, D], in words; "" if there are none.
+
+    Args:
+        was, now: the rows before and after the call.
+        before, after: the position in each row before and after the call, −1 in empty rows.
+    """
     moved = np.arange(len(after))
     places = {int(p): row for row, p in enumerate(before) if p >= 0}
     new = after >= start
@@ -107,12 +112,14 @@ def _wrong_rows(was, now, before: np.ndarray, after: np.ndarray, start: int) -> 
         moved[row] = places[int(after[row])]
     same = (now == was[:, moved]).all((0, 2)) | new
     if (before < 0).any() and (moved != np.arange(len(after))).any():
-        same |= after < 0  # rows that move up take what lay in empty ones along
+        same |= after < 0  # where rows move up, the contents of empty rows move with them
     written = (now != was).any(2).all(0) | ~new
-    unwritten = np.flatnonzero(~written).tolist()
-    changed = np.flatnonzero(~same).tolist()
-    text = [f"rows {unwritten[:4]} not written"] if unwritten else []
-    return " and ".join(text + ([f"rows {changed[:4]} changed"] if changed else []))
+    faults = []
+    if unwritten := np.flatnonzero(~written).tolist():
+        faults.append(f"rows {unwritten[:4]} not written")
+    if changed := np.flatnonzero(~same).tolist():
+        faults.append(f"rows {changed[:4]} changed")
+    return " and ".join(faults)
 
 
 def _same(a: Result, b: Result, count: int) -> bool:
@@ -122,8 +129,8 @@ def _same(a: Result, b: Result, count: int) -> bool:
 
 
 def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[str]:
-    """What differs between two runs that must agree: K and V of positions before `end`, and the
-    first `tokens` tokens' logits."""
+    """The differences of two runs that must be equal: in K and V of positions before `end`, and in
+    the first `tokens` tokens' logits."""
     faults = [] if _same(*results, tokens) else ["logits"]
     for layer in adapter.layers:
         pairs = zip("kv", *(adapter.kv(state, layer) for state in states), strict=True)
@@ -136,13 +143,15 @@ def _changed(adapter: Adapter, states, results, end: int, tokens: int) -> list[s
 
 
 def stale_rows(adapter: Adapter) -> Gate:
-    """Finite values in rows that no token has yet change nothing, bit for bit."""
+    """The gate that finite values in empty rows change no result, bit for bit."""
     faults, count = [], 0
     for T, start, name in calls(adapter):
-        rng = np.random.default_rng(SEED)
-        ids, count = passes.random_ids(adapter, rng, T), count + 1
-        states = [_filled(adapter, np.random.default_rng(SEED), start, f) for f in (0.0, FULL)]
-        results = [adapter.advance(state, ids, start) for state in states]
+        count += 1
+        ids = passes.random_ids(adapter, np.random.default_rng(SEED), T)
+        states, results = [], []
+        for fill in (0.0, FULL):
+            states.append(_filled(adapter, np.random.default_rng(SEED), start, fill))
+            results.append(adapter.advance(states[-1], ids, start))
         if differing := _changed(adapter, states, results, start + T, T):
             faults.append(f"{', '.join(differing[:3])} at T = {T}, position {start} ({name})")
     fine = f"{count} calls: what lies in empty rows changes nothing, bit for bit"
@@ -150,41 +159,44 @@ def stale_rows(adapter: Adapter) -> Gate:
 
 
 def causality(adapter: Adapter) -> Gate:
-    """The last token of a call changes no earlier row and no earlier logit, bit for bit."""
+    """The gate that the last token of a call changes no earlier row or logit, bit for bit."""
     faults, count = [], 0
     for T, start, name in calls(adapter):
         if T == 1:
             continue
-        rng, count = np.random.default_rng(SEED), count + 1
-        ids = passes.random_ids(adapter, rng, T)
+        count += 1
+        ids = passes.random_ids(adapter, np.random.default_rng(SEED), T)
         other = ids.copy()
         other[-1] = (ids[-1] + 1) % passes.vocabulary(adapter)
-        states = [_filled(adapter, np.random.default_rng(SEED), start, 0.0) for _ in range(2)]
-        pairs = zip(states, (ids, other), strict=True)
-        results = [adapter.advance(state, tokens, start) for state, tokens in pairs]
+        states, results = [], []
+        for tokens in (ids, other):
+            states.append(_filled(adapter, np.random.default_rng(SEED), start, 0.0))
+            results.append(adapter.advance(states[-1], tokens, start))
         if differing := _changed(adapter, states, results, start + T - 1, T - 1):
             faults.append(f"{name} at T = {T}, position {start}: {', '.join(differing[:3])}")
     if not count:
         return gates.not_run("causality", "every call has one token")
-    fine = (
-        f"changing a call's last token: earlier K, V and logits are the same bits ({count} calls)"
-    )
+    same = "earlier K, V and logits are the same bits"
+    fine = f"changing a call's last token: {same} ({count} calls)"
     return gates.none("causality", faults[:3], fine, "the last token changes earlier ones: ", "; ")
 
 
 def reuse_gate(adapter: Adapter) -> Gate:
-    """A cache that is copied out and put back goes on with the same bits, in a fresh state and over
+    """The gate that a restored cache continues with the same bits, in a fresh state and over
     another sequence's."""
     cells = reuse_cells(adapter)
-    faults = [f"{c.cache}, {c.context} tokens: {c.reason}" for c in cells if c.verdict == gates.RED]
+    faults = []
+    for c in cells:
+        if c.verdict == gates.RED:
+            faults.append(f"{c.cache}, {c.context} tokens: {c.reason}")
     fine = f"{len(cells)} continuations of a restored cache are the same bits"
     return gates.none("reuse", faults, fine, sep="; ")
 
 
 @dataclass
 class ReuseCell:
-    """A continuation of a restored cache by the rest of a prompt and then `tokens` more: `warm` in
-    a fresh state, `hot` over another sequence."""
+    """A continuation of a restored cache by the rest of a prompt and `tokens` more; `cache` is
+    `warm` in a fresh state, `hot` over another sequence."""
 
     cache: str
     context: int
@@ -199,11 +211,11 @@ class ReuseCell:
 
 
 def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
-    """Prefixes of several lengths of a prompt, each copied out, restored and continued by the rest
-    of it and `max_new` tokens one by one (in as few as the packages take).
+    """Copies prefixes of several lengths of a prompt out, restores each and continues it by the
+    rest of the prompt and `max_new` tokens in the smallest calls.
 
     Raises:
-        InputError: no room for so many.
+        InputError: the context has no room for them.
     """
     rng = np.random.default_rng(SEED)
     cells = []
@@ -235,11 +247,9 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
                 for name in ("k", "v", "logits", "top"):
                     if _bits(getattr(a, name)) != _bits(getattr(b, name)):
                         faults.add(name)
+            verdict, reason = gates.GREEN, "the same bits"
             if faults:
-                reason = f"{', '.join(sorted(faults))} differ"
-            else:
-                reason = "the same bits"
-            verdict = gates.RED if faults else gates.GREEN
+                verdict, reason = gates.RED, f"{', '.join(sorted(faults))} differ"
             cells.append(ReuseCell(cache, prefix, [new], verdict, reason))
     return cells
 
@@ -249,7 +259,7 @@ def _bits(array: np.ndarray | None) -> bytes | None:
 
 
 def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
-    """K and V of calls of T tokens against those of the smallest T: relative RMS."""
+    """The gate on the relative RMS of K and V of calls of T tokens against the smallest T."""
     first, *others = sorted(by_T)
     if not others:
         return gates.not_run("same_for_every_T", f"only T = {first} can be called")
@@ -267,9 +277,13 @@ def same_for_every_T(adapter: Adapter, by_T: dict[int, Pass]) -> Gate:
 
 
 def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weights: str):
-    """K, V and logits against a golden, and the rows of all comparisons. `weights`: what the
-    golden's weights are, in words; "" where they are those of the packages."""
-    frames = [passes.compare(own, golden).assign(tile=T) for T, own in by_T.items()]
+    """The gates of K, V and logits against a golden, and the rows of all comparisons.
+
+    `weights` is a note on the golden's weights, "" if they are those of the packages.
+    """
+    frames = []
+    for T, own in by_T.items():
+        frames.append(passes.compare(own, golden).assign(tile=T))
     rows = pd.concat(frames, ignore_index=True)
     limit = OTHER_WEIGHTS if weights else DISTANCE[tolerance(adapter)]
     checks = [_distance("keys_and_values", rows[rows["tensor"] != "logits"], limit, weights)]
@@ -284,7 +298,7 @@ def golden_gates(adapter: Adapter, by_T: dict[int, Pass], golden: Golden, weight
 
 
 def _distance(name: str, rows: pd.DataFrame, limit: float, weights: str) -> Gate:
-    """The worst position; the reason says where a tensor's first bad one is."""
+    """The gate of the worst position; its reason also names the first bad one."""
     worst = rows.loc[rows["distance"].idxmax()]
     bad = rows[~(rows["distance"] <= limit)].sort_values(["layer", "position"], kind="stable")
     reason = f"1 − cosine, worst: {_place(worst)}"
@@ -300,20 +314,24 @@ def _place(row: pd.Series) -> str:
 
 
 def _top_values(by_T: dict[int, Pass], golden: Golden, limit: float) -> Gate:
-    """The largest logits that packages put out beside the top tokens: relative RMS, whose square is
+    """The gate of the logits that packages give for their top tokens: relative RMS, whose square is
     about twice a 1 − cosine."""
-    there = [np.isfinite(own.value) for own in by_T.values()]
-    if not any(rows.any() for rows in there):
+    largest = golden.logits.max(-1)
+    expected, actual = [], []
+    for own in by_T.values():
+        there = np.isfinite(own.value)
+        expected.append(largest[there])
+        actual.append(own.value[there])
+    expected, actual = np.concatenate(expected), np.concatenate(actual)
+    if not len(actual):
         return gates.not_run("top_values", "no package puts them out")
-    expected = np.concatenate([golden.logits.max(-1)[rows] for rows in there])
-    actual = np.concatenate([own.value[rows] for own, rows in zip(by_T.values(), there)])
     error = metrics.relative_rms(expected, actual)
     reason = f"relative RMS of {len(actual)} largest logits"
     return gates.at_most("top_values", error, (2 * limit) ** 0.5, reason)
 
 
 def _top_tokens(by_T: dict[int, Pass], golden: Golden) -> Gate:
-    """Every top token is the golden's, near-ties apart."""
+    """The gate that every top token is the golden's, except for near-ties."""
     wrong, count = [], 0
     for T, own in by_T.items():
         if own.logits is None:

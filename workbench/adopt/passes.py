@@ -1,5 +1,5 @@
-"""What adopted packages compute for a prompt: keys, values and logits of every position, however
-the cache places its rows; and what Hugging Face's model computes with the same weights."""
+"""Runs a prompt through adopted packages, and through Hugging Face's model with the same weights:
+keys, values and logits of every position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,15 @@ from workbench.models.checkpoint import Checkpoint
 
 @dataclass
 class Pass:
-    """`k`, `v` [L, H_kv, n, D] as they lay in the cache right after the call that wrote them (nan
-    where a call overwrote its own rows), `T` [n] tokens of each position's call, `function` [n] its
-    name; `logits` [n, V] (nan where there are none) or None, `top` [n] (−1 where there is none) and
-    its logit `value` [n] (nan where there is none)."""
+    """The results of a prompt of n tokens.
+
+    Attributes:
+        k, v: [L, H_kv, n, D], read from the cache after the call that wrote them; nan for rows that
+            the same call overwrote.
+        T, function: [n], tokens and function of each position's call.
+        logits: [n, V], nan for positions without logits; None if no call gives logits.
+        top, value: [n], the top token and its logit; −1 and nan for positions without.
+    """
 
     k: np.ndarray
     v: np.ndarray
@@ -35,8 +40,8 @@ class Pass:
 
 
 def run(adapter: Adapter, ids: Sequence[int], T: int, state: dict | None = None, start: int = 0):
-    """Runs `ids` in calls of T tokens, as far as functions take them, from a fresh state or as the
-    continuation of `state`, which holds `start` tokens.
+    """Runs `ids` in calls of T tokens, or fewer if no function takes T, from a fresh state or as
+    the continuation of `state`, which has `start` tokens.
 
     Raises:
         InputError: no function takes some tokens.
@@ -79,8 +84,8 @@ def reference(
     embedding: float = 1.0,
     head: bool = True,
 ) -> Golden:
-    """Hugging Face's model on `weights` (None: the checkpoint's own), its embeddings looked up in
-    their `EMBEDDING` and multiplied by `embedding`."""
+    """Hugging Face's model on `weights` (None: the checkpoint's own), with embeddings from the
+    table `EMBEDDING` times the factor `embedding`."""
     model = model or golden.empty_model(checkpoint.config)
     fed = None
     if weights is not None:
@@ -92,8 +97,8 @@ def reference(
 
 
 def prompt(adapter: Adapter) -> list[int]:
-    """Seeded random ids, enough of them to pass the largest window and the largest tile twice
-    where the context allows."""
+    """Seeded random ids, more than twice the largest window and tile unless the context is
+    shorter."""
     config = adapter.checkpoint and adapter.checkpoint.config
     window = getattr(config, "sliding_window", None) or 0
     window = window if window < adapter.context else 0
@@ -104,12 +109,12 @@ def prompt(adapter: Adapter) -> list[int]:
 
 
 def vocabulary(adapter: Adapter) -> int:
-    """Tokens that calls may have: where nothing says how many there are, a few that any has."""
+    """The size of the vocabulary; 16 if it is unknown."""
     return adapter.adopted.vocabulary or 16
 
 
 def random_ids(adapter: Adapter, rng, count: int) -> np.ndarray:
-    """Ids [count] that any call may have."""
+    """Random ids [count] of the vocabulary."""
     return rng.integers(0, vocabulary(adapter), count)
 
 
@@ -130,18 +135,17 @@ def compare(own: Pass, other: Golden) -> pd.DataFrame:
 
 def _rows(layer: int, tensor: str, expected, actual, own: Pass) -> pd.DataFrame:
     cosine = metrics.cosine(expected, actual)
-    return pd.DataFrame(
-        {
-            "layer": layer,
-            "position": np.arange(len(actual)),
-            "T": own.T,
-            "function": own.function,
-            "tensor": tensor,
-            "mode": "chained",
-            "cosine": cosine,
-            "psnr_db": metrics.psnr_db(expected, actual),
-            "max_abs": metrics.max_abs(expected, actual),
-            "finite": np.isfinite(actual).all(-1),
-            "distance": 1 - np.nan_to_num(cosine, nan=0.0),
-        }
-    )
+    columns = {
+        "layer": layer,
+        "position": np.arange(len(actual)),
+        "T": own.T,
+        "function": own.function,
+        "tensor": tensor,
+        "mode": "chained",
+        "cosine": cosine,
+        "psnr_db": metrics.psnr_db(expected, actual),
+        "max_abs": metrics.max_abs(expected, actual),
+        "finite": np.isfinite(actual).all(-1),
+        "distance": 1 - np.nan_to_num(cosine, nan=0.0),
+    }
+    return pd.DataFrame(columns)

@@ -1,4 +1,4 @@
-"""Sensible inputs of a package that nothing describes, and the trace of adopted packages."""
+"""Inputs of a package without a description, and the trace of adopted packages."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,8 +17,8 @@ from workbench.runtime.base import attribute
 
 
 def inputs(package: Path, function: str | None = None, position: int = 0) -> dict[str, np.ndarray]:
-    """Masks, write addresses and positions of a call at `position`, by what the inputs' names say
-    they are, at the default shapes; other inputs are left to chance."""
+    """Masks, write addresses and positions of a call at `position`, for the inputs whose names
+    indicate them, at the default shapes; other inputs are left out."""
     program, values = miltorch.read(package, function), {}
     for feature in program.description.input:
         shape = list(feature.type.multiArrayType.shape)
@@ -42,11 +42,13 @@ def inputs(package: Path, function: str | None = None, position: int = 0) -> dic
 
 
 def trace_adopted(adopted: Adopted, ids: Sequence[int] | None = None) -> trace.Trace:
-    """Ranges of every operation while `ids` (default: those of the gates) pass through the
-    packages, in the largest tiles, with the inputs that the description says."""
+    """Traces the packages over `ids` (default: the gates' prompt), in the largest tiles, with the
+    inputs of the description."""
     departure = trace.Departure()
     ranges = {p: trace.Ranges() for p in trace.ORDER}
-    adapters = {p: Adapter(adopted, "portable", p) for p in trace.ORDER}
+    adapters = {}
+    for p in trace.ORDER:
+        adapters[p] = Adapter(adopted, "portable", p)
     ids = ids or passes.prompt(adapters["exact"])
     with ExitStack() as contexts:
         for precision, adapter in adapters.items():

@@ -1,5 +1,7 @@
-"""Proposes a `foreign.yaml` from what packages say of themselves: names, shapes, functions, the
-files beside them. What the interface does not tell is assumed, and said."""
+"""Proposes a `foreign.yaml` from packages' names, shapes, functions and the files beside them.
+
+Properties that the interface leaves open are assumed, with a note for each assumption.
+"""
 
 import os
 import re
@@ -32,13 +34,13 @@ INPUT_NAMES = (
     ("ids", r"ids?$|tokens?$"),
     ("hidden", r"hidden|embed|^x$"),
 )
-"""Kinds of inputs by what their names contain, the first that fits."""
+"""(kind of input, pattern of its name); the first pattern that fits decides."""
 LOCAL = re.compile(r"local|sliding")
 
 
 @dataclass
 class _Package:
-    """A package and its programs by function; `stateful`, `embeds` and `index` place it."""
+    """A package and its programs by function."""
 
     path: Path
     programs: dict[str | None, miltorch.Program] = field(default_factory=dict)
@@ -53,24 +55,21 @@ class _Package:
 
     @property
     def order(self) -> tuple:
-        """Embeddings first, then what has a state, then heads; each by the numbers in its name."""
+        """The sort key of a package: embeddings, then packages with a state, then heads; each by
+        the numbers in its name."""
+        name = _natural(self.path.name)
         if self.stateful:
-            place = 1
-        elif self.embeds:
-            place = 0
-        else:
-            place = 2
-        return place, _natural(self.path.name)
+            return 1, name
+        return (0 if self.embeds else 2), name
 
 
 def propose(
     packages: Sequence[Path], checkpoint: Checkpoint, folder: Path
 ) -> tuple[Foreign, list[str]]:
-    """A description of `packages` for `folder`, and what had to be assumed, in sentences.
+    """A description of `packages` for `folder`, and the assumptions in sentences.
 
     Raises:
-        InputError: no packages, one that cannot be read, an input or a state that has no meaning
-            here.
+        InputError: no packages, one that cannot be read, or an input or a state of an unknown kind.
     """
     ordered = sorted(map(_read, _expand(packages)), key=lambda package: package.order)
     notes: list[str] = []
@@ -80,7 +79,7 @@ def propose(
 
 
 def _expand(packages: Sequence[Path]) -> list[Path]:
-    """The packages, and those in folders."""
+    """The paths of packages, and of those in folders."""
     paths_ = []
     for source in packages:
         paths_ += [source] if paths.is_package(source) else sorted(source.glob("[!.]*.mlpackage"))
@@ -101,12 +100,12 @@ def _natural(name: str) -> list:
 
 
 def kind_of(name: str) -> str | None:
-    """What an input is, as its name says; None where it says nothing."""
+    """The kind of an input by its name, None if no pattern fits."""
     return next((kind for kind, test in INPUT_NAMES if re.search(test, name.lower())), None)
 
 
 class _Maker:
-    """Makes the parts of a description, and notes what it assumes."""
+    """Makes the parts of a description and collects notes on its assumptions."""
 
     def __init__(self, checkpoint, packages: list[_Package], folder: Path, notes: list[str]):
         config = checkpoint.config
@@ -138,18 +137,18 @@ class _Maker:
         )
 
     def embedding(self) -> Embedding:
-        beside = set()
-        for p in self.packages:
-            for f in p.path.parent.iterdir():
-                if f.is_file():
-                    beside.add(f)
-        tables = [f for f in sorted(beside) if f.stat().st_size == 2 * self.C * self.V]
-        if tables:
-            what = f"the table is {tables[0].name}"
-        else:
-            what = "the table is the checkpoint's"
-        self.notes.append(f"The host embeds the tokens: {what} (embedding).")
-        return Embedding(file=os.path.relpath(tables[0], self.folder) if tables else None)
+        """The first file beside the packages with the size of an fp16 table, else the
+        checkpoint's table."""
+        folders = sorted({package.path.parent for package in self.packages})
+        for folder in folders:
+            for file in sorted(folder.iterdir()):
+                if file.is_file() and file.stat().st_size == 2 * self.C * self.V:
+                    note = f"The host embeds the tokens: the table is {file.name} (embedding)."
+                    self.notes.append(note)
+                    return Embedding(file=os.path.relpath(file, self.folder))
+        note = "The host embeds the tokens: the table is the checkpoint's (embedding)."
+        self.notes.append(note)
+        return Embedding(file=None)
 
     def part(self, package: _Package) -> Part:
         inputs, outputs, functions = {}, {}, []
@@ -169,10 +168,7 @@ class _Maker:
     def function(self, name: str | None, t_min: int, t_max: int, stateful: bool) -> Function:
         rotate, bounds = "rotate" in (name or ""), {}
         if self.rotates and stateful:
-            if rotate:
-                bounds = {"first": self.window}
-            else:
-                bounds = {"until": self.window}
+            bounds = {"first" if rotate else "until": self.window}
         logits = "prefill" not in (name or "")
         if rotate:
             self.notes.append(f"{name} is called from position {self.window}, the window, on.")
@@ -208,16 +204,14 @@ class _Maker:
             entry.width = "half" if sizes[-1][-1] == self.D // 2 else "full"
             types = sorted(set(self.kinds))
             if len(types) > 1:
-                local = LOCAL.search(name.lower())
-                if local:
+                entry.layer_type = "full_attention"
+                if LOCAL.search(name.lower()):
                     entry.layer_type = "sliding_attention"
-                else:
-                    entry.layer_type = "full_attention"
                 self.notes.append(f"{name}: the table of {entry.layer_type} layers.")
         return entry
 
     def axes(self, kind: str, sizes: list[Sequence[int]]) -> list:
-        """The axes of an input of a kind: its own letters on the axes that fit them, else 1."""
+        """The axes of an input: the letters of its kind on the axes of a fitting size, else 1."""
         axes: list = [1] * len(sizes)
         if kind in ("start", "end"):
             return axes
@@ -233,13 +227,19 @@ class _Maker:
         if wide is not None:
             axes[wide] = letter
         free = [i for i, axis in enumerate(axes) if axis == 1]
-        moving = [i for i in free if len(sizes[i]) > 1 or sizes[i][0] != 1]
+        moving = []
+        for i in free:
+            if len(sizes[i]) > 1 or sizes[i][0] != 1:
+                moving.append(i)
         usual = {"mask": 2, "hidden": max(1, 3 - (wide or 0)), "write": 5 - (wide or 0)}
         axes[moving[0] if moving else min(usual.get(kind, free[-1]), len(sizes) - 1)] = "T"
         return axes
 
     def _channels(self, sizes) -> int:
-        fitting = [i for i, size in enumerate(sizes) if list(size) == [self.C]]
+        fitting = []
+        for i, size in enumerate(sizes):
+            if list(size) == [self.C]:
+                fitting.append(i)
         return (fitting or [len(sizes) - 1])[-1 if len(sizes) == 3 else 0]
 
     def output(self, name: str, kind: miltorch.Type, inputs: dict[str, Input]) -> Output:
@@ -259,14 +259,17 @@ class _Maker:
         return Output(kind="hidden", axes=hidden or self._wide(len(shape), shape, "C"))
 
     def _wide(self, rank: int, shape, letter: str) -> list:
-        """Axes [1, T, W], or with the channels second where there are four."""
+        """Axes [1, T, W]; [1, W, T, 1] for rank 4."""
         if rank == 4:
             return [1, letter, "T", 1]
         return [1] * (rank - 2) + ["T", letter]
 
     def states(self) -> tuple[list[State], int]:
-        """All states, and the context: the rows of caches that keep every position."""
-        stateful = [(i, p) for i, p in enumerate(self.packages) if p.stateful]
+        """All states, and the context: the most rows of a cache."""
+        stateful = []
+        for i, p in enumerate(self.packages):
+            if p.stateful:
+                stateful.append((i, p))
         shapes = [
             {n: t.shape for q in p.programs.values() for n, t in q.states.items()}
             for _, p in stateful
@@ -295,13 +298,11 @@ class _Maker:
 
     def state(self, name: str, shape: tuple, part: int | None, first: int) -> State:
         text = name.lower()
-        both = re.search(r"kv", text)
+        both, holds = re.search(r"kv", text), "v"
         if both:
             holds = "kv"
         elif re.search(r"(^|[^a-z])k(ey)?", text):
             holds = "k"
-        else:
-            holds = "v"
         planes = shape[0] // (2 if both else 1)
         layers = list(range(first, first + planes))
         number = re.search(r"layers?\D?(\d+)", text)
@@ -309,28 +310,24 @@ class _Maker:
             layers = [first + int(number[1])]
         rows, local = "absolute", LOCAL.search(text)
         if local or "global" in text:
-            sliding = [i for i, kind in enumerate(self.kinds) if kind == "sliding_attention"]
-            if local:
-                layers = sliding
-            else:
-                layers = [i for i in range(self.L) if i not in sliding]
+            sliding = []
+            for i, kind in enumerate(self.kinds):
+                if kind == "sliding_attention":
+                    sliding.append(i)
+            layers = sliding if local else [i for i in range(self.L) if i not in sliding]
         if local:
             rows = self.local_rows
             self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
-        if len(shape) == 5:
-            axes = ["L", 1, "H", "S", "D"]
-        else:
-            axes = ["L", "H", "S", "D"]
+        axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
         return State(name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows)
 
 
 def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[str]) -> Foreign:
-    """The description with the order of packed planes whose keys and values are the checkpoint's
-    for a few tokens; says how near they are."""
+    """The description with the order of packed planes whose keys and values are nearest to the
+    checkpoint's over a few tokens; a note has their distance."""
+    orders = ["halves"]
     if any(s.holds == "kv" for s in foreign.states):
-        orders = ("halves", "pairs")
-    else:
-        orders = ("halves",)
+        orders.append("pairs")
     ids = np.random.default_rng(0).integers(0, checkpoint.config.vocab_size, 4)
     expected = passes.reference(checkpoint, ids, None, head=False)
     trials = {}

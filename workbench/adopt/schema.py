@@ -1,5 +1,5 @@
-"""The contents of `foreign.yaml`: what a bundle of our own says by itself, said about packages of
-another exporter. `workbench adopt --schema` prints it as a JSON schema.
+"""The schema of `foreign.yaml`, which describes packages of another exporter as a manifest
+describes a bundle. `workbench adopt --schema` prints it as a JSON schema.
 """
 
 from pathlib import Path
@@ -53,9 +53,11 @@ ROWS_HELP = (
 
 
 def _check_letters(kind: str, axes: list[Axis], usual: list[Axis]) -> None:
-    """Refuses letters that a kind of array does not have, one that is there twice, and one that is
-    missing, but for T."""
-    letters = ["S" if axis == "E" and kind == "mask" else axis for axis in axes if axis != 1]
+    """Refuses letters that a kind of array lacks, repeated letters, and missing ones except T."""
+    letters = []
+    for axis in axes:
+        if axis != 1:
+            letters.append("S" if axis == "E" and kind == "mask" else axis)
     needed = {axis for axis in usual if axis != 1}
     whole = needed - {"T"} <= set(letters) <= needed and len(letters) == len(set(letters))
     if usual and not whole:
@@ -69,7 +71,7 @@ class Described(BaseModel):
 
 
 class Input(Described):
-    """One input of a package: what it means, and what the host puts into it."""
+    """One input of a package: its meaning, and the values that the host writes into it."""
 
     kind: Literal[
         "ids", "hidden", "positions", "start", "end", "mask", "write", "cos", "sin", "constant"
@@ -148,7 +150,7 @@ class Output(Described):
 
 
 class Function(Described):
-    """One way to call a package: how many tokens, from which position on."""
+    """One way to call a package: the numbers of tokens and the positions that it takes."""
 
     name: str | None = Field(
         default=None, description="The function of the package; null: its default one."
@@ -175,8 +177,8 @@ class Function(Described):
 
 
 class Part(Described):
-    """One package. Parts run in the order of the file; those with a state once per call, those
-    without one (embeddings, heads) as often as their own T needs."""
+    """One package. Parts run in the order of the file: those with a state once per call, those
+    without one (embeddings, heads) as often as their own T requires."""
 
     package: str = Field(
         description="Path of the .mlpackage, absolute or relative to the folder of this file."
@@ -194,7 +196,7 @@ class Part(Described):
 
 
 class State(Described):
-    """One state tensor: which layers' keys and values lie where in it."""
+    """One state tensor: its layers, its contents (keys, values or both) and its axes."""
 
     name: str = Field(description="The name in the package (Core ML turns dots into underscores).")
     part: Position | None = Field(
@@ -218,7 +220,7 @@ class State(Described):
 
 
 class Embedding(Described):
-    """The table that the host looks embeddings up in, where the first part takes `hidden`."""
+    """The embedding table of the host, needed if the first part takes `hidden`."""
 
     file: str | None = Field(
         default=None,
@@ -233,7 +235,7 @@ class Embedding(Described):
 
 
 class Foreign(Described):
-    """Packages of another exporter that together are one language model with a cache."""
+    """Packages of another exporter that together form one language model with a cache."""
 
     version: Literal[1] = Field(default=1, description="Of this format.")
     exporter: str = Field(default="", description="Whose packages these are; only shown.")
@@ -251,7 +253,7 @@ class Foreign(Described):
 
 
 def parse(raw: object, name: str) -> Foreign:
-    """The description that `raw` (what a YAML file holds) makes.
+    """The description in `raw`, the contents of a YAML file.
 
     Raises:
         InputError: names the first value that does not fit.
@@ -283,7 +285,7 @@ def load(path: Path) -> Foreign:
 
 
 def dump(foreign: Foreign) -> str:
-    """The YAML text of a description, without what is at its default."""
+    """The YAML text of a description, without default values."""
     return yaml.safe_dump(
         foreign.model_dump(mode="json", exclude_defaults=True) | {"version": 1},
         sort_keys=False,

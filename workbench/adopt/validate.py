@@ -22,9 +22,9 @@ FITS = 0.02  # relative RMS of K and V that rope tables and constants in fp16 ex
 
 @dataclass
 class Validation:
-    """All gates, rows of the log's `fidelity` table (T: tokens of the largest calls that a pass
-    makes), the comparison of the runtime's logits with the checkpoint's (None: no package puts any
-    out). A price is not measured: the weights that packages store are no gate's limit."""
+    """All gates; rows of the log's `fidelity` table (T: tokens of a pass's largest calls); the
+    comparison of the runtime's logits with the checkpoint's (None: no package gives logits). No
+    price is measured."""
 
     gates: list[Gate]
     rows: pd.DataFrame
@@ -61,25 +61,22 @@ def validate(
     """Runs every gate.
 
     The packages run in exact arithmetic on the portable runtime, and Hugging Face's model runs on
-    the weights that they hold: what then differs is no compression. What the chosen runtime and
-    precision add is a gate of its own.
+    the packages' weights, so that compression is no difference. A gate of its own compares the
+    chosen runtime and precision with exact arithmetic.
 
     Args:
-        stored: a golden of the checkpoint's own weights: its prompt, and its logits; where the
-            folder names no checkpoint it is compared with, compression included.
+        stored: a golden of the checkpoint's own weights, for its prompt and its logits. If the
+            folder names no checkpoint, the packages are compared with it, compression included.
         ids: the prompt (default: seeded random ids past every window).
     """
-    if stored:
-        checkpoint = adopted.checkpoint
-    else:
-        checkpoint = adopted.needed_checkpoint()
+    checkpoint = adopted.checkpoint if stored else adopted.needed_checkpoint()
     exact = Adapter(adopted, "portable", "exact")
     chosen = Adapter(adopted, runtime, precision, compute_units)
-    if stored is not None:
-        ids = stored.ids
-    else:
-        ids = ids or passes.prompt(exact)
-    by_T = {T: passes.run(exact, ids, T) for T in exact.tiles if T <= len(ids)}
+    ids = (ids or passes.prompt(exact)) if stored is None else stored.ids
+    by_T = {}
+    for T in exact.tiles:
+        if T <= len(ids):
+            by_T[T] = passes.run(exact, ids, T)
     if checkpoint is None:
         own = stored
         note = "; the golden's weights are the checkpoint's: compression counts too"
@@ -106,7 +103,8 @@ def validate(
 
 
 def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
-    theirs, ours = stored.meta["checkpoint"], checkpoint.sha256
+    theirs = stored.meta["checkpoint"]
+    ours = checkpoint.sha256
     reason = f"golden of checkpoint {theirs[:12]}, packages of {ours[:12]}"
     return gates.holds("golden_is_of_this_checkpoint", theirs == ours, reason)
 
@@ -114,14 +112,12 @@ def _of_this_checkpoint(stored: Golden, checkpoint: Checkpoint) -> Gate:
 def _unrecognised(missing: list[str]) -> str:
     if not missing:
         return ""
-    return (
-        f"; {len(missing)} matrices were not recognised in the packages ({missing[0]}, …): there "
-        "the golden has the checkpoint's, and compression counts too"
-    )
+    count = f"{len(missing)} matrices were not recognised in the packages ({missing[0]}, …)"
+    return f"; {count}: there the golden has the checkpoint's, and compression counts too"
 
 
 def _runtime(adapter: Adapter, own: passes.Pass, exact: passes.Pass) -> Gate:
-    """What a runtime and its precision add to the keys and values of exact arithmetic."""
+    """The gate of K and V of a runtime and precision against exact arithmetic."""
     limit = adopted_gates.DISTANCE[adopted_gates.tolerance(adapter)]
     worst, place = 0.0, "no row"
     for layer in range(len(own.k)):
@@ -131,18 +127,15 @@ def _runtime(adapter: Adapter, own: passes.Pass, exact: passes.Pass) -> Gate:
             if distance.max() >= worst:
                 place = f"layer {layer}, position {int(distance.argmax())}, {name}"
                 worst = float(distance.max())
-    if adapter.portable:
-        how = f"{adapter.runtime}, {adapter.precision}"
-    else:
-        how = adapter.runtime
+    how = f"{adapter.runtime}, {adapter.precision}" if adapter.portable else adapter.runtime
     reason = f"1 − cosine of K and V against exact arithmetic, {how}: {place}"
     return gates.at_most("runtime", worst, limit, reason)
 
 
 @dataclass
 class Cause:
-    """`variants`: every variant's name and relative RMS of K and V, best first. `fits`: the best
-    one's name if it explains the packages; `faults`: what is wrong beside it, in sentences."""
+    """`variants`: every variant's name and relative RMS of K and V, best first; `fits`: the best
+    one's name if it explains the packages; `faults`: the reasons of other RED gates."""
 
     variants: pd.DataFrame
     fits: str | None
@@ -150,8 +143,8 @@ class Cause:
 
 
 def explain(adopted: Adopted, progress: bool = False) -> Cause:
-    """Which variant of Hugging Face's model the packages compute, called with the fewest tokens;
-    and where calls of more tokens leave it."""
+    """Finds the variant of Hugging Face's model that the packages compute in their smallest calls,
+    and the faults of larger calls."""
     checkpoint = adopted.needed_checkpoint()
     adapter = Adapter(adopted, "portable", "exact")
     reader, _ = stored_weights(adapter, checkpoint)
@@ -169,20 +162,25 @@ def explain(adopted: Adopted, progress: bool = False) -> Cause:
                 variant.embedding,
                 head=False,
             )
-        pairs = [[(getattr(other, n)[i], getattr(own, n)[i]) for n in "kv"] for i in range(count)]
-        worst = [max(metrics.relative_rms(*pair) for pair in layer) for layer in pairs]
+        worst = []
+        for layer in range(count):
+            k = metrics.relative_rms(other.k[layer], own.k[layer])
+            worst.append(max(k, metrics.relative_rms(other.v[layer], own.v[layer])))
         return np.nan_to_num(worst, nan=np.inf)
 
     frame = variants.ranking(variants.try_variants(errors, checkpoint, [], {}, FITS, progress))
     fits = variants.fitting(frame, FITS)
     passed = {T: own} | {t: passes.run(adapter, ids, t) for t in adapter.tiles if t <= len(ids)}
     checks = [adopted_gates.causality(adapter), adopted_gates.same_for_every_T(adapter, passed)]
-    faults = [f"{g.name}: {g.reason}" for g in checks if g.verdict == gates.RED]
+    faults = []
+    for g in checks:
+        if g.verdict == gates.RED:
+            faults.append(f"{g.name}: {g.reason}")
     return Cause(frame, fits, faults)
 
 
 def conclusion(cause: Cause) -> str:
-    """What was errors_of, in a sentence or two."""
+    """The conclusion from the best variant and the faults beside it, in sentences."""
     if cause.fits is None:
         text = "No variant explains these packages: the fault is of another kind, or several are."
     elif cause.fits == variants.CONFIGURED:

@@ -1,5 +1,7 @@
-"""The checkpoint's matrices as adopted packages hold them, matrices by what they look like:
-constants have no names of a checkpoint, and may be slices of a matrix or several of them joined."""
+"""Finds the checkpoint's matrices among the constants of adopted packages, by their values.
+
+Constants do not have the checkpoint's names, and may be slices of a matrix or several joined.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,15 +12,17 @@ from workbench.adopt.adapter import EMBEDDING, Adapter
 from workbench.check.golden import WeightReader
 from workbench.models.checkpoint import Checkpoint
 
-ALIKE = 0.8  # cosine of a matrix and its compressed self; those of two matrices are near 0
-MAX_SCALE = 1.25  # of a matrix against its compressed self; another factor is no compression
+ALIKE = 0.8  # least cosine of a matrix and its compressed copy; of two matrices it is near 0
+MAX_SCALE = 1.25  # largest ratio of the norms of a matrix and its compressed copy
 
 
 def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightReader, list[str]]:
-    """A reader of the weights that the packages of a portable adapter hold, decompressed, and the
-    names of the matrices that were not recognised: these, and all vectors, are the checkpoint's
-    rounded to float16. `EMBEDDING` is the table that tokens are looked up in: a head that is tied
-    to it may be compressed in another way."""
+    """A reader of the decompressed weights of a portable adapter's packages, and the names of the
+    matrices that were not recognised.
+
+    These matrices, and all vectors, are the checkpoint's, rounded to float16. `EMBEDDING` is the
+    table of the embedding lookup, since a tied head may be compressed in another way.
+    """
     names = [name for name in checkpoint.header if _is_matrix(checkpoint, name)]
     tables, constants = (list(_matrices(adapter, looked_up)) for looked_up in (True, False))
     matrices = {name: _assemble(checkpoint.tensor(name).float(), constants) for name in names}
@@ -27,7 +31,7 @@ def stored_weights(adapter: Adapter, checkpoint: Checkpoint) -> tuple[WeightRead
         matrices[EMBEDDING] = torch.from_numpy(adapter.table)
     else:
         matrices[EMBEDDING] = _assemble(checkpoint.tensor(name).float(), tables + constants)
-    if matrices[name] is None:  # a head reads the same constant, or there is none to read it
+    if matrices[name] is None:  # the head reads the same constant, or no part is a head
         matrices[name] = matrices[EMBEDDING]
     missing = [name for name, value in matrices.items() if value is None]
 
@@ -48,8 +52,8 @@ def _is_matrix(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
-    """Every constant of the packages that may hold rows of a matrix, as [rows, columns]; those that
-    a gather reads, or all others."""
+    """Every constant of the packages that may contain rows of a matrix, as [rows, columns]: those
+    that a gather reads, or all others."""
     for model in adapter.models.values():
         gathers = (op for op in model.program.block.walk() if op.kind == "gather")
         names = {name for op in gathers for name in op.reads()}
@@ -63,7 +67,7 @@ def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
 
 
 def _assemble(matrix: torch.Tensor, constants: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """The matrix out of the constants that hold its rows; None where some rows are in none."""
+    """The matrix assembled from the constants that contain its rows; None if rows are missing."""
     stored = matrix.clone()
     filled = np.zeros(len(matrix), bool)
     for constant in constants:
@@ -74,8 +78,9 @@ def _assemble(matrix: torch.Tensor, constants: Iterable[torch.Tensor]) -> torch.
 
 
 def _overlap(matrix: torch.Tensor, constant: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Where a constant's first row is in the matrix, or the matrix's first row in the constant, if
-    all rows from there on are alike."""
+    """The rows of a matrix that a constant contains, with their values: the place of the constant's
+    first row in the matrix, or of the matrix's first row in the constant, if all further rows are
+    alike."""
     for inner, outer, swapped in ((constant, matrix, False), (matrix, constant, True)):
         at = int(_cosines(outer, inner[0]).argmax())
         n = min(len(inner), len(outer) - at)

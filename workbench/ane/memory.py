@@ -104,7 +104,8 @@ def decode_work(checkpoint, options: Options, T: int = 1) -> list[Work]:
     idle = experts * (1 - 1 / plan.experts) if routed else 0
     active = sum(elements.values()) - embedding - (0 if plan.tied else head) - idle
     bits = STORED_BITS[options.compress]
-    head_bytes, idle_bytes = int(head * bits / 8), int(idle * bits / 8)
+    head_bytes = int(head * bits / 8)
+    idle_bytes = int(idle * bits / 8)
     weights = budget.weights - head_bytes - idle_bytes
     states = budget.kv + budget.side_states
     calls = -(-plan.dims.L // options.layers_per_shard) * (1 + routed)
@@ -119,7 +120,9 @@ def _elements_of(checkpoint):
     from workbench.models import family_of
 
     plan = family_of(checkpoint.config).plan(checkpoint.config)
-    elements = {name: prod(entry.shape) for name, entry in checkpoint.header.items()}
+    elements = {}
+    for name, entry in checkpoint.header.items():
+        elements[name] = prod(entry.shape)
     embedding = next(n for name, n in elements.items() if name.endswith("embed_tokens.weight"))
     return plan, elements, embedding
 
@@ -138,7 +141,8 @@ def parse_bytes(text: str) -> int:
     with suppress(TypeError, ValueError, OverflowError):  # another form, no number, or infinite
         if (total := int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " "))) > 0:
             return total
-    needed, step = "a size above zero, such as 16G", "write a number and K, M, G or T"
+    needed = "a size above zero, such as 16G"
+    step = "write a number and K, M, G or T"
     raise InputError("memory", repr(text), needed, step)
 
 

@@ -101,7 +101,8 @@ def predicted_units(program: miltorch.Program) -> dict[str, str]:
 def place_operations(name: str, graph: LintGraph) -> Placement:
     """The placement predicted from the rules that a graph breaks; disputed rules are only
     listed."""
-    findings, ops = lint(graph), {op.name for op in graph.ops}
+    findings = lint(graph)
+    ops = {op.name for op in graph.ops}
     eligible, ane = _units(findings, ops)
     convolutions = {op.name for op in graph.of("conv")}
     on_ane = len(convolutions & ane)
@@ -129,7 +130,9 @@ def _rule(finding: Finding) -> dict:
         key = word.partition("#")[0]
         if key in RULE_SOURCES:
             sources[word] = RULE_SOURCES[key]
-    about = {name: getattr(r, name) for name in ("id", "effect", "confidence", "says", "advice")}
+    about = {}
+    for name in ("id", "effect", "confidence", "says", "advice"):
+        about[name] = getattr(r, name)
     names = {"count": len(finding.names), "names": list(finding.names[:5])}
     return about | {"sources": sources, "disputed": r.disputed or None} | names
 
@@ -183,7 +186,8 @@ def columns(placements: list[Placement]) -> dict:
     by_shard = {}
     for p in placements:
         by_shard[p.shard] = {n: getattr(p, n) for n in ("ops", "ane", "cpu", "gpu")}
-    source, row = placements[0].source, {"placement": by_shard}
+    source = placements[0].source
+    row = {"placement": by_shard}
     if source != "predicted" and _named(placements):
         ops = sum(p.ops for p in placements)
         costs = [p.cost_ane for p in placements]

@@ -126,8 +126,11 @@ def chips() -> dict[str, Chip]:
     rows["mean"] = (rows["low"] + rows["high"]) / 2
     rows["chip"] = rows["chip"].str.split(" and ")  # a row may be of several chips
     rows = rows.explode("chip").replace("Ultra", "M1 Ultra")
-    rates = {q: group.set_index("chip")["mean"].to_dict() for q, group in rows.groupby("quantity")}
-    states, products = rates["activation stream"], rates["fp16 convolution"]
+    rates = {}
+    for q, group in rows.groupby("quantity"):
+        rates[q] = group.set_index("chip")["mean"].to_dict()
+    states = rates["activation stream"]
+    products = rates["fp16 convolution"]
     chips = {}
     for name, weights in rates["weight stream through Core ML"].items():
         assumed = ("states_gb_s",) * (name not in states) + ("tflops",) * (name not in products)

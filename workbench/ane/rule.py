@@ -169,7 +169,10 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     if of == "results":
         return [(op.name, t) for op in g.ops for t in results(op)]
     if of == "interface":
-        outputs = {name: g.types[name] for name in g.program.outputs if name in g.types}
+        outputs = {}
+        for name in g.program.outputs:
+            if name in g.types:
+                outputs[name] = g.types[name]
         return (g.program.inputs | outputs).items()
     if of in ("inputs", "states"):
         return getattr(g.program, of).items()

@@ -87,7 +87,9 @@ class Ranges:
     def first(self, what: str) -> dict | None:
         """The operation whose result was the first with an `inf` or `nan`; None if there is
         none."""
-        times = {getattr(r, f"{what}_at"): r for r in self.results.values()}
+        times = {}
+        for r in self.results.values():
+            times[getattr(r, f"{what}_at")] = r
         times.pop(None, None)
         if not times:
             return None
@@ -216,7 +218,10 @@ class Departure:
         """Records the infs of an exact result that come from an operand: all of them if the
         operation only moves values, else those at the places of an operand's infs."""
         self.inherited.pop((shard, value), None)
-        sources = [self.inherited[shard, n] for n in op.reads() if (shard, n) in self.inherited]
+        sources = []
+        for n in op.reads():
+            if (shard, n) in self.inherited:
+                sources.append(self.inherited[shard, n])
         infs = x.isinf()
         if not sources or not infs.any():
             return
@@ -343,7 +348,9 @@ def small_constants(executable: miltorch.Executable) -> dict[str, torch.Tensor]:
 
 def _random_inputs(program: miltorch.Program, rng) -> dict[str, np.ndarray]:
     """Random normal inputs of a program at their default shapes, zeros for integers."""
-    shapes = {f.name: list(f.type.multiArrayType.shape) for f in program.description.input}
+    shapes = {}
+    for f in program.description.input:
+        shapes[f.name] = list(f.type.multiArrayType.shape)
     values = {}
     for name, kind in program.inputs.items():
         if kind.dtype.startswith("FLOAT"):

@@ -87,7 +87,9 @@ def try_variants(
         return worst
     wrong = np.flatnonzero(configured[-L:] > fits)
     few = first_layers(checkpoint.config, wrong.tolist())
-    tried = {variant.name: variant for variant in variants(checkpoint, ropes, order, wrong)}
+    tried = {}
+    for variant in variants(checkpoint, ropes, order, wrong):
+        tried[variant.name] = variant
     for name in tqdm(tried, desc="explain", unit="variant", disable=not progress):
         worst[name] = float(errors(tried[name], few).max())
     best = min(tried, key=worst.get)
@@ -375,7 +377,9 @@ def _window_variants(config) -> Iterator[Variant]:
             yield Variant(f"window {size}, {text}", {"sliding_window": size})
     yield Variant("no window", {"sliding_window": 1 << 30})
     if len(kinds) == 2:
-        exchanged = [kinds[kinds[0] == kind] for kind in config.layer_types]
+        exchanged = []
+        for kind in config.layer_types:
+            exchanged.append(kinds[kinds[0] == kind])
         yield Variant("layers with and without window exchanged", {"layer_types": exchanged})
 
 

@@ -1,8 +1,7 @@
-"""The file that first light sends back: a result and its log in, one zip without a name of
-anybody's out, and into a log again.
+"""The zip of a first light: packs a result and its log without identifying names, and imports them
+into another log.
 
-Members: `result.json`, `log/TABLE/RUN.parquet`, `stderr/STAGE.txt`. Knows nothing of how anything
-was measured.
+Members: `result.json`, `log/TABLE/RUN.parquet`, `stderr/STAGE.txt`.
 """
 
 import io
@@ -33,11 +32,10 @@ STEP = "ask for the file again; nothing was imported"
 
 
 def members(result: dict, folder: Path) -> dict[str, bytes]:
-    """Name → contents of everything that the zip will hold, without user, host, home, serial number
-    and UUID.
+    """Name → contents of the zip's members, without user, host, home, serial number and UUID.
 
     Args:
-        result: of `measure.first_light`, which worked in `folder`.
+        result: of `measure.first_light`, run in `folder`.
     """
     names = identifiers()
     contents = {RESULT: json.dumps(anonymous(result, names), indent=1, default=str).encode()}
@@ -50,8 +48,9 @@ def members(result: dict, folder: Path) -> dict[str, bytes]:
 
 
 def _anonymous_table(data: bytes, names: set[str]) -> bytes:
-    """A Parquet file with every text in it scrubbed; JSON stays JSON."""
-    table, out = pq.read_table(io.BytesIO(data)), io.BytesIO()
+    """A Parquet file with every text anonymous; JSON stays valid JSON."""
+    table = pq.read_table(io.BytesIO(data))
+    out = io.BytesIO()
     for index, field in enumerate(table.schema):
         if field.type == pa.string() and field.name != "run_id":
             texts = []
@@ -69,7 +68,7 @@ def _anonymous_text(column: str, text: str | None, names: set[str]) -> str | Non
 
 
 def write(contents: dict[str, bytes], path: Path) -> None:
-    """Writes the zip, whole or not at all; the same contents are the same bytes."""
+    """Writes the zip atomically; equal contents give equal bytes."""
 
     def pack(file) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -84,8 +83,7 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
     """The result in a zip, and the files of its log: `table/run.parquet` → contents.
 
     Raises:
-        InputError: no such file, a damaged one, one of another kind or another schema; names the
-            member.
+        InputError: no such file, or a file that is damaged, of another kind or of another schema.
     """
     path = Path(path)
     subject = f"first light {path.name}"
@@ -114,13 +112,13 @@ def read(path: str | Path) -> tuple[dict, dict[str, bytes]]:
 
 
 def import_zip(path: str | Path, root: log.store.Root = None) -> dict:
-    """Takes the rows of a zip into the log at `root`; those that it has already stay as they are.
+    """Adds the rows of a zip to the log at `root`; rows that it has already are not changed.
 
     Returns:
-        {machine, runtime, simulated, runs (ids), imported (how many are new)}.
+        {machine, runtime, simulated, runs (ids), imported (number of new runs)}.
 
     Raises:
-        InputError: see `read`; a table that cannot be read. The log is as it was then.
+        InputError: see `read`; or a table that cannot be read. The log is not changed.
     """
     from workbench.log.machine import machine_name
 

@@ -1,10 +1,12 @@
-"""What coremltools' native layer takes and gives, tried on one shard on the CPU."""
+"""Tests which arrays and values coremltools' native layer accepts and returns, on one shard on the
+CPU."""
 
 import ctypes
 import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -14,8 +16,8 @@ from workbench.errors import one_line
 from workbench.firstlight import rungs
 from workbench.firstlight.job import Job
 
-# How an array of float32 is handed over, and whether the sources of the binding say that it takes
-# it (None: they do not say). Arrays of float16 for inputs are converted by coremltools before.
+# name → conversion of a float32 array, and whether the binding accepts it by its source code (None:
+# the source leaves it open); coremltools converts float16 inputs before they reach the binding
 ARRAYS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], bool | None]] = {
     "float32": (np.copy, True),
     "float64": (np.float64, True),
@@ -73,36 +75,49 @@ BINDING = {"state": _write_state, "input": _predict}
 
 
 def measure_binding(case: dict, job: Job) -> dict:
-    """One promise of coremltools' native layer, tried."""
+    """The result of one case: an array type, a round trip of a value, the output, or stdout."""
     bundle, model, state, inputs = _state_shard(job)
     if "array" in case:
-        change, expected = ARRAYS[case["array"]]
-        if (case["to"], case["array"]) == ("input", "float16"):
-            expected = True
-        accepted, said = True, None
-        try:
-            BINDING[case["to"]](model, state, inputs, change)
-        except Exception as problem:  # whatever the binding raises is the answer
-            accepted = False
-            said = f"{type(problem).__name__}: {one_line(problem)}"
-        return {"accepted": accepted, "expected": expected, "said": said}
+        return _array_case(case, model, state, inputs)
     if "value" in case:
-        value = SPECIAL[case["value"]]
-        array = np.array(state.raw.state.read_state(K_STATE))
-        array.flat[0] = value
-        state.raw.state.write_state(K_STATE, array)
-        read = np.float32(state.raw.state.read_state(K_STATE).flat[0])
-        with np.errstate(over="ignore"):
-            halves = np.float32([value, read]).astype(np.float16)
-        bits = [f"{half.view(np.uint16):#06x}" for half in halves]
-        alike = bits[0] == bits[1] or (np.isnan(value) and np.isnan(read))
-        return {"wrote": bits[0], "read": bits[1], "accepted": bool(alike), "expected": True}
+        return _round_trip(SPECIAL[case["value"]], state)
     if case["case"] == "output":
         outputs = model.model.predict(inputs, state.raw.state)
         (output,) = outputs.values()
         about = {"dtype": str(output.dtype), "contiguous": output.flags.c_contiguous}
         return about | {"accepted": about == {"dtype": "float32", "contiguous": True}}
-    package = bundle.package(model.shard)
+    return _stdout_of_compile(bundle.package(model.shard), job)
+
+
+def _array_case(case: dict, model, state, inputs: dict) -> dict:
+    """Whether the binding accepts an array of a type, or the error that it raises."""
+    change, expected = ARRAYS[case["array"]]
+    if (case["to"], case["array"]) == ("input", "float16"):
+        expected = True
+    accepted, said = True, None
+    try:
+        BINDING[case["to"]](model, state, inputs, change)
+    except Exception as problem:  # any error of the binding is a result
+        accepted = False
+        said = f"{type(problem).__name__}: {one_line(problem)}"
+    return {"accepted": accepted, "expected": expected, "said": said}
+
+
+def _round_trip(value: float, state) -> dict:
+    """Whether a value that is written to a state is read back with the same fp16 bits."""
+    array = np.array(state.raw.state.read_state(K_STATE))
+    array.flat[0] = value
+    state.raw.state.write_state(K_STATE, array)
+    read = np.float32(state.raw.state.read_state(K_STATE).flat[0])
+    with np.errstate(over="ignore"):
+        halves = np.float32([value, read]).astype(np.float16)
+    bits = [f"{half.view(np.uint16):#06x}" for half in halves]
+    alike = bits[0] == bits[1] or (np.isnan(value) and np.isnan(read))
+    return {"wrote": bits[0], "read": bits[1], "accepted": bool(alike), "expected": True}
+
+
+def _stdout_of_compile(package: Path, job: Job) -> dict:
+    """The number of bytes that compiling a package writes to file descriptor 1."""
     target = job.folder / "binding.mlmodelc"
     with tempfile.TemporaryFile() as written:
         before = os.dup(1)
@@ -111,7 +126,7 @@ def measure_binding(case: dict, job: Job) -> dict:
             with job.native_layer():
                 coremltools().models.utils.compile_model(str(package), str(target))
         finally:
-            ctypes.CDLL(None).fflush(None)  # what C's own buffers still hold
+            ctypes.CDLL(None).fflush(None)  # writes C's buffers out
             os.dup2(before, 1)
             os.close(before)
         written.seek(0)

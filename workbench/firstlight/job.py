@@ -1,4 +1,4 @@
-"""What the process of a stage works on, and the file of lines that it leaves."""
+"""The runtime and folder of a stage's process, and the JSON lines that it writes."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from workbench.runtime.standin import installed
 
 @dataclass(frozen=True)
 class Job:
-    """What a stage's process works on: the `runtime` (`coreml`, `stand-in`, `stand-in:FAULT`) and
-    the `folder` for bundles and for the log."""
+    """The `runtime` (`coreml`, `stand-in`, `stand-in:FAULT`) and the `folder` for bundles and for
+    the log of a stage's process."""
 
     runtime: str
     folder: Path
@@ -26,14 +26,13 @@ class Job:
         return load_shard(bundle, shard, self.runtime, compute_units=units)
 
     def native_layer(self) -> AbstractContextManager:
-        """Within, coremltools' native layer is there: Core ML's own, or the stand-in's."""
+        """Makes coremltools' native layer available in the block: Core ML's, or the stand-in's."""
         name, fault = named(self.runtime)
         return installed(fault) if name == "stand-in" else nullcontext()
 
 
 def write_line(path: Path, row: dict) -> None:
-    """Appends a row, without names of its machine and user, to a file of JSON lines; it is on the
-    disk afterwards."""
+    """Appends a row without identifying names to a file of JSON lines and syncs the file."""
     row = anonymous(jsonable(row), _identifiers())
     with path.open("a") as file:
         file.write(json.dumps(row, default=str, allow_nan=False) + "\n")
@@ -43,5 +42,5 @@ def write_line(path: Path, row: dict) -> None:
 
 @cache
 def _identifiers() -> set[str]:
-    """`log.scrub.identifiers`, which asks the system, once for each process."""
+    """`log.scrub.identifiers`, cached, since it starts a command."""
     return identifiers()

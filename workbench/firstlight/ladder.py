@@ -1,5 +1,5 @@
-"""Each rung of the ladder on a compute unit: whether it compiles, loads and agrees, and Core ML's
-plan for it."""
+"""Measures each rung of the ladder on a compute unit: compiling, loading, values, times, and Core
+ML's plan."""
 
 import numpy as np
 
@@ -14,33 +14,33 @@ from workbench.firstlight.times import median, time_calls
 from workbench.runtime import Model, named
 from workbench.sweep.plans import plan_job
 
-REPEATED_CALLS = 10  # of a rung, to compare its time on two units
+REPEATED_CALLS = 10  # of a rung, for its time on a unit
 
 
 def ladder_cases() -> list[dict]:
-    """Every rung on the CPU and for the Neural Engine, two of them on all units; the plans, which
-    may abort the process, come last."""
-    names = list(rungs.ladder())
-    pair = ("CPU_ONLY", "CPU_AND_NE")
-    more = ("ALL", "CPU_AND_GPU")
+    """Every rung on CPU_ONLY and CPU_AND_NE, two of them on all units; then the plans, which may
+    abort the process."""
     cases = []
-    for name in names:
-        for units in pair:
+    for name in rungs.ladder():
+        for units in ("CPU_ONLY", "CPU_AND_NE"):
             cases.append({"rung": name, "units": units})
-    cases += [{"rung": name, "units": units} for name in ("state", "range") for units in more]
-    return [case | {"ask": ask} for ask in ("run", "plan") for case in cases if _asked(case, ask)]
-
-
-def _asked(case: dict, ask: str) -> bool:
-    return ask == "run" or case["units"] == "CPU_AND_NE"
+    for name in ("state", "range"):
+        for units in ("ALL", "CPU_AND_GPU"):
+            cases.append({"rung": name, "units": units})
+    plans = []
+    for case in cases:
+        if case["units"] == "CPU_AND_NE":
+            plans.append(case | {"ask": "plan"})
+    return [case | {"ask": "run"} for case in cases] + plans
 
 
 def measure_rung(case: dict, job: Job) -> dict:
-    """One shard on one compute unit: does it compile, load, compute what portable computes, and how
-    long does it take; or Core ML's plan for it."""
+    """The result of one shard on one compute unit: sizes, distances from the portable results,
+    times; or Core ML's plan for it."""
     rung = rungs.ladder()[case["rung"]]
     bundle = rungs.bundle_of(rung, job.folder)
-    shard, units = rungs.shard_of(rung, bundle), case["units"]
+    shard = rungs.shard_of(rung, bundle)
+    units = case["units"]
     if case["ask"] == "plan":
         return _plan(bundle, shard, units, job)
     digest = rungs.digest(bundle.package(shard))
@@ -54,7 +54,7 @@ def measure_rung(case: dict, job: Job) -> dict:
         about |= _times(bundle, model) | _nan(bundle, model)
     except InputError as problem:
         return about | {"status": "refused", "reason": str(problem)}
-    ms = model.loading_ms  # a runtime that tells a first load from later ones says `cold_load`
+    ms = model.loading_ms  # `cold_load`: where the runtime distinguishes the first load
     cold = ms.get("cold_load") or ms["load"]
     about |= {"compile_ms": ms["compile"], "cold_load_ms": cold}
     return about | {"warm_load_ms": again.loading_ms["load"]}
@@ -63,18 +63,21 @@ def measure_rung(case: dict, job: Job) -> dict:
 def _plan(bundle: Bundle, shard: Shard, units: str, job: Job) -> dict:
     runtime, fault = named(job.runtime)
     planned = placement.plan_main(plan_job(bundle, [shard], runtime, units, fault))
-    counts = {name: sum(p[name] or 0 for p in planned) for name in ("ops", "ane", "cpu", "gpu")}
+    counts = {}
+    for name in ("ops", "ane", "cpu", "gpu"):
+        counts[name] = sum(p[name] or 0 for p in planned)
     return counts | {"cost_ane": planned[0]["cost_ane"], "source": planned[0]["source"]}
 
 
 def _compared(calls: list[tuple[int, np.ndarray]], expected: list[rungs.Expected]) -> dict:
-    """Worst distance at T = 1 and at T > 1, in units of what fp16 sums would leave."""
-    pairs = [(T, want.ratio(output)) for (T, output), want in zip(calls, expected, strict=True)]
-    finite = all(np.isfinite(output).all() for _, output in calls)
-    one = [r for T, r in pairs if T == 1]
-    more = [r for T, r in pairs if T > 1]
+    """The largest distances at T = 1 and at T > 1, relative to the distance of fp16 sums."""
+    one, more = [], []
+    finite = True
+    for (T, output), result in zip(calls, expected, strict=True):
+        (one if T == 1 else more).append(result.ratio(output))
+        finite = finite and bool(np.isfinite(output).all())
+    near = finite and all(ratio <= device.DEVICE_FACTOR for ratio in one + more)
     worst = {"ratio_t1": max(one, default=None), "ratio_t": max(more, default=None)}
-    near = finite and all(ratio <= device.DEVICE_FACTOR for _, ratio in pairs)
     return worst | {"finite": finite, "verdict": "GREEN" if near else "RED"}
 
 
@@ -84,7 +87,7 @@ def _times(bundle: Bundle, model: Model) -> dict:
 
 
 def _nan(bundle: Bundle, model: Model) -> dict:
-    """Whether a NaN that goes in comes out, as it does on the portable runtime."""
+    """Whether a NaN in the input gives a NaN in the output, as on the portable runtime."""
     T = rungs.tokens_per_call(bundle)[0]
     inputs = rungs.call_inputs(bundle, model.shard, T, 0, 1)
     inputs[X].flat[0] = np.nan

@@ -1,8 +1,7 @@
-"""First light from its first stage to its last: a runtime in, one result out, which `archive`
-packs.
+"""Runs the stages of first light on a runtime and returns one result, which `archive` packs.
 
-Each stage runs in a process of its own. A process that dies costs the case that it was at, which
-becomes a `failed` row; the next process goes on behind it until the stage's time is up.
+Each stage runs in a process of its own. If the process dies, the running case becomes a `failed`
+row, and another process continues with the next case until the stage's time is up.
 """
 
 import json
@@ -21,7 +20,7 @@ from workbench.runtime import named, resolve
 from workbench.sweep import process, runs
 
 LOGGED = {"measured": "ok", "stand-in": "ok", "not_measured": "skipped", "failed": "failed"}
-"""How a stage ends, and the word of the log for it; only Core ML itself is measured."""
+"""Status of a stage → status in the log; `measured` is Core ML alone."""
 
 
 def default_runtime() -> str:
@@ -43,14 +42,14 @@ def first_light(
         folder: for bundles, stderr, and the log with the rows of this run.
         runtime: coreml, stand-in or stand-in:FAULT (default: `default_runtime`).
         stages: the stages to run, by name (default: all).
-        lines: file of JSON lines that every row is appended to as soon as it is there, with its
-            stage; whatever ends this process, they stay (default: one in `folder`).
-        progress: gets each stage when it ended.
+        lines: file of JSON lines to which every row is appended at once, with its stage, so that
+            rows survive the end of this process (default: a file in `folder`).
+        progress: called with each finished stage.
 
     Returns:
         {schema, commit, runtime, simulated, machine, stages: [{stage, says, status, reason,
-        seconds, rows}], not_measured: [{what, reason}], run_ids}. A stage that failed has the rows
-        that it had come to.
+        seconds, rows}], not_measured: [{what, reason}], run_ids}. A failed stage has the rows of
+        the cases before.
     """
     runtime = runtime or default_runtime()
     name, fault = named(runtime)
@@ -86,7 +85,7 @@ def first_light(
 
 
 def _missing(runtime: str) -> str | None:
-    """Why this machine has no such runtime; None where it has."""
+    """The reason why this machine lacks a runtime; None if it has it."""
     try:
         resolve(runtime)
     except InputError as problem:
@@ -95,17 +94,15 @@ def _missing(runtime: str) -> str | None:
 
 
 def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: Path) -> dict:
-    """The rows of one stage, its status and, where it failed, why; each row goes to the file
-    `lines` too, what the stage's processes wrote on stderr to one in `folder`."""
+    """The rows and the status of one stage, with the reason if it failed. Rows are also appended to
+    the file `lines`, the stderr of the stage's processes is written to `folder`."""
     start, deaths, notes = time.monotonic(), [], []
     job = {"stage": stage, "runtime": runtime, "folder": str(folder), "lines": str(lines)}
     cases, rows = STAGES[stage].cases(), []
     while len(rows) < len(cases) and (left := timeout_s - (time.monotonic() - start)) > 1:
-        outcome = process.call(
-            "workbench.firstlight.stages:stage_main",
-            job | {"skip": len(rows)},
-            timeout_s=round(left, 1),
-        )
+        function = "workbench.firstlight.stages:stage_main"
+        argument = job | {"skip": len(rows)}
+        outcome = process.call(function, argument, timeout_s=round(left, 1))
         notes += outcome.value or outcome.lines
         rows = read_lines(lines, stage)
         if outcome.failure is not None and len(rows) < len(cases):
@@ -114,9 +111,8 @@ def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: P
             deaths.append(outcome.failure)
             rows = read_lines(lines, stage)
     if len(rows) < len(cases):
-        deaths.append(
-            f"{len(cases) - len(rows)} of {len(cases)} cases not reached in {timeout_s} s"
-        )
+        missing = len(cases) - len(rows)
+        deaths.append(f"{missing} of {len(cases)} cases not reached in {timeout_s} s")
     (folder / f"{stage}.stderr").write_text("".join(f"{line}\n" for line in notes))
     done = "measured" if named(runtime)[0] == "coreml" else "stand-in"
     return {
@@ -128,7 +124,7 @@ def run_stage(stage: str, runtime: str, folder: Path, timeout_s: float, lines: P
 
 
 def read_lines(path: Path, stage: str) -> list[dict]:
-    """A stage's rows in a file of JSON lines; a last line that was cut off is taken away."""
+    """A stage's rows in a file of JSON lines; an incomplete last line is removed."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -140,7 +136,7 @@ def read_lines(path: Path, stage: str) -> list[dict]:
 
 
 def _not_measured(results: list[dict]) -> list[dict]:
-    """What there is no figure of, with the reason, a line for each reason of a stage."""
+    """The missing measurements, one row for each stage and reason."""
     missing = {}
     for stage in results:
         if stage["status"] != "measured":
@@ -160,7 +156,6 @@ def check_runtime(runtime: str | None) -> str:
     if runtime is None:
         return default_runtime()
     if named(runtime)[0] not in ("coreml", "stand-in"):
-        raise InputError(
-            "--runtime", runtime, "coreml or stand-in", "leave it out: Core ML is taken where it is"
-        )
+        step = "leave it out: Core ML is taken where it is"
+        raise InputError("--runtime", runtime, "coreml or stand-in", step)
     return resolve(runtime)

@@ -1,7 +1,5 @@
-"""The shards of the ladder: names in, bundles exported from seeded integers, their calls, and the
-portable results that are shipped.
-
-`rungs.yaml` is the table. Everything here is computed anew on any machine; knows nothing of stages.
+"""The shards of the ladder (`rungs.yaml`): their bundles, exported from seeded weights, their
+calls, and the shipped portable results.
 """
 
 import hashlib
@@ -33,7 +31,7 @@ OF_EVERY_CHECKPOINT = {"num_hidden_layers": 1, "vocab_size": 512, "tie_word_embe
 
 @dataclass(frozen=True)
 class Rung:
-    """One shard of the ladder: a step from the rung that it stands `over`.
+    """One shard of the ladder: one change of the rung `over`.
 
     `kind` is the shard that runs: `layers`, or the `head`, which has no state.
     """
@@ -57,8 +55,8 @@ def ladder() -> dict[str, Rung]:
 
 
 class Noise:
-    """Seeded values in [-1.75, 1.75), of variance 1: 11 bits of Philox each, so that fp16 holds
-    them and every machine makes the same."""
+    """Seeded values in [-1.75, 1.75), of variance 1, from 11 bits of Philox each: they are exact in
+    fp16 and equal on every machine."""
 
     def __init__(self, seed: int):
         self.bits = np.random.Philox(key=seed)
@@ -97,8 +95,7 @@ def shard_of(rung: Rung, bundle: Bundle) -> Shard:
 
 
 def digest(package: Path) -> str:
-    """SHA-256 of what a package computes: its program and its weights, without the notes of which
-    build of a library wrote it."""
+    """SHA-256 of a package's program and weights, without the metadata of the library's build."""
     spec = read_package(package)
     spec.description.metadata.Clear()
     return hashlib.sha256(serialize(spec) + (package / WEIGHTS).read_bytes()).hexdigest()
@@ -127,21 +124,22 @@ def run_calls(bundle: Bundle, model: Model) -> Iterator[tuple[int, np.ndarray]]:
     offset = 0
     for seed, T in enumerate(tokens_per_call(bundle), 1):
         inputs = call_inputs(bundle, model.shard, T, offset, seed)
-        outputs, offset = model.predict(inputs, state), offset + T
+        outputs = model.predict(inputs, state)
+        offset = offset + T
         yield T, outputs[next(iter(model.shard.outputs))]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the portable runtime computes for one call of a rung: the `output`, and the `distance`
-    (RMS) of arithmetic that rounds sums to fp16."""
+    """The portable runtime's `output` of one call of a rung, and the `distance` (RMS) of arithmetic
+    that rounds sums to fp16."""
 
     output: np.ndarray
     distance: float
 
     def ratio(self, output: np.ndarray) -> float:
-        """Distance of another runtime's output over `distance`; more than `device.DEVICE_FACTOR` is
-        too far, as in the gate `device`."""
+        """The distance of another runtime's output over `distance`; the limit is
+        `device.DEVICE_FACTOR`, as in the gate `device`."""
         error = _rms(np.float64(self.output) - output)
         return float(metrics.over(np.float64(error), np.float64(self.distance)))
 
@@ -152,10 +150,10 @@ def _rms(values: np.ndarray) -> float:
 
 def portable_results(bundle: Bundle, shard: Shard) -> list[Expected]:
     """One result for each call of a rung, by the portable runtime."""
-    declared, narrow = (
-        run_calls(bundle, load_shard(bundle, shard, "portable", precision=precision))
-        for precision in ("declared", "narrow")
-    )
+    models = []
+    for p in ("declared", "narrow"):
+        models.append(load_shard(bundle, shard, "portable", precision=p))
+    declared, narrow = (run_calls(bundle, model) for model in models)
     results = []
     for (_, output), (_, other) in zip(declared, narrow):
         distance = max(_rms(np.float64(output) - other), HALF_ULP * _rms(output))
@@ -164,7 +162,7 @@ def portable_results(bundle: Bundle, shard: Shard) -> list[Expected]:
 
 
 def shipped_digests() -> dict[str, str]:
-    """Rung → `digest` of its package, as made on Linux."""
+    """Rung → `digest` of its package exported on Linux."""
     return json.loads(DIGESTS.read_text())
 
 

@@ -1,5 +1,5 @@
-"""Makes the files that come with first light anew, where the export or the table of rungs has
-changed: `python -m workbench.firstlight.shipped`, on Linux, in a checkout."""
+"""Rewrites the files shipped with first light after a change of the export or of the rungs:
+`python -m workbench.firstlight.shipped`, on Linux, in a checkout."""
 
 import json
 import tempfile

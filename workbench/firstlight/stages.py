@@ -1,9 +1,7 @@
-"""The six stages of first light, each run in a process of its own: cases in, one JSON line per case
-out.
+"""The six stages of first light, each in a process of its own: one JSON line per case.
 
 A stage is a list of cases and a function that measures one of them. A line is written as soon as
-its case is done, so whatever kills the process costs the case that it was at. Knows nothing of the
-process that started it.
+its case is done, so that only the running case is lost if the process is killed.
 """
 
 import os
@@ -32,14 +30,13 @@ GOLDEN = rungs.DATA / "tiny-llama.golden"
 
 
 def stage_main(job: dict) -> list[str]:
-    """In a process of its own: the cases of a stage from `skip` on, a line of JSON for each.
+    """Measures the cases of a stage from `skip` on and writes a JSON line for each.
 
     Args:
-        job: {stage, runtime, folder, lines (the file they are appended to, with their stage),
-            skip}.
+        job: {stage, runtime, folder, lines (the file of JSON lines), skip}.
 
     Returns:
-        What Core ML wrote on stderr.
+        Core ML's messages on stderr.
     """
     stage = STAGES[job["stage"]]
     here = Job(job["runtime"], Path(job["folder"]))
@@ -72,16 +69,16 @@ def _on_engine(case: dict, job: Job) -> bool:
 
 
 class Pause:
-    """Time that the Neural Engine gets after a failed compilation, before the next case that may
-    use it: `PAUSE_S` each, `PAUSES_S` in all, so that a stage ends in time where all cases fail."""
+    """Pauses after a failed compilation for the Neural Engine, before the next case that may use
+    it: `PAUSE_S` each, at most `PAUSES_S` in a stage."""
 
-    PAUSE_S, PAUSES_S = 15.0, 120.0  # the first as reported in public, the second chosen
+    PAUSE_S, PAUSES_S = 15.0, 120.0  # reports name 15 s
 
     def __init__(self):
         self.until, self.left = 0.0, self.PAUSES_S
 
     def begin(self) -> None:
-        """A case on the Neural Engine has just failed."""
+        """Starts a pause."""
         self.until = time.monotonic() + self.PAUSE_S
 
     def wait(self) -> float:
@@ -97,7 +94,7 @@ def fact_cases() -> list[dict]:
 
 
 def measure_fact(case: dict, job: Job) -> dict:
-    """The machine as the log names it; the devices that Core ML lists."""
+    """The machine's columns of the log, or the devices that Core ML lists."""
     if case["case"] == "machine":
         facts = log.environment()
         return facts | {"time": facts["time"].isoformat()}
@@ -105,7 +102,9 @@ def measure_fact(case: dict, job: Job) -> dict:
         return {"status": "not_measured", "reason": "Core ML alone lists its compute devices"}
     kinds = coremltools().models.compute_device
     devices = kinds.MLComputeDevice.get_all_compute_devices()
-    cores = [getattr(one, "total_core_count", None) for one in devices]
+    cores = []
+    for one in devices:
+        cores.append(getattr(one, "total_core_count", None))
     names = [type(one).__name__ for one in devices]
     return {"devices": names, "cores": cores}
 
@@ -123,19 +122,22 @@ def _tiny_llama(job: Job):
 
 
 def measure_golden(case: dict, job: Job) -> dict:
-    """data/tiny-llama against the golden that came with the project, on one compute unit."""
+    """data/tiny-llama against the shipped golden, on one compute unit."""
     bundle, golden, reference = _tiny_llama(job)
     decoder = Decoder(bundle, job.runtime, compute_units=case["units"])
     result = validate(decoder, golden, reference=reference)
     names = "name", "verdict", "value", "threshold", "reason"
-    gates = [runs.pick(gate.json(), *names) for gate in result.gates if gate.verdict != "not_run"]
+    gates = []
+    for gate in result.gates:
+        if gate.verdict != "not_run":
+            gates.append(runs.pick(gate.json(), *names))
     return {"verdict": result.verdict, "gates": gates, "worst_cosine": result.worst["cosine"]}
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage says of itself, its cases, the function that measures one of them, and the
-    seconds after which it is ended."""
+    """A stage's description, its cases, the function that measures one of them, and the seconds
+    after which the stage is ended."""
 
     says: str
     cases: Callable[[], list[dict]]

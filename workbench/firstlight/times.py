@@ -1,7 +1,8 @@
-"""How long calls of one shard take: by its layers, and without a pause. Each setting is a run of
-the log."""
+"""Times of calls of one shard, by its number of layers and in a long series; each setting is a run
+of the log."""
 
 import time
+from itertools import product
 
 import pandas as pd
 
@@ -14,14 +15,17 @@ from workbench.runtime import Model, named
 from workbench.sweep import ioreport, plans, runs
 
 CALLS, WARMUP_CALLS = 300, 3
-SECONDS_PER_TIMING = 8.0  # a case of the stage `timing` ends there, whatever its calls
+SECONDS_PER_TIMING = 8.0  # limit of a case of the stage `timing`
 SOAK_CALLS, SOAK_SECONDS = 400, 30.0
 
 
 def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float) -> pd.DataFrame:
-    """Wall, native and CPU milliseconds (of this thread) of repeated calls of T tokens, warm-ups
-    left out, and the seconds from the first one's start to each one's end; ends after `seconds`,
-    whatever `calls`."""
+    """Times of at most `calls` repeated calls of T tokens in at most `seconds`, without warm-ups.
+
+    Returns:
+        wall_ms, native_ms (Core ML's own), cpu_ms (of this thread), elapsed_s (from the start of
+        the first call to the end of each).
+    """
     state = model.make_state() if model.shard.states else None
     room = bundle.manifest.options.max_seq_len // T
     cycle = []
@@ -42,17 +46,15 @@ def time_calls(bundle: Bundle, model: Model, T: int, calls: int, seconds: float)
 
 
 def timing_cases() -> list[dict]:
-    return [
-        {"units": units, "layers": layers, "T": T}
-        for units in ("CPU_AND_NE", "CPU_ONLY")
-        for layers in (1, 2, 4)
-        for T in (1, 4)
-    ]
+    cases = []
+    for units, layers, T in product(("CPU_AND_NE", "CPU_ONLY"), (1, 2, 4), (1, 4)):
+        cases.append({"units": units, "layers": layers, "T": T})
+    return cases
 
 
 def measure_timing(case: dict, job: Job) -> dict:
-    """Calls of one shard of 1, 2 or 4 layers of 0.5B dimensions: wall, Core ML's own duration, CPU
-    time, and the Neural Engine's energy."""
+    """Times and Neural Engine energy of calls of one shard of 1, 2 or 4 layers with the dimensions
+    of a 0.5B model."""
     source = rungs.seeded_checkpoint("half_b", job.folder, num_hidden_layers=4)
     shape = {"t": "fixed", "t_max": case["T"], "layers_per_shard": case["layers"]}
     bundle = rungs.exported(source, job.folder, compress="int8-tensor", **shape)
@@ -67,7 +69,8 @@ def soak_cases() -> list[dict]:
 
 
 def measure_soak(case: dict, job: Job) -> dict:
-    """A compressed shard with state, called as fast as it goes: is it as fast at the end?"""
+    """Times of a compressed shard with state in back-to-back calls, with the medians of the first
+    and the last quarter."""
     rung = rungs.ladder()[case["rung"]]
     bundle = rungs.bundle_of(rung, job.folder)
     shard = rungs.shard_of(rung, bundle)
@@ -83,8 +86,8 @@ def measure_soak(case: dict, job: Job) -> dict:
 def _metered(
     bundle: Bundle, model: Model, T: int, calls: int, seconds: float
 ) -> tuple[pd.DataFrame, dict]:
-    """`time_calls`, and columns of `runs` that say the machine's state before them and the Neural
-    Engine's energy and active time during them, with the `reason` where one of these is None."""
+    """`time_calls`, and columns of `runs`: the machine's state before, the Neural Engine's energy
+    and active time, and the `reason` if one of these is None."""
     before = runs.state_before()
     with ioreport.metered() as energy:
         samples = time_calls(bundle, model, T, calls, seconds)
@@ -98,26 +101,22 @@ def _loading(model: Model) -> dict:
 def _timed(
     case: dict, job: Job, bundle: Bundle, shard: Shard, samples: pd.DataFrame, about: dict
 ) -> dict:
-    """A row of times, after its samples are logged as a run of their own; `about` as from
-    `_metered`."""
+    """Logs samples as a run and returns a row of their medians; `about` is from `_metered`."""
     reason = about.pop("reason")
     columns, note = _planned(job, bundle, shard, case["units"])
     config = {"case": case} | note
     if reason:
         config["energy"] = f"not measured: {reason}"
-    calls = samples.rename(columns={"wall_ms": "value"}).assign(
-        phase="call", order=range(len(samples)), shard=shard.name, repetition=0
-    )
+    calls = samples.rename(columns={"wall_ms": "value"})
+    calls = calls.assign(phase="call", order=range(len(samples)), shard=shard.name, repetition=0)
     calls = calls.assign(T=case["T"], unit="ms", warmup=False)
     row = runs.describe(bundle) | runs.executed(job.runtime, "declared", False, case["units"], {})
     row |= {"command": "first-light times", "T": case["T"]}
-    run_id = runs.record_run(
-        EXPERIMENT,
-        row | about | columns | {"config": config},
-        root=job.folder / "log",
-        samples=calls,
-    )
-    medians = {name: median(samples[name]) for name in ("wall_ms", "native_ms", "cpu_ms")}
+    row |= about | columns | {"config": config}
+    run_id = runs.record_run(EXPERIMENT, row, root=job.folder / "log", samples=calls)
+    medians = {}
+    for name in ("wall_ms", "native_ms", "cpu_ms"):
+        medians[name] = median(samples[name])
     energy = runs.pick(about, "ane_joules", "ane_active_ms") | {"energy_reason": reason}
     p90 = float(samples["wall_ms"].quantile(0.9))
     share = {"ane_ops_share": columns.get("ane_ops_share"), "invalid": columns.get("reason")}
@@ -125,8 +124,8 @@ def _timed(
 
 
 def _planned(job: Job, bundle: Bundle, shard: Shard, units: str) -> tuple[dict, dict]:
-    """Columns of `runs` that the plan of a shard decides, asked for in a process of its own; and
-    why there is none."""
+    """The columns of `runs` from a shard's compute plan, made in a child process; and the reason if
+    there is no plan."""
     runtime, fault = named(job.runtime)
     if units != "CPU_AND_NE":
         return {}, {}
@@ -140,5 +139,5 @@ def _planned(job: Job, bundle: Bundle, shard: Shard, units: str) -> tuple[dict, 
 
 
 def median(values: pd.Series) -> float | None:
-    """The median of what there is; None where there is nothing."""
+    """The median of the values that are not null; None if all are."""
     return None if values.isna().all() else float(values.median())

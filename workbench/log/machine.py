@@ -91,7 +91,10 @@ def software_name(run: Mapping) -> str:
     versions = _value(run, "versions") or {}
     if isinstance(versions, str):
         versions = json.loads(versions)
-    words = [f"{name} {versions[name]}" for name in ("coremltools", "torch") if versions.get(name)]
+    words = []
+    for name in ("coremltools", "torch"):
+        if versions.get(name):
+            words.append(f"{name} {versions[name]}")
     return ", ".join([str(_value(run, "os_build") or "unknown build"), *words])
 
 

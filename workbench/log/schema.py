@@ -106,7 +106,9 @@ ALLOWED = {
 
 def _settings_of_config(runs: pa.Table) -> pa.Table:
     """`runs` from version 1 to 2: settings that were only in a sweep's `config` become columns."""
-    configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
+    configs = []
+    for text in runs["config"].to_pylist():
+        configs.append(json.loads(text or "{}"))
     export, run = ([config.get(part) or {} for config in configs] for part in ("export", "run"))
     for options, names in ((export, ("t", "sliding")), (run, ("threads", "depth", "n_gen"))):
         for name in names:
@@ -121,7 +123,9 @@ def _settings_of_config(runs: pa.Table) -> pa.Table:
 def _state_before_of_config(runs: pa.Table) -> pa.Table:
     """`runs` from version 2 to 3: the machine's state before the run, in a sweep's `config`,
     becomes columns."""
-    configs = [json.loads(text or "{}") for text in runs["config"].to_pylist()]
+    configs = []
+    for text in runs["config"].to_pylist():
+        configs.append(json.loads(text or "{}"))
     before = [config.get("before") or {} for config in configs]
     for name in ("thermal", "power_source"):
         values = pa.array([state.get(name) for state in before], pa.string())

@@ -46,7 +46,9 @@ def summary(samples: pd.DataFrame) -> pd.DataFrame:
         unstable: whether the largest value exceeds 1.5 times the mean, pyperf's rule.
     """
     groups = _timed(samples, "run_id", *MEASUREMENT).agg(list).reset_index()
-    figures = [_describe(np.array(values)) for values in groups.pop("value")]
+    figures = []
+    for values in groups.pop("value"):
+        figures.append(_describe(np.array(values)))
     return groups.join(pd.DataFrame(figures, columns=_FIGURES))
 
 
@@ -126,7 +128,9 @@ def compare(run_a: str, run_b: str, root: Root = None) -> Comparison:
     a, b = (_repeats(row, runs)["run_id"].tolist() for row in (first, second))
     if set(a) & set(b):  # two runs of one setting are compared without their repetitions
         a, b = [run_a], [run_b]
-    samples = [load("samples", root, {"run_id": run_ids}) for run_ids in (a, b)]
+    samples = []
+    for run_ids in (a, b):
+        samples.append(load("samples", root, {"run_id": run_ids}))
     measures = _ratios(*samples, rounds(a, b))
     if first["machine"] != second["machine"]:
         measures[["ratio", "low", "high"]] = np.nan
@@ -189,10 +193,14 @@ def _settings(run: pd.Series) -> dict:
 def _ratios(a: pd.DataFrame, b: pd.DataFrame, interleaved: int) -> pd.DataFrame:
     """Every measurement of either side, with the ratio of medians where both have it."""
     pairs = pd.merge(_by_run(a), _by_run(b), on=MEASUREMENT, how="outer", suffixes=("_a", "_b"))
-    sides = [pairs.pop(name).map(_array) for name in ("value_a", "value_b")]
+    sides = []
+    for name in ("value_a", "value_b"):
+        sides.append(pairs.pop(name).map(_array))
     compared = sum(len(x) > 0 < len(y) for x, y in zip(*sides))
     confidence = 1 - _FALSE_ALARMS / max(compared, 1)
-    ratios = [_ratio(x, y, interleaved, confidence) for x, y in zip(*sides)]
+    ratios = []
+    for x, y in zip(*sides):
+        ratios.append(_ratio(x, y, interleaved, confidence))
     return pairs.join(pd.DataFrame(ratios, columns=_RATIO))
 
 
@@ -211,7 +219,9 @@ def _by_run(samples: pd.DataFrame) -> pd.DataFrame:
 
 def _ratio(a: np.ndarray, b: np.ndarray, interleaved: int, confidence: float) -> tuple:
     """`_RATIO` of one measurement."""
-    medians = [np.median(values) if len(values) else np.nan for values in (a, b)]
+    medians = []
+    for values in (a, b):
+        medians.append(np.median(values) if len(values) else np.nan)
     ratio, low, high, note = np.nan, np.nan, np.nan, None
     if not (len(a) and len(b)):
         note = "on one side only"

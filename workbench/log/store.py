@@ -207,7 +207,8 @@ def _folders(table: str, root: Root) -> tuple[Path, Path]:
 
 def _to_arrow(table: str, rows: Rows, run_id: str) -> pa.Table:
     """The rows with exactly the table's columns, every value checked."""
-    subject, names = f"log table {table}", SCHEMAS[table].names
+    subject = f"log table {table}"
+    names = SCHEMAS[table].names
     frame = _frame(subject, rows)
     if frame.empty:
         raise InputError(subject, "no rows", "at least one", "append only what was measured")
@@ -277,11 +278,13 @@ def _no_constant(name: str):
 
 def _file_version(path: Path, table: str) -> int:
     """The schema version of a file; refuses a torn file, an unknown version and unknown columns."""
-    subject, latest = f"log file {path}", tables.version(table)
+    subject = f"log file {path}"
+    latest = tables.version(table)
     try:
         schema = pq.read_schema(path)
     except pa.ArrowInvalid as error:
-        needed, step = "a whole Parquet file", "move it out of the log"
+        needed = "a whole Parquet file"
+        step = "move it out of the log"
         raise InputError(subject, str(error), needed, step) from error
     version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
     if version not in map(str, range(1, latest + 1)):

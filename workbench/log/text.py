@@ -36,10 +36,16 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     rows = comparison.measures
     if rows.empty:
         return [*settings, "", omitted]
-    keys = [c for c in MEASUREMENT if c not in ("phase", "unit") and rows[c].nunique() > 1]
+    keys = []
+    for c in MEASUREMENT:
+        if c not in ("phase", "unit") and rows[c].nunique() > 1:
+            keys.append(c)
     names = []
     for row in rows.to_dict("records"):
-        values = [f"{key} {row[key]}" for key in keys if pd.notna(row[key])]
+        values = []
+        for key in keys:
+            if pd.notna(row[key]):
+                values.append(f"{key} {row[key]}")
         names.append(" ".join([row["phase"], *values]))
     names = pd.Series(names, rows.index)
     both = rows["median_a"].notna() & rows["median_b"].notna()

@@ -1,5 +1,5 @@
-"""The KV cache: which rows each call changed, which restored caches go on as they should, how soon
-a token comes."""
+"""Figures of the KV cache: rows changed by each call, verdicts on restored caches, time to the
+first token."""
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -32,8 +32,8 @@ _HOLDS = ListedColormap(["#F3B58A", "#DCEBF5"])
 
 @style()
 def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Call × row: filled where a row was written as expected, hollow where it was missed, crossed
-    where it strayed.
+    """Call × row: a filled mark for a row written as expected, a hollow one for a missed row, a
+    cross for a row that should not have changed.
 
     `changed`: ``call``, ``T``, ``slot`` (the row's number), ``layer``, and the booleans ``changed``
     and ``expected``, for up to about 100 rows. A fault in any layer shows; "as expected" holds in
@@ -55,15 +55,17 @@ def cache_rows(changed: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(x + 0.5, y + 0.5, ls="", label=f"{kind} ({len(marked)})", **look)
     ax.set(xlim=(0, len(slots)), ylim=(len(calls), 0), xlabel="cache row", ylabel="call")
     label_cells(ax.xaxis, slots)
-    names = [f"T = {T}, pos {starts[call]:g}" for call, T in calls.items()]
+    names = []
+    for call, T in calls.items():
+        names.append(f"T = {T}, pos {starts[call]:g}")
     label_cells(ax.yaxis, names, 24)
     ax.grid()
     return heading(ax, "cache rows changed by each call")
 
 
 def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None) -> None:
-    """A table of verdicts as cells that say by mark and colour whether they hold; anything else is
-    hatched. `texts` stand in the place of marks where there are any."""
+    """Draws a table of verdicts as marked and coloured cells; other values are hatched. Texts that
+    are not null replace the marks."""
     marks = verdicts.map(lambda verdict: _MARKS.get(verdict, ""))
     holds = marks.map({"✓": 1.0, "✗": 0.0}.get).astype(float)
     mesh = grid_cells(ax, holds, Normalize(0, 1), _HOLDS)
@@ -75,8 +77,8 @@ def _marked(ax: Axes, verdicts: pd.DataFrame, texts: pd.DataFrame | None = None)
 @style()
 def reuse_matrix(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """The reuse matrix: ``batch``, ``cache``, ``streaming``, ``format``, ``context``, ``verdict``.
-    A cell for batch, cache and format over the context says how many of its paths (stream,
-    generate) hold, and names the ones that do not."""
+    A cell for batch, cache and format over the context has a mark if both paths (stream, generate)
+    pass, else the names of those that fail."""
     path = cells["streaming"].map({True: "stream", False: "generate"})
     batch = "batch " + cells["batch"].astype(str)
     cells = cells.assign(row=batch.str.cat([cells["cache"], cells["format"]], sep=", "), path=path)

@@ -1,13 +1,14 @@
-"""What decoding costs, measured and predicted: tokens per second, milliseconds per layer, bytes of
-memory, and what to choose.
+"""Figures of the cost of decoding: tokens per second, milliseconds per layer, bytes of memory, and
+speed against fidelity.
 
-Medians are drawn with the range of what was measured, never alone.
+Medians are drawn with the range of the samples.
 """
 
 import textwrap
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -97,8 +98,7 @@ def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
 @style()
 def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
     """Milliseconds of calls over the time since the first one, a line per value of the column
-    `lines`: medians of at most 60 equal stretches of time, in a band from their 10th to their 90th
-    percentile.
+    `lines`: medians of at most 60 equal intervals, in a band from the 10th to the 90th percentile.
 
     `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis),
     ``elapsed_s``, ``value`` and `lines`, such as the log's samples of one run; a column ``machine``
@@ -109,7 +109,8 @@ def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
     for name, line in calls.groupby(lines, sort=True):
         stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
-        ms, at = stretches["value"], stretches["elapsed_s"].mean()
+        ms = stretches["value"]
+        at = stretches["elapsed_s"].mean()
         (drawn,) = ax.plot(at, ms.median(), marker="", label=f"{lines} = {name}")
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
@@ -153,8 +154,7 @@ def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | None = None) -> Axes:
-    """Stacked bars of what must be resident, one per setting, and dashed lines at what machines
-    have.
+    """Stacked bars of resident bytes, one per setting, and dashed lines at machines' memory.
 
     `parts`: ``setting``, ``part`` (weights, KV cache, embedding, buffers …) and ``bytes``; settings
     and parts are drawn in the order given. `budget` maps a machine's name to its memory in bytes;
@@ -176,15 +176,9 @@ def memory_bar(parts: pd.DataFrame, budget: Mapping[str, int], *, ax: Axes | Non
         note(ax, f"{name}: {size:.2f} {unit}", size, y).set_fontsize(7)
     ax.set(xlabel=unit, xlim=(0, 1.35 * widest / scale), ylim=(len(table) - 0.5, top))
     ax.tick_params(axis="y", length=0)
-    if len(table.columns) > 1:
-        parts_drawn = ax.get_legend_handles_labels()[0]
-    else:
-        parts_drawn = []
     if len(table.columns) == 1:
-        alone = f"{table.columns[0]}, resident"
-    else:
-        alone = "resident memory"
-    return heading(ax, alone, parts_drawn)
+        return heading(ax, f"{table.columns[0]}, resident", [])
+    return heading(ax, "resident memory")
 
 
 def _stack(ax: Axes, table: pd.DataFrame) -> pd.Series:
@@ -231,9 +225,8 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
     for ax, row in zip(panels[0], rows.itertuples()):
         look = {"color": ["#0072B2", "white"], "edgecolor": "black", "hatch": ["", "////"]}
         ax.bar([this, row.peer], [row.value, row.peer_value], 0.55, **look)
-        for place, samples in enumerate(
-            (getattr(row, "samples", ()), getattr(row, "peer_samples", ()))
-        ):
+        sides = getattr(row, "samples", ()), getattr(row, "peer_samples", ())
+        for place, samples in enumerate(sides):
             if len(samples) > 1:
                 ax.vlines(place, min(samples), max(samples), color="#D55E00", linewidth=1.5)
                 ax.set_xlabel(f"n = {len(samples)}, range")
@@ -251,8 +244,8 @@ def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
 
 @style()
 def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Run B over run A on a log scale: a dot per measurement with its interval; hollow where there
-    are too few runs for one.
+    """Run B over run A on a log scale: a dot per measurement with its interval; a hollow dot has
+    too few runs for one.
 
     `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as
     `workbench.log.compare` gives. A column ``machine`` goes into the title and must name one. A
@@ -271,10 +264,8 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(row.ratio, y, "o", color="#0072B2", markerfacecolor=fill)
         text = f"{row.ratio:.3g}×"
         if "unit" in shown and row.ratio != 1:
-            if (row.ratio > 1) == (row.unit == "tok/s"):
-                text += ", B better"
-            else:
-                text += ", B worse"
+            better = (row.ratio > 1) == (row.unit == "tok/s")
+            text += ", B better" if better else ", B worse"
         ax.annotate(text, (row.ratio, y), **above)
     ax.axvline(1, color="black", linewidth=1, linestyle="--")
     reach = 1.5 * max([2, *shown["ratio"], *1 / shown["ratio"]])
@@ -282,11 +273,10 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     for axis in (ax.xaxis.set_major_formatter, ax.xaxis.set_minor_formatter):
         axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     ax.set_yticks(range(len(shown)), labels=names)
+    xlabel = "median of B over median of A"
     if shown["low"].isna().any():
-        hollow = "; hollow: too few rounds to be sure"
-    else:
-        hollow = ""
-    ax.set(xlabel=f"median of B over median of A{hollow}", ylim=(len(shown) - 0.4, -0.8))
+        xlabel += "; hollow: too few rounds to be sure"
+    ax.set(xlabel=xlabel, ylim=(len(shown) - 0.4, -0.8))
     ax.grid(axis="x")
     return heading(ax, on_machine("B against A", measures))
 
@@ -295,15 +285,15 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 def speed_against_fidelity(
     configurations: pd.DataFrame, *, max_kl: float | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Every configuration as a point: tokens per second over what it costs; a line joins those that
-    pass and that none is both faster and nearer than.
+    """Every configuration as a point: tokens per second over its cost; a line joins the Pareto
+    front of those that pass.
 
-    `configurations`: ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and ``kl_mean`` (nats)
-    or, where that was not measured, ``worst_cosine``; one row each. Points of the line and the
-    fastest of each ``compress`` are named after ``name``. `max_kl` is the user's limit. A column
-    ``machine`` goes into the title and must name one, a column ``n`` says how many runs a point
-    stands on, ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows that a column
-    ``invalid`` gives a reason for are hatched, with the reason below, and on no line.
+    `configurations`: one row each, with ``tokens_per_s``, ``verdict`` (GREEN, RED or not_run) and
+    ``kl_mean`` (nats) or, where no KL was measured, ``worst_cosine``. Points of the front and the
+    fastest of each ``compress`` are labelled with ``name``. `max_kl` is the user's limit. A column
+    ``machine`` goes into the title and must name one; ``n`` is the number of a point's runs,
+    ``slowest`` and ``fastest`` (tok/s) are the ends of their range. Rows with a reason in a column
+    ``invalid`` are hatched, with the reason below, and are not in the front.
     """
     priced = "kl_mean" in configurations and configurations["kl_mean"].notna().all()
     if priced:
@@ -320,30 +310,10 @@ def speed_against_fidelity(
         title += f", {what}; runs: {counts_in_words(points['n'])}"
     ax = axes(ax, PAGE, 3.4)
     highest = float(points.reindex(columns=["tokens_per_s", "fastest"]).max(axis=None))
-    if "slowest" in valid:
-        ends = valid[["slowest", "fastest"]].astype(float)
-        ax.vlines(valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8)
-    for verdict, (marker, colour) in _VERDICTS.items():
-        part = valid[valid["verdict"] == verdict]
-        if len(part):
-            look = {"color": colour, "label": verdict, "alpha": 0.8}
-            ax.plot(part["cost"], part["tokens_per_s"], marker, **look)
+    _verdict_points(ax, valid)
     if len(invalid):
         ax.scatter(invalid["cost"], invalid["tokens_per_s"].astype(float), 40, zorder=2, **INVALID)
-    front = pareto_front(valid[valid["verdict"] == "GREEN"])
-    if len(front):
-        look = {"color": "black", "linewidth": 0.8, "marker": "", "zorder": 1}
-        ax.step(front["cost"], front["tokens_per_s"], where="post", label="best that pass", **look)
-        ring(
-            ax, front["cost"].iloc[-1], front["tokens_per_s"].iloc[-1], label="fastest that passes"
-        )
-    named = front
-    if "compress" in valid:
-        fastest = valid.sort_values("tokens_per_s").drop_duplicates("compress", keep="last")
-        named = pd.concat([front, fastest]).drop_duplicates("name")
-    for row in named.to_dict("records") if "name" in named else ():
-        text = textwrap.fill(row["name"], 34)
-        note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
+    _front(ax, valid)
     if max_kl is not None and priced:
         limit = {"color": "black", "linewidth": 1, "linestyle": "--"}
         ax.axvline(max_kl, label=f"your limit, {max_kl:g}", **limit)
@@ -355,20 +325,48 @@ def speed_against_fidelity(
     return heading(ax, on_machine(title, configurations), keys)
 
 
+def _verdict_points(ax: Axes, valid: pd.DataFrame) -> None:
+    """Draws the points of valid runs by verdict, over the ranges of their speeds."""
+    if "slowest" in valid:
+        ends = valid[["slowest", "fastest"]].astype(float)
+        ax.vlines(valid["cost"], ends["slowest"], ends["fastest"], color="0.6", linewidth=0.8)
+    for verdict, (marker, colour) in _VERDICTS.items():
+        part = valid[valid["verdict"] == verdict]
+        if len(part):
+            look = {"color": colour, "label": verdict, "alpha": 0.8}
+            ax.plot(part["cost"], part["tokens_per_s"], marker, **look)
+
+
+def _front(ax: Axes, valid: pd.DataFrame) -> None:
+    """Draws the Pareto front of the GREEN points; labels it and the fastest of each `compress`."""
+    front = pareto_front(valid[valid["verdict"] == "GREEN"])
+    if len(front):
+        look = {"color": "black", "linewidth": 0.8, "marker": "", "zorder": 1}
+        ax.step(front["cost"], front["tokens_per_s"], where="post", label="best that pass", **look)
+        last = front.iloc[-1]
+        ring(ax, last["cost"], last["tokens_per_s"], label="fastest that passes")
+    named = front
+    if "compress" in valid:
+        fastest = valid.sort_values("tokens_per_s").drop_duplicates("compress", keep="last")
+        named = pd.concat([front, fastest]).drop_duplicates("name")
+    for row in named.to_dict("records") if "name" in named else ():
+        text = textwrap.fill(row["name"], 34)
+        note(ax, text, row["cost"], row["tokens_per_s"]).set(fontsize=6, bbox=ON_LINES)
+
+
 def pareto_front(points: pd.DataFrame) -> pd.DataFrame:
-    """The rows that no other one beats in ``tokens_per_s`` without a larger ``cost``, in the order
-    of their cost."""
-    ordered = points.astype({"tokens_per_s": float}).sort_values(
-        ["cost", "tokens_per_s"], ascending=[True, False]
-    )
+    """The rows with more ``tokens_per_s`` than every row of smaller or equal ``cost``, sorted by
+    cost."""
+    points = points.astype({"tokens_per_s": float})
+    ordered = points.sort_values(["cost", "tokens_per_s"], ascending=[True, False])
     best = ordered["tokens_per_s"].cummax()
     return ordered[(best > best.shift(fill_value=-1.0))]
 
 
 @style()
 def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Published against predicted milliseconds, each predicted by a fit that has not seen it; the
-    band is ± 30%.
+    """Published against predicted milliseconds, each predicted by a fit without it; the band is
+    ± 30%.
 
     `predictions`: ``figure``, ``published_ms``, ``predicted_ms``; columns ``chip`` and ``weights``
     go into the legend.
@@ -377,9 +375,8 @@ def roofline(predictions: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ms = predictions[["published_ms", "predicted_ms"]]
     low, high = ms.min(axis=None) / 2, ms.max(axis=None) * 2
     ax.plot([low, high], [low, high], color="black", marker="", lw=0.8, label="equal")
-    ax.fill_between(
-        [low, high], [low * 0.7, high * 0.7], [low * 1.3, high * 1.3], color="0.9", label="± 30%"
-    )
+    ends = np.array([low, high])
+    ax.fill_between(ends, 0.7 * ends, 1.3 * ends, color="0.9", label="± 30%")
     names = predictions["figure"].str.split(",").str[0]
     for column in (name for name in ("chip", "weights") if name in predictions):
         names += ", " + predictions[column]

@@ -1,4 +1,4 @@
-"""Where one run errs more than another: a heatmap of their difference by layer and position."""
+"""A heatmap of the difference between two runs' errors by layer and position."""
 
 import matplotlib
 import numpy as np

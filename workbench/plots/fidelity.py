@@ -1,8 +1,8 @@
-"""How far an export is from its golden: heatmaps over layer × position, and bars of what each
-ingredient is worth.
+"""Figures of the error of an export against its golden: heatmaps by layer and position, error
+parts, ablations.
 
-Colour says how far on a fixed scale; a cross says that a threshold is broken, so that no verdict
-rests on colour.
+Colours show the error on a fixed scale; a cross marks a broken threshold, so that no verdict
+depends on colour.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ from workbench.plots.figure import (
 )
 
 MAX_TOKEN_LABELS = 64
-SAME = 0.01  # parts of their value in which cells of several T may differ and be drawn as one
+SAME = 0.01  # relative difference up to which cells of several T are drawn in one panel
 PARTS = ("storage", "reauthoring", "quantization", "precision", "runtime")
 _PART_COLOURS = dict(zip(PARTS, PALETTE))  # the same in every figure
 METRICS = {
@@ -48,16 +48,20 @@ METRICS = {
 
 @dataclass(frozen=True)
 class View:
-    """What a heatmap shows of the log's table `fidelity`.
+    """The selection and the look of a heatmap of the log's table `fidelity`.
 
-    `metric` is ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``. Cells beyond `threshold` (in
-    the metric's unit) and cells whose result is not finite are crossed; cells without a measurement
-    are hatched. `budget` says how many times the rows' own ``budget`` (what rounding alone costs)
-    an ``error`` may be; the colours then span the values. `limits` fix the colour scale, so that
-    figures compare: two values, ``fixed`` (those of the metric) or ``data`` (those of the values);
-    values outside take the colour of the nearer end. `tokens[position]` names the positions where
-    there are at most 64. `boundary` is a position before which a line is drawn, such as the end of
-    a window.
+    Cells beyond the threshold and cells whose result is not finite are crossed; cells without a
+    measurement are hatched.
+
+    Attributes:
+        metric: ``error``, ``1-cosine``, ``max_abs`` or ``psnr_db``.
+        threshold: in the metric's unit.
+        budget: the limit of an ``error`` as a multiple of the rows' ``budget``, the error of
+            rounding alone; the colours then span the values.
+        tokens: names of the positions, shown for at most 64.
+        limits: of the colour scale: two values, ``fixed`` (of the metric) or ``data`` (of the
+            values); values outside have the colour of the nearer end.
+        boundary: a position before which a line is drawn, such as the end of a window.
     """
 
     tensor: str = "update"
@@ -82,7 +86,7 @@ class View:
         return value.astype(float)
 
     def worst(self, fidelity: pd.DataFrame, Ts: Sequence[int]) -> pd.DataFrame:
-        """For every layer and position its worst row of several T; a result that is not finite is
+        """The worst row of several T for every layer and position; a result that is not finite is
         the worst."""
         rows = self.measured(fidelity)
         rows = rows[rows["T"].isin(Ts)].reset_index(drop=True)
@@ -92,8 +96,8 @@ class View:
         return rows.loc[order].drop_duplicates(["layer", "position"])
 
     def span(self, rows: pd.DataFrame) -> tuple[float, float]:
-        """Ends of the colour scale: `limits`, those of the metric, or, beside budgets, of half a
-        decade or more that the values of all `rows` lie in."""
+        """The ends of the colour scale: `limits`, else those of the metric; with a budget, half a
+        decade or more around the values of all `rows`."""
         fixed = METRICS[self.metric][2]
         if self.limits not in (None, "data"):
             return fixed if self.limits == "fixed" else self.limits
@@ -108,75 +112,84 @@ class View:
         return middle / reach, middle * reach
 
     def draw(self, ax: Axes, fidelity: pd.DataFrame, T: int | Sequence[int]) -> tuple:
-        """One heatmap without title and scale, of one T or of the worst of several; returns the
-        mesh and legend entries for the marks that occur.
+        """Draws one heatmap without title and scale, of one T or of the worst of several.
 
-        It spans the layers and positions measured at any T, so that figures at several T line up.
+        It spans the layers and positions measured at any T, so that figures of several T align.
+
+        Returns:
+            The mesh, and legend entries for the marks that occur.
         """
         measured = self.measured(fidelity)
-        if isinstance(T, int):
-            rows = measured[measured["T"] == T]
-        else:
-            rows = self.worst(fidelity, T)
-        if rows.empty or rows.duplicated(["layer", "position"]).any():
-            if len(rows):
-                problem = "several rows for one layer and position"
-            else:
-                problem = "no rows"
-            raise ValueError(
-                f"fidelity: {problem}; filter to one run, runtime and precision, and to a T that was measured"
-            )
-        label, scale, _ = METRICS[self.metric]
+        rows = self._cells_at(fidelity, T)
         least, most = self.span(measured)
         value = self.values(rows)
+        beyond, broken = self._beyond(rows, value)
         infinite = ~rows["finite"].fillna(True).astype(bool)
-        threshold = np.nan if self.threshold is None else self.threshold
-        limit = f"{threshold:g}"
-        if self.budget is not None:
-            limit = f"{self.budget:g} × budget"
-            threshold = self.budget * rows["budget"].astype(float)
-        if self.metric == "psnr_db":  # small values fail; bright colours lie on the failing side
-            colours = "cividis_r"
-            off_scale = least - 1
-            beyond = value < threshold
-            sign = "<"
-        else:
-            colours = "cividis"
-            off_scale = 2 * most
-            beyond = value > threshold
-            sign = ">"
+        # bright colours are on the failing side: of small values for a PSNR, else of large ones
+        colours, off_scale = "cividis", 2 * most
+        if self.metric == "psnr_db":
+            colours, off_scale = "cividis_r", least - 1
         cell = value.clip(least, most).mask(infinite, off_scale)
-        table = rows.assign(cell=cell, crossed=beyond | infinite).pivot(
-            index="layer", columns="position", values=["cell", "crossed"]
-        )
-        layers, positions = (measured[c].sort_values().unique() for c in ("layer", "position"))
-        cells, crossed = (
-            table[c].reindex(index=layers, columns=positions) for c in ("cell", "crossed")
-        )
+        table = rows.assign(cell=cell, crossed=beyond | infinite)
+        table = table.pivot(index="layer", columns="position", values=["cell", "crossed"])
+        layers = measured["layer"].sort_values().unique()
+        positions = measured["position"].sort_values().unique()
+        cells = table["cell"].reindex(index=layers, columns=positions)
+        crossed = table["crossed"].reindex(index=layers, columns=positions)
         colours = matplotlib.colormaps[colours].with_extremes(over="black", under="black")
-        mesh = grid_cells(ax, cells, scale(least, most), colours)
-        if self.tokens is not None and len(positions) <= MAX_TOKEN_LABELS:
-            names = [_printable(self.tokens[position]) for position in positions]
-            label_cells(ax.xaxis, names, MAX_TOKEN_LABELS)
-            ax.tick_params(axis="x", rotation=90)
-            for text in ax.get_xticklabels():
-                text.set_parse_math(False)
-        if self.boundary in list(positions):
-            ax.axvline(list(positions).index(self.boundary), color="white", linewidth=1)
-        if self.tensor == "logits":  # they belong to no layer
-            ax.set(ylabel="", yticks=[])
+        mesh = grid_cells(ax, cells, METRICS[self.metric][1](least, most), colours)
+        self._label(ax, list(positions))
         y, x = np.nonzero(crossed.eq(True).to_numpy())
         ax.scatter(x + 0.5, y + 0.5, s=14, marker="x", linewidths=1, color=ink(mesh)[y, x])
         keys = []
         if beyond.any():
-            broken = f"{label} {sign} {limit}"
             keys.append(Line2D([], [], linestyle="", marker="x", color="black", label=broken))
         if infinite.any():
             keys.append(Patch(facecolor="black", label="not finite"))
         return mesh, keys + unmeasured_key(cells)
 
+    def _cells_at(self, fidelity: pd.DataFrame, T: int | Sequence[int]) -> pd.DataFrame:
+        """The rows of one T, or the worst rows of several: one per layer and position."""
+        if isinstance(T, int):
+            measured = self.measured(fidelity)
+            rows = measured[measured["T"] == T]
+        else:
+            rows = self.worst(fidelity, T)
+        if len(rows) and not rows.duplicated(["layer", "position"]).any():
+            return rows
+        problem = "several rows for one layer and position" if len(rows) else "no rows"
+        step = "filter to one run, runtime and precision, and to a T that was measured"
+        raise ValueError(f"fidelity: {problem}; {step}")
+
+    def _beyond(self, rows: pd.DataFrame, value: pd.Series) -> tuple[pd.Series, str]:
+        """Which rows break the threshold or the budget, and a legend text that names it."""
+        threshold = np.nan if self.threshold is None else self.threshold
+        limit = f"{threshold:g}"
+        if self.budget is not None:
+            limit = f"{self.budget:g} × budget"
+            threshold = self.budget * rows["budget"].astype(float)
+        label = METRICS[self.metric][0]
+        if self.metric == "psnr_db":
+            return value < threshold, f"{label} < {limit}"
+        return value > threshold, f"{label} > {limit}"
+
+    def _label(self, ax: Axes, positions: list) -> None:
+        """Names positions by their tokens and draws the boundary; logits have no layer labels."""
+        if self.tokens is not None and len(positions) <= MAX_TOKEN_LABELS:
+            names = []
+            for position in positions:
+                names.append(_printable(self.tokens[position]))
+            label_cells(ax.xaxis, names, MAX_TOKEN_LABELS)
+            ax.tick_params(axis="x", rotation=90)
+            for text in ax.get_xticklabels():
+                text.set_parse_math(False)
+        if self.boundary in positions:
+            ax.axvline(positions.index(self.boundary), color="white", linewidth=1)
+        if self.tensor == "logits":
+            ax.set(ylabel="", yticks=[])
+
     def scale(self, mesh: QuadMesh, ax: Axes | list[Axes], fidelity: pd.DataFrame) -> None:
-        """Draws the colour bar with a line at the threshold; beside budgets a text names the least
+        """Draws the colour bar with a line at the threshold; with a budget a text names the least
         limit of the rows."""
         label = METRICS[self.metric][0]
         bar = mesh.figure.colorbar(mesh, ax=ax, label=label, pad=0.02, extend="neither")
@@ -207,11 +220,11 @@ def fidelity_heatmap(fidelity: pd.DataFrame, *, T: int, ax: Axes | None = None, 
 
 @style()
 def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figure:
-    """The least T beside the worst of all others, with one colour scale; one panel where they are
-    the same within 1%.
+    """Two panels with one colour scale: the least T, and the worst of all others; a single panel if
+    they are equal within 1%.
 
-    A cache that is wrong only at T > 1 is seen in the second panel alone. `options` are the fields
-    of a `View`.
+    A cache that is wrong only at T > 1 shows in the second panel alone. `options` are the fields of
+    a `View`.
     """
     options.pop("columns", None)  # of figures that were logged with a panel for each T
     first, *others = sorted(Ts)
@@ -226,8 +239,8 @@ def fidelity_grid(fidelity: pd.DataFrame, Ts: Iterable[int], **options) -> Figur
 
 @style()
 def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
-    """The worst over all T in a panel for each value of the column `by`, such as a sound bundle and
-    one with a planted fault, with one colour scale. `options` are the fields of a `View`;
+    """A panel for each value of the column `by`, such as a sound bundle and one with a planted
+    fault, of the worst over all T, with one colour scale. `options` are the fields of a `View`;
     `boundary` may also be a mapping from values of `by`."""
     boundary = options.pop("boundary", None)
     view = View(**options)
@@ -242,8 +255,8 @@ def fidelity_beside(fidelity: pd.DataFrame, *, by: str, **options) -> Figure:
 
 
 def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Figure:
-    """Heatmaps one below the other: by title rows of `fidelity` and T (or several, of which the
-    worst is drawn), and a view where it has one of its own."""
+    """Heatmaps one below the other. `panels` maps a title to rows of `fidelity`, a T or several, of
+    which the worst is drawn, and optionally a view of the panel's own."""
     layers = view.measured(fidelity)["layer"].nunique()
     height = 1.1 + len(panels) * (0.35 + min(max(0.16 * layers, 0.3), 2.5))
     figure, grid = plt.subplots(len(panels), figsize=(PAGE, height), squeeze=False, sharex=True)
@@ -262,7 +275,7 @@ def _panels(view: View, fidelity: pd.DataFrame, panels: dict[str, tuple]) -> Fig
 
 
 def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
-    """Whether every cell has nearly one value at all T."""
+    """Whether the values of every cell at all T are equal within `SAME`."""
     rows = view.measured(fidelity)
     rows = rows[rows["T"].isin(Ts)]
     finite = rows["finite"].fillna(True).astype(bool)
@@ -330,12 +343,11 @@ def update_cosine_bars(
 
 @style()
 def error_parts(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Where the error of each layer comes from: one line per part on a log scale, the total wide
-    and grey behind them.
+    """The parts of each layer's error: one line per part on a log scale, the total wide and grey.
 
     `parts`: ``layer``, one column per part (``storage``, ``quantization`` …) and ``total``, each a
-    relative RMS. Lines, not a stack, since the parts are vectors and their norms do not add. A part
-    that was not measured is left out.
+    relative RMS. The parts are not stacked, since they are vectors and their norms do not add. A
+    part that was not measured is left out.
     """
     lines = parts.set_index("layer").sort_index().astype(float).dropna(axis="columns", how="all")
     return _part_lines(axes(ax, PAGE, 2.6), lines, "parts of the error")
@@ -362,8 +374,8 @@ def _part_lines(ax: Axes, lines: pd.DataFrame, title: str) -> Axes:
 
 @style()
 def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> Axes:
-    """How the error of one layer splits: a bar per part on a log scale, with its figure; parts not
-    measured say so.
+    """The parts of one layer's error: a bar per part on a log scale, with its value; a part that
+    was not measured has a note.
 
     `parts`: ``layer``, one column per part and ``total``, each a relative RMS; columns ``rss``,
     ``cross`` are left out.
@@ -384,8 +396,8 @@ def layer_parts(parts: pd.DataFrame, *, layer: int, ax: Axes | None = None) -> A
 
 @style()
 def error_by_position(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Error along the sequence: one line per part on a log scale, the median over layers; the total
-    wide and grey behind them.
+    """Error by position: one line per part on a log scale, the median over layers; the total is
+    wide and grey.
 
     `parts`: ``layer``, ``position``, one column per part and ``total``, each a relative RMS. Parts
     that are zero everywhere are left out.

@@ -1,7 +1,6 @@
-"""What all figures share: their look, grids of cells, and files that come out the same every time.
+"""The common parts of all figures: their look, grids of cells, and reproducible files.
 
-`save` takes a function that draws, and writes SVG, PDF and PNG with a sidecar. Knows nothing of
-what is drawn.
+`save` takes a function that draws, and writes SVG, PDF and PNG with a sidecar.
 """
 
 import itertools
@@ -26,15 +25,14 @@ from matplotlib.patches import Patch
 from matplotlib.text import Annotation
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-"""Okabe and Ito's colours, which colour-blind readers tell apart."""
+"""Okabe and Ito's colours, which are distinct for colour-blind readers."""
 
 COLUMN, PAGE = 3.5, 7.1
 """Widths of figures in inches: one column of a paper with two, and both."""
 
 STYLE = {
     "font.family": "sans-serif",
-    # the first is the font that matplotlib ships; SVG readers without it take the next one they
-    # have
+    # matplotlib ships the first; an SVG reader without it uses the next one that it has
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 8,
     "axes.titlesize": 9,
@@ -63,10 +61,10 @@ STYLE = {
 _DATES = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _DESCRIPTION = {"svg": "Description", "pdf": "Subject", "png": "Description"}
 ON_LINES = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-"""The box of a text that lies on lines."""
+"""The box behind a text on lines."""
 
 INVALID = {"facecolor": "none", "edgecolor": "0.4", "hatch": "xxxx"}
-"""The look of what an invalid run measured."""
+"""The look of values of invalid runs."""
 
 _UNMEASURED = {"facecolor": "0.95", "edgecolor": "0.6", "hatch": "////"}
 
@@ -77,9 +75,8 @@ def style() -> Iterator[None]:
     with matplotlib.rc_context(STYLE):
         yield
         interactive = matplotlib.is_interactive()
-    matplotlib.interactive(
-        interactive
-    )  # a notebook's backend loads with its first figure: leave on what it turned on
+    # a notebook's backend turns the interactive mode on with its first figure: it stays on
+    matplotlib.interactive(interactive)
 
 
 def save(
@@ -91,14 +88,15 @@ def save(
     about: str = "",
     formats: Sequence[str] = ("svg", "pdf", "png"),
 ) -> list[Path]:
-    """Write ``stem.<format>`` for each format and the sidecar ``stem.json``; return the paths,
-    sidecar last.
+    """Writes ``stem.<format>`` for each format and the sidecar ``stem.json``; returns the paths,
+    the sidecar last. Equal data gives equal bytes.
 
-    `draw` is called afresh for each format, since a figure that has been saved once lays itself out
-    differently: the same data gives the same bytes. `about`, the checkpoint, compression,
-    max_seq_len and machine that the figure shows, becomes its subtitle and the description in every
-    file's metadata. The sidecar holds `run_ids` (the runs shown), `alt` (what a reader who cannot
-    see the figure should know), the title and the versions that wrote the files.
+    Args:
+        draw: called once per format, since the layout of a figure changes when it is saved.
+        run_ids: the runs of the data, for the sidecar.
+        alt: a description for readers who cannot see the figure, for the sidecar.
+        about: checkpoint, compression, max_seq_len and machine of the data: the subtitle, and the
+            description in every file's metadata.
     """
     if not alt.strip():
         raise ValueError(f"{stem}: a figure needs a text alternative")
@@ -126,9 +124,10 @@ def _subtitle(figure: Figure, about: str) -> str:
     if about:
         if not figure.get_suptitle():
             first.set_title("")
-        whole = about.replace(" ", "\N{NO-BREAK SPACE}").replace(
-            "\N{NO-BREAK SPACE}·\N{NO-BREAK SPACE}", " · "
-        )
+        parts = []
+        for part in about.split(" · "):
+            parts.append(part.replace(" ", "\N{NO-BREAK SPACE}"))
+        whole = " · ".join(parts)
         letters = int(17 * figure.get_figwidth())
         lines = textwrap.wrap(whole, letters, break_on_hyphens=False)
         figure.suptitle("\n".join([title, *lines]), x=0.01, ha="left", fontsize=7.5)
@@ -136,8 +135,9 @@ def _subtitle(figure: Figure, about: str) -> str:
 
 
 def writer() -> str:
-    """What the bytes of a figure depend on besides its data."""
-    return f"matplotlib {matplotlib.__version__}, Pillow {PIL.__version__}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
+    """The versions of the libraries on which the bytes of a figure depend."""
+    libraries = f"matplotlib {matplotlib.__version__}, Pillow {PIL.__version__}"
+    return f"{libraries}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
 def axes(ax: Axes | None, width: float, height: float) -> Axes:
@@ -148,14 +148,13 @@ def axes(ax: Axes | None, width: float, height: float) -> Axes:
 
 
 def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) -> QuadMesh:
-    """Draw a table as coloured cells, row 0 on top, labelled by its index and columns; missing
-    cells are hatched."""
+    """Draws a table as coloured cells, row 0 on top, labelled by its index and columns; nulls are
+    hatched."""
     for spine in ax.spines.values():
         spine.set_visible(False)
     ax.patch.set(**_UNMEASURED)
-    mesh = ax.pcolormesh(
-        grid.to_numpy(dtype=float), norm=norm, cmap=cmap, rasterized=grid.size > 1024
-    )
+    values = grid.to_numpy(dtype=float)
+    mesh = ax.pcolormesh(values, norm=norm, cmap=cmap, rasterized=grid.size > 1024)
     label_cells(ax.xaxis, grid.columns)
     label_cells(ax.yaxis, grid.index)
     ax.set(xlabel=grid.columns.name, ylabel=grid.index.name, ylim=(len(grid), 0))
@@ -163,21 +162,19 @@ def grid_cells(ax: Axes, grid: pd.DataFrame, norm: Normalize, cmap: Colormap) ->
 
 
 def ink(mesh: QuadMesh) -> np.ndarray:
-    """The colour, white or black, that is seen on each cell of a mesh."""
+    """White or black for each cell of a mesh, whichever contrasts with the cell's colour."""
     dark = mesh.to_rgba(mesh.get_array())[..., :3].mean(axis=-1) < 0.5
     return np.where(dark, "white", "black")
 
 
 def write_cells(mesh: QuadMesh, texts: pd.DataFrame) -> None:
-    """Writes each text, unless it is missing, into the middle of its cell; a failure, ✗, in
-    bold."""
+    """Writes each text that is not null into the middle of its cell, a failure, ✗, in bold."""
     colours = ink(mesh)
     for (y, x), text in np.ndenumerate(texts.to_numpy()):
         if not pd.isna(text):
-            weight = "bold" if text == "✗" else "normal"
-            mesh.axes.text(
-                x + 0.5, y + 0.5, text, ha="center", va="center", color=colours[y, x], weight=weight
-            )
+            look = {"ha": "center", "va": "center", "color": colours[y, x]}
+            look["weight"] = "bold" if text == "✗" else "normal"
+            mesh.axes.text(x + 0.5, y + 0.5, text, **look)
 
 
 def note(ax: Axes, text: str, x: float, y: float | str) -> Annotation:
@@ -191,8 +188,7 @@ def ring(ax: Axes, x: float, y: float, **options) -> None:
 
 
 def label_cells(axis, labels: Sequence, most: int = 16) -> None:
-    """Put labels at the middles of the cells along an axis; every 2nd, 5th, 10th … where there are
-    more than `most`."""
+    """Labels the cells along an axis; every 2nd, 5th, 10th … if there are more than `most`."""
     steps = (step * 10**n for n in itertools.count() for step in (1, 2, 5))
     step = next(step for step in steps if len(labels) <= step * most)
     axis.set_ticks(np.arange(0, len(labels), step) + 0.5, labels=list(map(str, labels[::step])))
@@ -200,20 +196,17 @@ def label_cells(axis, labels: Sequence, most: int = 16) -> None:
 
 
 def on_machine(title: str, data: pd.DataFrame) -> str:
-    """A title of times and, on a line of its own, the one machine that the column `machine` of
-    `data` names.
+    """A title of times, followed on a new line by the single value of the column `machine`.
 
     Raises:
         ValueError: rows of several machines.
     """
+    machines = []
     if "machine" in data:
         machines = data["machine"].dropna().unique()
-    else:
-        machines = []
     if len(machines) > 1:
-        raise ValueError(
-            f"rows of the machines {'; '.join(machines)}; times are shown of one machine at a time"
-        )
+        text = "times are shown of one machine at a time"
+        raise ValueError(f"rows of the machines {'; '.join(machines)}; {text}")
     return f"{title}\n{machines[0]}" if len(machines) else title
 
 
@@ -223,18 +216,16 @@ def unmeasured_key(cells: pd.DataFrame) -> list[Patch]:
 
 
 def without_invalid(data: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of valid runs, and the rest: those whose column `invalid`, where there is one, gives a
-    reason."""
+    """Rows of valid runs, and rows of invalid ones, whose column `invalid` has a reason."""
+    invalid = pd.Series(False, data.index)
     if "invalid" in data:
         invalid = data["invalid"].notna()
-    else:
-        invalid = pd.Series(False, data.index)
     return data[~invalid], data[invalid]
 
 
 def invalid_key(ax: Axes, invalid: pd.DataFrame) -> list[Patch]:
-    """Legend entry for what invalid runs measured, if there are any; writes their reasons below the
-    axis."""
+    """The legend entry for rows of invalid runs, if there are any; their reasons are written below
+    the axis."""
     if invalid.empty:
         return []
     width = int(15 * ax.figure.get_figwidth())  # letters
@@ -249,10 +240,7 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
     `keys` are the legend's entries, by default all labelled artists; without any there is no
     legend.
     """
-    if keys is None:
-        keys = ax.get_legend_handles_labels()[0]
-    else:
-        keys = list(keys)
+    keys = ax.get_legend_handles_labels()[0] if keys is None else list(keys)
     ax.set_title(title, pad=18 if keys else None)
     if keys:
         place = {"loc": "lower left", "bbox_to_anchor": (0, 1.01)}
@@ -263,9 +251,9 @@ def heading(ax: Axes, title: str, keys: Iterable[Artist] | None = None) -> Axes:
 def median_range(
     ax: Axes, samples: pd.DataFrame, x: str, y: str, lines: str, label: str = "{}", base: int = 10
 ) -> None:
-    """Draws medians of `y` over `x`, on a log scale, a line per value of the column `lines`; bars
-    reach from the least to the largest. Lines stand a little apart along `x`, so that none hides
-    another."""
+    """Draws medians of `y` over `x` on a log scale, a line per value of the column `lines`, with
+    bars from the least to the largest value. Lines are shifted a little along `x`, so that none
+    hides another."""
     groups = list(samples.groupby(lines, sort=False))
     for place, (name, line) in enumerate(groups):
         values = line.groupby(x)[y].agg(["median", "min", "max"])
@@ -286,7 +274,6 @@ def counts_in_words(counts: pd.Series) -> str:
 
 
 def pivot_in_order(rows: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
-    """A table of `values` whose rows and columns come in the order in which `rows` first names
-    them."""
+    """A table of `values` with its rows and columns in the order of their first occurrence."""
     table = rows.pivot(index=index, columns=columns, values=values)
     return table.loc[rows[index].drop_duplicates(), rows[columns].drop_duplicates()]

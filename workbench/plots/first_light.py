@@ -1,4 +1,4 @@
-"""A first light: what each rung of the ladder did, what a dispatch costs, what the host adds."""
+"""Figures of a first light: the ladder's placement, the cost of a dispatch, host and device."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,10 +22,10 @@ _PARTS = {"Core ML": {"color": "#0072B2"}, "host": {"facecolor": "white", "hatch
 
 @style()
 def placement_ladder(cells: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Rung × unit: a word for how it ran, coloured by whether it did.
+    """Rung × unit: a word for the result, coloured by success.
 
-    `cells`: ``rung``, ``column``, ``text`` and ``good``, from 0 (it did not) to 1 (wholly); missing
-    ones are hatched. A column ``machine`` goes into the title and must name one.
+    `cells`: ``rung``, ``column``, ``text`` and ``good``, from 0 (did not run) to 1 (ran wholly);
+    missing ones are hatched. A column ``machine`` goes into the title and must name one.
     """
     title = on_machine("placement ladder", cells)
     good, texts = (pivot_in_order(cells, "rung", "column", name) for name in ("good", "text"))
@@ -84,7 +84,7 @@ def host_device(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 
 def _nothing(ax: Axes) -> Axes:
-    """Axes that say that there is nothing to draw."""
+    """Axes with the text "not measured"."""
     ax.set(xticks=[], yticks=[])
     ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
     return ax

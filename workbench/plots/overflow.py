@@ -1,4 +1,4 @@
-"""How near values come to fp16's limits: headroom in bits, and what masks let through."""
+"""Figures of fp16's limits: headroom in bits, and weights that masks fail to block."""
 
 import matplotlib
 import pandas as pd
@@ -53,8 +53,8 @@ def headroom(
 
 @style()
 def mask_leaks(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Weight that rows give to blocked positions, mask × case, as numbers on colour; NaN is hatched
-    and says so.
+    """Attention weight on blocked positions, mask × case, as numbers on colour; NaN is hatched and
+    labelled.
 
     `table`: ``mask``, ``case`` and ``leak`` (nan where the weights are no numbers), in the order to
     be drawn.

@@ -166,7 +166,8 @@ class Store:
     def _fetch(self, name: str) -> tuple[Snapshot, str]:
         path = self._path(name)
         stamp = _stamp(path)
-        encoded, temperature = self._in_memory(name, stamp), "hot"
+        encoded = self._in_memory(name, stamp)
+        temperature = "hot"
         if encoded is None:
             encoded, temperature = self._read(path), "warm"
         self._heat(name, stamp, encoded)

@@ -75,7 +75,10 @@ def _core_ai(version: str | None) -> str:
 
 def _notes(available: bool, results: dict[str, str] | None) -> list[str]:
     if results and set(results.values()) != {"ok"}:
-        refused = [f"{units}: {words}" for units, words in results.items() if words != "ok"]
+        refused = []
+        for units, words in results.items():
+            if words != "ok":
+                refused.append(f"{units}: {words}")
         return [
             *(f"A model with a state did not run on {words}" for words in refused),
             "Name compute units on which it ran with --compute-units, or take --runtime portable.",

@@ -38,7 +38,8 @@ def run_notebook(
     name = report.experiment(number).name
     source = project / "notebooks" / f"{name}.ipynb"
     if not source.is_file():
-        needed, step = "a checkout of this project", "run inside the checkout"
+        needed = "a checkout of this project"
+        step = "run inside the checkout"
         raise InputError(f"notebook {source}", "no such file", needed, step)
     notebook = nbformat.read(source, as_version=4)
     set_parameters(notebook, parameters or {})
@@ -55,7 +56,10 @@ def run_notebook(
     sources, exhibits = report.behind(number, root, concluded)
     runs = runs[new | runs["run_id"].isin(sources["run_id"])]
     path = (report.publish if publish else report.write_report)(number, root, concluded)
-    figures = [path.parent / "figures" / f"{row['name']}.png" for row in exhibits if row["plot"]]
+    figures = []
+    for row in exhibits:
+        if row["plot"]:
+            figures.append(path.parent / "figures" / f"{row['name']}.png")
     return {
         "experiment": name,
         "verdict": _verdict(runs),

@@ -91,7 +91,9 @@ def write_site(place: Path, root: Path | str | None = None) -> Path:
         report = writeup.write_report(number, root, place=place / number)
         page = write_page(report, number, root, path=place / f"{number}.html", links=SITE_LINKS)
         newest = _newest(runs)
-        about = {name: newest[name] for name in ("verdict", "machine", "run_id")}
+        about = {}
+        for name in ("verdict", "machine", "run_id"):
+            about[name] = newest[name]
         about["time"] = f"{newest['time']:%Y-%m-%d %H:%M}"
         link = f'<a href="{page.name}">{number}</a>'
         about |= {"question": experiment.question, "checkpoint": writeup.subject([newest])}
@@ -114,7 +116,10 @@ def _machines(root: Path | str | None) -> str:
     for (origin, machine), own in rows.groupby(["origin", "machine"], sort=False, dropna=False):
         heading = machine if origin == "measured" else f"{machine}: {origin}"
         body += f"<h2>{html.escape(str(heading))}</h2>"
-        shown = [name for name in own if name in ALWAYS or own[name].notna().any()]
+        shown = []
+        for name in own:
+            if name in ALWAYS or own[name].notna().any():
+                shown.append(name)
         own = own[shown].drop(columns=["origin", "machine"])
         if origin != "measured":
             own = own.astype({"kl_mean": object}).fillna(

@@ -107,7 +107,10 @@ class Study:
         """This machine's facts for display, with its default runtime and what it lacks."""
         facts = doctor.examine(None)
         facts["memory_bytes"] = f"{facts['memory_bytes']:,}"
-        seen = {name: fact for name, fact in facts.items() if fact is not None}
+        seen = {}
+        for name, fact in facts.items():
+            if fact is not None:
+                seen[name] = fact
         return tables.styled(tables.listing(seen))
 
     @staticmethod

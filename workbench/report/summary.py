@@ -51,7 +51,10 @@ def summary_rows(root: Root = None, where: str | None = None) -> pd.DataFrame:
     table = table.merge(validated_costs(root), "left", VALIDATED)
     table["verdict"] = table["verdict"].astype(object).where(table["status"] == "ok")
     table["verdict"] = table["verdict"].fillna(table["status"].replace("ok", "not_run"))
-    shown = [c for c in _SETTING if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1]
+    shown = []
+    for c in _SETTING:
+        if c not in _OWN_COLUMNS and table[c].nunique(dropna=False) > 1:
+            shown.append(c)
     shown = [c for c in shown if c != "bundle_hash"]  # the options identify the bundle
     names = ["checkpoint", "bundle_bytes", "compress", *shown, "machine", "runtime", *_FIGURES]
     return table[[*names, "run_id"]]
@@ -62,7 +65,10 @@ def _rates(rows: pd.DataFrame, root: Root) -> pd.DataFrame:
     where = {"run_id": rows["run_id"].tolist(), "phase": ["tokens_per_s", "prefill"]}
     samples = log.load("samples", root=root, where=where)
     samples = samples[~samples["warmup"].fillna(False)].dropna(subset="value")
-    columns = [c for c in (*_SETTING, "bundle_bytes") if c not in samples]
+    columns = []
+    for c in (*_SETTING, "bundle_bytes"):
+        if c not in samples:
+            columns.append(c)
     samples = samples.merge(rows[["run_id", *columns]], on="run_id")
     prompt = samples["phase"].eq("prefill")
     per_ms = samples["n_prompt"] * samples["batch"].fillna(1) * 1e3 / samples["value"]

@@ -37,7 +37,10 @@ def styled(frame: pd.DataFrame) -> Styler:
     """A table for display in a notebook: text is left-aligned and wrapped, numbers have six
     digits, nulls are –, verdicts have a sign."""
     flat = frame.reset_index(drop=list(frame.index.names) == [None])
-    floats = [c for c in flat.columns if pd.api.types.is_float_dtype(flat[c])]
+    floats = []
+    for c in flat.columns:
+        if pd.api.types.is_float_dtype(flat[c]):
+            floats.append(c)
     texts = [c for c in flat.columns if not pd.api.types.is_numeric_dtype(flat[c])]
     look = flat.style.format(lambda v: _SIGNS.get(str(v), v), na_rep="–", subset=texts)
     look = look.format("{:.6g}", subset=floats, na_rep="–").hide(axis="index")

@@ -243,7 +243,8 @@ def publish(number: str, root: Path | str | None = None, run: str | None = None)
     Shipped runs of this experiment that no shipped report uses any more are removed from there; the
     log's own files stay. Arguments are as in `write_report`; returns the shipped `report.md`.
     """
-    whole, place = log.whole(root), folder(number, None, root)
+    whole = log.whole(root)
+    place = folder(number, None, root)
     shipped = whole / log.SHIPPED
     runs, exhibits = behind(number, root, run)
     notebook = _notebooks(runs).tail(1)
@@ -254,7 +255,10 @@ def publish(number: str, root: Path | str | None = None, run: str | None = None)
     needed = set(runs["run_id"]).union(*map(runs_of, exhibits))
     for run_id in needed:
         names = [f"{table}/{run_id}.parquet" for table in log.SCHEMAS]
-        own = {name: (whole / name).read_bytes() for name in names if (whole / name).is_file()}
+        own = {}
+        for name in names:
+            if (whole / name).is_file():
+                own[name] = (whole / name).read_bytes()
         if own:
             log.adopt(own, shipped)
     place.mkdir(parents=True, exist_ok=True)
@@ -378,7 +382,9 @@ def _speed(runs: pd.DataFrame, root) -> str:
     listed."""
     measured = runs[runs["command"] == "sweep"]
     named = with_machines(measured[measured["status"] != "invalid"])
-    parts = [_speed_of(named[named["machine"] == name], root) for name in machine_names(named)]
+    parts = []
+    for name in machine_names(named):
+        parts.append(_speed_of(named[named["machine"] == name], root))
     for reason, rows in measured[measured["status"] == "invalid"].groupby("reason"):
         parts.append(f"Invalid, {reason}: log rows {', '.join(rows['run_id'])}.")
     return "\n\n".join(["## Speed", *parts]) if parts else ""
@@ -387,11 +393,17 @@ def _speed(runs: pd.DataFrame, root) -> str:
 def _speed_of(runs: pd.DataFrame, root) -> str:
     where = {"run_id": _latest(runs)["run_id"].tolist(), "phase": ["tokens_per_s", "call"]}
     samples = log.load("samples", root=root, where=where)
-    options = [c for c in ("checkpoint", "checkpoint_hash", *TIMES, "software") if c not in samples]
+    options = []
+    for c in ("checkpoint", "checkpoint_hash", *TIMES, "software"):
+        if c not in samples:
+            options.append(c)
     speeds = log.summary(samples).merge(runs[["run_id", *options]], on="run_id")
     doubts = speeds[["drifting", "unstable"]].astype(bool)
     speeds["doubtful"] = doubts.dot(doubts.columns + " ").str.strip()
-    varied = [option for option in options if speeds[option].nunique(dropna=False) > 1]
+    varied = []
+    for option in options:
+        if speeds[option].nunique(dropna=False) > 1:
+            varied.append(option)
     columns = [*varied, "T", "depth", "phase", "unit", "median", "mad", "n", "doubtful", "run_id"]
     table = speeds.sort_values(["phase", *varied, "T"])[columns]
     return f"On {runs['machine'].iloc[0]}:\n\n{table.to_markdown(index=False, floatfmt='.4g')}"

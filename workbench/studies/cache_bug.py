@@ -223,7 +223,9 @@ def _two_requests(
         sequences = greedy(decoder, token, len(reference))
     except Exception as problem:  # a planted fault may raise anything
         return fault | {"reason": f"{type(problem).__name__}: {problem}"}
-    reasons = [differs(records, reference, arithmetic(decoder)) for records in sequences]
+    reasons = []
+    for records in sequences:
+        reasons.append(differs(records, reference, arithmetic(decoder)))
     first = reference[0]
     others = [records[0] for records in sequences]
     return {
@@ -252,7 +254,8 @@ def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
     """Nothing fails unharmed, and every hypothesis fails somewhere: a scenario that shows no
     planted fault shows nothing."""
     fails = ~rows.set_index("hypothesis")["ok"]
-    wrong, tried = int(fails["none"].sum()), len(fails["none"])
+    wrong = int(fails["none"].sum())
+    tried = len(fails["none"])
     reason = f"{tried} configurations, {wrong} differ from the session decoded alone"
     silent = [name for name in HYPOTHESES if not fails[name].any()]
     fine = "every planted hypothesis fails in some configuration"

@@ -42,7 +42,9 @@ def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
     """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds
     `kv_bytes`'s keywords."""
-    rows = [(name, "KV cache", kv_bytes(**case)) for name, case in cases.items()]
+    rows = []
+    for name, case in cases.items():
+        rows.append((name, "KV cache", kv_bytes(**case)))
     return pd.DataFrame(rows, columns=["setting", "part", "bytes"])
 
 
@@ -297,7 +299,9 @@ def reuse_cells(matrix: Matrix) -> pd.DataFrame:
 
 def planted_hypotheses() -> pd.DataFrame:
     """Name and wording of every hypothesis of experiment 33."""
-    rows = [(name, words) for name, (words, _) in cache_bug.HYPOTHESES.items()]
+    rows = []
+    for name, (words, _) in cache_bug.HYPOTHESES.items():
+        rows.append((name, words))
     return pd.DataFrame(rows, columns=["name", "hypothesis"])
 
 

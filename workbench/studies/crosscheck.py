@@ -136,7 +136,8 @@ def runtime_gates(row: dict) -> list[Gate]:
     update = row["worst_update"]
     results = [gates.at_most(f"{of}: update", update, limit, "1 − cosine, worst isolated update")]
     if row["precision"] == "exact":
-        kv, top = row["worst_kv"], row["logits"]["top1_agreement"]
+        kv = row["worst_kv"]
+        top = row["logits"]["top1_agreement"]
         reason = "relative RMS of a row of K or V, worst"
         results.append(gates.at_most(f"{of}: kv", kv, gates.REAUTHORING, reason))
         results.append(gates.at_least(f"{of}: greedy", top, 1.0, "positions of equal top token"))

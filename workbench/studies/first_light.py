@@ -56,7 +56,9 @@ def take(project: Path, path: str, root: log.store.Root = None) -> Light:
 def read(runs: pd.DataFrame) -> Light:
     """The first light whose rows of `runs` these are."""
     ended = runs[runs["command"].str.startswith("first-light ")].sort_values("run_id")
-    stages = [json.loads(text).get("first_light") for text in ended["config"]]
+    stages = []
+    for text in ended["config"]:
+        stages.append(json.loads(text).get("first_light"))
     stages = [stage for stage in stages if stage]
     columns = ["stage", "status", "reason", "seconds"]
     table = pd.DataFrame([{name: stage[name] for name in columns} for stage in stages])
@@ -127,7 +129,9 @@ class Ladder:
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
         over = {rung.name: rung.over for rung in rungs.ladder().values()}
-        rows = [row | {"over": over.get(row["rung"])} for row in self.runs.values()]
+        rows = []
+        for row in self.runs.values():
+            rows.append(row | {"over": over.get(row["rung"])})
         return pd.DataFrame(rows).reindex(columns=columns)
 
 
@@ -305,18 +309,25 @@ def _write_decides(ladder: Ladder) -> Seen:
 
 def _falls_back(ladder: Ladder) -> Seen:
     shares = {rung: ladder.share(rung) for rung in ladder.plans}
-    known = [rung for rung, share in shares.items() if share is not None]
+    known = []
+    for rung, share in shares.items():
+        if share is not None:
+            known.append(rung)
     return _seen({n: shares[n] == 0 and ladder.ok(n) and _same_time(ladder, n) for n in known})
 
 
 def _same_time(ladder: Ladder, rung: str) -> bool:
     rows = [ladder.runs.get((rung, units), {}) for units in UNITS]
-    times = [row.get("native_ms") or row.get("wall_ms") for row in rows]
+    times = []
+    for row in rows:
+        times.append(row.get("native_ms") or row.get("wall_ms"))
     return None not in times and abs(times[0] - times[1]) <= SAME_TIME * max(times)
 
 
 def _hides_nan(ladder: Ladder) -> Seen:
-    rows = {rung: row.get("nan_comes_out") for rung, row in ladder.rows_on("CPU_AND_NE").items()}
+    rows = {}
+    for rung, row in ladder.rows_on("CPU_AND_NE").items():
+        rows[rung] = row.get("nan_comes_out")
     return _seen({rung: None if out is None else not out for rung, out in rows.items()})
 
 

@@ -117,7 +117,9 @@ def naive_packages(
         package = Path(folder) / f"{spec.name}.mlpackage"
         model.save(str(package))
         constants = convert.constants(model)
-        weights = {p.tensor: constants[p.path.replace(".", "_")] for p in parts}
+        weights = {}
+        for p in parts:
+            weights[p.tensor] = constants[p.path.replace(".", "_")]
         modules = {}
         for value, path in convert.modules(model).items():
             modules[value] = absolute_layer_path(path, spec.layers[0])
@@ -152,7 +154,9 @@ def score_sweep(
     """
     rows = []
     for order, replacements in ((NAIVE, packages), (SCALED, None)):
-        decoders = {name: decoder(bundle, name, replacements) for name in miltorch.PRECISIONS}
+        decoders = {}
+        for name in miltorch.PRECISIONS:
+            decoders[name] = decoder(bundle, name, replacements)
         for norm in query_norms:
             ranges = {}
             for precision, one in decoders.items():
@@ -169,7 +173,8 @@ def score_sweep(
 
 def reported(norms: Sequence[float]) -> pd.DataFrame:
     """The planted norms beside the reported ones, and what they assume: one row per layer."""
-    heads, D = HEADS["num_key_value_heads"], HEADS["head_dim"]
+    heads = HEADS["num_key_value_heads"]
+    D = HEADS["head_dim"]
     sources = {norm: layer for layer, norm in REPORTED_NORMS.items()}
     return pd.DataFrame(
         [
@@ -204,7 +209,10 @@ def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
     norm = first_broken(sweep)
     here = sweep[sweep["query_norm"] == norm]
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
-    bad = [f"{what}: {good[what]}" for what in ("inf", "nan", "narrow") if not pd.isna(good[what])]
+    bad = []
+    for what in ("inf", "nan", "narrow"):
+        if not pd.isna(good[what]):
+            bad.append(f"{what}: {good[what]}")
     breaks = "(matmul, " in str(naive["inf"])
     heading = f"query norm {norm:g}, scaled first: "
     reason = f"query norm {norm:g}: first inf at {naive['inf']}"
@@ -289,7 +297,9 @@ def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
         for case, (scored, attended) in cases.items():
             io = {"scores": scored, "allowed": attended}
             ranges = trace.trace_package(package, io).ranges["declared"]
-            tensors = {key: torch.from_numpy(value) for key, value in io.items()}
+            tensors = {}
+            for key, value in io.items():
+                tensors[key] = torch.from_numpy(value)
             weights = executable.run(tensors, {})["weights"].numpy()
             leak = float((weights * (1 - attended)).sum(-1).max())
             rows.append({"mask": name, "case": case, "leak": leak, **_first_faults(ranges)})

@@ -110,7 +110,8 @@ def finding_gates(found: dict[str, Finding]) -> list[gates.Gate]:
     and the fault named: the variant that they compute, or calls that see later tokens."""
     checks = []
     for name, finding in found.items():
-        verdict, cause = finding.validation.verdict, finding.cause
+        verdict = finding.validation.verdict
+        cause = finding.cause
         expected = gates.RED if finding.fault else gates.GREEN
         named = cause.fits == finding.computes
         if finding.fault == "future":
@@ -134,5 +135,7 @@ def adopt_conclusion(found: dict[str, Finding], measured: pd.DataFrame) -> str:
         f"Not always: of {len(measured)} kinds of packages of {exporters} exporters {len(faulty)} "
         f"compute something else than the checkpoint ({faulty['exporter'].nunique()} exporters)."
     )
-    names = [f"- {n}: {f.validation.verdict}. {conclusion(f.cause)}" for n, f in found.items()]
+    names = []
+    for n, f in found.items():
+        names.append(f"- {n}: {f.validation.verdict}. {conclusion(f.cause)}")
     return "\n".join([words + " Packages checked here:", "", *names])

@@ -136,7 +136,9 @@ def _placement(decoder: Decoder, row: dict, config: dict, seconds: float) -> dic
     """
     if decoder.runtime in ("portable", "coreai") or isinstance(decoder.bundle, Adopted):
         return {}
-    shards = [model.shard for model in (*decoder.layers, *decoder.heads)]
+    shards = []
+    for model in (*decoder.layers, *decoder.heads):
+        shards.append(model.shard)
     how = decoder.runtime, decoder.compute_units, decoder.fault
     try:
         placements = plans.planned_placement(decoder.bundle, shards, *how, max(1, seconds / 2))

@@ -45,7 +45,9 @@ class Cluster:
         lacking = [address for address, text in answers.items() if text]
         if lacking:
             environments = self.client.run(log.environment)
-            texts = [f"{machine_name(environments[a])}: {answers[a]}" for a in lacking]
+            texts = []
+            for a in lacking:
+                texts.append(f"{machine_name(environments[a])}: {answers[a]}")
             raise InputError(
                 f"{len(lacking)} of {len(environments)} workers",
                 "; ".join(texts),
@@ -56,7 +58,9 @@ class Cluster:
 
     def send(self, source: Path, place: str) -> None:
         """Copies a file or folder in pieces to `place` of every worker's project that lacks it."""
-        addresses = {project: a for a, project in self.client.run(_lacking_project, place).items()}
+        addresses = {}
+        for a, project in self.client.run(_lacking_project, place).items():
+            addresses[project] = a
         lacking = [address for project, address in addresses.items() if project]
         files = [p for p in sorted(source.rglob("*")) if p.is_file()] or [source]
         for path in files if lacking else ():

@@ -42,7 +42,9 @@ def split_main(argument: dict) -> None:
     bundle = bundle_for(checkpoint, Options(**argument["options"]), bundles)
     splits = error.split_error(checkpoint, bundle, argument["ids"])
     results = error.error_gates(splits)
-    parts = {mode: gates.records(split.layers()) for mode, split in splits.items()}
+    parts = {}
+    for mode, split in splits.items():
+        parts[mode] = gates.records(split.layers())
     row = runs.describe(bundle) | {
         "command": "error",
         "runtime": "portable",

@@ -56,7 +56,9 @@ def sweep(
     root = Path(root) if root else log.default_root()
     if scheduler is None:
         bundles = bundles or log.project(root) / "data" / "bundles"
-    sources = {path: _source(grid, path, root) for path in grid.bundle or [None]}
+    sources = {}
+    for path in grid.bundle or [None]:
+        sources[path] = _source(grid, path, root)
     check_sizes(grid)
     everything = list(cells(grid))
     random.Random(0).shuffle(everything)

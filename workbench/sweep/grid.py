@@ -237,11 +237,16 @@ def cells(grid: Grid) -> Iterator[Cell]:
         bundles = [(path, options_of(path)) for path in grid.bundle]
     else:
         exports = itertools.product(*grid.export.values())
-        bundles = [(None, exporting.options(**dict(zip(grid.export, each)))) for each in exports]
+        bundles = []
+        for each in exports:
+            bundles.append((None, exporting.options(**dict(zip(grid.export, each)))))
     for round_, (bundle, options) in itertools.product(range(run["rounds"]), bundles):
         for values in itertools.product(*axes):
             how = dict(zip(RUN_AXES, values)) | common
-            others = [name for name in PORTABLE_AXES if how[name] != run[name][0]]
+            others = []
+            for name in PORTABLE_AXES:
+                if how[name] != run[name][0]:
+                    others.append(name)
             portable = options.target == "coreml" and may_be_portable(how["runtime"])
             if others and not portable:
                 continue  # Core ML and Core AI lack these axes: the cell would be a duplicate

@@ -99,7 +99,9 @@ def _of_checkpoint(grid: Grid, root: Root) -> pd.DataFrame:
     rows = runs.listing(grid.experiment, root, runs.MEASURED)
     root = Path(root or log.default_root())
     if grid.bundle:
-        identities = {folder_identity(find(bundle, root)) for bundle in grid.bundle}
+        identities = set()
+        for bundle in grid.bundle:
+            identities.add(folder_identity(find(bundle, root)))
         return rows[rows["bundle_hash"].isin(identities)]
     path = find(grid.checkpoint, root)
     if not path.is_dir():
@@ -188,9 +190,14 @@ def _speeds(samples: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def _priced(rows: pd.DataFrame, max_kl: float) -> pd.DataFrame:
     """Rows of `runs` with `kl_mean` (null: not measured) and the `verdict` under the limit
     `max_kl`; where no KL was measured the logged verdict stays."""
-    configs, kl, verdicts = _configs(rows), kl_means(rows), []
+    configs = _configs(rows)
+    kl = kl_means(rows)
+    verdicts = []
     for config, mean, verdict in zip(configs, kl, rows["verdict"], strict=True):
-        others = [g["verdict"] for g in config.get("gates", []) if g["name"] != "max_kl"]
+        others = []
+        for g in config.get("gates", []):
+            if g["name"] != "max_kl":
+                others.append(g["verdict"])
         if not math.isnan(mean):
             verdict = "RED" if "RED" in others or mean > max_kl else "GREEN"
         verdicts.append(verdict)
@@ -215,7 +222,9 @@ def kl_means(rows: pd.DataFrame) -> pd.Series:
     value of the gate `max_kl` in older rows."""
     means = []
     for config in _configs(rows):
-        gates = {gate["name"]: gate["value"] for gate in config.get("gates", [])}
+        gates = {}
+        for gate in config.get("gates", []):
+            gates[gate["name"]] = gate["value"]
         price = (config.get("price") or {}).get("kl") or {}
         means.append(price.get("mean", gates.get("max_kl")))
     return pd.Series(means, rows.index, float)

@@ -148,7 +148,8 @@ def _ids(decoder: Decoder, rng, count: int) -> list[list[int]]:
 def _timed_call(decoder: Decoder, ids: list[list[int]], T: int) -> list[dict]:
     """The phases of one call, ms: the whole call, each layer shard, the head, and the host."""
     decoder.times = times = Times()
-    start, cpu_start = time.perf_counter(), time.thread_time()
+    start = time.perf_counter()
+    cpu_start = time.thread_time()
     hidden = decoder.advance(ids, T)
     decoder.logits(hidden[:, :, T - 1 : T])
     ends = (time.perf_counter(), start), (time.thread_time(), cpu_start)
@@ -169,7 +170,9 @@ def layer_table(samples: pd.DataFrame, decoder: Decoder) -> pd.DataFrame:
     """The log's `layers`: median ms per decoder layer (a shard's time over its layers), MAD and n,
     and the medians of its CPU time and of Core ML's own."""
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"]]
-    spans = {m.shard.name: range(*(m.shard.layers or (0, 0))) for m in decoder.layers}
+    spans = {}
+    for m in decoder.layers:
+        spans[m.shard.name] = range(*(m.shard.layers or (0, 0)))
     rows = []
     timed = timed[timed["shard"].map(lambda shard: len(spans[shard]) > 0)]
     for (shard, T, depth), times in timed.groupby(["shard", "T", "depth"], sort=False):

@@ -1,9 +1,9 @@
-"""What a researcher moves: the Explorer over stored results, the Planner before an export, the
-Compare of two runs.
+"""Interactive widgets: the Explorer of stored results, the Planner of an export, the Compare of two
+runs.
 
-In: the experiment log and checkpoints. Out: pictures that follow the controls at once. A callback
-that fails says so in the widget and is kept: a notebook that ends in `widget.check()` cannot pass
-with a broken one.
+Their pictures come from the experiment log and from checkpoints, and follow the controls at once.
+An error in a callback is shown in the widget and stored, and `widget.check()` at the end of a
+notebook raises it.
 """
 
 from workbench.widgets.compare import Compare

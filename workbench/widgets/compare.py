@@ -1,5 +1,4 @@
-"""The Compare: two runs of one machine side by side, with the differences in their settings and
-measurements."""
+"""The widget Compare: the differences in settings and measurements of two runs of one machine."""
 
 from pathlib import Path
 
@@ -16,17 +15,16 @@ from workbench.widgets.panel import Panel, absent, choice
 
 
 class Compare(Panel):
-    """Ratios of medians with their intervals, over the settings that differ; what the samples
-    cannot tell apart is left out.
+    """Ratios of medians with their intervals, above a table of the settings that differ.
+    Measurements whose interval contains 1 are left out.
 
-    Runs of one machine are offered, by what differs among them; another machine's are a
-    dropdown away.
+    The runs of one machine are offered, labelled by the settings in which they differ; a dropdown
+    chooses the machine.
 
     Args:
-        experiment: only its runs; default: all that timed something.
+        experiment: only its runs; default: all with times.
         root: the log's folder.
-        machine: whose runs are offered first; default: this machine's, else those of the
-        machine that measured last.
+        machine: the machine offered first; default: this machine, else that of the newest run.
     """
 
     def __init__(
@@ -41,12 +39,8 @@ class Compare(Panel):
         runs = runs[runs["run_id"].isin(timed)].sort_values("run_id", ascending=False)
         self.runs = runs[runs.groupby("machine")["run_id"].transform("size") >= 2]
         if self.runs.empty:
-            raise InputError(
-                "log",
-                f"{len(runs)} timed runs",
-                "two of one machine",
-                "run a sweep first, such as notebook 34",
-            )
+            step = "run a sweep first, such as notebook 34"
+            raise InputError("log", f"{len(runs)} timed runs", "two of one machine", step)
         start = of_machine(self.runs, machine, runs_.here())["machine"].iloc[0]
         self.settings = ui.HTML()
         names, first, last = self._entries(start)
@@ -60,8 +54,8 @@ class Compare(Panel):
         self.draw()
 
     def _entries(self, machine: str) -> tuple[list[tuple[str, str]], str, str]:
-        """(label, run id) of a machine's runs, the newest first, and the two to begin with:
-        the newest and one of its T."""
+        """(label, run id) of a machine's runs, the newest first, and the first two selections: the
+        newest run of the same T as the newest run, and that one."""
         runs = self.runs[self.runs["machine"] == machine]
         last, *others = runs.to_dict("records")
         like = next((run for run in others if str(run["T"]) == str(last["T"])), others[0])
@@ -85,29 +79,27 @@ class Compare(Panel):
         else:
             figure = plots.ratios(measures.assign(machine=machine)).figure
         self.show(figure, f"ratios of run B to run A with their intervals, on {machine}")
-        self.message.value = f"{comparison.indistinguishable} further measurements do not differ: their intervals hold 1."
+        equal = f"{comparison.indistinguishable} further measurements do not differ"
+        self.message.value = f"{equal}: their intervals hold 1."
         settings = comparison.settings
         settings = settings[~settings["setting"].isin(IDENTITIES)]
         self.settings.value = settings.to_html(index=False, border=0)
 
 
 def _labels(runs: pd.DataFrame) -> list[str]:
-    """A label per run: the settings in which some runs differ and its round; then, while labels are
-    equal, its time and its id."""
-    columns = [
-        "experiment",
-        "command",
-        "checkpoint",
-        "checkpoint_hash",
-        *runs_.TIMES,
-        "os_build",
-        "software",
-        "round",
-    ]
-    varied = [c for c in columns if runs[c].nunique(dropna=False) > 1]
+    """A label per run: its round and its settings in which some runs differ; equal labels also have
+    the run's time, and if these are equal its id."""
+    columns = ["experiment", "command", "checkpoint", "checkpoint_hash", *runs_.TIMES]
+    columns += ["os_build", "software", "round"]
+    varied = []
+    for c in columns:
+        if runs[c].nunique(dropna=False) > 1:
+            varied.append(c)
     varied = [c for c in varied if c != "software" or "os_build" not in varied]
     rows = runs.assign(checkpoint_hash=runs["checkpoint_hash"].str[:12]).to_dict("records")
-    labels = [", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])) for run in rows]
+    labels = []
+    for run in rows:
+        labels.append(", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])))
     for suffix in (", {time:%Y-%m-%d %H:%M:%S}", " ({run_id})"):
         labels = [
             label + suffix.format(**run) if labels.count(label) > 1 else label

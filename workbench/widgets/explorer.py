@@ -1,5 +1,4 @@
-"""The Explorer: how far an exported model is from Hugging Face's, at every setting that the log
-holds."""
+"""The widget Explorer: the error of an exported model at every setting in the log."""
 
 import html
 from functools import partial
@@ -37,19 +36,19 @@ WORST = 8
 
 
 class Explorer(Panel):
-    """Fidelity over layer × position with the worst cells beside it; a chosen cell's layer split
-    into causes; speed.
+    """Fidelity by layer and position, a list of the worst cells, the error parts of a chosen cell's
+    layer, and speed.
 
-    The sliders stop at the grid's settings. What the log holds is drawn at once, of a max_seq_len
-    that it lacks the nearest one, which the message names; the Run button measures the rest of the
-    grid, the shown setting first. The line below the picture has the figures of the cell under the
-    pointer, else of the one that is chosen: by clicking on it or on a line of the list.
+    The sliders have the grid's settings. Logged results are drawn at once; of a max_seq_len that
+    the log lacks, the nearest one is drawn and named in the message. The Run button measures the
+    rest of the grid, the shown setting first. The line below the picture has the values of the cell
+    under the pointer, else of the cell that was chosen by a click on it or in the list.
 
     Args:
         grid: a sweep (see `workbench.sweep.make_grid`).
         root: the log's folder.
-        machine: whose times are shown first (see `workbench.log.machine.machine_name`); default:
-            that of `workbench.sweep.stored_tables`.
+        machine: the machine of the first shown times (see `workbench.log.machine.machine_name`);
+            default: that of `workbench.sweep.stored_tables`.
     """
 
     def __init__(self, grid: dict, root: str | Path | None = None, machine: str | None = None):
@@ -70,11 +69,11 @@ class Explorer(Panel):
             slider("max_seq_len", lengths, lengths[-1]),
             slider("T", sorted(run.T)),
             choice("precision", run.precision),
-            *(
-                choice(axis, _values(getattr(run, axis)))
-                for axis in self.axes
-                if axis != "precision"
-            ),
+        ]
+        for axis in self.axes:
+            if axis != "precision":
+                controls.append(choice(axis, _values(getattr(run, axis))))
+        controls += [
             choice("machine", [runs.here()]),
             choice("tensor", ["update", "k", "v", "hidden", "logits"]),
             choice("metric", list(METRICS.items())),
@@ -94,14 +93,14 @@ class Explorer(Panel):
         self.box.children = (first, ui.HBox([self.job.box, save]), *others)
 
     def refresh(self, machine: str | None = None) -> None:
-        """Reads the log again and draws; shows the times of `machine`, where there are some, else
-        of the one shown before."""
+        """Reads the log again and draws; shows the times of `machine` if there are any, else of the
+        machine shown before."""
         self.machine = None
         self.guarded(lambda: self._offer(machine))
         self.draw()
 
     def _offer(self, machine: str | None) -> None:
-        """Lists the machines of which the log has times, or this one without any, and selects
+        """Lists the machines with times in the log, or this machine if there are none, and selects
         one."""
         control, here = self.controls["machine"], runs.here()
         names = sweep.offered_machines(self.grid, self.root) or [here]
@@ -110,7 +109,7 @@ class Explorer(Panel):
         control.value = next(name for name in (machine, shown, here, *names) if name in names)
 
     def _read(self) -> None:
-        """Reads what the log holds of the selected machine, unless it is read already."""
+        """Loads the tables of the selected machine, unless they are loaded already."""
         machine = self.value("machine")
         if self.machine != machine:
             timed = machine in sweep.offered_machines(self.grid, self.root)
@@ -119,7 +118,7 @@ class Explorer(Panel):
 
     @property
     def setting(self) -> Options:
-        """Export options that the controls name."""
+        """The export options that the controls select."""
         options = self.options[self.value("bundle")]
         length = self.value("max_seq_len")
         if self.grid.bundle:
@@ -127,8 +126,8 @@ class Explorer(Panel):
         return options.model_copy(update={"max_seq_len": length})
 
     def missing(self) -> list:
-        """What the log lacks, as steps for a `BackgroundJob`: one per bundle and precision, one per
-        bundle's error split."""
+        """The measurements that the log lacks, as steps for a `BackgroundJob`: one per bundle and
+        precision, one per bundle's error split."""
         done, steps = sweep.done_cells(self.root), []
         everything = {(cell.bundle, cell.options): cell for cell in self.cells}.values()
         for cell in sorted(everything, key=lambda cell: cell.options != self.setting):
@@ -137,20 +136,17 @@ class Explorer(Panel):
             name = f"{self.source.label(cell)}, max_seq_len {options.max_seq_len}"
             for precision in self.grid.run.precision:
                 part = self._part(cell, precision)
-                keys = {c.key(contents) for c in sweep.cells(part) if part.run.runtime}
+                keys = set()
+                if part.run.runtime:
+                    keys = {cell.key(contents) for cell in sweep.cells(part)}
                 if count := len(keys - done):
                     label = f"{name}, {precision}: speed and fidelity"
                     steps.append((label, count, partial(self._measure, part)))
             splits = self.source.checkpoint and self.grid.validate_ids
             if splits and self._stored_split(options) is None:
-                split = partial(
-                    measure_split,
-                    self.source.checkpoint,
-                    options,
-                    self.grid.validate_ids,
-                    self.grid.experiment,
-                    self.root,
-                )
+                checkpoint, ids = self.source.checkpoint, self.grid.validate_ids
+                where = self.grid.experiment, self.root
+                split = partial(measure_split, checkpoint, options, ids, *where)
                 steps.append((f"{name}: error split", 1, split))
         return steps
 
@@ -158,32 +154,32 @@ class Explorer(Panel):
         """The grid's part with one bundle and one precision; each part validates its bundle."""
         run = self.grid.run
         first = precision == run.precision[0]
-        runtimes = [name for name in run.runtime if first or may_be_portable(name)]
+        runtimes = []
+        for name in run.runtime:
+            if first or may_be_portable(name):
+                runtimes.append(name)
         run = run.model_copy(update={"precision": [precision], "runtime": runtimes})
         return self.grid.model_copy(update=self.source.part(cell) | {"run": run})
 
     def _measure(self, part: sweep.Grid) -> None:
         counts = sweep.sweep(part, root=self.root, progress=False, on_cell=self.job.advance)
         if counts["failed"]:
-            raise InputError(
-                "sweep",
-                f"{counts['failed']} of {counts['cells']} cells failed",
-                "cells that fit",
-                "see their reasons: workbench log --where \"status == 'failed'\"",
-            )
+            actual = f"{counts['failed']} of {counts['cells']} cells failed"
+            step = "see their reasons: workbench log --where \"status == 'failed'\""
+            raise InputError("sweep", actual, "cells that fit", step)
 
     def _stored_split(self, options: Options) -> pd.DataFrame | None:
         return stored_split(self.source.checkpoint, options, self.root)
 
     def click(self, x: float, y: float) -> None:
-        """Chooses the heatmap's cell at a place of the picture (fractions from the top left)."""
+        """Chooses the heatmap's cell at a point of the picture (fractions from the top left)."""
         wide, high = self.figure.get_size_inches() * self.figure.dpi
         column, row = self.figure.axes[0].transData.inverted().transform((x * wide, (1 - y) * high))
         if 0 <= row < len(self.layers) and 0 <= column < len(self.positions):
             self.choose((self.layers[int(row)], self.positions[int(column)]))
 
     def choose(self, cell: tuple[int, int] | None) -> None:
-        """Marks a (layer, position) and shows how the error of its layer splits."""
+        """Marks a (layer, position) and shows the error parts of its layer."""
         if cell not in (None, self.cell):
             self.cell = cell
             self.draw()
@@ -192,9 +188,10 @@ class Explorer(Panel):
         self._read()
         T, S, tensor = (self.value(name) for name in ("T", "max_seq_len", "tensor"))
         rows = self._stored("fidelity")
-        mode, where = self._mode(), ["run_id", "layer", "position"]
+        mode = self._mode()
+        where = ["run_id", "layer", "position"]
         rows = rows[(rows["tensor"] == tensor) & (rows["mode"] == mode)]
-        # a bundle's chained calls take every T in turn
+        # the chained pass of a bundle runs all T in turn
         self.every_T = mode == "chained" and not rows.duplicated(where).any()
         rows = rows.assign(T=T) if self.every_T else rows
         lengths = rows.loc[rows["T"] == T, "max_seq_len"].astype(int).unique()
@@ -208,15 +205,8 @@ class Explorer(Panel):
         )
         self._list_worst()
         self.controls["show"].disabled = self.every_T or T == self.first_T
-        self.shown = {
-            part: figure
-            for part, figure in (
-                ("fidelity", self._fidelity()),
-                ("split", self._split()),
-                ("speed", self._speed()),
-            )
-            if figure is not None
-        }
+        parts = {"fidelity": self._fidelity(), "split": self._split(), "speed": self._speed()}
+        self.shown = {part: figure for part, figure in parts.items() if figure is not None}
         below = [part for part in self.shown if part != "fidelity"]
         with plots.style():
             figure = plt.figure(figsize=(8, 5.6 if below else 3.2))
@@ -229,7 +219,7 @@ class Explorer(Panel):
                 getattr(plots, plot)(data, **options, ax=axes[part])
             self._mark(axes)
         name = f"{self.source.name}, {self.value('bundle')}, max_seq_len {S}, T {T}"
-        with self.picture.hold_sync():  # the picture comes with the texts of its cells
+        with self.picture.hold_sync():  # sends the picture with the texts of its cells
             self.show(figure, f"{tensor} of {name}: {', '.join(self.shown)} by layer and position")
             self._name_cells(axes["fidelity"])
         layers = self._at_setting(self._stored("layers"))
@@ -244,7 +234,7 @@ class Explorer(Panel):
         self.message.value = html.escape(f"{name}: {time}")
 
     def _mark(self, axes: dict[str, Axes]) -> None:
-        """Rings and frames around what the controls choose."""
+        """Draws a frame around the chosen cell and a ring around the chosen setting."""
         layer, position = self.cell or (None, None)
         if layer in self.layers and position in self.positions:
             spot = self.positions.index(position), self.layers.index(layer)
@@ -256,13 +246,15 @@ class Explorer(Panel):
                 ring(axes["speed"], self.value("max_seq_len"), rates["value"].median(), zorder=5)
 
     def _name_cells(self, ax: Axes) -> None:
-        """Gives the picture the text of every cell, and the chosen one's."""
+        """Sets the picture's text of every cell, and of the chosen one."""
         rows = zip(self._cells(self.rows), self.rows.to_dict("records"))
         texts = {cell: cell_text(row, self.tokens) for cell, row in rows}
         if self._differs():
             for cell, value in zip(self._cells(self.base), self._values(self.base)):
                 texts[cell] = f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
-        grid = [[texts.get((y, x), "") for x in self.positions] for y in self.layers]
+        grid = []
+        for y in self.layers:
+            grid.append([texts.get((y, x), "") for x in self.positions])
         box = cells_box(ax, len(self.positions), len(self.layers))
         self.picture.cells = {"box": box, "texts": grid}
         self.picture.chosen = texts.get(self.cell, "")
@@ -279,17 +271,10 @@ class Explorer(Panel):
         return self.value("show") != VALUE and not self.controls["show"].disabled
 
     def _stored(self, table: str) -> pd.DataFrame:
-        """Rows of the bundle and the way to run it that are shown, at every max_seq_len and T."""
-        run = {axis: self.value(axis) for axis in self.axes}
+        """Rows of the shown bundle and way to run it, at every max_seq_len and T."""
         settings = []
-        for cell in self.cells:
-            for runtime in runs.RUNTIMES:
-                if self.source.label(cell) == self.value("bundle") and all(
-                    cell.run[axis] == value
-                    for axis, value in run.items()
-                    if axis not in PORTABLE_AXES or may_be_portable(cell.run["runtime"])
-                ):
-                    settings.append(cell.columns(runtime))
+        for cell in filter(self._is_shown, self.cells):
+            settings += map(cell.columns, runs.RUNTIMES)
         columns = runs.VALUES if table == "fidelity" else runs.TIMES
         columns = [c for c in columns if c not in ("max_seq_len", "T")]
         rows = runs.fitting(self.tables[table], settings, columns)
@@ -297,21 +282,31 @@ class Explorer(Panel):
             return rows[rows["bundle"] == self.value("bundle")]
         return rows
 
+    def _is_shown(self, cell: Cell) -> bool:
+        """Whether a cell has the selected bundle and the selected values of its runtime's axes."""
+        if self.source.label(cell) != self.value("bundle"):
+            return False
+        portable = may_be_portable(cell.run["runtime"])
+        for axis in self.axes:
+            if (portable or axis not in PORTABLE_AXES) and cell.run[axis] != self.value(axis):
+                return False
+        return True
+
     def _at_setting(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The rows at the max_seq_len and T that are shown."""
-        return rows[
-            (rows["max_seq_len"] == self.value("max_seq_len")) & (rows["T"] == self.value("T"))
-        ]
+        """The rows at the selected max_seq_len and T."""
+        of_length = rows["max_seq_len"] == self.value("max_seq_len")
+        return rows[of_length & (rows["T"] == self.value("T"))]
 
     def _mode(self) -> str:
-        """Logits exist only behind all layers, as does everything of adopted packages."""
+        """The mode of the selected tensor: chained for logits, which follow all layers, and for
+        adopted packages, else isolated."""
         rows = self.tables["fidelity"]
         modes = set(rows.loc[rows["tensor"] == self.value("tensor"), "mode"])
         chained = self.value("tensor") == "logits" or modes == {"chained"}
         return "chained" if chained else "isolated"
 
     def _fidelity(self) -> tuple | None:
-        """The heatmap: name of its plot, rows, options; None without any rows."""
+        """The heatmap as (name of its plot, rows, options); None without rows."""
         self.controls["scale"].disabled = self._differs()
         if self.rows.empty:
             return None
@@ -337,7 +332,7 @@ class Explorer(Panel):
         return "fidelity_heatmap", self.rows.dropna(axis=1, how="all"), options
 
     def _list_worst(self) -> None:
-        """The cells furthest from the golden; the first line selects none."""
+        """Lists the cells with the largest errors; the first line selects none."""
         metric = self.value("metric")
         lines = [("click on a cell, or choose one here", None)]
         column = "cosine" if metric == "1-cosine" else metric
@@ -349,22 +344,20 @@ class Explorer(Panel):
             self.worst.options = lines
 
     def _split(self) -> tuple | None:
-        """The split of the chosen cell's layer, or of the one with the largest error; also as a
-        table."""
+        """The error parts of the chosen cell's layer, or of the layer with the largest error, as a
+        figure and as a table."""
         self.split.value = ""
-        length = {"max_seq_len": self.length}
-        parts = self.source.checkpoint and self._stored_split(
-            self.setting.model_copy(update=length)
-        )
+        if self.source.checkpoint is None:
+            return None
+        parts = self._stored_split(self.setting.model_copy(update={"max_seq_len": self.length}))
         if parts is None:
             return None
         layer = int(parts.loc[parts["total"].idxmax(), "layer"])
         if self.cell and self.cell[0] in set(parts["layer"]):
             layer = self.cell[0]
         column = parts.set_index("layer").drop(columns="run_id").loc[layer].astype(float)
-        self.split.value = column.to_frame(f"layer {layer}, relative RMS").to_html(
-            border=0, float_format="{:.3g}".format, na_rep="–"
-        )
+        table = column.to_frame(f"layer {layer}, relative RMS")
+        self.split.value = table.to_html(border=0, float_format="{:.3g}".format, na_rep="–")
         return "layer_parts", parts, {"layer": layer}
 
     def _speed(self) -> tuple | None:
@@ -373,13 +366,13 @@ class Explorer(Panel):
         return ("speed", rates[columns], {}) if len(rates) else None
 
     def save(self) -> list[Path]:
-        """Logs what is shown (heatmap, split, speed) as exhibits of the experiment, in one run, and
-        writes each as SVG, PDF and PNG with a sidecar."""
+        """Logs the shown figures (heatmap, split, speed) as exhibits of the experiment in one run,
+        and writes each as SVG, PDF and PNG with a sidecar."""
         if not self.shown:
-            raise InputError(
-                "figures", "nothing measured at this setting", "a heatmap", "press Run first"
-            )
-        number, checkpoint = self.grid.experiment, self.source.name
+            actual = "nothing measured at this setting"
+            raise InputError("figures", actual, "a heatmap", "press Run first")
+        number = self.grid.experiment
+        checkpoint = self.source.name
         setting = {"max_seq_len": self.length, "T": self.value("T")}
         setting["compress"] = self.setting.compress
         name = "explorer-{tensor}-S{max_seq_len}-T{T}-{compress}-{precision}".format(
@@ -406,8 +399,12 @@ class Explorer(Panel):
 
 
 def _values(values: list) -> list:
-    """The values of an axis as a dropdown takes them: (label, value as `Cell.run` has it)."""
+    """The values of an axis for a dropdown: (label, value as in `Cell.run`)."""
     if not isinstance(values[0], BaseModel):
         return [(str(value), value) for value in values]
-    plain = [value.model_dump(exclude_none=True) for value in values]
-    return [(", ".join(f"{k} {v}" for k, v in p.items()) or "none", p) for p in plain]
+    pairs = []
+    for value in values:
+        plain = value.model_dump(exclude_none=True)
+        label = ", ".join(f"{name} {setting}" for name, setting in plain.items())
+        pairs.append((label or "none", plain))
+    return pairs

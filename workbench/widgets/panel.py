@@ -1,7 +1,6 @@
-"""What all widgets share: controls above a picture that can be clicked, a message, and work that
-runs beside the notebook.
+"""The base of all widgets: controls above a clickable picture, a message, and jobs in a thread.
 
-Subclasses draw the picture; this module knows nothing of its content.
+Subclasses draw the picture.
 """
 
 import base64
@@ -22,18 +21,16 @@ from workbench.errors import InputError
 from workbench.sweep import process
 
 DPI = 120  # pixels of the page per inch of a figure; its picture has twice as many
-_ONE_FIGURE = (
-    threading.RLock()
-)  # pyplot and its style are global; a finished job draws from its own thread
+# pyplot and its style are global, and a finished job draws from its own thread
+_ONE_FIGURE = threading.RLock()
 
 
 class Picture(anywidget.AnyWidget):
-    """A PNG that can be clicked, with a line of text below: that of the cell under the pointer,
-    else `chosen`.
+    """A clickable PNG with a line of text below: that of the cell under the pointer, else `chosen`.
 
-    `clicked` is [x, y] as fractions of its size, from the top left; `cells` a `box` [left, top,
-    right, bottom] in such fractions and the `texts` of its rows of cells; `width` in pixels of the
-    page.
+    `clicked` is [x, y] as fractions of its size, from the top left; `cells` has a `box` [left, top,
+    right, bottom] in such fractions and the `texts` of its rows of cells; `width` is in pixels of
+    the page.
     """
 
     _esm = """
@@ -63,7 +60,9 @@ class Picture(anywidget.AnyWidget):
       image.addEventListener("mouseleave", () => write());
       model.on("change:chosen", () => write());
       image.addEventListener("click", (event) => {
-        model.set("clicked", [event.offsetX / image.clientWidth, event.offsetY / image.clientHeight]);
+        const x = event.offsetX / image.clientWidth;
+        const y = event.offsetY / image.clientHeight;
+        model.set("clicked", [x, y]);
         model.save_changes();
       });
       model.on("change:png", show);
@@ -85,8 +84,11 @@ class Picture(anywidget.AnyWidget):
 
 
 class Panel:
-    """Controls, by their descriptions, above a picture; `draw` follows every control. A control
-    with one stop is a text. What a callback raises is shown and stays in `errors`."""
+    """Controls, by their descriptions, above a picture that is drawn again when a control changes.
+
+    A control with a single value is shown as text. Errors in callbacks are shown and appended to
+    `errors`.
+    """
 
     def __init__(self, controls: list[ui.Widget], *below: ui.Widget):
         self.controls, self.errors, self.figure = {c.description: c for c in controls}, [], None
@@ -101,7 +103,7 @@ class Panel:
         self.box.add_class(f"workbench-{type(self).__name__.lower()}")
 
     def _settle(self) -> None:
-        """Hides the controls with one stop; a text names what they are set to."""
+        """Hides the controls with a single value; a text names these values."""
         settled = []
         for name, control in self.controls.items():
             single = len(control.options) == 1
@@ -114,14 +116,14 @@ class Panel:
         return self.controls[name].value
 
     def follow(self, control: ui.Widget, action: Callable, name: str = "value") -> None:
-        """Calls `action`, guarded, with every new value of a control."""
+        """Calls `action` with every new value of a control, in `guarded`."""
         control.observe(lambda change: self.guarded(lambda: action(change["new"])), names=name)
 
     def guarded(self, action: Callable[[], None]) -> None:
-        """Runs a callback; what it raises is kept and shown."""
+        """Runs a callback; an error is shown and appended to `errors`."""
         try:
             action()
-        except Exception as problem:  # shown in the widget, kept, raised by check()
+        except Exception as problem:  # `check` raises it
             self.errors.append(problem)
             refused = isinstance(problem, InputError)
             text = html.escape(str(problem) if refused else traceback.format_exc(limit=2))
@@ -137,44 +139,42 @@ class Panel:
             self.guarded(self._draw)
 
     def show(self, figure: plt.Figure, alt: str) -> None:
-        """Puts a figure into the picture, which is sharp on displays of two dots per pixel."""
+        """Puts a figure into the picture, with two dots per pixel of the page."""
         stream = io.BytesIO()
-        quick = {
-            "compress_level": 1
-        }  # the largest part of what a gesture waits for besides drawing
+        quick = {"compress_level": 1}  # compression takes most of the time besides drawing
         figure.savefig(stream, format="png", dpi=2 * DPI, pil_kwargs=quick)
         plt.close(figure)
         self.picture.width = round(figure.get_figwidth() * DPI)
         self.figure, self.picture.alt, self.picture.png = figure, alt, stream.getvalue()
 
     def _ipython_display_(self) -> None:
-        """Displays the widget after a still picture of it, which is seen where no widget can be: in
-        HTML of nbconvert."""
+        """Displays the widget after a still picture of it, for pages without widgets such as those
+        of nbconvert."""
         from IPython.display import HTML, display
 
         data = base64.b64encode(self.picture.png).decode()
         size = self.picture.width
         alt = html.escape(self.picture.alt, quote=True)
         source = f'src="data:image/png;base64,{data}"'
-        display(
-            HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>'), self.box
-        )
+        still = HTML(f'<img class="workbench-still" width="{size}" alt="{alt}" {source}>')
+        display(still, self.box)
 
 
 def absent(ax: Axes, why: str) -> None:
-    """Axes that say what is not there."""
+    """Replaces axes by a text."""
     ax.set_axis_off()
     ax.text(0.5, 0.5, why, transform=ax.transAxes, ha="center", va="center", color="0.4")
 
 
 def slider(name: str, values: list, start=None) -> ui.SelectionSlider:
-    """A slider that stops at `values` only."""
+    """A slider over `values`."""
     return choice(name, values, start, ui.SelectionSlider, continuous_update=False)
 
 
 def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **options) -> ui.Widget:
     """One of `values`, which may be (label, value) pairs: `start`, or the first."""
-    options |= {} if start is None else {"value": start}
+    if start is not None:
+        options["value"] = start
     if kind is ui.Dropdown:
         options |= {"layout": ui.Layout(width="auto")}
     return kind(options=values, description=name, style={"description_width": "initial"}, **options)
@@ -182,22 +182,21 @@ def choice(name: str, values: list, start=None, kind: type = ui.Dropdown, **opti
 
 def button(icon: str, press: Callable[[], None], description: str = "", **options) -> ui.Button:
     """A button that calls `press`."""
-    control = ui.Button(
-        description=description, icon=icon, layout=ui.Layout(width="auto"), **options
-    )
+    layout = ui.Layout(width="auto")
+    control = ui.Button(description=description, icon=icon, layout=layout, **options)
     control.on_click(lambda _: press())
     return control
 
 
 class BackgroundJob:
-    """A Run and a Cancel button over steps that run one after the other in a thread, with progress.
-    Cancel kills the process that a step waits for (see `workbench.sweep.process.stopped_by`).
+    """A Run and a Cancel button for steps that run one after the other in a thread, with progress.
+    Cancel kills the child process of a step (see `workbench.sweep.process.stopped_by`).
 
     Args:
-        steps: returns the steps to run now, as (label, parts, function): a step of several parts
-            calls `advance` after each of them.
+        steps: returns the steps to run now, as (label, parts, function); a step of several parts
+            calls `advance` after each part.
         panel: the panel whose `guarded` runs each step; an error ends the job.
-        finish: called at the end, cancelled or not, unless a step failed.
+        finish: called at the end, also of a cancelled job, unless a step failed.
     """
 
     def __init__(self, steps: Callable[[], list], panel: Panel, finish: Callable[[], None]):
@@ -214,10 +213,7 @@ class BackgroundJob:
         """Writes the number of steps on the Run button."""
         count = sum(parts for _, parts, _ in self.steps())
         self.run.disabled = not count
-        if count:
-            self.run.description = f"Run what is missing ({count})"
-        else:
-            self.run.description = "Nothing is missing"
+        self.run.description = f"Run what is missing ({count})" if count else "Nothing is missing"
 
     def start(self) -> None:
         self.stopped.clear()
@@ -248,8 +244,5 @@ class BackgroundJob:
         if len(self.panel.errors) == errors:
             self.finish()
         self.panel.guarded(self.refresh)
-        # last, because nothing is drawn after it: a message of the next action stays
-        if self.stopped.is_set():
-            self.label.value = "cancelled; what was finished is kept"
-        else:
-            self.label.value = ""
+        # the last statement: a message of the next action would otherwise be overwritten
+        self.label.value = "cancelled; what was finished is kept" if self.stopped.is_set() else ""

@@ -1,5 +1,4 @@
-"""The Planner: what an export would need and what it may meet on a device, before anything runs
-there."""
+"""The widget Planner: memory, predicted speed and lint of an export before it runs on a device."""
 
 from pathlib import Path
 
@@ -20,12 +19,12 @@ class Planner(Panel):
     """Memory against a machine, tok/s predicted for a chip, and the lint rules that the exported
     graph breaks.
 
-    Memory and speed come from the checkpoint's headers. Rules need a graph: the Run button exports
-    one.
+    Memory and speed are computed from the checkpoint's headers. The rules need a graph, which the
+    Run button exports.
 
     Args:
         checkpoint: a Hugging Face folder.
-        bundles: where exports are kept; default: data/bundles of the checkout.
+        bundles: the cache of exports; default: data/bundles of the checkout.
     """
 
     def __init__(self, checkpoint: str | Path, bundles: Path | None = None):
@@ -67,7 +66,7 @@ class Planner(Panel):
         machine, chip = self.value("machine"), self.value("chip")
         size = MACHINES[machine]
         budget = memory.budget_of_checkpoint(self.checkpoint, options, size)
-        # beside a machine far larger, the checkpoint's bar would be invisible
+        # a far larger machine would make the checkpoint's bar invisible
         machines = {machine: size} if budget.total > size / 50 else {}
         ax = plots.memory_bar(tables.budget(budget, name), machines)
         self.show(ax.figure, f"memory of {name}")
@@ -77,9 +76,14 @@ class Planner(Panel):
             rate = 1e3 * T / roofline.predict_ms(work, chip)["ms"].sum()
             rates.append(f"{rate:.0f} tok/s at T = {T}")
         stream = roofline.streams_as(options.compress, on)
+        fits = "fits" if budget.json()["fits_mac"] else "does not fit"
+        share = f"{machine} of a Mac, of which it may take {memory.MAC_SHARE:.0%}"
+        model = f"a roofline, calibrated on {roofline.CALIBRATED_ON}"
+        misfit = f"on published figures it is off by {self.misfit:.0%} in the median"
         self.message.value = (
-            f"{budget.total / 2**20:.1f} MiB {'fits' if budget.json()['fits_mac'] else 'does not fit'} in {machine} of a Mac, of which it may take {memory.MAC_SHARE:.0%}. "
-            f"Predicted on {chip}: {', '.join(rates)} (a roofline, calibrated on {roofline.CALIBRATED_ON}; on published figures it is off by {self.misfit:.0%} in the median; weights streamed as {stream}). Not measured."
+            f"{budget.total / 2**20:.1f} MiB {fits} in {share}. "
+            f"Predicted on {chip}: {', '.join(rates)} "
+            f"({model}; {misfit}; weights streamed as {stream}). Not measured."
         )
         self.rules.value = "Rules: not checked, they need the exported graph."
         if options in self.placements:

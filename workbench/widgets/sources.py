@@ -1,5 +1,4 @@
-"""Where the cells of an Explorer come from: exports of one checkpoint, or folders that are
-there."""
+"""The bundles of an Explorer: exports of one checkpoint, or existing folders."""
 
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from workbench.sweep.grid import Cell, Grid
 
 
 class Exports:
-    """Bundles that a grid's export options make of its checkpoint."""
+    """Bundles of a grid's checkpoint and export options."""
 
     def __init__(self, grid: Grid, root: Path):
         self.grid, self.checkpoint = grid, Checkpoint(find(grid.checkpoint, root))
@@ -18,21 +17,24 @@ class Exports:
 
     def label(self, cell: Cell) -> str:
         """The values in which bundles of the grid differ, without max_seq_len."""
-        varied = [name for name, values in self.grid.export.items() if len(values) > 1]
+        varied = []
+        for name, values in self.grid.export.items():
+            if len(values) > 1:
+                varied.append(name)
         names = [name for name in varied if name not in ("max_seq_len", "compress")]
         return ", ".join(str(getattr(cell.options, name)) for name in ("compress", *names))
 
     def contents(self, cell: Cell) -> str:
-        """What a cell's key is made of."""
+        """The hash in a cell's key."""
         return self.checkpoint.sha256
 
     def part(self, cell: Cell) -> dict:
-        """The grid's fields that name the cell's bundle alone."""
+        """The grid's fields with the cell's bundle alone."""
         return {"export": {name: [getattr(cell.options, name)] for name in self.grid.export}}
 
 
 class Folders:
-    """Finished bundles and adopted packages; their errors are not split, which takes an export."""
+    """Finished bundles and adopted packages; their errors are not split, which needs an export."""
 
     checkpoint = None
 
