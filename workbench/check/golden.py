@@ -131,10 +131,14 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         shape = checkpoint.shape(name)
         if name not in slices:
             return checkpoint.tensor(name).half().float()
-        parts, offset = [part for part, _ in slices[name]], slices[name][0][1]
-        # every head slice has the whole final norm
-        whole = parts[0] if parts[0].numel() == np.prod(shape) else torch.cat(parts)
-        value = whole.reshape(shape).float()
+        rows, offset = (
+            [part.reshape(-1, *shape[1:]) for part, _ in slices[name]],
+            slices[name][0][1],
+        )
+        if rows[0].numel() == np.prod(shape):  # every head slice has the whole final norm
+            value = rows[0].reshape(shape).float()
+        else:
+            value = torch.cat(rows, out=torch.empty(shape))
         return value - offset if offset else value
 
     return read
