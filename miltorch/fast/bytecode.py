@@ -12,7 +12,7 @@ import torch
 from llvmlite import ir
 from numba import carray, njit, types
 
-from miltorch.fast import kernels, patterns
+from miltorch.fast import kernels, packed, patterns
 from miltorch.fast.kernels import (
     _attend_kernel,
     _exp,
@@ -24,6 +24,7 @@ from miltorch.fast.kernels import (
     _visible,
     _write,
 )
+from miltorch.fast.packed import LUT6, _product
 from miltorch.fast.products import Linear
 
 ROUND, ADD, SUB, MUL, SILU, NORM, LINEAR, ROTATE, WRITE, ATTEND = range(10)
@@ -141,9 +142,9 @@ class Bytecode:
             self.addresses[outputs[0]] = self._address(inputs[0])
 
     def _linear(self, linear: Linear, x: int, outputs: list[int]) -> None:
-        weight, scale = linear.weight, linear.scale
-        (R, K), widths = weight.shape, linear.widths or [len(weight)]
-        _need(self._size(x) == K and sum(widths) == R == len(scale))
+        (R, K), (weight, scale) = linear.weight.shape, linear.arrays
+        widths = linear.widths or [R]
+        _need(self._size(x) == K and sum(widths) == R)
         _need(linear.bias is None or linear.bias.numel() == R)
         bias = 0 if linear.bias is None else self._keep(linear.bias.float().numpy())
         out = self._keep(np.empty(R, np.float32))
@@ -154,7 +155,7 @@ class Bytecode:
             R,
             K,
             weight.ctypes.data,
-            weight.itemsize,
+            linear.form,
             scale.ctypes.data,
             bias,
         )
@@ -221,6 +222,7 @@ def _pointer(target, element):
 
 _floats = _pointer(types.float32, ir.FloatType())
 _bytes = _pointer(types.int8, ir.IntType(8))
+_codes = _pointer(types.uint8, ir.IntType(8))
 _halves = _pointer(types.uint16, ir.IntType(16))
 
 
@@ -236,18 +238,10 @@ def _run_bytecode(code, outer, masks, threads):
     for i in range(len(code)):
         kind, out = code[i, 0], code[i, 1]
         if kind == LINEAR:
-            x, rows, width, weight, itemsize, scale, bias = code[i, 2:9]
+            x, rows, width, weight, form, scale, bias = code[i, 2:9]
             product = _vector(outer, out, rows)
             _record_product(
-                _vector(outer, x, width),
-                rows,
-                width,
-                weight,
-                itemsize,
-                scale,
-                bias,
-                product,
-                threads,
+                _vector(outer, x, width), rows, width, weight, form, scale, bias, product, threads
             )
         elif kind == NORM:
             x, rows, width, packed = code[i, 2:6]
@@ -309,12 +303,16 @@ def _vector(outer, address, size):
 
 
 @njit(cache=True)
-def _record_product(x, R, K, weight, itemsize, scale, bias, out, threads):
+def _record_product(x, R, K, weight, form, scale, bias, out, threads):
     scales = carray(_floats(scale), (R,))
-    if itemsize == 1:
+    if form == 1:
         _one(carray(_bytes(weight), (R, K)), scales, x, out, threads)
-    else:
+    elif form == 2:
         _one(carray(_halves(weight), (R, K)), scales, x, out, threads)
+    else:
+        codes = carray(_codes(weight), (R, K * 3 // 4 if form == LUT6 else K // 2))
+        factors = carray(_halves(scale), (R * max(65, K // 32),))  # no fewer than there are
+        _product(form, codes, factors, x.reshape(1, K), out.reshape(R, 1), threads)
     if bias:
         out += carray(_floats(bias), (R,))
     _pointwise(ROUND, out, out, out)
@@ -363,4 +361,5 @@ def drop_stale_machine_code(folder: Path, kernels_file: Path) -> None:
             index.unlink(missing_ok=True)
 
 
-drop_stale_machine_code(Path(_run_bytecode._cache.cache_path), Path(kernels.__file__))
+for source in (kernels, packed):
+    drop_stale_machine_code(Path(_run_bytecode._cache.cache_path), Path(source.__file__))
