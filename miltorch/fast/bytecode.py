@@ -8,7 +8,7 @@ call that only moves values is done here once, on the registers themselves: its 
 import numpy as np
 import torch
 
-from miltorch.fast import kernels, machine, patterns
+from miltorch.fast import kernels, machine, packed, patterns
 from miltorch.fast.products import Linear
 from miltorch.fast.tiles import whole_tiles
 from miltorch.ops import OPERATIONS
@@ -206,19 +206,20 @@ class Bytecode:
             self.registers[register] = view
 
     def _linear(self, linear: Linear, x: torch.Tensor, outputs: list[int]) -> None:
-        weight, scale = linear.weight, linear.scale
-        (R, K), widths = weight.shape, linear.widths or [len(weight)]
+        (R, K), (weight, scale) = linear.weight.shape, linear.arrays
+        widths = linear.widths or [R]
         x = x.flatten(2) if _shared(x.flatten(2), x) else self._dense(x).flatten(2)
         B, _, T = x.shape
-        _need(x.shape[1] == K and sum(widths) == R == len(scale) and B * T < FEW_COLUMNS)
+        _need(x.shape[1] == K and sum(widths) == R and B * T < FEW_COLUMNS)
         _need(linear.bias is None or linear.bias.numel() == R)
         bias = 0 if linear.bias is None else self._keep(linear.bias.float()).data_ptr()
         shape = self.values[outputs[0]].shape
-        out, self.width = self._keep(torch.empty(B, R, T)), max(self.width, whole_tiles(B * T) * K)
+        vectors = max(whole_tiles(B * T), packed.whole_vectors(B * T))
+        out, self.width = self._keep(torch.empty(B, R, T)), max(self.width, vectors * K)
         self._add(
             machine.LINEAR,
             *(out.data_ptr(), x.data_ptr(), *(4 * step for step in x.stride()), B, K, T, R),
-            *(weight.ctypes.data, weight.itemsize, scale.ctypes.data, bias),
+            *(weight.ctypes.data, linear.form, scale.ctypes.data, bias),
         )
         for register, part in zip(outputs, out.split(widths, 1), strict=True):
             self.registers[register] = part.view(B, -1, *shape[2:])

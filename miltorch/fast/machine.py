@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from miltorch.fast import kernels, tiles
+from miltorch.fast import kernels, packed, tiles
 from miltorch.fast.kernels import (
     FLAGS,
     _attend_kernel,
@@ -38,6 +38,7 @@ def _pointer(target, element):
 
 _floats = _pointer(types.float32, ir.FloatType())
 _bytes = _pointer(types.int8, ir.IntType(8))
+_codes = _pointer(types.uint8, ir.IntType(8))
 _halves = _pointer(types.uint16, ir.IntType(16))
 _numbers = _pointer(types.int64, ir.IntType(64))
 
@@ -295,25 +296,36 @@ def _strided(code, outer, scratch, width):
 
 @njit
 def _linear(code, scratch, threads):
-    """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R, weight, bytes of an element, scales, bias."""
-    out, x, sB, sK, sT, B, K, T, R, weight, itemsize, scale, bias = code[1:14]
+    """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R, weight, its
+    form (`products.Linear.form`), scales, bias."""
+    out, x, sB, sK, sT, B, K, T, R, weight, form, scale, bias = code[1:14]
     N, scales, result = B * T, carray(_floats(scale), (R,)), carray(_floats(out), (B, R, T))
     if N == 1:
         row, flat = _picked(x, sK, K, scratch), carray(_floats(out), (R,))
-        if itemsize == 1:
+        if form == 1:
             _one(carray(_bytes(weight), (R, K)), scales, row, flat, threads)
-        else:
+        elif form == 2:
             _one(carray(_halves(weight), (R, K)), scales, row, flat, threads)
+        else:
+            vectors = row.reshape(1, K)
+            _packed_product(form, weight, scale, R, K, vectors, flat.reshape(R, 1), threads)
     else:
-        rows = carray(_floats(scratch), (tiles.whole_tiles(N), K))
+        padded = tiles.whole_tiles(N) if form <= 2 else packed.whole_vectors(N)
+        rows = carray(_floats(scratch), (padded, K))
         for n in range(N):
             start = x + n // T * sB + n % T * sT
             for k in range(K):
                 rows[n, k] = carray(_floats(start + k * sK), (1,))[0]
-        if itemsize == 1:
+        if form == 1:
             tiles.few(carray(_bytes(weight), (R, K)), scales, rows, result, threads)
-        else:
+        elif form == 2:
             tiles.few(carray(_halves(weight), (R, K)), scales, rows, result, threads)
+        else:
+            products = np.empty((R, padded), np.float32)
+            _packed_product(form, weight, scale, R, K, rows, products, threads)
+            for r in range(R):
+                for n in range(N):
+                    result[n // T, r, n % T] = products[r, n]
     if bias:
         offsets = carray(_floats(bias), (R,))
         for b in range(B):
@@ -322,6 +334,14 @@ def _linear(code, scratch, threads):
                     result[b, r, t] += offsets[r]
     flat = carray(_floats(out), (N * R,))
     _copy(flat, flat)
+
+
+@njit
+def _packed_product(form, weight, scale, R, K, x, out, threads):
+    """out [R, N] = x [N, K] by the packed weight [R, K] at an address."""
+    codes = carray(_codes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2))
+    factors = carray(_halves(scale), (R * max(65, K // 32),))  # no fewer than there are
+    packed._product(form, codes, factors, x, out, threads)
 
 
 @njit
@@ -387,5 +407,8 @@ def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
 
 
 drop_stale_machine_code(
-    Path(execute._cache.cache_path), Path(kernels.__file__), Path(tiles.__file__)
+    Path(execute._cache.cache_path),
+    Path(kernels.__file__),
+    Path(tiles.__file__),
+    Path(packed.__file__),
 )

@@ -4,7 +4,7 @@ Means the same as the literal graph in `declared`, and differs from it only in t
 that torch's fp16 kernels compute in float32 and round once runs on fp16 directly, any other by its rule in float32.
 What makes it fast replaces patterns of operations; an operation outside of every pattern runs literally:
 
-    linear     1×1 convolutions of one input read their fp16 or int8 weights once, as one matrix-vector product
+    linear     1×1 convolutions of one input read their stored weights once, as one matrix-vector product
     cache row  k·(1 − Σ mask) + mask @ rows, when the mask's columns are one-hot or empty, writes those rows in place
     rms_norm, rotation   a norm's dozen operations in one pass, a rotary embedding's nine
     attention  columns that the mask blocks for every query, before and behind the visible ones, are left out
@@ -296,7 +296,7 @@ def _joined(nodes: list[Node]) -> list[Node]:
     groups: dict[tuple, list[Node]] = {}
     for node in nodes:
         if isinstance(node.function, Linear):
-            group = node.inputs[0], node.function.weight.dtype, node.function.bias is None
+            group = node.inputs[0], node.function.form, node.function.bias is None
             groups.setdefault(group, []).append(node)
     for group in groups.values():
         group[0].function = together([node.function for node in group])
