@@ -10,6 +10,7 @@ import torch
 
 from miltorch.fast import kernels, machine, packed, patterns
 from miltorch.fast.products import Linear
+from miltorch.fast.recorder import Recorder, need_instruction, shared
 from miltorch.fast.tiles import whole_tiles
 from miltorch.ops import OPERATIONS
 from miltorch.ops.convolution import FEW_COLUMNS
@@ -41,15 +42,10 @@ REDUCTIONS = {
     "reduce_min": machine.SMALLEST,
 }
 VIEWS = {"reshape", "transpose", "expand_dims", "squeeze", "identity", "slice_by_index", "split"}
-LONGEST = 4096  # instructions of a program; a longer one is no layer
 EXACT = 2048  # integers up to here are fp16 values
 
 
-class NotCompiled(Exception):
-    """A call that no instruction stands for."""
-
-
-class Bytecode:
+class Bytecode(Recorder):
     """What `program` does for inputs of the shapes it was recorded with.
 
     Args:
@@ -61,12 +57,9 @@ class Bytecode:
     """
 
     def __init__(self, program, values: list):
-        self.constants, self.values, self.wide = program.values, values, program.wide
-        self.registers: dict[int, torch.Tensor] = {}
-        self.arrays: list = []  # what instructions address, alive as long as they are
-        self.code, self.masks, self.width = [], [], 0
+        super().__init__(program, values)
+        self.masks: list = []  # (address, B, S, T, address of the places) of each write mask
         self.places: dict[int, int] = {}  # of a write mask's register: the address of its places
-        self.known: set[int] = set()  # registers that shapes alone decide
         self.inputs, self.states = list(program.inputs), list(program.states)
         self.outputs = {n: tuple(values[i].shape) for n, i in program.outputs.items()}
         # stand for the arrays of a call: their memory is never touched
@@ -84,7 +77,7 @@ class Bytecode:
         for node in program.nodes:
             self._record(node)
         for stand_in, register in zip(outputs, program.outputs.values(), strict=True):
-            _need(values[register].dtype == torch.float16)
+            need_instruction(values[register].dtype == torch.float16)
             self._strided(machine.COPY, stand_in, self._value(register))
         self.code = np.array(self.code, np.int64).reshape(-1, machine.FIELDS)
         self.masks = np.array(self.masks, np.int64).reshape(-1, 5)
@@ -129,7 +122,7 @@ class Bytecode:
         elif kind in VIEWS:
             self._view(function, inputs, outputs)
         elif function is not patterns._span and not self._known(node):
-            _need(len(outputs) == 1)
+            need_instruction(len(outputs) == 1)
             self._operation(kind, attributes, inputs, outputs[0])
 
     def _known(self, node) -> bool:
@@ -138,9 +131,6 @@ class Bytecode:
         self.known.update(node.outputs if known else [])
         return known
 
-    def _fixed(self, register: int) -> bool:
-        return register in self.known or isinstance(self.constants[register], torch.Tensor)
-
     def _operation(self, kind: str, attributes: dict, inputs: list[int], out: int) -> None:
         if kind in ("read_state", "write_state"):
             source, target = (
@@ -148,12 +138,12 @@ class Bytecode:
                 if kind == "read_state"
                 else (self._value(inputs[1]), self.cells[inputs[0]])
             )
-            _need(source.shape == target.shape)
+            need_instruction(source.shape == target.shape)
             return self._strided(machine.COPY, target, source)
         values = [self._value(i) for i in inputs]
         operands = {self.values[i].dtype for i in inputs}
         result = self._new(out, torch.bool if kind == "equal" else torch.float16, kind)
-        _need(operands == {torch.float16} or kind in ("equal", "cast"))
+        need_instruction(operands == {torch.float16} or kind in ("equal", "cast"))
         x, *others = values
         if kind in PAIRS:
             self._strided(PAIRS[kind], result, x, *(others or [x]))
@@ -175,13 +165,15 @@ class Bytecode:
         elif kind in REDUCTIONS or kind == "reduce_argmax":
             self._reduce(kind, attributes, result, x)
         elif kind == "concat":
-            _need(not attributes.get("interleave", False))
+            need_instruction(not attributes.get("interleave", False))
             sizes = [value.shape[attributes["axis"]] for value in values]
             for value, part in zip(values, result.split(sizes, attributes["axis"]), strict=True):
                 self._strided(machine.COPY, part, value)
         elif kind == "slice_update":
             part = OPERATIONS["slice_by_index"].function(result, **attributes)
-            _need(_shared(part, result) and part.shape == others[0].shape and len(others) == 1)
+            need_instruction(
+                shared(part, result) and part.shape == others[0].shape and len(others) == 1
+            )
             self._strided(machine.COPY, result, x)
             self._strided(machine.COPY, part, others[0])
         elif kind == "matmul":
@@ -189,29 +181,29 @@ class Bytecode:
             y = others[0].transpose(-1, -2) if attributes.get("transpose_y", False) else others[0]
             self._products(result, x.unsqueeze(-2), y.transpose(-1, -2).unsqueeze(-3))
         else:
-            _need(kind == "conv")
+            need_instruction(kind == "conv")
             self._convolution(attributes, result, *values)
 
     def _view(self, function, inputs: list[int], outputs: list[int]) -> None:
         """A call that only moves values, as views of its operand, which is made dense first where there is none."""
         x, others = self._value(inputs[0]), [self.values[i] for i in inputs[1:]]
-        _need(all(map(self._fixed, inputs[1:])))
+        need_instruction(all(map(self._fixed, inputs[1:])))
         for source in (x, self._dense(x)):
             views = function(source, *others)
             views = [views] if isinstance(views, torch.Tensor) else views
-            if all(_shared(view, source) for view in views):
+            if all(shared(view, source) for view in views):
                 break
         for view, register in zip(views, outputs, strict=False):
-            _need(_shared(view, source) and view.shape == self.values[register].shape)
+            need_instruction(shared(view, source) and view.shape == self.values[register].shape)
             self.registers[register] = view
 
     def _linear(self, linear: Linear, x: torch.Tensor, outputs: list[int]) -> None:
         (R, K), (weight, scale) = linear.weight.shape, linear.arrays
         widths = linear.widths or [R]
-        x = x.flatten(2) if _shared(x.flatten(2), x) else self._dense(x).flatten(2)
+        x = x.flatten(2) if shared(x.flatten(2), x) else self._dense(x).flatten(2)
         B, _, T = x.shape
-        _need(x.shape[1] == K and sum(widths) == R and B * T < FEW_COLUMNS)
-        _need(linear.bias is None or linear.bias.numel() == R)
+        need_instruction(x.shape[1] == K and sum(widths) == R and B * T < FEW_COLUMNS)
+        need_instruction(linear.bias is None or linear.bias.numel() == R)
         bias = 0 if linear.bias is None else self._keep(linear.bias.float()).data_ptr()
         shape = self.values[outputs[0]].shape
         vectors = max(whole_tiles(B * T), packed.whole_vectors(B * T))
@@ -226,7 +218,7 @@ class Bytecode:
 
     def _norm(self, axis: int, constants: list, x: torch.Tensor, out: torch.Tensor) -> None:
         weight, bounds, *lists = constants
-        _need(x.shape[axis] == len(weight))
+        need_instruction(x.shape[axis] == len(weight))
         packed = np.concatenate([weight, bounds, [len(each) for each in lists], *lists])
         packed = self._keep(torch.from_numpy(packed.astype(np.float32)))
         self._rows(machine.NORM, out.movedim(axis, -1), x.movedim(axis, -1), packed[:1])
@@ -235,14 +227,14 @@ class Bytecode:
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor
     ) -> None:
         half = cos.shape[-1]
-        _need(cos.shape == sin.shape and 2 * half <= x.shape[-1])
+        need_instruction(cos.shape == sin.shape and 2 * half <= x.shape[-1])
         tables = (table.expand(*x.shape[:3], half) for table in (cos, sin))
         self._rows(machine.ROTATE, out, x, *tables, number=half)
 
     def _write_mask(self, register: int) -> None:
         mask = self.values[register]
         B, _, S, T = mask.shape
-        _need(mask.shape[1] == 1 and register not in self.places)
+        need_instruction(mask.shape[1] == 1 and register not in self.places)
         places = self._keep(torch.empty(B, T, dtype=torch.int64)).data_ptr()
         self.places[register] = places
         self.masks.append((self._address(self.sources[register]), B, S, T, places))
@@ -252,7 +244,7 @@ class Bytecode:
         rows = self._dense(rows.transpose(-1, -2) if transposed else rows)
         B, H, S, D = self.cells[cell].shape
         T = rows.shape[2]
-        _need(rows.shape == (B, H, T, D) and self.values[mask].shape == (B, 1, S, T))
+        need_instruction(rows.shape == (B, H, T, D) and self.values[mask].shape == (B, 1, S, T))
         self._add(
             machine.WRITE,
             *(self._address(self.cells[cell]), rows.data_ptr(), self.places[mask], B, H, S, T, D),
@@ -260,16 +252,16 @@ class Bytecode:
 
     def _attend(self, q: int, key: int, value: int, mask: int, out: int) -> None:
         q, mask, (B, groups, S, D) = self._value(q), self._value(mask), self.cells[key].shape
-        T = mask.shape[2]
-        heads = q.numel() // (B * T * D)
-        _need(self.cells[value].shape == self.cells[key].shape and mask.shape == (B, 1, T, S))
-        _need(q.shape == (B, groups, heads // groups * T, D) and B * T < FEW_COLUMNS)
+        N, T = q.shape[2], mask.shape[2]
+        need_instruction(
+            self.cells[value].shape == self.cells[key].shape and mask.shape == (B, 1, T, S)
+        )
+        need_instruction(q.shape == (B, groups, N, D) and N % T == 0 and B * T < FEW_COLUMNS)
         states = (self._address(self.cells[register]) for register in (key, value))
         q, mask, result = self._dense(q), self._dense(mask), self._new(out)
         self._add(
             machine.ATTEND,
-            *(result.data_ptr(), q.data_ptr(), *states, mask.data_ptr()),
-            *(B, heads, T, D, groups, S),
+            *(result.data_ptr(), q.data_ptr(), *states, mask.data_ptr(), B, groups, N, D, T, S),
         )
 
     def _reduce(self, kind: str, attributes: dict, out: torch.Tensor, x: torch.Tensor) -> None:
@@ -278,8 +270,8 @@ class Bytecode:
         rest = [axis for axis in range(x.dim()) if axis not in axes]
         rows = x.permute(*rest, *axes)
         whole = rows.flatten(len(rest))
-        rows = whole if _shared(whole, rows) else self._dense(rows).flatten(len(rest))
-        _need(kind in REDUCTIONS or rows.shape[-1] <= EXACT)
+        rows = whole if shared(whole, rows) else self._dense(rows).flatten(len(rest))
+        need_instruction(kind in REDUCTIONS or rows.shape[-1] <= EXACT)
         out = out.view(rows.shape[:-1])[..., None]
         self._rows(REDUCTIONS.get(kind, machine.WHICH), out.expand(rows.shape), rows)
 
@@ -297,8 +289,8 @@ class Bytecode:
 
     def _convolution(self, attributes: dict, out, x, weight, bias=None) -> None:
         """A convolution without padding as the products of its windows [B, groups, places, K] with its weights."""
-        _need(attributes.get("pad_type", "valid") in ("valid", "custom"))
-        _need(not any(attributes.get("pad", [])))
+        need_instruction(attributes.get("pad_type", "valid") in ("valid", "custom"))
+        need_instruction(not any(attributes.get("pad", [])))
         taps, groups = weight.shape[2:], attributes.get("groups", 1)
         strides = attributes.get("strides", [1] * len(taps))
         dilations = attributes.get("dilations", [1] * len(taps))
@@ -312,110 +304,9 @@ class Bytecode:
         windows = windows.unflatten(1, (groups, -1)).movedim(2, 2 + len(taps))
         places = range(2, 2 + len(taps))
         flat = windows.flatten(2 + len(taps)).flatten(places[0], places[-1])
-        if not _shared(flat, windows):
+        if not shared(flat, windows):
             flat = self._dense(windows).flatten(2 + len(taps)).flatten(places[0], places[-1])
         rows = weight.reshape(groups, -1, 1, weight[0].numel())
         out = out.view(len(x), groups, -1, spatial.numel())
         bias = None if bias is None else bias.view(groups, -1, 1)
         self._products(out, rows, flat.unsqueeze(2), bias)
-
-    def _value(self, register: int) -> torch.Tensor:
-        """A register; one that no instruction writes is a constant."""
-        if register not in self.registers:
-            constant = self.values[register] if register in self.known else self.constants[register]
-            _need(isinstance(constant, torch.Tensor))
-            if register in self.known:
-                self.registers[register] = self._keep(constant.float())
-            else:
-                wide = self.wide.setdefault(register, constant.float().contiguous())
-                self.registers[register] = wide
-        return self.registers[register]
-
-    def _new(self, register: int, dtype=torch.float16, kind: str = "") -> torch.Tensor:
-        """Memory for a register that holds values of this dtype."""
-        _need(self.values[register].dtype == dtype or kind == "reduce_argmax")
-        self.registers[register] = self._keep(torch.empty(self.values[register].shape))
-        return self.registers[register]
-
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that lives as long as the bytecode."""
-        self.arrays.append(tensor)
-        return tensor
-
-    def _dense(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_contiguous():
-            return x
-        copy = self._keep(torch.empty(x.shape))
-        self._strided(machine.COPY, copy, x)
-        return copy
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        return self.outer.get(tensor.data_ptr(), tensor.data_ptr())
-
-    def _strided(self, kind: int, out: torch.Tensor, *operands: torch.Tensor) -> None:
-        """An operation on every element of `out`; operands are spread over it."""
-        _need(torch.broadcast_shapes(*(x.shape for x in operands)) == out.shape)
-        tensors = [out, *(x.expand(out.shape) for x in operands)]
-        shape, steps = _merged(out.shape, [tensor.stride() for tensor in tensors])
-        self._loop(kind, shape, steps, [self._address(tensor) for tensor in tensors])
-
-    def _rows(
-        self, kind: int, out: torch.Tensor, x: torch.Tensor, *others, number: int = 0
-    ) -> None:
-        """An operation along the last axis of x; the operands' other axes are spread over those of `out`."""
-        tensors = [out, x, *(y.expand(*x.shape[:-1], y.shape[-1]) for y in others)]
-        _need(out.shape[:-1] == x.shape[:-1])
-        shape, steps = _merged(x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors])
-        steps = [(*step, tensor.stride(-1)) for step, tensor in zip(steps, tensors, strict=True)]
-        addresses = [self._address(tensor) for tensor in tensors]
-        self._loop(kind, (*shape, x.shape[-1]), steps, addresses, number)
-
-    def _loop(self, kind, shape, steps, addresses, number=0) -> None:
-        """One instruction, or several where `shape` has more than four axes."""
-        if len(shape) > 4:
-            for i in range(shape[0]):
-                starts = [
-                    address + 4 * i * step[0] if address >= 0 else address
-                    for address, step in zip(addresses, steps, strict=True)
-                ]
-                _need(all(address >= 0 for address in addresses) or shape[0] == 1)
-                self._loop(kind, shape[1:], [step[1:] for step in steps], starts, number)
-            return
-        self.width = max(self.width, 4 * shape[-1] if shape else 4)
-        missing, operands = 4 - len(shape), []
-        for address, step in zip(addresses, steps, strict=True):
-            operands += [address, *[0] * missing, *(4 * s for s in step)]
-        operands += [0] * (20 - len(operands))
-        self._add(kind, *[1] * missing, *shape, *operands, number)
-
-    def _add(self, *fields: int) -> None:
-        _need(len(self.code) < LONGEST)
-        self.code.append(fields + (0,) * (machine.FIELDS - len(fields)))
-
-
-def _need(holds: bool) -> None:
-    if not holds:
-        raise NotCompiled
-
-
-def _shared(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a tensor lies in the memory of another one."""
-    return view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-
-
-def _merged(shape, steps: list) -> tuple[tuple, list[tuple]]:
-    """Axes that every operand runs through as one become one, and those of one element none: (sizes, strides of each)."""
-    sizes, kept = [], [[] for _ in steps]
-    for axis, size in enumerate(shape):
-        if size == 1:
-            continue
-        own = [step[axis] for step in steps]
-        if sizes and all(rest[-1] == size * step for rest, step in zip(kept, own, strict=True)):
-            sizes[-1] *= size
-            for rest, step in zip(kept, own, strict=True):
-                rest[-1] = step
-        else:
-            sizes.append(size)
-            for rest, step in zip(kept, own, strict=True):
-                rest.append(step)
-    return tuple(sizes), [tuple(rest) for rest in kept]

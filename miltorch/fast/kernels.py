@@ -70,13 +70,16 @@ def _power_of_two(builder, exponent):
 
 
 def _value(weight, scale):
-    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, an fp16 one (its bits) as it is."""
+    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, another (an fp16 one
+    by its bits) as it is."""
 
 
 @overload(_value)
 def _overload_value(weight, scale):
     if weight is types.uint16:
         return lambda weight, scale: _wide(weight)
+    if weight is types.float32:
+        return lambda weight, scale: weight
     return lambda weight, scale: _round16(np.float32(weight) * scale)
 
 
@@ -201,66 +204,6 @@ def _exp(x):
     ):
         series = series * rest + np.float32(factor)
     return (series * rest * rest + rest + np.float32(1)) * _power_of_two(np.int32(whole))
-
-
-@njit(fastmath=FLAGS, cache=True)
-def _scores(query, key, mask, first, last):
-    """query [D] · key [S, D] + mask [S] of the places from `first` to `last`, each step rounded to fp16; and the largest
-    magnitude before the mask."""
-    scores, extreme = np.empty(last - first, np.float32), np.float32(0)
-    for s in range(first, last):
-        row, score = key[s], np.float32(0)
-        for d in range(query.shape[0]):
-            score += query[d] * row[d]
-        extreme = max(extreme, np.abs(score))
-        scores[s - first] = _round16(_round16(score) + mask[s])
-    return scores, extreme
-
-
-@njit(parallel=True, fastmath=FLAGS, cache=True)
-def _attend_kernel(q, key, value, mask, out):
-    """out [B, H, T, D] = softmax(q @ keyᵀ + mask) @ value for q [B, H, T, D], states [B, H_kv, S, D], mask [B, T, S]; each
-    query over the places that it sees, or over all where a score of these is `EXTREME`.
-
-    Scores, masked scores and weights are each rounded to fp16, as the program declares them.
-    """
-    (B, H, T, D), S = q.shape, mask.shape[2]
-    spans = np.empty((B, T, 2), np.int64)
-    for b in range(B):
-        for t in range(T):
-            spans[b, t] = _visible(mask[b, t : t + 1], BLOCKED)
-    for head in prange(B * H):
-        b, h = head // H, head % H
-        keys, values = key[b, h // (H // key.shape[1])], value[b, h // (H // key.shape[1])]
-        for t in range(T):
-            first, last = spans[b, t]
-            mean, total = np.zeros(D, np.float32), np.float32(0)
-            weights, extreme = _scores(q[b, h, t], keys, mask[b, t], first, last)
-            if extreme > EXTREME and last - first < S:
-                first, weights = 0, _scores(q[b, h, t], keys, mask[b, t], 0, S)[0]
-            largest, n = weights.max(), len(weights)
-            for s in range(n):
-                weights[s] = _exp(weights[s] - largest)
-                total += weights[s]
-            for s in range(n):
-                row, weight = values[first + s], _round16(weights[s] / total)
-                for d in range(D):
-                    mean[d] += weight * row[d]
-            out[b, h, t] = mean
-
-
-def attend(
-    q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """A few queries per head: q [B, H, T, D] fp16, states [B, H_kv, S, D] float32, mask [B, T, S] fp16 → float32 like q."""
-    (B, H, T, D), (_, H_kv, S, _) = q.shape, key.shape
-    _same(value.shape, key.shape)
-    _same((key.shape[0], key.shape[3], H % H_kv), (B, D, 0))
-    _same(mask.shape, (B, T, S))
-    out = np.empty(q.shape, np.float32)
-    arrays = (each.float().contiguous().numpy() for each in (q, key, value, mask))
-    on_threads(_attend_kernel, *arrays, out)
-    return torch.from_numpy(out)
 
 
 @njit(fastmath=FLAGS, cache=True)

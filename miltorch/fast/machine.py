@@ -12,10 +12,9 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from miltorch.fast import kernels, packed, tiles
+from miltorch.fast import attention, kernels, packed, tiles
 from miltorch.fast.kernels import (
     FLAGS,
-    _attend_kernel,
     _exp,
     _one,
     _one_hot_rows,
@@ -355,15 +354,18 @@ def _cache_write(code, outer):
 
 @njit
 def _attention(code, outer):
-    """Fields: result and queries [B, H, T, D], states [B, H_kv, S, D], mask [B, T, S], B, H, T, D, H_kv, S."""
-    out, q, key, value, mask, B, H, T, D, groups, S = code[1:12]
+    """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T, S], B, H_kv, N, D, T, S."""
+    out, q, key, value, mask, B, groups, N, D, T, S = code[1:12]
     keys, values = (
         carray(_floats(_base(outer, key)), (B, groups, S, D)),
         carray(_floats(_base(outer, value)), (B, groups, S, D)),
     )
-    result, flat = carray(_floats(out), (B, H, T, D)), carray(_floats(out), (B * H * T * D,))
-    queries, columns = carray(_floats(q), (B, H, T, D)), carray(_floats(mask), (B, T, S))
-    _attend_kernel(queries, keys, values, columns, result)
+    result, flat = (
+        carray(_floats(out), (B, groups, N, D)),
+        carray(_floats(out), (B * groups * N * D,)),
+    )
+    queries, columns = carray(_floats(q), (B, groups, N, D)), carray(_floats(mask), (B, T, S))
+    attention.attend_kernel(queries, keys, values, columns, result)
     _copy(flat, flat)
 
 
@@ -398,17 +400,15 @@ def execute(code, outer, masks, scratch, width, threads):
 
 
 def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
-    """Removes numba's indexes of this file's compiled functions in `folder` that are older than the
-    kernels compiled into them: numba compares an index with the file of its function alone."""
+    """Removes numba's indexes of compiled functions in `folder` that are older than one of the `sources` they
+    may be compiled from: numba compares an index with the file of its function alone."""
     newest = max(source.stat().st_mtime for source in sources)
-    for index in folder.glob("machine.*.nbi"):
+    for index in folder.glob("*.nbi"):
         if index.stat().st_mtime < newest:
             index.unlink(missing_ok=True)
 
 
 drop_stale_machine_code(
     Path(execute._cache.cache_path),
-    Path(kernels.__file__),
-    Path(tiles.__file__),
-    Path(packed.__file__),
+    *(Path(module.__file__) for module in (attention, kernels, packed, tiles)),
 )

@@ -7,7 +7,7 @@ from operator import methodcaller
 import numpy as np
 import torch
 
-from miltorch.fast import kernels
+from miltorch.fast import attention, kernels
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.products import linear_pattern
 from miltorch.ops.convolution import FEW_COLUMNS
@@ -200,8 +200,7 @@ def _attend_visible(q, key, value, mask, span):
     (first, last), (B, _, T, S) = span, mask.shape
     key, value = key.value, value.value
     if B * T < FEW_COLUMNS:
-        queries = q.reshape(B, -1, T, q.shape[-1])
-        return kernels.attend(queries, key, value, mask[:, 0]).half().view(q.shape)
+        return attention.attend(q, key, value, mask[:, 0]).half()
     scores = torch.matmul(q.float(), key[:, :, first:last].transpose(-1, -2)).half()
     masked = scores.view(B, -1, T, last - first) + mask[..., first:last]
     if last - first < S and bool(scores.abs().amax() > kernels.EXTREME.item()):

@@ -19,14 +19,15 @@ CONTRACT = ("contract",)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 
-def _tile(tokens: int, integers: bool):
+def _tile(tokens: int, element: ir.Type):
     """A compiled function of (address of the first row, bytes of a row, address of the vectors, bytes of a vector, terms, address
     of the rows' scales, address of the results): SUMS // tokens rows by `tokens` float32 vectors, over the first `terms`
-    (a multiple of WIDTH) elements → float32 [rows, tokens]. Weights are fp16, or `integers` scaled and rounded to fp16.
+    (a multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`: float, half, or an integer of 8 bits that
+    is scaled and rounded to half.
     """
-    element = ir.IntType(8) if integers else ir.HalfType()
+    integers = element == ir.IntType(8)
     stored, half = ir.VectorType(element, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
-    rows, size = SUMS // tokens, 1 if integers else 2
+    rows, size = SUMS // tokens, {"i8": 1, "half": 2, "float": 4}[str(element)]
 
     def emit(context, builder, signature, arguments):
         weight, row_bytes, x, x_bytes, terms, scales, out = arguments
@@ -58,7 +59,7 @@ def _tile(tokens: int, integers: bool):
                 if integers:
                     w = builder.fmul(builder.sitofp(w, VECTOR), factors[r])
                     w = builder.fptrunc(w, half)
-                w = builder.fpext(w, VECTOR)
+                w = w if w.type == VECTOR else builder.fpext(w, VECTOR)
                 for n in range(tokens):
                     place = sums[r * tokens + n]
                     term = builder.fmul(w, vectors[n], flags=CONTRACT)
@@ -106,8 +107,9 @@ def _total(builder, vector):
     return builder.extract_element(vector, ir.IntType(32)(0))
 
 
-_half2, _half4, _half8 = (_tile(tokens, False) for tokens in (2, 4, 8))
-_int2, _int4, _int8 = (_tile(tokens, True) for tokens in (2, 4, 8))
+_half2, _half4, _half8 = (_tile(tokens, ir.HalfType()) for tokens in (2, 4, 8))
+_int2, _int4, _int8 = (_tile(tokens, ir.IntType(8)) for tokens in (2, 4, 8))
+_float2, _float4, _float8 = (_tile(tokens, ir.FloatType()) for tokens in (2, 4, 8))
 
 
 def _dots(weight, address, x, terms, scales, out, tokens):
@@ -116,8 +118,12 @@ def _dots(weight, address, x, terms, scales, out, tokens):
 
 @overload(_dots)
 def _overload_dots(weight, address, x, terms, scales, out, tokens):
-    integers = weight.dtype == types.int8
-    two, four, eight = (_int2, _int4, _int8) if integers else (_half2, _half4, _half8)
+    if weight.dtype == types.int8:
+        two, four, eight = _int2, _int4, _int8
+    elif weight.dtype == types.float32:
+        two, four, eight = _float2, _float4, _float8
+    else:
+        two, four, eight = _half2, _half4, _half8
 
     def dots(weight, address, x, terms, scales, out, tokens):
         rows, vectors = weight.strides[0], x.strides[0]
@@ -144,23 +150,46 @@ def whole_tiles(count):
 
 
 @njit(fastmath=FLAGS)
-def _block(weight, scale, x, out, first):
-    """BLOCK rows of `few` from `first` on."""
-    (B, _, T), K = out.shape, weight.shape[1]
+def _block(weight, scale, x, out, places, first):
+    """BLOCK rows of `few` from `first` on; `places` [N] are those of each vector's first result in `out`, flat."""
+    N, K, step = len(places), weight.shape[1], out.shape[2]
+    flat = out.reshape(out.size)
     terms, sums, n = K - K % WIDTH, np.empty(SUMS, np.float32), 0
-    while n < B * T:
-        tokens = _tokens(B * T - n)
+    while n < N:
+        tokens = _tokens(N - n)
         rows = SUMS // tokens
         for start in range(first, first + BLOCK, rows):
             address, scales = weight[start:].ctypes.data, scale[start:].ctypes.data
             _dots(weight, address, x[n:], terms, scales, sums, tokens)
             for r in range(rows):
-                for m in range(min(tokens, B * T - n)):
+                for m in range(min(tokens, N - n)):
                     total = sums[r * tokens + m]
                     for k in range(terms, K):
                         total += _value(weight[start + r, k], scale[start + r]) * x[n + m, k]
-                    out[(n + m) // T, start + r, (n + m) % T] = total
+                    flat[places[n + m] + (start + r) * step] = total
         n += tokens
+
+
+@njit
+def _places(out):
+    B, R, T = out.shape
+    places = np.empty(B * T, np.int64)
+    for n in range(B * T):
+        places[n] = n // T * R * T + n % T
+    return places
+
+
+@njit(fastmath=FLAGS)
+def few_here(weight, scale, x, out):
+    """`few` on the calling thread."""
+    (B, R, T), places = out.shape, _places(out)
+    if R < BLOCK:
+        for r in range(R):
+            for n in range(B * T):
+                out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
+    else:
+        for block in range(-(-R // BLOCK)):  # the last one ends at the last row
+            _block(weight, scale, x, out, places, min(block * BLOCK, R - BLOCK))
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -168,18 +197,13 @@ def few(weight, scale, x, out, threads):
     """out [B, R, T] = x [B * T, K] @ weight [R, K]ᵀ for some vectors, of which x holds `whole_tiles`.
 
     Args:
-        weight: int8, or the bits of fp16 values as uint16.
+        weight: int8, float32, or the bits of fp16 values as uint16.
         scale: of each row of int8 weights, [R] float32.
         threads: whether rows may be divided among threads.
     """
-    (B, _, T), R = out.shape, len(weight)
-    if R < BLOCK:
-        for r in range(R):
-            for n in range(B * T):
-                out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
-    elif threads and weight.size >= SMALL_PRODUCT:
-        for block in prange(-(-R // BLOCK)):  # the last one ends at the last row
-            _block(weight, scale, x, out, min(block * BLOCK, R - BLOCK))
+    R, places = len(weight), _places(out)
+    if threads and weight.size >= SMALL_PRODUCT and R >= BLOCK:
+        for block in prange(-(-R // BLOCK)):
+            _block(weight, scale, x, out, places, min(block * BLOCK, R - BLOCK))
     else:
-        for block in range(-(-R // BLOCK)):
-            _block(weight, scale, x, out, min(block * BLOCK, R - BLOCK))
+        few_here(weight, scale, x, out)

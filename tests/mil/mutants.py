@@ -2,7 +2,7 @@
 
 An edit concerns the program and not its bytes: a type, a name, an attribute, a shape, an operand, the kind or the place of
 an operation, a constant's value. The literal graph and the decode path then run each program on the inputs that the sound
-package takes: one token twice (the second call may come from a tape), then three tokens, where the axis T is free.
+package takes: one token twice (the second call may come from a tape), then three tokens twice, where the axis T is free.
 
 Outcomes
     refused    both paths end in an InputError
@@ -301,11 +301,11 @@ def damage_weights(path: Path, random: np.random.Generator) -> None:
 
 
 def calls(program: miltorch.Program, random: np.random.Generator) -> list[dict[str, torch.Tensor]]:
-    """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 where T is free, by the names of the contract."""
+    """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 and 8 to 10 where T is free, by the names of the contract."""
     free = any(None in t.shape for t in program.inputs.values())
     return [
         _inputs(program, position, T, random)
-        for position, T in ((3, 1), (4, 1), (5, 3))[: 3 if free else 2]
+        for position, T in ((3, 1), (4, 1), (5, 3), (8, 3))[: 4 if free else 2]
     ]
 
 

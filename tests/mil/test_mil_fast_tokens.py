@@ -1,0 +1,123 @@
+"""Kernels of a few tokens against NumPy: tiles of products, attention of the queries of one group, loops over strides."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from one_op import Op, Ref, Type, given, program
+
+from miltorch import Executable
+from miltorch.fast import attention, tiles
+from miltorch.fast.program import FastProgram
+
+
+@pytest.mark.parametrize("form", ["half", "int8", "float"])
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 70),
+    batch=st.integers(1, 3),
+    count=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_a_product_of_few_vectors_is_that_of_numpy(form, rows, columns, batch, count, seed):
+    rng, N = np.random.default_rng(seed), batch * count
+    scale = rng.uniform(1e-3, 1e-1, rows).astype(np.float32)
+    weight = rng.normal(size=(rows, columns)).astype(np.float16)
+    dense, stored = weight.astype(float), weight.view(np.uint16)
+    if form == "int8":
+        stored = rng.integers(-128, 128, (rows, columns)).astype(np.int8)
+        dense = (stored * scale[:, None]).astype(np.float16).astype(float)
+    if form == "float":
+        stored = weight.astype(np.float32)
+    x = np.full((tiles.whole_tiles(N), columns), np.nan, np.float32)  # what fills a tile counts not
+    x[:N] = rng.normal(size=(N, columns)).astype(np.float16)
+    out = np.empty((batch, rows, count), np.float32)
+    tiles.few(stored, scale, x, out, seed % 2 > 0)
+    expected = (x[:N].astype(float) @ dense.T).reshape(batch, count, rows).transpose(0, 2, 1)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+@pytest.mark.parametrize(
+    "B, groups, heads, T, D", [(1, 1, 4, 3, 32), (2, 2, 1, 1, 20), (3, 1, 7, 2, 64)]
+)
+def test_attention_of_several_queries_is_the_formula(B, groups, heads, T, D, scale):
+    rng, S, N = np.random.default_rng(T), 40, heads * T
+    q, key, value = (
+        torch.from_numpy((rng.normal(size=shape) * s).astype(np.float16))
+        for shape, s in (((B, groups, N, D), scale), ((B, groups, S, D), 1), ((B, groups, S, D), 1))
+    )
+    mask = torch.full((B, T, S), -1e4).half()
+    for b in range(B):
+        for t in range(T):
+            mask[b, t, 2 + b : 9 + 3 * b + t] = 0
+    found = attention.attend(q, key.float(), value.float(), mask).half().float()
+    scores = (q.float() @ key.float().transpose(-1, -2)).half().view(B, groups, heads, T, S)
+    weights = torch.softmax((scores + mask[:, None, None]).float(), -1).half().float()
+    expected = weights.view(B, groups, N, S) @ value.float()
+    np.testing.assert_allclose(found, expected, atol=4e-3)
+
+
+UNARY = [
+    "abs",
+    "relu",
+    "sqrt",
+    "exp",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "gelu",
+    "rsqrt",
+    "clip",
+    "softmax",
+]
+BINARY = ["add", "sub", "mul", "real_div", "maximum", "minimum"]
+REDUCED = ["reduce_sum", "reduce_mean", "reduce_max", "reduce_min"]
+ATTRIBUTES = {
+    "gelu": {"mode": "TANH_APPROXIMATION"},
+    "rsqrt": {"epsilon": 0.5},
+    "clip": {"alpha": -1.0, "beta": 0.5},
+    "softmax": {"axis": 1},
+    **{kind: {"axes": [1, 2], "keep_dims": True} for kind in REDUCED},
+}
+
+
+@pytest.mark.parametrize("kind", UNARY + BINARY + REDUCED)
+@pytest.mark.parametrize("shapes", [((2, 5, 3, 4), (2, 5, 3, 4)), ((2, 5, 3, 4), (1, 5, 1, 1))])
+def test_an_instruction_means_its_operation_on_transposed_and_spread_operands(kind, shapes):
+    """Within two units in the last place, of which one is the exponential's; NaN where the operation gives NaN."""
+    attributes = {
+        name: np.asarray(value) if not isinstance(value, str) else value
+        for name, value in ATTRIBUTES.get(kind, {}).items()
+    }
+    names = ["x", "y"][: 2 if kind in BINARY else 1]
+    flexible = Type("FLOAT16", (None,) * 4)
+    turned = Op(
+        "transpose",
+        "turned",
+        {"x": Ref("x"), "perm": np.array([0, 1, 3, 2])},
+        [("turned", flexible)],
+    )
+    op = Op(
+        kind,
+        kind,
+        {"x": Ref("turned")} | {n: Ref(n) for n in names[1:]} | attributes,
+        [("out", flexible)],
+    )
+    first, second = shapes
+    first = first[:2] + first[:1:-1]
+    types = {n: Type("FLOAT16", shape) for n, shape in zip(names, (first, second))}
+    made = program([turned, op], types, ["out"])
+    rng, fast = np.random.default_rng(0), FastProgram(made)
+    for round_ in range(3):
+        values = {n: rng.normal(size=t.shape).astype(np.float16) for n, t in types.items()}
+        if kind in ("sqrt", "rsqrt"):
+            values["x"] = np.abs(values["x"])
+        elif round_ == 2 and kind not in ("reduce_sum", "reduce_mean", "softmax"):
+            values["x"][0, 1, 2, 1] = np.nan
+        io = {n: torch.from_numpy(value).float() for n, value in values.items()}
+        wanted, found = Executable(made).run(dict(io), {})["out"], fast.run(dict(io), {})["out"]
+        assert torch.equal(wanted.isnan(), found.isnan())
+        bits = ((v.nan_to_num().half() + 0).view(torch.int16).int() for v in (wanted, found))
+        assert int(torch.sub(*bits).abs().max()) <= 2
+    assert all(fast.bytecodes.values())
