@@ -95,7 +95,7 @@ def decode_benchmark(
     markdown: bool = False,
     json: Json = False,
 ) -> None:
-    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against Hugging Face's model and llama.cpp.
+    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, against its peers.
 
     Example: workbench bench decode
 
@@ -103,8 +103,8 @@ def decode_benchmark(
         moe: Routed against dense experts on ZAYA1's real layer dimensions.
         growth: ms per call over max_seq_len and T, on two layers.
         prefill: A prompt of 448 tokens in calls of 1, 4 and 64, against Hugging Face's model.
-        families: Gemma 3, ZAYA with routed experts, LFM2, and batches of 1, 2 and 4, against Hugging Face's models.
-        layers: Decoder layers of the stack: 24, with --moe or --growth 2, for the batches of --families 4.
+        families: Gemma 3, ZAYA (routed), LFM2, and batches of 1, 2, 4, against Hugging Face.
+        layers: Layers of the stack: 24; with --moe or --growth 2; for batches of --families 4.
         markdown: Print the README's table.
     """
     from workbench.benchmarks import decode, llama_cpp
