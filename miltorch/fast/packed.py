@@ -1,9 +1,11 @@
-"""Products with weights of 4 and 6 bits that stay packed in memory: int4 blocks with a scale, and indices of lookup tables.
+"""Products with weights of 4 and 6 bits that stay packed in memory: int4 blocks with a scale, and
+indices of lookup tables.
 
-A weight becomes the fp16 value that the program declares, then float32, in a register: products and sums are float32. Two
-kernels for each form, emitted as LLVM's vectors of `LANES` numbers, since LLVM vectorises no loop over fields of bits: a
-row by some activation vectors, and a row made dense. A table's values are permuted by their indices in a register where
-the processor has AVX-512, else read from memory one by one.
+A weight becomes the fp16 value that the program declares, then float32, in a register: products
+and sums are float32. Two kernels for each form, emitted as LLVM's vectors of `LANES` numbers,
+since LLVM vectorises no loop over fields of bits: a row by some activation vectors, and a row made
+dense. A table's values are permuted by their indices in a register where the processor has
+AVX-512, else read from memory one by one.
 """
 
 from dataclasses import dataclass
@@ -38,11 +40,11 @@ class Packed:
     """A weight [R, K] of one form.
 
     Attributes:
-        codes: uint8 [R, K / GROUP · BYTES]. In 16 bytes, byte i has the low four bits of weight i of a group of 32, and
-            those of weight 16 + i above them; LUT6 has 32 such bytes, then 16 with the upper two bits of weights i, 16 + i,
-            32 + i and 48 + i of a group of 64.
-        scale: bits of fp16 values, uint16. INT4: one for each 32 weights of a row, [R · K / 32]. A table form: the number
-            of each row's table, [R], and the tables one after another.
+        codes: uint8 [R, K / GROUP · BYTES]. In 16 bytes, byte i has the low four bits of weight i
+            of a group of 32, and those of weight 16 + i above them; LUT6 has 32 such bytes, then
+            16 with the upper two bits of weights i, 16 + i, 32 + i and 48 + i of a group of 64.
+        scale: bits of fp16 values, uint16. INT4: one for each 32 weights of a row, [R · K / 32]. A
+            table form: the number of each row's table, [R], and the tables one after another.
     """
 
     form: int
@@ -58,8 +60,8 @@ def pack(values: np.ndarray, factors: np.ndarray, form: int) -> Packed:
     """Integers [R, K], of which only the low bits count, as `Packed`.
 
     Args:
-        factors: fp16. INT4: scales [1 or R, blocks], of a multiple of 32 weights each. Else tables [tables, entries], each
-            of as many rows as the others.
+        factors: fp16. INT4: scales [1 or R, blocks], of a multiple of 32 weights each. Else tables
+            [tables, entries], each of as many rows as the others.
 
     Raises:
         ValueError: K or a block is no multiple of a group, or rows are no multiple of tables.
@@ -189,7 +191,8 @@ def _dense(form, codes, scale, first, out):
 
 
 def _dots(form: int, count: int):
-    """Compiled code: out [row, n : n + count] = x [n : n + count, K] @ row `row` of codes, whose scales begin at `start`."""
+    """Compiled code: out [row, n : n + count] = x [n : n + count, K] @ row `row` of codes, whose
+    scales begin at `start`."""
 
     @intrinsic
     def dots(typing, codes, row, scale, start, x, n, out):
@@ -262,9 +265,11 @@ def _at(builder, array, row):
 
 
 def _each(form: int, builder, given: dict, meet) -> None:
-    """Emits a loop over a row that gives `meet` a place, a number and the LANES weights that begin at the place.
+    """Emits a loop over a row that gives `meet` a place, a number and the LANES weights that begin
+    at the place.
 
-    Two groups a round, so that sums that take turns by number do not wait for each other; a last one by itself.
+    Two groups a round, so that sums that take turns by number do not wait for each other; a last
+    one by itself.
     """
     codes, row = given["codes"], _at(builder, given["codes"], given["row"])
     scales = builder.gep(given["scale"].data, [given["start"]])
@@ -287,7 +292,8 @@ def _each(form: int, builder, given: dict, meet) -> None:
 
 
 def _indices(form: int, builder, data) -> list:
-    """The codes of a group at `data` as vectors of int32, whose bits above the code's are anything for a nibble."""
+    """The codes of a group at `data` as vectors of int32, whose bits above the code's are anything
+    for a nibble."""
     low = [_widened(builder, data, 16 * i) for i in range(GROUP[form] // 32)]
     nibbles = [part for codes in low for part in (codes, _shifted(builder, codes, 4))]
     if form != LUT6:
@@ -302,7 +308,8 @@ def _indices(form: int, builder, data) -> list:
 
 
 def _scaled(builder, scale):
-    """The sixteen values that int4 codes have in a block: each times the scale at an address, rounded to fp16."""
+    """The sixteen values that int4 codes have in a block: each times the scale at an address,
+    rounded to fp16."""
     # all lanes are converted: a conversion of one would wait for the last one's register
     bits = builder.bitcast(builder.load(scale), HALF)
     single = builder.insert_element(ir.Constant(HALVES, ir.Undefined), bits, INT(0))

@@ -1,5 +1,5 @@
-"""Products with stored weights: 1×1 convolutions as matrix products that read their weights as they are stored: fp16, int8,
-int4 in blocks, or indices of a lookup table."""
+"""Products with stored weights: 1×1 convolutions as matrix products that read their weights as they
+are stored: fp16, int8, int4 in blocks, or indices of a lookup table."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ from miltorch.program import Op, Ref
 
 @dataclass
 class Linear:
-    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `kernels.product` takes it, or a packed one, which
-    holds its scales itself; in pieces of R where `widths` are given."""
+    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `kernels.product` takes it,
+    or a packed one, which holds its scales itself; in pieces of R where `widths` are given."""
 
     weight: np.ndarray | Packed
     scale: np.ndarray | None
@@ -57,7 +57,8 @@ class Linear:
 
 
 def _packed_product(weight: Packed, rows: torch.Tensor) -> torch.Tensor:
-    """rows [N, K] float32 by a packed weight → float32 [N, R]; for many rows some weights at a time become dense."""
+    """rows [N, K] float32 by a packed weight → float32 [N, R]; for many rows some weights at a time
+    become dense."""
     if len(rows) < FEW_COLUMNS:
         return packed.product(weight, rows)
     (R, K), rows = weight.shape, rows.contiguous()
@@ -132,8 +133,9 @@ def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] |
 
 
 def _packed_weight(graph: PatternGraph, source) -> tuple[Packed, None] | None:
-    """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of tables for equal parts of R, whose
-    values are scalars; None for any other compression, and for a K that is no multiple of what is packed together."""
+    """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of tables for equal
+    parts of R, whose values are scalars; None for any other compression, and for a K that is no
+    multiple of what is packed together."""
     op = graph.producer(source)
     operands = {
         "constexpr_blockwise_shift_scale": {"data", "scale"},

@@ -1,4 +1,5 @@
-"""Weights of 4 and 6 bits that stay packed: the literal graph's weights bit for bit, float32 sums in another order."""
+"""Weights of 4 and 6 bits that stay packed: the literal graph's weights bit for bit, float32 sums
+in another order."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ SCALES = np.float16([6e-8, 1e-7, 1e-6, 6e-5, 6.2e-5, 1e-3, 0.11, 1.0, 300.0, 819
 
 
 def weight(form: int, rows: int, groups: int, tables: int, rng):
-    """An operation that makes a weight [rows, K, 1, 1] dense, whose scales go from subnormal to overflowing."""
+    """An operation that makes a weight [rows, K, 1, 1] dense, whose scales go from subnormal to
+    overflowing."""
     K = groups * GROUP[form]
     if form == INT4:
         values = rng.integers(-8, 8, (rows, K, 1, 1)).astype(np.int8)
@@ -75,7 +77,8 @@ def test_weights_are_those_of_the_literal_graph_bit_for_bit(form, rows, groups, 
 def test_products_differ_in_the_order_of_float32_sums_alone(
     form, count, rows, groups, tables, seed
 ):
-    """Within the bound of a float32 sum of K terms in any order: K units of 2^-24 of the sum of magnitudes."""
+    """Within the bound of a float32 sum of K terms in any order: K units of 2^-24 of the sum of
+    magnitudes."""
     rng = np.random.default_rng(seed)
     found, dense = read_packed(weight(form, rows * tables, groups, tables, rng))
     dense = np.where(np.isfinite(dense), dense, 0).astype(float)

@@ -15,6 +15,7 @@ import torch
 
 import miltorch
 from workbench.ane.memory import peak_rss
+from workbench.benchmarks import llama_cpp
 from workbench.benchmarks.stopwatch import apart, bench_row, in_turn, seconds
 from workbench.bundle import Bundle
 from workbench.decode import Decoder
@@ -24,24 +25,30 @@ DEPTHS = (64, 448)
 SIZES = (256, 512, 1024, 2048, 4096)  # max_seq_len as it grows
 PROMPT = 448  # tokens of a timed prefill
 STEPS = 8  # timed calls of one contestant in one round
+TOKENS = (1, 2, 4, 8, 16, 64)  # of one call, as it grows
+# preset → llama.cpp's type of weights of about as many bytes
+ALIKE = {"fp16": "F16", "int8-tensor": "Q8_0", "int8-channel": "Q8_0"}
+ALIKE |= {"int4-block32": "Q4_0", "lut4": "Q4_0"}
 
 
 def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
-    """One decode step of each bundle and of Hugging Face's model (fp32 and fp16, static cache), on
-    all cores of the machine.
+    """One decode step of each bundle, of Hugging Face's model (fp32 and fp16, static cache) and,
+    where it is importable, of llama.cpp, on all cores of the machine.
 
     Every round runs `STEPS` tokens of every contestant at every depth of `DEPTHS`, in turn; its
-    median is one sample. Peers hold random keys and values up to the depth, since a step's time
-    does not depend on them. Timed: token id to logits. Not timed: loading, prefill, picking the
-    token.
+    median is one sample. Hugging Face's caches hold random keys and values up to the depth, since
+    a step's time does not depend on them. Timed: token id to logits. Not timed: loading, prefill,
+    picking the token. The read bandwidth is measured once a round.
 
     Returns:
-        tok/s of each bundle beside either peer; for each bundle the bytes a step reads over the
-        measured read bandwidth (`floor`), the seconds it loads, and its peak memory in a process of
-        its own, bytes.
+        tok/s of each bundle beside either peer, and beside llama.cpp with weights of about as many
+        bits; the bandwidth, bytes a second; for each bundle the bytes a step reads over the
+        bandwidth (`floor`), the seconds it loads, and its peak memory in a process of its own,
+        bytes.
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     first = next(iter(bundles.values()))
+    S = first.manifest.options.max_seq_len
     Decoder(first, "portable", fast=True)  # import first, so that load time excludes it
     contestants, loading = {}, {}
     for name, bundle in bundles.items():
@@ -50,29 +57,61 @@ def bench_decode(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 
         loading[name] = time.perf_counter() - start
     peers = {"HF fp16": torch.float16, "HF fp32": torch.float32}
     for name, dtype in peers.items():
-        contestants[name] = _peer(checkpoint, dtype, first.manifest.options.max_seq_len)
-
-    def rate(name: str, depth: int) -> float:
-        step = contestants[name](depth)
-        step()
-        return 1 / statistics.median(seconds(step) for _ in range(STEPS))
-
-    rates = in_turn({key: partial(rate, *key) for key in product(contestants, DEPTHS)}, rounds)
-    rows = [
-        bench_row(f"{name} at {depth}", rates[name, depth], "tok/s", peer, rates[peer, depth])
-        for name, depth, peer in product(bundles, DEPTHS, peers)
-    ]
-    bandwidth = [read_bandwidth() for _ in range(3)]
+        contestants[name] = _peer(checkpoint, dtype, S)
+    contestants |= llama_cpp.contestants(checkpoint, S)
+    samplers = {
+        key: partial(_rate, contestants[key[0]], key[1]) for key in product(contestants, DEPTHS)
+    }
+    rates = in_turn(samplers | {"bandwidth": read_bandwidth}, rounds)
+    rows = []
+    for name, depth in product(bundles, DEPTHS):
+        alike = f"llama.cpp {ALIKE.get(name)}"
+        for peer in (*peers, *([alike] if alike in contestants else [])):
+            one = rates[name, depth], "tok/s", peer, rates[peer, depth]
+            rows.append(bench_row(f"{name} at {depth}", *one))
+    rows.append(bench_row("read bandwidth", rates["bandwidth"], "B/s"))
     for name, bundle in bundles.items():
         # a step of a dense bundle reads every shard
-        floors = [b / sum(shard.bytes for shard in bundle.manifest.shards) for b in bandwidth]
+        stored = sum(shard.bytes for shard in bundle.manifest.shards)
         peak = [apart(_peak, bundle.root)]
         rows += [
-            bench_row(f"{name} floor", floors, "tok/s"),
+            bench_row(f"{name} floor", [b / stored for b in rates["bandwidth"]], "tok/s"),
             bench_row(f"{name} load", [loading[name]], "s"),
             bench_row(f"{name} peak memory", peak, "bytes", "stored", [bundle.bytes]),
         ]
     return rows
+
+
+def _rate(contestant: Callable[[int], Callable[[], object]], depth: int, tokens: int = 1) -> float:
+    """tok/s: the median of `STEPS` steps of so many tokens each."""
+    step = contestant(depth)
+    step()
+    return tokens / statistics.median(seconds(step) for _ in range(STEPS))
+
+
+def bench_families(stacks: dict[str, tuple[Bundle, Path]], *, rounds: int = 5) -> list[dict]:
+    """One decode step of bundles of different checkpoints or batches at depth 64, each beside
+    Hugging Face's model in fp16 with its own cache, which grows by a token a step.
+
+    Args:
+        stacks: name → bundle and its checkpoint.
+
+    Returns:
+        tok/s over all sequences of a batch.
+    """
+    torch.set_num_threads(torch.multiprocessing.cpu_count())
+    samplers = {}
+    for name, (bundle, checkpoint) in stacks.items():
+        batch = bundle.manifest.options.batch
+        ours = partial(_our_step, Decoder(bundle, "portable", fast=True))
+        theirs = _cached_peer(checkpoint, batch)
+        for side, contestant in (("ours", ours), ("HF fp16", theirs)):
+            samplers[name, side] = partial(_rate, contestant, DEPTHS[0], batch)
+    rates = in_turn(samplers, rounds)
+    return [
+        bench_row(name, rates[name, "ours"], "tok/s", "HF fp16", rates[name, "HF fp16"])
+        for name in stacks
+    ]
 
 
 def bench_prefill(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
@@ -122,7 +161,7 @@ def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
     """
     torch.set_num_threads(torch.multiprocessing.cpu_count())
     decoders = {S: Decoder(make(S), "portable", fast=True) for S in SIZES}
-    depths = {(S, 1): S - 2 for S in SIZES} | {(SIZES[0], T): 64 for T in (2, 4, 8, 16, 32, 64)}
+    depths = {(S, 1): S - 2 for S in SIZES} | {(SIZES[0], T): 64 for T in TOKENS[1:]}
 
     def sample(S: int, T: int) -> float:
         step = _our_step(decoders[S], depths[S, T], T)
@@ -140,14 +179,15 @@ def growth(make: Callable[[int], Bundle], *, rounds: int = 5) -> list[dict]:
 def _our_step(decoder: Decoder, depth: int, T: int = 1) -> Callable[[], object]:
     """A call of T tokens from ids to logits at `depth`. The cache is filled once; a step's position
     goes back afterwards."""
-    ids = [[7] * T]
+    batch = decoder.manifest.options.batch
+    ids, prompt = [[7] * T] * batch, [7] * depth
     if int(decoder.offsets[0]) != depth:
         decoder.begin()
-        decoder.prefill([7] * depth)
+        decoder.prefill([prompt] * batch if batch > 1 else prompt)
 
     def step():
         decoder.logits(decoder.advance(ids, T)[:, :, -1:])
-        decoder.offsets = np.array([depth])
+        decoder.offsets = np.full(batch, depth)
 
     return step
 
@@ -174,6 +214,21 @@ def _peer(checkpoint: Path, dtype: torch.dtype, S: int) -> Callable[[int], Calla
             return model(token, past_key_values=cache).logits
 
         return step
+
+    return at
+
+
+def _cached_peer(checkpoint: Path, batch: int) -> Callable[[int], Callable[[], object]]:
+    """depth → a step of so many sequences, for Hugging Face's model of any family in fp16, with the
+    cache that it makes itself."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float16).eval()
+    call = torch.inference_mode()(partial(model, use_cache=True, logits_to_keep=1))
+
+    def at(depth: int):
+        cache = call(torch.tensor([[7] * depth] * batch)).past_key_values
+        return partial(call, torch.tensor([[7]] * batch), past_key_values=cache)
 
     return at
 

@@ -19,11 +19,15 @@ def in_turn(
     samplers: Mapping[Hashable, Callable[[], float]], rounds: int
 ) -> dict[Hashable, list[float]]:
     """The samples of every contestant by its key; each round takes one sample of each, in their
-    order."""
+    order. An interrupt ends the rounds and keeps the samples, once every contestant has one."""
     samples = {key: [] for key in samplers}
-    for _ in range(rounds):
-        for key, sample in samplers.items():
-            samples[key].append(sample())
+    try:
+        for _ in range(rounds):
+            for key, sample in samplers.items():
+                samples[key].append(sample())
+    except KeyboardInterrupt:
+        if not all(samples.values()):
+            raise
     return samples
 
 

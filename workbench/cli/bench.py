@@ -54,16 +54,48 @@ def row_line(row: dict) -> str:
     return f"{text}n = {row['n']}"
 
 
+# layers and dimensions of the families beside Llama's in `workbench bench decode --families`
+FAMILIES = {
+    "gemma3_text": (
+        6,
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "vocab_size": 32768,
+        },
+    ),
+    "zaya": (4, {"vocab_size": 4096}),
+    "lfm2": (
+        6,
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 6656,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "vocab_size": 32768,
+        },
+    ),
+}
+BATCHES = (1, 2, 4)
+
+
 def decode_benchmark(
     moe: bool = False,
     growth: bool = False,
     prefill: bool = False,
+    families: bool = False,
     layers: int | None = None,
     rounds: Rounds = 5,
     folder: Folder = BUILD,
+    markdown: bool = False,
     json: Json = False,
 ) -> None:
-    """Tokens per second of the portable runtime and of Hugging Face's model, Qwen2.5-0.5B's size.
+    """Tokens per second of the portable runtime on Qwen2.5-0.5B's dimensions, beside its peers.
 
     Example: workbench bench decode
 
@@ -71,27 +103,67 @@ def decode_benchmark(
         moe: Routed against dense experts on ZAYA1's real layer dimensions.
         growth: ms per call over max_seq_len and T, on two layers.
         prefill: A prompt of 448 tokens in calls of 1, 4 and 64, against Hugging Face's model.
-        layers: Decoder layers of the stack: 24, with --moe or --growth 2.
+        families: Gemma 3, ZAYA (routed), LFM2, and batches of 1, 2, 4, against Hugging Face.
+        layers: Layers of the stack: 24; with --moe or --growth 2; for batches of --families 4.
+        markdown: Print the README's table.
     """
-    from workbench.benchmarks import decode
+    from workbench.benchmarks import decode, llama_cpp
+    from workbench.bundle.presets import PRESETS
 
-    layers = layers or (2 if moe or growth else 24)
+    layers = layers or (2 if moe or growth else 4 if families else 24)
     if moe:  # the head is not timed, so the vocabulary is small
         checkpoint = random_checkpoint(folder, "zaya", "zaya", layers, vocab_size=4096)
     else:
         checkpoint = qwen2_checkpoint(folder, layers)
-    bundle = partial(bundle_of, checkpoint, folder, json)
+    bundle, more = partial(bundle_of, checkpoint, folder, json), {}
     if moe:
         rows = decode.moe(lambda kind: bundle(max_seq_len=128, moe=kind), rounds=rounds)
     elif growth:
         rows = decode.growth(lambda S: bundle(max_seq_len=S, t_max=64), rounds=rounds)
+    elif families:
+        rows = decode.bench_families(_stacks(checkpoint, folder, json), rounds=rounds)
     else:
         bundles = {}
-        for preset in ("fp16", "int8-tensor"):
+        for preset in ("fp16", "int8-tensor") if prefill else PRESETS:
             bundles[preset] = bundle(max_seq_len=512, t_max=64, compress=preset)
         run = decode.bench_prefill if prefill else decode.bench_decode
         rows = run(bundles, checkpoint.path, rounds=rounds)
-    show_rows(rows, json)
+        more = {} if prefill or llama_cpp.available() else {"note": llama_cpp.ABSENT}
+    if markdown:
+        show({"rows": rows} | more, json, [_markdown(rows), *more.values()])
+    else:
+        show_rows(rows, json, **more)
+
+
+def _stacks(qwen2, folder: Path, json: bool) -> dict:
+    """Bundles of `--families` by name, each with its checkpoint's folder."""
+    sized = {"max_seq_len": 512, "t_max": 64}
+    stacks = {
+        f"batch {batch}": (bundle_of(qwen2, folder, json, batch=batch, **sized), qwen2.path)
+        for batch in BATCHES
+    }
+    for family, (layers, config) in FAMILIES.items():
+        checkpoint = random_checkpoint(folder, family, family, layers, **config)
+        routed = {"moe": "routed"} if family == "zaya" else {}
+        stacks[family] = bundle_of(checkpoint, folder, json, **sized, **routed), checkpoint.path
+    return stacks
+
+
+def _markdown(rows: list[dict]) -> str:
+    """Rows as a table, those of one name side by side with all their peers."""
+    named: dict[str, list[dict]] = {}
+    for row in rows:
+        named.setdefault(row["name"], []).append(row)
+    lines = ["| what | median | beside | n |", "|---|---|---|---|"]
+    for name, alike in named.items():
+        peers = [
+            f"{r['peer']} {r['peer_value']:.4g} ({r['ratio']:.2f}×)" for r in alike if r["peer"]
+        ]
+        one = alike[0]
+        lines.append(
+            f"| {name} | {one['value']:.4g} {one['unit']} | {', '.join(peers)} | {one['n']} |"
+        )
+    return "\n".join(lines)
 
 
 def validate_benchmark(layers: int = 24, folder: Folder = BUILD, json: Json = False) -> None:
