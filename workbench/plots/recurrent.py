@@ -102,7 +102,7 @@ def state_crossover(sizes: pd.DataFrame) -> Figure:
     panels[0].yaxis.set_major_formatter(EngFormatter("B"))
     panels[1].set(ylabel=f"tok/s on an {sizes['chip'].iloc[0]}, predicted")
     panels[1].set_ylim(bottom=0)
-    figure.suptitle("where layers with a matrix win", x=0.01, ha="left", fontsize=9)
+    figure.suptitle("where states that do not grow win", x=0.01, ha="left", fontsize=9)
     _legend_below(figure, panels[0])
     return figure
 

@@ -25,6 +25,9 @@ from workbench.models import family_of
 from workbench.models.recurrence import expm1, write_pair
 
 WIDTH, BETA = 32, 0.1  # of keys and values; how far each token corrects the matrix
+# what six independent roundings of at most 2^-11 leave: k S, its decay, v less it, times β, the outer
+# product, the matrix
+ROUNDED = 6**0.5 * 2.0**-11
 SCALED, ADDED, PAIR = "S · exp g", "S + S · expm1 g", "the same, a pair of states"
 CONFIGS: dict[str, tuple[str, str, dict]] = {
     "LFM 2": ("lfm2", "conv", {}),
@@ -39,7 +42,7 @@ SETTINGS: dict[str, dict] = {
     "undo and state_pair": {"undo": True, "state_pair": True},
 }
 """Name → export options."""
-RECURRENT, ATTENTION = "as released", "attention alone"
+RECURRENT, ATTENTION = "one in four attends", "attention alone"
 
 
 class _States:
@@ -116,15 +119,15 @@ def drift_table(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def drift_gates(errors: pd.DataFrame) -> list[gates.Gate]:
-    """What the three forms are for, after the last token: a pair is off by what one rounding to
-    fp16 may be at most, 2^-11, at every half-life, and never more than the other forms; where the
-    product with e^g errs most, the sum errs a third of it at most."""
+    """What the three forms are for, after the last token: a pair is off by no more than the
+    roundings on a token's way into the matrix, at every half-life, and never more than the other
+    forms; where the product with e^g errs most, the sum errs a third of it at most."""
     table = drift_table(errors)
     worst, slow = table.loc[PAIR].max(), table.loc[SCALED].idxmax()
-    least = bool((table.loc[PAIR] <= table.drop(PAIR)).all(axis=None))
+    least = bool((table.loc[PAIR] < table.drop(PAIR)).all(axis=None))
     share = table.loc[ADDED, slow] / table.loc[SCALED, slow]
     return [
-        gates.at_most("pair_keeps_the_matrix", worst, 2.0**-11, "a pair at its worst half-life"),
+        gates.at_most("pair_keeps_the_matrix", worst, ROUNDED, "a pair at its worst half-life"),
         gates.holds("pair_errs_least", least, "a pair against the other forms at every half-life"),
         gates.at_most("expm1_keeps_slow_decays", share, 1 / 3, f"{ADDED} over {SCALED}, {slow}"),
     ]
@@ -175,8 +178,8 @@ def _matrices_after(decoder: Decoder, ids: Sequence[int]) -> np.ndarray:
 
 
 def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
-    """Bytes of states and predicted tok/s of `CONFIGS` at each max_seq_len, as they are and as if
-    every layer attended.
+    """Bytes of states and predicted tok/s of `CONFIGS` at each max_seq_len, where one layer in four
+    attends and where every layer does.
 
     Weights are those of transformers' default configuration, stored as `compress`, a shard for each
     layer; a call of one token reads every weight, and reads and writes every state.
@@ -210,17 +213,13 @@ def crossover(lengths: Iterable[int], compress: str, chip: str) -> pd.DataFrame:
 
 
 def _config(family: str, recurrent: str, layers: str, changes: Mapping):
-    """transformers' default configuration of a family; one in four layers attends where none does."""
+    """transformers' default configuration of a family, but for its kinds of layers."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(family, **changes)
-    kinds = config.layer_types or []
-    if "full_attention" not in kinds:
-        count = config.num_hidden_layers
-        kinds = ["full_attention" if i % 4 == 3 else recurrent for i in range(count)]
-    if layers == ATTENTION:
-        kinds = ["full_attention"] * len(kinds)
-    config.layer_types = kinds
+    others = recurrent if layers == RECURRENT else "full_attention"
+    count = config.num_hidden_layers
+    config.layer_types = ["full_attention" if i % 4 == 3 else others for i in range(count)]
     return config
 
 
@@ -268,11 +267,13 @@ def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) 
             f"{name}: {ratio['state_bytes']:.2f} times the bytes of states, "
             f"{ratio['ms']:.2f} times the time of a call, {ratio['error']:.2f} times the error of the matrices."
         )
+    longest = sizes["max_seq_len"].max()
     for row in crossover_table(sizes).itertuples(index=False):
         model, shortest, own, speed, other, other_speed = row
+        place = "at no length" if pd.isna(shortest) else f"from max_seq_len {shortest:.0f} on"
         lines.append(
-            f"{model}: states smaller than those of attention alone from max_seq_len {shortest} "
-            f"on; at {sizes['max_seq_len'].max():,} {own:,.0f} against {other:,.0f} MiB, "
-            f"{speed:.0f} against {other_speed:.0f} tok/s (predicted)."
+            f"{model}: states smaller than those of attention alone {place}; at {longest:,} "
+            f"{own:,.0f} against {other:,.0f} MiB, {speed:.0f} against {other_speed:.0f} tok/s "
+            "(predicted)."
         )
     return "\n".join(f"- {line}" for line in lines)
