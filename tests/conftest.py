@@ -14,6 +14,13 @@ from tiny import Exports
 
 DATA = Path(__file__).parents[1] / "data"
 IDS = 20
+# Files that take longest. They go first, so that the workers of pytest-xdist end together.
+LONGEST = (
+    *("test_browser", "test_faults", "test_program", "test_widgets", "test_grid_options"),
+    *("test_first_light", "test_judge", "test_prove", "test_adopt", "test_report"),
+    *("test_notebooks", "test_coreml", "test_standin", "test_sweep", "test_stamp"),
+    *("test_export", "test_host", "test_adopted_commands"),
+)
 
 
 MARKS = {
@@ -41,6 +48,8 @@ def reason_to_skip(marks: set[str], platform: str, expression: str) -> str | Non
 
 
 def pytest_collection_modifyitems(config, items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         marks |= {"shim"} if "shimmed" in getattr(item, "fixturenames", ()) else set()
@@ -81,13 +90,18 @@ def grid() -> dict:
 
 @pytest.fixture(scope="session")
 def swept(tmp_path_factory, grid):
-    """(folder with log/ and bundles/, counts) of that sweep, run in this machine's child processes."""
+    """(folder with log/ and bundles/, counts) of that sweep, run in this process."""
+    import in_process
+
     from workbench import sweep
+    from workbench.sweep import process
 
     folder = tmp_path_factory.mktemp("sweep")
-    return folder, sweep.sweep(
-        sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "call", in_process.call)
+        return folder, sweep.sweep(
+            sweep.make_grid(grid), root=folder / "log", bundles=folder / "bundles", progress=False
+        )
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ Face, and a reason where something cannot be asked."""
 import json
 from pathlib import Path
 
+import in_process
 import numpy as np
 import pytest
 from test_adopt import command
@@ -11,6 +12,7 @@ from test_adopt import command
 from workbench import log, sweep
 from workbench.check import metrics
 from workbench.errors import InputError
+from workbench.sweep import process
 
 IDS = [(7 * i + 5) % 97 for i in range(60)]
 
@@ -93,7 +95,9 @@ def swept(adoptions, tmp_path_factory):
         "run": {"T": [1, 8], "depth": [8], "n_gen": 4, "repetitions": 1},
     }
     root = folder / "experiments" / "log"
-    counts = sweep.sweep(sweep.make_grid(grid), root=root, progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "call", in_process.call)
+        counts = sweep.sweep(sweep.make_grid(grid), root=root, progress=False)
     assert counts["failed"] == 0, counts["reasons"]
     return grid, root, counts
 
@@ -125,8 +129,9 @@ def test_the_explorer_shows_what_a_sweep_of_adopted_folders_logged(swept):
     assert explorer.job.run.description == "Nothing is missing"
 
 
-def test_a_number_of_tokens_that_no_function_takes_is_a_failed_cell(swept, tmp_path):
+def test_a_number_of_tokens_that_no_function_takes_is_a_failed_cell(swept, tmp_path, monkeypatch):
     grid, _, _ = swept
+    monkeypatch.setattr(process, "call", in_process.call)
     one = grid | {"bundle": grid["bundle"][:1], "run": grid["run"] | {"T": [3]}}
     counts = sweep.sweep(sweep.make_grid(one), root=tmp_path / "log", progress=False)
     assert counts["failed"] == 1 and "3 tokens at position" in json.dumps(counts["reasons"])

@@ -36,7 +36,8 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
     "apputils-extension/notification": {"fetchNews": "false"},
 }
-LIMIT_S = 300
+LIMIT_S = 600
+SIZE = {"width": 1280, "height": 1000}
 ROOT = Path(__file__).parents[2]
 
 
@@ -205,16 +206,18 @@ class Notebook:
         return Widget(self, found.first) if found.count() else None
 
     def shoot(self, suffix: str = "") -> None:
-        """Keeps the notebook as pictures of one screen each."""
-        height = self.page.evaluate(
-            "document.querySelector('.jp-WindowedPanel-outer').scrollHeight"
-        )
-        for i, top in enumerate(range(0, height, 900)):
-            self.page.evaluate(
-                f"document.querySelector('.jp-WindowedPanel-outer').scrollTop = {top}"
-            )
-            self.page.wait_for_timeout(150)
-            self.page.screenshot(path=self.shots / f"{self.path.stem}{suffix}-{i}.png")
+        """Keeps the whole notebook as one picture, taken in a window as high as it is."""
+        scroller = "document.querySelector('.jp-WindowedPanel-outer')"
+        height = self.page.evaluate(f"{scroller}.scrollHeight")
+        self.page.set_viewport_size(SIZE | {"height": min(height + 200, 16_000)})
+        self.page.wait_for_timeout(300)
+        self.page.screenshot(path=self.shots / f"{self.path.stem}{suffix}.png")
+        self.page.set_viewport_size(SIZE)
+
+    def execute(self, code: str) -> None:
+        """Runs code in the notebook's kernel, outside of its cells."""
+        request = f"requestExecute({{code: {json.dumps(code)}}}).done.then(() => true)"
+        self._in_lab(f"sessionContext.session.kernel.{request}")
 
 
 class Widget:

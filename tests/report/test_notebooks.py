@@ -23,9 +23,18 @@ from workbench.sweep import runs
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SMALL = {
-    "05": {"MAX_SEQ_LEN": 64, "POSITIONS": 12, "PRESETS": ["fp16", "int8-tensor", "lut4"]},
+    "05": {"MAX_SEQ_LEN": 64, "T_MAX": 2, "POSITIONS": 12, "PRESETS": ["fp16", "int8-tensor"]},
     "29": {"MAX_SEQ_LEN": 96},
-    "30": {"MAX_SEQ_LEN": 96, "POSITIONS": 8, "STATES": ["separate"], "DEPTHS": [4], "N_GEN": 2},
+    "30": {
+        "MAX_SEQ_LEN": 96,
+        "T_MAX": 2,
+        "PROMPTS": [[42, 100, 200], [2, 42]],
+        "PRESETS": ["fp16", "int8-tensor"],
+        "POSITIONS": 8,
+        "STATES": ["separate"],
+        "DEPTHS": [4],
+        "N_GEN": 2,
+    },
     "31": {"POSITIONS": 17, "WORST": 1},
     "32": {"NORMS": [605.0], "QUERY_NORMS": [0, 64, 2048], "TOKENS": 4, "MAX_SEQ_LEN": 16},
     "33": {
@@ -45,7 +54,7 @@ SMALL = {
     },
     "34": {
         "MAX_SEQ_LEN": [16, 32],
-        "T": [1, 2],
+        "T": [1],
         "COMPRESS": ["int8-tensor"],
         "LAYERS_PER_SHARD": [1, 4],
         "KV_WRITE": ["mask"],
@@ -119,8 +128,7 @@ def test_runs_whole_and_ends_in_a_log_row_figures_and_a_report(number, project, 
 
 def test_notebook_05_takes_functions_and_a_prefill_bundle(project, monkeypatch):
     monkeypatch.chdir(project)
-    changed = {"FUNCTIONS": [1, 4], "PREFILL": {"t_max": 8, "states": "packed"}}
-    changed["PRESETS"] = ["fp16", "int8-tensor"]
+    changed = {"FUNCTIONS": [1, 4], "T_MAX": 4, "PREFILL": {"t_max": 8, "states": "packed"}}
     found = notebook.run_notebook("05", SMALL["05"] | changed, progress=False)
     assert found["verdict"] == "GREEN"
     run = log.load("runs").set_index("run_id").loc[found["runs"][-1]]

@@ -79,7 +79,7 @@ def test_a_cluster_without_the_resource_and_no_cluster_at_all_are_refused(monkey
 
 
 def test_a_sweep_gives_the_same_rows_as_here(dask, swept, grid, tmp_path):
-    """`swept` ran the same grid in child processes of this machine."""
+    """`swept` ran the same grid in this process."""
     folder, _ = swept
     counts = sweep.sweep(
         sweep.make_grid(grid),

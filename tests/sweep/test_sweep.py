@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -117,7 +116,7 @@ def test_a_cell_that_cannot_run_and_one_that_crashes_are_failed_rows(
     assert retried["reasons"] == []
 
 
-def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp_path):
+def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp_path, monkeypatch):
     """Killed once in the middle of a cell, once as soon as a row is there; then resumed."""
     changed = grid | {"run": grid["run"] | {"n_gen": 2, "repetitions": 1}}
     code = (
@@ -132,7 +131,13 @@ def test_a_sweep_killed_at_any_moment_loses_and_doubles_nothing(swept, grid, tmp
             time.sleep(0.02)
         killed.send_signal(signal.SIGKILL)
         killed.wait(10)
-    subprocess.run([sys.executable, "-c", code], check=True)
+    monkeypatch.setattr(process, "call", in_process.call)
+    sweep.sweep(
+        sweep.make_grid(changed),
+        root=tmp_path / "log",
+        bundles=swept[0] / "bundles",
+        progress=False,
+    )
     found = log.load("runs", root=tmp_path / "log")
     assert sorted(found["T"]) == [1, 2] and set(found["status"]) == {"ok"}
     for table in ("samples", "layers"):

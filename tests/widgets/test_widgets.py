@@ -3,6 +3,7 @@ the notebook, and what a callback raises is kept, shown and raised by check().""
 
 import base64
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -218,14 +219,17 @@ def test_nothing_is_drawn_after_a_job_says_that_it_is_cancelled(root, tmp_path):
     assert labels == ["1 of 2: one"] and "cancelled" in made.job.label.value
 
 
-def test_cancel_kills_the_process_that_a_step_waits_for(root, tmp_path):
-    made = Explorer(PART, root=tmp_path / "experiments" / "log")
+def test_cancel_kills_the_process_that_a_step_waits_for(root, tmp_path, monkeypatch):
+    made, ask, children = Explorer(PART, root=tmp_path / "experiments" / "log"), process._ask, []
+    monkeypatch.setattr(
+        process, "_ask", lambda child, job: children.append(child) or ask(child, job)
+    )
     made.job.run.click()
-    time.sleep(1)  # in the first child
-    pressed = time.monotonic()
+    while not children:
+        time.sleep(0.02)
     made.job.cancel.click()
     made.job.thread.join()
-    assert time.monotonic() - pressed < 2
+    assert [child.returncode for child in children] == [-signal.SIGKILL]
     made.check()
     assert "cancelled" in made.job.label.value and not len(log.load("runs", root=made.root))
 
@@ -335,8 +339,9 @@ def test_a_grid_of_a_checkpoint_that_is_not_there_is_refused(tmp_path):
 
 
 @pytest.mark.shim
-def test_rows_of_another_runtime_are_shown_and_measured_once(tmp_path):
+def test_rows_of_another_runtime_are_shown_and_measured_once(tmp_path, monkeypatch):
     """Core ML has no precision and no fast path: rows of it are the same whichever is chosen."""
+    monkeypatch.setattr(process, "call", in_process.call)
     run = {"T": [1], "n_gen": 2, "repetitions": 1, "precision": ["declared", "exact"]}
     run |= {"runtime": ["portable", "stand-in"]}
     grid = GRID | {"run": run, "export": GRID["export"] | {"max_seq_len": [16]}}
