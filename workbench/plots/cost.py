@@ -96,22 +96,22 @@ def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
 
 
 @style()
-def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
-    """Milliseconds of calls over the time since the first one, a line per value of the column
-    `lines`: medians of at most 60 equal intervals, in a band from the 10th to the 90th percentile.
+def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Milliseconds of calls over the time since the first one, a line per T: medians of at most 60
+    equal intervals, in a band from the 10th to the 90th percentile.
 
     `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis),
-    ``elapsed_s``, ``value`` and `lines`, such as the log's samples of one run; a column ``machine``
+    ``elapsed_s``, ``value`` and ``T``, such as the log's samples of one run; a column ``machine``
     goes into the title and must name one.
     """
     title = on_machine("speed over time", samples)
     ax = axes(ax, 4.5, 2.8)
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
-    for name, line in calls.groupby(lines, sort=True):
+    for T, line in calls.groupby("T", sort=True):
         stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
         ms = stretches["value"]
         at = stretches["elapsed_s"].mean()
-        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"{lines} = {name}")
+        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"T = {T}")
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
     hot = samples[(samples["phase"] == "thermal_pressure") & (samples["value"] > 0)]

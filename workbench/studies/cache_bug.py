@@ -152,12 +152,7 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
 
 
 def scenario(
-    alone: Decoder,
-    together: Decoder,
-    contexts: Sequence[int],
-    *,
-    new: int = 3,
-    progress: bool = False,
+    alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3
 ) -> pd.DataFrame:
     """Every configuration under every hypothesis.
 
@@ -170,8 +165,6 @@ def scenario(
         `apart` (relative RMS of the first token's logits against the session decoded alone),
         `reason`; `entry_ok`: the stored session is unchanged.
     """
-    from tqdm.auto import tqdm
-
     rng = np.random.default_rng(0)
     V = alone.manifest.dims.V
     sessions = {}
@@ -181,7 +174,7 @@ def scenario(
         alone.prefill(ids[:-1])
         sessions[context] = (alone.snapshot(), ids)
     rows = []
-    for name in tqdm([None, *HYPOTHESES], desc="hypotheses", disable=not progress):
+    for name in (None, *HYPOTHESES):
         for format, (context, (snapshot, ids)) in product(formats.FORMATS, sessions.items()):
             stored = formats.decode_rows(formats.encode_rows(snapshot, format))
             reference = list(alone.stream(ids[-1:], new, after=stored, stop=()))

@@ -118,7 +118,10 @@ def check_reuse(
     """
     from tqdm.auto import tqdm
 
-    decoders = {d.options.batch: d for d in (decoder, together) if d}
+    decoders = {}
+    for d in (decoder, together):
+        if d:
+            decoders[d.options.batch] = d
     if decoder.options.batch != 1 or (together and together.identity != decoder.identity):
         batches = [str(d.options.batch) for d in (decoder, together) if d]
         actual = f"batch {', '.join(batches)}"
@@ -284,7 +287,9 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
     with patch.object(decoder, "stream", recording):
         tokens = decoder.generate(rests, limits, after=after, stop=())
     sequences = [tokens] if len(rests) == 1 else tokens
-    streamed = [[record.token for record in own] for own in records]
+    streamed = []
+    for own in records:
+        streamed.append([record.token for record in own])
     if streamed != sequences:
         raise AssertionError("generate does not return what stream yields")
     return records

@@ -70,7 +70,6 @@ def crosscheck(
     checkpoint: Checkpoint,
     ids: Sequence[int],
     *,
-    Ts: Sequence[int] | None = None,
     folder: Path | None = None,
     progress: bool = False,
 ) -> Crosscheck:
@@ -87,7 +86,7 @@ def crosscheck(
         }
         passes = {}
         for name, decoder in decoders.items():
-            rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
+            rows, traces, chained = fidelity.measure_fidelity(decoder, golden, None, progress)
             passes[name] = traces
             table = price.price_rows(decoder, golden, traces, budget)
             errors.append(table.assign(pair=f"HF ↔ {name}", precision=precision))

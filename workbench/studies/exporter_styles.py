@@ -148,7 +148,10 @@ class Chunk(nn.Module):
         self.model.model = nn.Module()
         sliding = []
         if window:
-            sliding = [i for i, kind in enumerate(model.kinds) if kind == "sliding_attention"]
+            sliding = []
+            for i, kind in enumerate(model.kinds):
+                if kind == "sliding_attention":
+                    sliding.append(i)
         full = [i for i in range(model.L) if i not in sliding]
         self.caches = {}
         for name, layers, rows in (

@@ -133,7 +133,9 @@ class Ladder:
         columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
-        over = {rung.name: rung.over for rung in rungs.ladder().values()}
+        over = {}
+        for rung in rungs.ladder().values():
+            over[rung.name] = rung.over
         rows = []
         for row in self.runs.values():
             rows.append(row | {"over": over.get(row["rung"])})

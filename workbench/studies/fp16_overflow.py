@@ -173,7 +173,9 @@ def reported(norms: Sequence[float]) -> pd.DataFrame:
     one row per layer."""
     heads = HEADS["num_key_value_heads"]
     D = HEADS["head_dim"]
-    sources = {norm: layer for layer, norm in REPORTED_NORMS.items()}
+    sources = {}
+    for layer, norm in REPORTED_NORMS.items():
+        sources[norm] = layer
     columns = {
         "layer here": range(len(norms)),
         "norm of the key bias": norms,
@@ -226,7 +228,9 @@ def products(frame: pd.DataFrame) -> list[pd.Series]:
 
 def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
     """The place of the first operation that gives an inf, and of the first that gives a NaN."""
-    first = {fault: ranges.first(fault) for fault in ("inf", "nan")}
+    first = {}
+    for fault in ("inf", "nan"):
+        first[fault] = ranges.first(fault)
     return {fault: row and trace.place(row) for fault, row in first.items()}
 
 

@@ -80,7 +80,9 @@ class BundleModel(TemplateLM):
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             ids, first = self.tok_encode(text), self.prefix_token_id
             rolling = get_rolling_token_windows(ids, first, self.max_length, context_len=1)
-            windows = [(None, *make_disjoint_window(window)) for window in rolling]
+            windows = []
+            for window in rolling:
+                windows.append((None, *make_disjoint_window(window)))
             totals.append(sum(nats for nats, _ in self._loglikelihood_tokens(windows, True)))
         return totals
 

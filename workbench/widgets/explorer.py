@@ -144,7 +144,8 @@ class Explorer(Panel):
                     steps.append((label, count, partial(self._measure, part)))
             splits = self.source.checkpoint and self.grid.validate_ids
             if splits and self._stored_split(options) is None:
-                checkpoint, ids = self.source.checkpoint, self.grid.validate_ids
+                checkpoint = self.source.checkpoint
+                ids = self.grid.validate_ids
                 where = self.grid.experiment, self.root
                 split = partial(measure_split, checkpoint, options, ids, *where)
                 steps.append((f"{name}: error split", 1, split))
@@ -197,12 +198,10 @@ class Explorer(Panel):
         lengths = rows.loc[rows["T"] == T, "max_seq_len"].astype(int).unique()
         self.length = int(min(lengths, key=lambda length: abs(length - S), default=S))
         rows = rows[rows["max_seq_len"] == self.length]
-        self.rows, self.base = (
-            runs.like_newest(rows[rows["T"] == number], "run_id") for number in (T, self.first_T)
-        )
-        self.layers, self.positions = (
-            sorted(map(int, self.rows[name].unique())) for name in ("layer", "position")
-        )
+        self.rows = runs.like_newest(rows[rows["T"] == T], "run_id")
+        self.base = runs.like_newest(rows[rows["T"] == self.first_T], "run_id")
+        self.layers = sorted(map(int, self.rows["layer"].unique()))
+        self.positions = sorted(map(int, self.rows["position"].unique()))
         self._list_worst()
         self.controls["show"].disabled = self.every_T or T == self.first_T
         parts = {"fidelity": self._fidelity(), "split": self._split(), "speed": self._speed()}
