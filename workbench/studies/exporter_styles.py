@@ -58,9 +58,7 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: b
         ("causalMask", (1, 1, q, end), np.float16, (1, 1, 2, 5)),
     ]
     module = Recipe(m)
-    states = []
-    for n in ("keyCache", "valueCache"):
-        states.append((n, tuple(module.keyCache.shape)))
+    states = [(n, tuple(module.keyCache.shape)) for n in ("keyCache", "valueCache")]
     package = convert(module, inputs, ["logits"], states)
     if int4:
         package = quantized(package, dtype="int4", granularity="per_block", block_size=32)
@@ -122,9 +120,7 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
             ("attn_mask", (1, 1, T, S), np.float16, (1, 1, 1, S)),
             ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
         ]
-        states = []
-        for n in "kv":
-            states.append((f"layers.0.{n}_state", (1, m.kv, S, m.D)))
+        states = [(f"layers.0.{n}_state", (1, m.kv, S, m.D)) for n in "kv"]
         package = quantized(convert(Shard(m, i, i + 1), inputs, ["hidden"], states), dtype="int8")
         package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
     V = m.head.shape[0]
@@ -148,10 +144,7 @@ class Chunk(nn.Module):
         self.model.model = nn.Module()
         sliding = []
         if window:
-            sliding = []
-            for i, kind in enumerate(model.kinds):
-                if kind == "sliding_attention":
-                    sliding.append(i)
+            sliding = [i for i, kind in enumerate(model.kinds) if kind == "sliding_attention"]
         full = [i for i in range(model.L) if i not in sliding]
         self.caches = {}
         for name, layers, rows in (
@@ -259,9 +252,7 @@ def _function(chunk: Chunk, T: int, lut: bool):
         plain("current_pos", (1,), np.int32),
     ]
     buffers = chunk.model.model.named_buffers()
-    states = []
-    for name, buffer in buffers:
-        states.append((f"model.model.{name}", tuple(buffer.shape)))
+    states = [(f"model.model.{name}", tuple(buffer.shape)) for name, buffer in buffers]
     package = convert(chunk, inputs, ["output_hidden_states"], states)
     grouped = dict(granularity="per_grouped_channel", group_size=8, nbits=4)
     return palettized(package, **grouped) if lut else package

@@ -144,10 +144,9 @@ class Explorer(Panel):
                     steps.append((label, count, partial(self._measure, part)))
             splits = self.source.checkpoint and self.grid.validate_ids
             if splits and self._stored_split(options) is None:
-                checkpoint = self.source.checkpoint
-                ids = self.grid.validate_ids
-                where = self.grid.experiment, self.root
-                split = partial(measure_split, checkpoint, options, ids, *where)
+                grid, checkpoint = self.grid, self.source.checkpoint
+                about = options, grid.validate_ids, grid.experiment, self.root
+                split = partial(measure_split, checkpoint, *about)
                 steps.append((f"{name}: error split", 1, split))
         return steps
 
@@ -155,10 +154,7 @@ class Explorer(Panel):
         """The grid's part with one bundle and one precision; each part validates its bundle."""
         run = self.grid.run
         first = precision == run.precision[0]
-        runtimes = []
-        for name in run.runtime:
-            if first or may_be_portable(name):
-                runtimes.append(name)
+        runtimes = [name for name in run.runtime if first or may_be_portable(name)]
         run = run.model_copy(update={"precision": [precision], "runtime": runtimes})
         return self.grid.model_copy(update=self.source.part(cell) | {"run": run})
 
@@ -251,9 +247,7 @@ class Explorer(Panel):
         if self._differs():
             for cell, value in zip(self._cells(self.base), self._values(self.base)):
                 texts[cell] = f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
-        grid = []
-        for y in self.layers:
-            grid.append([texts.get((y, x), "") for x in self.positions])
+        grid = [[texts.get((y, x), "") for x in self.positions] for y in self.layers]
         box = cells_box(ax, len(self.positions), len(self.layers))
         self.picture.cells = {"box": box, "texts": grid}
         self.picture.chosen = texts.get(self.cell, "")
