@@ -120,10 +120,9 @@ class Explorer(Panel):
     def setting(self) -> Options:
         """The export options that the controls select."""
         options = self.options[self.value("bundle")]
-        length = self.value("max_seq_len")
         if self.grid.bundle:
             return options
-        return options.model_copy(update={"max_seq_len": length})
+        return options.model_copy(update={"max_seq_len": self.value("max_seq_len")})
 
     def missing(self) -> list:
         """The measurements that the log lacks, as steps for a `BackgroundJob`: one per bundle and
@@ -153,8 +152,9 @@ class Explorer(Panel):
     def _part(self, cell: Cell, precision: str) -> sweep.Grid:
         """The grid's part with one bundle and one precision; each part validates its bundle."""
         run = self.grid.run
-        first = precision == run.precision[0]
-        runtimes = [name for name in run.runtime if first or may_be_portable(name)]
+        runtimes = run.runtime
+        if precision != run.precision[0]:
+            runtimes = list(filter(may_be_portable, runtimes))
         run = run.model_copy(update={"precision": [precision], "runtime": runtimes})
         return self.grid.model_copy(update=self.source.part(cell) | {"run": run})
 
