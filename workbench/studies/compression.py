@@ -24,8 +24,6 @@ from workbench.export import options as export_options
 from workbench.models.checkpoint import Checkpoint
 from workbench.sweep import bundle_for
 
-ROPE_FAULT = 1.02
-
 
 def preset_prices(
     checkpoint: Checkpoint,
@@ -83,12 +81,12 @@ def price_table(result: Validation) -> pd.DataFrame:
     return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
 
 
-def plant_rope_fault(bundle: Bundle, folder: Path) -> Bundle:
-    """A copy of `bundle` in `folder` with its rotary frequencies multiplied by `ROPE_FAULT`."""
+def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
+    """A copy of `bundle` in `folder` with its rotary frequencies multiplied by `factor`."""
     copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     for rope in manifest["rope"]:
-        rope["inv_freq"] = [ROPE_FAULT * frequency for frequency in rope["inv_freq"]]
+        rope["inv_freq"] = [factor * frequency for frequency in rope["inv_freq"]]
     (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     return Bundle.open(copy)
 
