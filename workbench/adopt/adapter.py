@@ -59,7 +59,7 @@ class Adapter:
         for index, part in enumerate(self.foreign.parts):
             for function in part.functions:
                 self.model(index, function)
-        self.layers = sorted({layer for state in self.foreign.states for layer in state.layers})
+        self.layers = sorted(set().union(*(state.layers for state in self.foreign.states)))
 
     def model(self, part: int, function: Function):
         """The loaded function of a part."""

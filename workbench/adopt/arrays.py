@@ -18,12 +18,12 @@ DIMS = {
     "cos": "TD",
     "sin": "TD",
 }
-"""The axes of every input's value before it is arranged as a package wants it."""
+"""The axes of every input's value before `arrange`."""
 
 
 def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
-    """`value`, whose axes are `dims`, with the axes that a package declares; `E` counts what `S`
-    does, and a dim of size 1 may have no letter."""
+    """`value` with the axes `dims` in the axes that a package declares; `E` is equal to `S`, and a
+    dim of size 1 may have no letter."""
     letters = []
     for axis in axes:
         if isinstance(axis, str):
@@ -32,20 +32,22 @@ def arrange(value: np.ndarray, dims: str, axes: Sequence[Axis]) -> np.ndarray:
     dims = [dim for dim in dims if dim in letters]
     value = value.transpose([dims.index(letter) for letter in letters])
     sizes = iter(value.shape)
-    shape = [next(sizes) if isinstance(axis, str) else 1 for axis in axes]
-    return np.broadcast_to(
-        value.reshape(shape),
-        [n if isinstance(axis, str) else axis for n, axis in zip(shape, axes, strict=True)],
-    )
+    shape, target = [], []  # with size 1, and with the declared size, on axes without a letter
+    for axis in axes:
+        size = next(sizes) if isinstance(axis, str) else 1
+        shape.append(size)
+        target.append(size if isinstance(axis, str) else axis)
+    return np.broadcast_to(value.reshape(shape), target)
 
 
 def named(value: np.ndarray, axes: Sequence[Axis], dims: str) -> np.ndarray:
-    """The opposite: an array as a package has it, with the axes `dims`; one that it lacks has size
-    1."""
-    letters = [axis for axis in axes if isinstance(axis, str)]
-    value = value.reshape(
-        [n for n, axis in zip(value.shape, axes, strict=True) if isinstance(axis, str)]
-    )
+    """The inverse: a package's array with the axes `dims`; a missing one has size 1."""
+    letters, sizes = [], []
+    for size, axis in zip(value.shape, axes, strict=True):
+        if isinstance(axis, str):
+            letters.append(axis)
+            sizes.append(size)
+    value = value.reshape(sizes)
     for letter in dims:
         if letter not in letters:
             letters, value = [letter, *letters], value[None]
@@ -53,8 +55,8 @@ def named(value: np.ndarray, axes: Sequence[Axis], dims: str) -> np.ndarray:
 
 
 def row_positions(rule: str, count: int, end: int) -> np.ndarray:
-    """The position that each of `count` rows holds once `end` tokens are in the cache, −1 where it
-    holds none; see `schema.ROWS_HELP`."""
+    """The position in each of `count` rows after `end` tokens, −1 in an empty row; see
+    `schema.ROWS_HELP`."""
     rows = np.arange(count)
     if rule == "ring":
         return np.maximum(end - 1 - (end - 1 - rows) % count, -1)

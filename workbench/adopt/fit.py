@@ -78,7 +78,10 @@ def _caches(foreign: Foreign, packaged: set[str]) -> None:
             _refuse(f"state {state.name!r}", "in no package", f"one of {sorted(packaged)}")
         if state.part is not None and state.part >= len(foreign.parts):
             _refuse(f"state {state.name!r}", f"part {state.part}", "a part that there is")
-    caches = [(layer, t) for s in foreign.states for layer in s.layers for t in s.holds]
+    caches = []
+    for state in foreign.states:
+        for layer in state.layers:
+            caches += [(layer, tensor) for tensor in state.holds]
     layers = range(max(layer for layer, _ in caches) + 1)
     for layer in layers:
         for tensor in "kv":

@@ -133,7 +133,9 @@ class Adopted:
             return self.checkpoint.config.vocab_size
         total = 0
         for part, (program, *_) in zip(self.foreign.parts, self.programs):
-            types = dict(pair for op in program.block.ops for pair in op.outputs)
+            types = {}
+            for op in program.block.ops:
+                types |= dict(op.outputs)
             for name, entry in part.outputs.items():
                 if entry.kind == "logits":
                     total += types[name].shape[entry.axes.index("V")] or 0
@@ -198,8 +200,10 @@ class Adopted:
         states = {}
         for entry in own:
             sizes = dict(zip(entry.axes, self._shape_of(entry.name)))
-            for name in (f"layers.{i}.{t}_state" for i in entry.layers for t in entry.holds):
-                states[name] = SimpleNamespace(shape=[1, *(sizes[axis] for axis in "HSD")])
+            shape = [1, sizes["H"], sizes["S"], sizes["D"]]
+            for layer in entry.layers:
+                for tensor in entry.holds:
+                    states[f"layers.{layer}.{tensor}_state"] = SimpleNamespace(shape=shape)
         layers = []
         if stateful and (len(self.stateful) == 1 or all(s.part is not None for s in own)):
             for state in own:
@@ -227,8 +231,11 @@ class Adopted:
         return min(PRESETS, key=lambda name: abs(PRESETS[name].stored_bits - bits))
 
     def _shape_of(self, state: str) -> tuple:
-        programs = (program for own in self.programs for program in own)
-        return next(p.states[state].shape for p in programs if state in p.states)
+        for programs in self.programs:
+            for program in programs:
+                if state in program.states:
+                    return program.states[state].shape
+        raise AssertionError(f"no program has the state {state}")
 
 
 def options_of(foreign: Foreign, parts: list[int] | None = None) -> AdoptedOptions:

@@ -50,7 +50,8 @@ def calls(adapter: Adapter) -> Iterator[tuple[int, int, str]]:
     middle position."""
     ends = {0, adapter.context}
     for part in adapter.foreign.parts:
-        ends |= {end for f in part.functions for end in (f.first, f.until) if end is not None}
+        for f in part.functions:
+            ends |= {f.first, f.until} - {None}
     for T in adapter.tiles:
         seen: dict[str, list[int]] = {}
         for start in range(adapter.context - T + 1):
@@ -249,7 +250,8 @@ def reuse_cells(adapter: Adapter, max_new: int = 6) -> list[ReuseCell]:
                         faults.add(name)
             verdict, reason = gates.GREEN, "the same bits"
             if faults:
-                verdict, reason = gates.RED, f"{', '.join(sorted(faults))} differ"
+                verdict = gates.RED
+                reason = f"{', '.join(sorted(faults))} differ"
             cells.append(ReuseCell(cache, prefix, [new], verdict, reason))
     return cells
 
@@ -322,7 +324,8 @@ def _top_values(by_T: dict[int, Pass], golden: Golden, limit: float) -> Gate:
         there = np.isfinite(own.value)
         expected.append(largest[there])
         actual.append(own.value[there])
-    expected, actual = np.concatenate(expected), np.concatenate(actual)
+    expected = np.concatenate(expected)
+    actual = np.concatenate(actual)
     if not len(actual):
         return gates.not_run("top_values", "no package puts them out")
     error = metrics.relative_rms(expected, actual)

@@ -51,7 +51,16 @@ class _Package:
 
     @property
     def embeds(self) -> bool:
-        return any(kind_of(name) == "ids" for p in self.programs.values() for name in p.inputs)
+        return any("ids" in map(kind_of, program.inputs) for program in self.programs.values())
+
+    @property
+    def state_shapes(self) -> dict[str, tuple]:
+        """State → its shape."""
+        shapes = {}
+        for program in self.programs.values():
+            for name, kind in program.states.items():
+                shapes[name] = kind.shape
+        return shapes
 
     @property
     def order(self) -> tuple:
@@ -232,7 +241,10 @@ class _Maker:
             if len(sizes[i]) > 1 or sizes[i][0] != 1:
                 moving.append(i)
         usual = {"mask": 2, "hidden": max(1, 3 - (wide or 0)), "write": 5 - (wide or 0)}
-        axes[moving[0] if moving else min(usual.get(kind, free[-1]), len(sizes) - 1)] = "T"
+        tokens = min(usual.get(kind, free[-1]), len(sizes) - 1)
+        if moving:
+            tokens = moving[0]
+        axes[tokens] = "T"
         return axes
 
     def _channels(self, sizes) -> int:
@@ -245,50 +257,43 @@ class _Maker:
     def output(self, name: str, kind: miltorch.Type, inputs: dict[str, Input]) -> Output:
         text, shape = name.lower(), kind.shape
         if kind.dtype.startswith("INT"):
-            pieces = shape[-1] if shape and (shape[-1] or 1) > 1 else 1
+            pieces = (shape[-1] if shape else 1) or 1
+            if pieces == 1:
+                return Output(kind="top", offsets=[])
+            self.notes.append(f"{name}: ids count from the start of {pieces} equal slices.")
             parts = np.array_split(np.arange(self.V), pieces)
-            offsets = [int(part[0]) for part in parts] if pieces > 1 else []
-            if offsets:
-                self.notes.append(f"{name}: ids count from the start of {pieces} equal slices.")
-            return Output(kind="top", offsets=offsets)
+            return Output(kind="top", offsets=[int(part[0]) for part in parts])
         if re.search(r"val|token_logit|max", text):
             return Output(kind="top_value")
         if "logit" in text:
-            return Output(kind="logits", axes=self._wide(len(shape), shape, "V"))
-        hidden = next((e.axes for e in inputs.values() if e.kind == "hidden"), None)
-        return Output(kind="hidden", axes=hidden or self._wide(len(shape), shape, "C"))
-
-    def _wide(self, rank: int, shape, letter: str) -> list:
-        """Axes [1, T, W]; [1, W, T, 1] for rank 4."""
-        if rank == 4:
-            return [1, letter, "T", 1]
-        return [1] * (rank - 2) + ["T", letter]
+            return Output(kind="logits", axes=_wide_axes(len(shape), "V"))
+        for entry in inputs.values():
+            if entry.kind == "hidden":
+                return Output(kind="hidden", axes=entry.axes)
+        return Output(kind="hidden", axes=_wide_axes(len(shape), "C"))
 
     def states(self) -> tuple[list[State], int]:
         """All states, and the context: the most rows of a cache."""
-        stateful = []
-        for i, p in enumerate(self.packages):
-            if p.stateful:
-                stateful.append((i, p))
-        shapes = [
-            {n: t.shape for q in p.programs.values() for n, t in q.states.items()}
-            for _, p in stateful
-        ]
-        if not stateful:
+        by_part: dict[int | None, dict[str, tuple]] = {}  # part → state → shape
+        for index, package in enumerate(self.packages):
+            if package.stateful:
+                by_part[index] = package.state_shapes
+        if not by_part:
             raise InputError("packages", "no state in any", "a cache in states", "name all of them")
+        shapes = list(by_part.values())
         every = self.layers_of(shapes[0]) == self.L
-        shared = len(stateful) == 1 or (every and all(s == shapes[0] for s in shapes))
-        if shared and len(stateful) > 1:
+        if len(shapes) > 1 and every and all(own == shapes[0] for own in shapes):
             self.notes.append("All parts have states of the same names and sizes: shared.")
-        entries, first = [], 0
-        for (index, _), own in zip(stateful, shapes[:1] if shared else shapes):
-            entries += [
-                self.state(name, shape, None if shared else index, first)
-                for name, shape in own.items()
-            ]
+            by_part = {None: shapes[0]}
+        elif len(shapes) == 1:
+            by_part = {None: shapes[0]}
+        entries = []
+        first = self.context = 0
+        for part, own in by_part.items():
+            for name, shape in own.items():
+                entries.append(self.state(name, shape, part, first))
+                self.context = max(self.context, shape[-2])
             first += self.layers_of(own)
-        rows = [shape[-2] for own in shapes for shape in own.values()]
-        self.context = max(rows)
         return entries, self.context
 
     def layers_of(self, shapes: dict[str, tuple]) -> int:
@@ -320,6 +325,13 @@ class _Maker:
             self.notes.append(f"{name}: rows of a full cache {rows} (states.rows).")
         axes = ["L", 1, "H", "S", "D"] if len(shape) == 5 else ["L", "H", "S", "D"]
         return State(name=name, part=part, layers=layers, holds=holds, axes=axes, rows=rows)
+
+
+def _wide_axes(rank: int, letter: str) -> list:
+    """Axes [1, T, W]; [1, W, T, 1] for rank 4."""
+    if rank == 4:
+        return [1, letter, "T", 1]
+    return [1] * (rank - 2) + ["T", letter]
 
 
 def _probed(foreign: Foreign, checkpoint: Checkpoint, folder: Path, notes: list[str]) -> Foreign:

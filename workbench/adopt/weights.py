@@ -55,8 +55,10 @@ def _matrices(adapter: Adapter, looked_up: bool) -> Iterator[torch.Tensor]:
     """Every constant of the packages that may contain rows of a matrix, as [rows, columns]: those
     that a gather reads, or all others."""
     for model in adapter.models.values():
-        gathers = (op for op in model.program.block.walk() if op.kind == "gather")
-        names = {name for op in gathers for name in op.reads()}
+        names = set()
+        for op in model.program.block.walk():
+            if op.kind == "gather":
+                names.update(op.reads())
         for name, value in model.executable.body.constants.items():
             weight = isinstance(value, torch.Tensor) and value.is_floating_point()
             if weight and (name in names) == looked_up:

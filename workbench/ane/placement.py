@@ -157,7 +157,9 @@ def plan_main(job: dict) -> list[dict]:
     bundle = Bundle.open(job["bundle"])
     standin = job["runtime"] == "stand-in"
     source = "simulated" if standin else "measured"
-    shards = {shard.name: shard for shard in bundle.manifest.shards}
+    shards = {}
+    for shard in bundle.manifest.shards:
+        shards[shard.name] = shard
     with installed(job["fault"]) if standin else nullcontext():
         plans = {}
         for name, function in job["programs"]:

@@ -167,7 +167,10 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
     fits one of the patterns in `of`, such as `scatter*`.
     """
     if of == "results":
-        return [(op.name, t) for op in g.ops for t in results(op)]
+        subjects = []
+        for op in g.ops:
+            subjects += [(op.name, result) for result in results(op)]
+        return subjects
     if of == "interface":
         outputs = {}
         for name in g.program.outputs:
@@ -180,7 +183,11 @@ def _subjects(g: LintGraph, of: str) -> Iterable[tuple[str, Op | Type]]:
         ops = g.producers.values()
     else:
         ops = g.ops
-    return [(op.name, op) for op in ops if any(fnmatchcase(op.kind, kind) for kind in of.split())]
+    subjects = []
+    for op in ops:
+        if any(fnmatchcase(op.kind, pattern) for pattern in of.split()):
+            subjects.append((op.name, op))
+    return subjects
 
 
 def results(op: Op) -> list[Type]:

@@ -39,7 +39,7 @@ class Range:
     shard: str
     op: str  # MIL name
     kind: str
-    module: str  # source module, "" where the package does not say
+    module: str  # source module, "" if the package has none
     value: str
     max_abs: float = 0.0
     infs: int = 0

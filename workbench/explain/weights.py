@@ -26,9 +26,11 @@ Swap = Callable[[torch.Tensor], torch.Tensor]  # fp16 values of a tensor → the
 
 def int8_channel(weight: torch.Tensor) -> torch.Tensor:
     """Symmetric int8 with one fp16 scale per output row, as `--compress int8-channel` stores it."""
-    scale = (weight.flatten(1).abs().amax(1) / 127).half().float().clamp(min=2.0**-24)
+    largest = weight.flatten(1).abs().amax(1)
+    scale = (largest / 127).half().float().clamp(min=2.0**-24)
     scale = scale.reshape(-1, *[1] * (weight.dim() - 1))
-    return (weight / scale).round().clamp(-127, 127) * scale
+    codes = (weight / scale).round().clamp(-127, 127)
+    return codes * scale
 
 
 class WeightTrial:
@@ -38,8 +40,10 @@ class WeightTrial:
     def __init__(
         self, bundle: Bundle, checkpoint: Checkpoint, golden: Golden, T: int | None = None
     ):
-        self.decoder, self.checkpoint = Decoder(bundle, "portable", "exact"), checkpoint
-        self.golden, self.T = golden, T or bundle.manifest.options.t_max
+        self.decoder = Decoder(bundle, "portable", "exact")
+        self.checkpoint = checkpoint
+        self.golden = golden
+        self.T = T or bundle.manifest.options.t_max
         self._updates()  # loads the experts that the golden's tokens pick
         with self.swapped({(layer, kind) for kind, layer, *_ in self._tensors()}):
             self.reference = self._updates()
@@ -50,8 +54,8 @@ class WeightTrial:
     def errors(self) -> np.ndarray:
         """Relative RMS [L] of each layer's update with the current weights, against all weights at
         fp16."""
-        difference = self._updates() - self.reference
-        return np.sqrt((difference**2).mean((1, 2)) / (self.reference**2).mean((1, 2)))
+        squares = ((self._updates() - self.reference) ** 2).mean((1, 2))
+        return np.sqrt(squares / (self.reference**2).mean((1, 2)))
 
     @property
     def kinds(self) -> list[str]:
@@ -113,10 +117,11 @@ def remedies(weights: WeightTrial, ranked: pd.DataFrame, worst: int = 2) -> pd.D
     """One row per layer: the `tensors` with the largest shares, its `error`, and its error with
     these tensors stored as `int8-channel` or as `fp16`."""
     few = ranked.groupby("layer").head(worst)
-    frame = few.groupby("layer", as_index=False).agg(
-        tensors=("tensor", ", ".join), error=("error", "first")
-    )
-    for name, *swap in (("int8-channel", int8_channel), ("fp16",)):
-        with weights.swapped(set(zip(few["layer"], few["tensor"], strict=True)), *swap):
-            frame[name] = weights.errors()[frame["layer"]]
+    by_layer = few.groupby("layer", as_index=False)
+    frame = by_layer.agg(tensors=("tensor", ", ".join), error=("error", "first"))
+    tensors = set(zip(few["layer"], few["tensor"], strict=True))
+    with weights.swapped(tensors, int8_channel):
+        frame["int8-channel"] = weights.errors()[frame["layer"]]
+    with weights.swapped(tensors):
+        frame["fp16"] = weights.errors()[frame["layer"]]
     return frame

@@ -152,7 +152,7 @@ def _not_measured(results: list[dict]) -> list[dict]:
 
 def check_runtime(runtime: str | None) -> str:
     """The runtime of first light; refuses one that is neither Core ML nor its stand-in, or that
-    this machine has not."""
+    this machine lacks."""
     if runtime is None:
         return default_runtime()
     if named(runtime)[0] not in ("coreml", "stand-in"):

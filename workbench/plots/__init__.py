@@ -1,9 +1,9 @@
-"""Figures for notebooks and write-ups: DataFrames flow in, Axes flow out.
+"""Figures for notebooks and write-ups: functions from DataFrames to Axes.
 
 Every function takes the data first and keyword options after, draws into `ax` (or a new figure) and
-returns the Axes; none shows anything or reads a file. What a colour says, a symbol, a number or a
-hatch says too. Knows nothing of the log, of bundles, or of how a figure was measured: a function
-draws the columns that its docstring names, and raises ValueError when they do not say one thing.
+returns the Axes; none shows a figure or reads a file. Every colour is repeated by a symbol, a
+number or a hatch. A function draws the columns that its docstring names, and raises ValueError if
+they are ambiguous, such as rows of several machines.
 """
 
 from workbench.plots.cache import cache_rows, failure_patterns, first_token, reuse_matrix

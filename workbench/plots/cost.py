@@ -96,22 +96,22 @@ def speed_beside(samples: pd.DataFrame, *, by: str, lines: str = "T") -> Figure:
 
 
 @style()
-def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None) -> Axes:
-    """Milliseconds of calls over the time since the first one, a line per value of the column
-    `lines`: medians of at most 60 equal intervals, in a band from the 10th to the 90th percentile.
+def over_time(samples: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """Milliseconds of calls over the time since the first one, a line per T: medians of at most 60
+    equal intervals, in a band from the 10th to the 90th percentile.
 
     `samples`: ``phase`` (``call``; every ``thermal_pressure`` above zero is marked on the axis),
-    ``elapsed_s``, ``value`` and `lines`, such as the log's samples of one run; a column ``machine``
+    ``elapsed_s``, ``value`` and ``T``, such as the log's samples of one run; a column ``machine``
     goes into the title and must name one.
     """
     title = on_machine("speed over time", samples)
     ax = axes(ax, 4.5, 2.8)
     calls = samples[samples["phase"] == "call"].dropna(subset="elapsed_s")
-    for name, line in calls.groupby(lines, sort=True):
+    for T, line in calls.groupby("T", sort=True):
         stretches = line.groupby(pd.cut(line["elapsed_s"], 60), observed=True)
         ms = stretches["value"]
         at = stretches["elapsed_s"].mean()
-        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"{lines} = {name}")
+        (drawn,) = ax.plot(at, ms.median(), marker="", label=f"T = {T}")
         band = {"color": drawn.get_color(), "alpha": 0.2, "linewidth": 0}
         ax.fill_between(at, ms.quantile(0.1), ms.quantile(0.9), **band)
     hot = samples[(samples["phase"] == "thermal_pressure") & (samples["value"] > 0)]
@@ -124,13 +124,13 @@ def over_time(samples: pd.DataFrame, *, lines: str = "T", ax: Axes | None = None
 
 @style()
 def layer_ms(layers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
-    """Milliseconds of a typical layer (median over layers and runs) at each T × max_seq_len, as
-    numbers on colour.
+    """Median milliseconds of a layer, over layers and runs, at each T × max_seq_len, as numbers on
+    colour.
 
     `layers`: ``T``, ``max_seq_len`` and ``layer_ms``, such as the log's table with its run's
-    settings joined on. Settings without a measurement are hatched, and in another way those of
-    which a column ``invalid`` says why they were measured in vain. A column ``machine`` goes into
-    the title and must name one.
+    settings joined on. Settings without a measurement are hatched; settings with a reason in a
+    column ``invalid`` have another hatch. A column ``machine`` goes into the title and must name
+    one.
     """
     title = on_machine("time of one layer", layers)
     valid, invalid = without_invalid(layers)
@@ -216,10 +216,12 @@ def parts_bar(parts: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
 
 @style()
 def against_peer(rows: pd.DataFrame, this: str = "this") -> Figure:
-    """Benchmark rows as pairs of bars, `this` against the peer, one panel per row: ``name``,
-    ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio`` (over 1 where `this` is the better
-    one). Where there are ``samples`` and ``peer_samples`` (lists), whiskers reach from the least to
-    the largest. A column ``machine`` must name one, which stands above."""
+    """Benchmark rows as pairs of bars, `this` against the peer, one panel per row.
+
+    `rows`: ``name``, ``value``, ``unit``, ``peer``, ``peer_value``, ``ratio`` (above 1 if `this` is
+    better). With the lists ``samples`` and ``peer_samples``, whiskers have their range. A column
+    ``machine`` goes into the title and must name one.
+    """
     title = on_machine(f"{this} against {rows['peer'].iloc[0]}", rows)
     figure, panels = plt.subplots(1, len(rows), figsize=(PAGE / 2 * len(rows), 2.4), squeeze=False)
     for ax, row in zip(panels[0], rows.itertuples()):
@@ -247,9 +249,9 @@ def ratios(measures: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Run B over run A on a log scale: a dot per measurement with its interval; a hollow dot has
     too few runs for one.
 
-    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as
-    `workbench.log.compare` gives. A column ``machine`` goes into the title and must name one. A
-    column ``unit`` says what is better: more tok/s, less of anything else.
+    `measures`: ``phase``, ``shard``, ``T``, ``depth``, ``ratio``, ``low``, ``high``, as in
+    `workbench.log.compare`. A column ``machine`` goes into the title and must name one. With a
+    column ``unit`` the better run is labelled: more tok/s is better, less of other units.
     """
     shown = measures.dropna(subset="ratio")
     ax, names = axes(ax, PAGE, 1.0 + 0.22 * len(shown)), []

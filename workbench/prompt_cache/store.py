@@ -86,9 +86,8 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             needed = "a folder that can be written"
-            raise InputError(
-                f"store {folder}", problem.strerror, needed, "choose another"
-            ) from problem
+            subject = f"store {folder}"
+            raise InputError(subject, problem.strerror, needed, "choose another") from problem
         for temporary in self.folder.glob(".tmp*"):
             with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
                 if time.time() - temporary.stat().st_mtime > STALE_SECONDS:

@@ -105,7 +105,9 @@ def text_table(rows: pd.DataFrame, format: str = "md") -> str:
     if format == "tex":
         return table.to_latex(index=False, escape=True)
     right = ("size", "tok/s", "n", "worst update", "KL")
-    align = ["right" if name in right else "left" for name in table]
+    align = []
+    for name in table:
+        align.append("right" if name in right else "left")
     return table.to_markdown(
         index=False, colalign=align if len(table) else None, disable_numparse=True
     )

@@ -1,11 +1,10 @@
-"""The batch-2 cache bug report's hypotheses, planted: which pattern of failures would each of them
-give?
+"""Plants the hypotheses of the batch-2 cache bug report and records each one's pattern of failures.
 
-The report's scenario: two requests load one stored session and decode together, from a warm or hot
-cache, on the streaming or the other path, at three contexts. Streaming takes the entry out of
-memory once both requests are submitted, the other path before each submission. Each hypothesis is a
-change to the store, the quantizer or the decoder, undone on leaving; `scenario` says which
-configurations then no longer compute what an unharmed run does.
+In the report's scenario two requests load one stored session and decode together, from a warm or
+hot cache, on the streaming or the other path, at three contexts. Streaming drops the entry from
+memory once both requests are submitted, the other path before each submission. A hypothesis is a
+temporary change of the store, the quantizer or the decoder; `scenario` lists the configurations
+whose results then differ from an unchanged run.
 """
 
 import tempfile
@@ -26,13 +25,10 @@ from workbench.prompt_cache import Store, formats
 from workbench.studies.cache_reuse import PATHS, arithmetic, differs, greedy
 
 STEP = 256  # the report's cache grows by this many tokens
-REPORTED_PATTERN = {
-    *product(("warm", "hot"), PATHS, (1024,)),
-    ("hot", "generate", 2048),
-}  # no output
-Replace = Callable[
-    [object, str, Callable], None
-]  # owner, name of its function, the function in its place
+# configurations without output in the report
+REPORTED_PATTERN = {*product(("warm", "hot"), PATHS, (1024,)), ("hot", "generate", 2048)}
+# (owner, name of its function, the function that replaces it)
+Replace = Callable[[object, str, Callable], None]
 Plant = Callable[[Replace, Decoder], None]
 HYPOTHESES: dict[str, tuple[str, Plant]] = {}
 
@@ -70,10 +66,8 @@ def dropped_tokens(replace: Replace, decoder: Decoder) -> None:
 
     def merged(snapshots, fresh=False):
         write(snapshots, fresh)
-        if snapshots:
-            room[0] = int(decoder.offsets.max())
-        else:
-            room[0] = decoder.options.max_seq_len
+        S = decoder.options.max_seq_len
+        room[0] = int(decoder.offsets.max()) if snapshots else S
 
     def short(*arguments):
         io = inputs(*arguments)
@@ -134,15 +128,15 @@ def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
         result = np.zeros_like(rows)
         if whole:
             turned = np.ascontiguousarray(rows[:, :whole].swapaxes(1, 2))
-            result[:, :whole] = formats.dequantize_groups(
-                *formats.quantize_groups(turned)
-            ).swapaxes(1, 2)
+            values = formats.dequantize_groups(*formats.quantize_groups(turned))
+            result[:, :whole] = values.swapaxes(1, 2)
         return result
 
     def cut(encoded):
         snapshot = decode(encoded)
-        for name in filter(is_cache, snapshot.states if encoded.header["values"] == "q4" else ()):
-            snapshot.states[name] = along_tokens(snapshot.states[name])
+        for name in filter(is_cache, snapshot.states):
+            if encoded.header["values"] == "q4":
+                snapshot.states[name] = along_tokens(snapshot.states[name])
         return snapshot
 
     replace(formats, "decode_rows", cut)
@@ -150,7 +144,7 @@ def groups_along_tokens(replace: Replace, decoder: Decoder) -> None:
 
 @contextmanager
 def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
-    """Plants one hypothesis (None: nothing) in every decoder for as long as the context lasts."""
+    """Plants one hypothesis (None: nothing) in every decoder within the block."""
     with ExitStack() as stack:
         for decoder in decoders if name else ():
             HYPOTHESES[name][1](lambda *names: stack.enter_context(patch.object(*names)), decoder)
@@ -158,26 +152,19 @@ def planted_hypothesis(name: str | None, *decoders: Decoder) -> Iterator[None]:
 
 
 def scenario(
-    alone: Decoder,
-    together: Decoder,
-    contexts: Sequence[int],
-    *,
-    new: int = 3,
-    progress: bool = False,
+    alone: Decoder, together: Decoder, contexts: Sequence[int], *, new: int = 3
 ) -> pd.DataFrame:
     """Every configuration under every hypothesis.
 
     Args:
-        alone, together: of bundles that differ in their batch alone.
+        alone, together: of bundles that differ only in their batch.
         new: tokens decoded by each request.
 
     Returns:
         A row per hypothesis ("none" first), format, cache, path, context: `ok`, `first_token_ok`,
         `apart` (relative RMS of the first token's logits against the session decoded alone),
-        `reason`; `entry_ok`: the stored session survived.
+        `reason`; `entry_ok`: the stored session is unchanged.
     """
-    from tqdm.auto import tqdm
-
     rng = np.random.default_rng(0)
     V = alone.manifest.dims.V
     sessions = {}
@@ -187,7 +174,7 @@ def scenario(
         alone.prefill(ids[:-1])
         sessions[context] = (alone.snapshot(), ids)
     rows = []
-    for name in tqdm([None, *HYPOTHESES], desc="hypotheses", disable=not progress):
+    for name in (None, *HYPOTHESES):
         for format, (context, (snapshot, ids)) in product(formats.FORMATS, sessions.items()):
             stored = formats.decode_rows(formats.encode_rows(snapshot, format))
             reference = list(alone.stream(ids[-1:], new, after=stored, stop=()))
@@ -209,8 +196,8 @@ def scenario(
 def _two_requests(
     store: Store, decoder: Decoder, token: int, path: str, reference: list[Record]
 ) -> dict:
-    """Every sequence restores the one session, then all decode; compared with the session decoded
-    alone."""
+    """Restores the session in every sequence, decodes all, and compares them with the session
+    decoded alone."""
     fault = {"ok": False, "first_token_ok": False, "apart": np.nan}
     try:
         decoder.begin()
@@ -237,9 +224,9 @@ def _two_requests(
 
 
 def patterns(rows: pd.DataFrame) -> pd.DataFrame:
-    """Failures of q4 caches, which the report used, its own first: ``hypothesis``, ``context``,
-    ``cache``, ``path``, ``result`` (ok or FAIL). Contexts go by rank: the first is the report's
-    1024, the second its 2048."""
+    """Results of q4 caches, the report's own first: ``hypothesis``, ``context``, ``cache``,
+    ``path``, ``result`` (ok or FAIL). The two smallest contexts stand for the report's 1024 and
+    2048."""
     q4 = rows[rows["format"] == "q4"]
     nominal = dict(zip(sorted(q4["context"].unique()), (1024, 2048)))
     report = q4[q4["hypothesis"] == "none"].assign(hypothesis="the report")
@@ -251,8 +238,8 @@ def patterns(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
-    """Nothing fails unharmed, and every hypothesis fails somewhere: a scenario that shows no
-    planted fault shows nothing."""
+    """Gates: nothing fails without a fault, and every hypothesis fails in some configuration, so
+    that the scenario is sensitive to each."""
     fails = ~rows.set_index("hypothesis")["ok"]
     wrong = int(fails["none"].sum())
     tried = len(fails["none"])
@@ -266,26 +253,20 @@ def cache_bug_gates(rows: pd.DataFrame) -> list[gates.Gate]:
 
 
 def cache_bug_conclusion(rows: pd.DataFrame) -> str:
-    """Which configurations each hypothesis breaks, and how that compares with the report's table,
-    in words."""
-    table = patterns(rows).pivot(
-        index="hypothesis", columns=["context", "cache", "path"], values="result"
-    )
+    """The conclusion: the configurations that each hypothesis breaks, and in how many of them it
+    agrees with the report."""
+    axes = ["context", "cache", "path"]
+    table = patterns(rows).pivot(index="hypothesis", columns=axes, values="result")
     agrees = (table == table.loc["the report"]).sum(axis=1)
     columns = table.shape[1]
     lines = []
     for name, (says, _) in HYPOTHESES.items():
         tried = rows[rows["hypothesis"] == name]
         broken = tried[~tried["ok"]]
-        where = ", ".join(
-            f"{axis} {'/'.join(map(str, values))}"
-            for axis in ("format", "cache", "path", "context")
-            if 0 < len(values := broken[axis].unique()) < rows[axis].nunique()
-        )
-        lines.append(
-            f"- {says}. Breaks {len(broken)} of {len(tried)} configurations"
-            f"{f', only {where}' if where else ''}; as reported in {agrees[name]} of {columns}."
-        )
+        text = f"- {says}. Breaks {len(broken)} of {len(tried)} configurations"
+        if where := _restriction(broken, rows):
+            text += f", only {where}"
+        lines.append(f"{text}; as reported in {agrees[name]} of {columns}.")
     best = agrees[list(HYPOTHESES)].max()
     answer = "One hypothesis gives the report's whole pattern."
     if best < columns:
@@ -294,3 +275,13 @@ def cache_bug_conclusion(rows: pd.DataFrame) -> str:
         answer += "'sole root cause' does not follow from it."
     lines.append(answer)
     return "\n".join(lines)
+
+
+def _restriction(broken: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """The axes on which the broken configurations have not all the values of `rows`, in words."""
+    texts = []
+    for axis in ("format", "cache", "path", "context"):
+        values = broken[axis].unique()
+        if 0 < len(values) < rows[axis].nunique():
+            texts.append(f"{axis} {'/'.join(map(str, values))}")
+    return ", ".join(texts)

@@ -1,11 +1,9 @@
-"""The cache-reuse matrix: every temperature × path × format × batch × context, each cell against
-its sequences alone.
+"""The cache-reuse matrix: every temperature × path × format × batch × context, with a verdict.
 
-Decoders flow in, cells with a verdict and a reason flow out. Each cell decodes from a store as a
-user would, and is held against what cannot share its mistake: its rows against those of a cold
-prefill, each of its sequences against that sequence decoded alone from the same restored cache
-(batch > 1) and against the cold run. Predictions are counted at the runtime, so that a restore that
-prefills again shows.
+Each cell decodes from a store as a user would. Its rows are compared with those of a cold prefill,
+each of its sequences with the cold run and, in a batch, with the sequence decoded alone from the
+same restored cache. Predictions are counted at the runtime, which shows a restore that prefills
+again.
 """
 
 import tempfile
@@ -29,17 +27,16 @@ from workbench.prompt_cache import Store, formats
 from workbench.prompt_cache.formats import FORMATS, group
 
 CACHES, PATHS = ("cold", "warm", "hot"), ("stream", "generate")
-# Relative RMS of one position's logits. Alone and in a batch, or prefilled in other tiles, kernels
-# sum in another order (at most 4e-6 on the shipped checkpoints in fp32); in fp16 roundings then
-# fall differently. One wrong row among 1023 stays below the limits of fp16: check long contexts in
-# `exact`.
+# Relative RMS of one position's logits. In a batch, or with other tiles of the prefill, kernels sum
+# in another order, which gives at most 4e-6 on the shipped checkpoints in fp32, and more in fp16.
+# One wrong row among 1023 is below the limits of fp16: check long contexts in `exact`.
 LOGITS = {"exact": 1e-4, "declared": 5e-2, "narrow": 1e-1, "coreml": 1e-1, "coreai": 1e-1}
 
 
 @dataclass(frozen=True)
 class ReuseCell:
-    """One run: `tokens` is how many each sequence produced, `reason` the first check that failed,
-    or what held."""
+    """One run: `tokens` are the numbers of tokens of each sequence, `reason` is the first failed
+    check, or a summary of the passed ones."""
 
     batch: int
     cache: str
@@ -53,7 +50,7 @@ class ReuseCell:
 
 @dataclass
 class Matrix:
-    """The cells, and the verdict they add up to."""
+    """The cells and their common verdict."""
 
     cells: list[ReuseCell]
     batches: list[int]
@@ -64,8 +61,7 @@ class Matrix:
 
     @property
     def verdict(self) -> str:
-        """RED if any cell is; GREEN once every temperature × path has run, and a batch above 1
-        where there is one."""
+        """RED if a cell is RED; GREEN if every temperature × path and every batch has run."""
         if RED in (cell.verdict for cell in self.cells):
             return RED
         complete = {(c.cache, c.streaming) for c in self.ran} == set(product(CACHES, (True, False)))
@@ -77,13 +73,12 @@ class Matrix:
         count = len(self.ran)
         red = [cell for cell in self.cells if cell.verdict == RED]
         green = count - len(red)
-        reason = (
-            f"{green} of {count} cells hold; {sum(c.batch > 1 for c in self.ran)} ran in a batch"
-        )
-        for c in red[:1]:
-            reason += (
-                f"; first: batch {c.batch}, {c.cache}, {c.format}, context {c.context}: {c.reason}"
-            )
+        batched = sum(cell.batch > 1 for cell in self.ran)
+        reason = f"{green} of {count} cells hold; {batched} ran in a batch"
+        if red:
+            c = red[0]
+            where = f"batch {c.batch}, {c.cache}, {c.format}, context {c.context}"
+            reason += f"; first: {where}: {c.reason}"
         return Gate(name, self.verdict, float(green), float(count), reason)
 
     def json(self) -> dict:
@@ -92,8 +87,8 @@ class Matrix:
 
 @dataclass
 class Reference:
-    """One prompt's references: its name in the stores, the cold run's records, by format of the
-    cache it goes on with after all tokens but the last, and the states at that point."""
+    """One prompt's references: its name in the stores, the cold run's records by format of the
+    cache after all tokens but the last, and the states at that point."""
 
     name: str
     ids: list[int]
@@ -123,36 +118,34 @@ def check_reuse(
     """
     from tqdm.auto import tqdm
 
-    decoders = {d.options.batch: d for d in (decoder, together) if d}
+    decoders = {}
+    for d in (decoder, together):
+        if d:
+            decoders[d.options.batch] = d
     if decoder.options.batch != 1 or (together and together.identity != decoder.identity):
-        raise InputError(
-            "bundles",
-            f"batch {decoder.options.batch}" + (f", {together.options.batch}" if together else ""),
-            "one of batch 1, and another export of the same checkpoint that differs in --batch alone",
-            "export them so",
-        )
+        batches = [str(d.options.batch) for d in (decoder, together) if d]
+        actual = f"batch {', '.join(batches)}"
+        other = "another export of the same checkpoint that differs in --batch alone"
+        raise InputError("bundles", actual, f"one of batch 1, and {other}", "export them so")
     cells, S = [], decoder.options.max_seq_len
     with tempfile.TemporaryDirectory() as folder:
         stores = {f: Store(Path(folder) / f, decoder) for f in FORMATS}
         every = list(lengths) or contexts(stores["fp16"].block)
         axes = list(product(every, decoders, FORMATS, CACHES, PATHS))
         references: dict[int, list[Reference]] = {}
-        for n, batch, format, cache, path in tqdm(
-            axes, desc="reuse", unit="cell", disable=not progress
-        ):
+        shown = tqdm(axes, desc="reuse", unit="cell", disable=not progress)
+        for n, batch, format, cache, path in shown:
             cell = ReuseCell(batch, cache, path == "stream", n, format)
             if n + max_new > S or n <= max(decoders):
                 cell = replace(cell, reason=f"{n} + {max_new} tokens do not fit max_seq_len = {S}")
             elif (cache, format) == ("cold", "q4"):
                 cell = replace(cell, reason="a cold run restores nothing")
             else:
-                if n not in references:
-                    references[n] = [
-                        _reference(decoder, stores, n, seq, max_new) for seq in range(max(decoders))
-                    ]
-                cell = _run_cell(
-                    cell, decoder, decoders[batch], stores[format], references[n][:batch], max_new
-                )
+                own = references.setdefault(n, [])
+                for seq in range(len(own), max(decoders)):
+                    own.append(_reference(decoder, stores, n, seq, max_new))
+                run = decoder, decoders[batch], stores[format], own[:batch], max_new
+                cell = _run_cell(cell, *run)
             cells.append(cell)
     return Matrix(cells, list(decoders))
 
@@ -160,11 +153,11 @@ def check_reuse(
 def _reference(
     decoder: Decoder, stores: dict[str, Store], n: int, seq: int, max_new: int
 ) -> Reference:
-    """The cold runs of one prompt; on the way, every store gets what a session leaves: all tokens,
-    or all but the last where a token cannot be taken back.
+    """The cold runs of one prompt; saves a session's snapshot in every store.
 
-    The prompt is seeded: n tokens, and every sequence one token shorter than the one before, unless
-    the bundle needs equal positions.
+    The snapshot has all tokens, or all but the last if a token cannot be undone. The prompt is
+    seeded and has n tokens; every further sequence is one token shorter, unless the bundle needs
+    equal positions.
     """
     length = n if decoder.options.kv_write == "slice" else n - seq
     ids = np.random.default_rng([0, n, seq]).integers(0, decoder.manifest.dims.V, length).tolist()
@@ -179,7 +172,7 @@ def _reference(
         session = decoder.snapshot()
         decoder.begin()
         decoder.prefill(ids[:-1])
-    for state in decoder.states:  # K and V rows go through four bits in place, where q4 takes them
+    for state in decoder.states:  # rounds K and V to four bits in place, where q4 applies
         for key in filter(is_cache, state.shard.states):
             if four_bit_error(session.states[key]) <= formats.OUTLIER:
                 state.write(key, four_bits(state.read(key)))
@@ -197,7 +190,7 @@ def _run_cell(
     sequences: list[Reference],
     max_new: int,
 ) -> ReuseCell:
-    """The cell with its verdict; whatever it raises is its reason to be RED."""
+    """The cell with its verdict; an error makes it RED."""
     limits = [max_new] * len(sequences)
     if len(limits) > 1:
         limits[0] //= 2
@@ -205,17 +198,17 @@ def _run_cell(
         records, problems = _check_cell(cell, alone, decoder, store, sequences, limits)
     except Exception as problem:  # a planted or real fault may raise anything
         return replace(cell, verdict=RED, reason=f"{type(problem).__name__}: {problem}")
-    reason = [*problems, "rows, tokens, logits, predictions and stored entry as they must be"][0]
-    return replace(
-        cell, tokens=list(map(len, records)), verdict=RED if problems else GREEN, reason=reason
-    )
+    counts = list(map(len, records))
+    if problems:
+        return replace(cell, tokens=counts, verdict=RED, reason=problems[0])
+    reason = "rows, tokens, logits, predictions and stored entry as they must be"
+    return replace(cell, tokens=counts, verdict=GREEN, reason=reason)
 
 
 def _check_cell(
     cell, alone, decoder, store, sequences, limits
 ) -> tuple[list[list[Record]], list[str]]:
-    """Records by sequence, and every way in which they, or what was restored, are not the
-    references'."""
+    """Records by sequence, and all differences of records and restored rows from the references."""
     after = None
     rests = [sequence.ids for sequence in sequences]
     problems = []
@@ -226,30 +219,30 @@ def _check_cell(
     longest = max(map(len, rests))
     expected = -(-longest // decoder.options.t_max) + max(limits) - 1
     if len(calls) != expected:
-        problems.append(
-            f"{len(calls)} calls of each shard, {expected} expected: {longest} tokens, then one by one"
-        )
+        counted = f"{len(calls)} calls of each shard, {expected} expected"
+        problems.append(f"{counted}: {longest} tokens, then one by one")
     precision = arithmetic(decoder)
     for seq, sequence in enumerate(sequences):
         others = {"the cold run": sequence.cold[cell.format][: limits[seq]]}
         if decoder is not alone:
+            start = after and after[seq]
             others["decoded alone"] = list(
-                alone.stream(rests[seq], limits[seq], after=after and after[seq], stop=())
+                alone.stream(rests[seq], limits[seq], after=start, stop=())
             )
         for name, other in others.items():
-            if difference := differs(
-                records[seq], other, precision, strict=name == "decoded alone"
-            ):
+            strict = name == "decoded alone"
+            if difference := differs(records[seq], other, precision, strict=strict):
                 problems.append(f"slot {seq} against {name}: {difference}")
-    if after:
-        problems += _restored(cell, store, sequences)[2]  # decoding must not have changed the entry
+    if after:  # decoding must not have changed the stored entry
+        problems += _restored(cell, store, sequences)[2]
     return records, problems
 
 
 def _restored(
     cell: ReuseCell, store: Store, sequences: list[Reference]
 ) -> tuple[list[Snapshot], list[list[int]], list[str]]:
-    """What the store gives back: by prefix for the streaming path, by name for the other."""
+    """The snapshots restored from the store, the tokens left to run, and the problems; a snapshot
+    is found by prefix on the streaming path, by name on the other."""
     after, rests, problems = [], [], []
     for seq, sequence in enumerate(sequences):
         name, ids = sequence.name, sequence.ids
@@ -259,10 +252,9 @@ def _restored(
             store.load(name)
         if cell.streaming:
             hit = store.find(ids)
-            if hit is None or hit.temperature != cell.cache:
-                raise AssertionError(
-                    f"slot {seq}: {'no hit' if hit is None else hit.temperature}, not {cell.cache}"
-                )
+            temperature = hit.temperature if hit else "no hit"
+            if temperature != cell.cache:
+                raise AssertionError(f"slot {seq}: {temperature}, not {cell.cache}")
         snapshot = hit.snapshot if cell.streaming else store.load(name)
         snapshot = snapshot.trim(max(0, snapshot.offset + 1 - len(ids)))
         rest = hit.rest if cell.streaming else ids[snapshot.offset :]
@@ -294,20 +286,21 @@ def _decode_cell(decoder: Decoder, rests, limits, after, streaming: bool) -> lis
         return records
     with patch.object(decoder, "stream", recording):
         tokens = decoder.generate(rests, limits, after=after, stop=())
-    if [[r.token for r in sequence] for sequence in records] != (
-        [tokens] if len(rests) == 1 else tokens
-    ):
+    sequences = [tokens] if len(rests) == 1 else tokens
+    streamed = []
+    for own in records:
+        streamed.append([record.token for record in own])
+    if streamed != sequences:
         raise AssertionError("generate does not return what stream yields")
     return records
 
 
 def _offer_foreign(decoder: Decoder) -> None:
-    """Another bundle's snapshot must be refused, and leave the running sequence as it is."""
+    """Offers another bundle's snapshot, which must be refused without changing the sequences."""
     own = decoder.snapshot()
+    zeros = {name: 0 * value for name, value in own.states.items()}
     try:
-        decoder.add(
-            0, replace(own, identity="another", states={n: 0 * v for n, v in own.states.items()})
-        )
+        decoder.add(0, replace(own, identity="another", states=zeros))
     except InputError:
         return
     raise AssertionError("a snapshot of another bundle was taken")
@@ -315,26 +308,31 @@ def _offer_foreign(decoder: Decoder) -> None:
 
 @contextmanager
 def count_predictions(decoder: Decoder):
-    """A list that grows by one with every prediction of the first layer shard."""
+    """A list with an item for every prediction of the first layer shard within the block."""
     model, calls = decoder.layers[0], []
     predict = model.predict
-    with patch.object(
-        model, "predict", lambda *arguments: (calls.append(1), predict(*arguments))[1]
-    ):
+
+    def counted(*arguments):
+        calls.append(1)
+        return predict(*arguments)
+
+    with patch.object(model, "predict", counted):
         yield calls
 
 
 def arithmetic(decoder: Decoder) -> str:
-    """The name in `LOGITS` of what a decoder computes in."""
+    """The key in `LOGITS` of a decoder's arithmetic."""
     return decoder.arithmetic
 
 
 def differs(
     records: list[Record], reference: list[Record], precision: str, strict: bool = False
 ) -> str:
-    """Where two runs part, or "". Up to the first other token, logits must agree; another token is
-    allowed where it is a near tie, never in exact arithmetic when `strict` (one cache, one
-    program)."""
+    """The first difference of two runs in words, or "".
+
+    Up to the first different token, logits must be equal within `LOGITS`. A different token is
+    allowed if it is a near tie, except in exact arithmetic with `strict` (one cache, one program).
+    """
     if len(records) != len(reference) or not records:
         return f"{len(records)} tokens, {len(reference)} expected"
     for i, (a, b) in enumerate(zip(records, reference, strict=True)):
@@ -350,9 +348,11 @@ def differs(
 def wrong_rows(
     snapshot: Snapshot, states: dict[str, np.ndarray], format: str, shapes: dict[str, tuple]
 ) -> str:
-    """What a snapshot, of these `shapes`, holds that a cold prefill's states [H_kv, S, D] do not,
-    or "": fp16 must be equal, q4 within half a step of its group along head_dim (a fifteenth of the
-    group's range) and one rounding."""
+    """The first difference of a snapshot's rows from a cold prefill's states [H_kv, S, D], or "".
+
+    fp16 must be equal; q4 within half a step of its group along head_dim (a step is a fifteenth of
+    the group's range) and one rounding.
+    """
     for name, cold in states.items():
         rows, allowed = snapshot.states.get(name), 0.0
         kind = RING if is_cache(name) else state_kind(name)
@@ -361,9 +361,8 @@ def wrong_rows(
             return f"{name} is {None if rows is None else list(rows.shape)}, not {list(cold.shape)}"
         if format == "q4" and is_cache(name):
             grouped = _grouped(cold)
-            allowed = np.repeat(np.ptp(grouped, -1) / 29.9, grouped.shape[-1], -1) + 2e-3 * np.abs(
-                cold
-            )
+            half_step = np.repeat(np.ptp(grouped, -1) / 29.9, grouped.shape[-1], -1)
+            allowed = half_step + 2e-3 * np.abs(cold)
         wrong = ~(np.abs(rows.astype(np.float32) - cold) <= allowed)
         if wrong.any():
             return f"{name}: {wrong.sum()} of {wrong.size} values are not the cold prefill's"
@@ -371,8 +370,8 @@ def wrong_rows(
 
 
 def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
-    """Records by sequence: each of the running sequences continues from `token` by `count` greedy
-    tokens."""
+    """Continues each of the running sequences from `token` by `count` greedy tokens; returns the
+    records by sequence."""
     B = decoder.options.batch
     tokens, records = [token] * B, [[] for _ in range(B)]
     for _ in range(count):
@@ -384,8 +383,8 @@ def greedy(decoder: Decoder, token: int, count: int) -> list[list[Record]]:
 
 
 def four_bits(rows: np.ndarray) -> np.ndarray:
-    """Rows [..., D] on 16 steps above the least of each group along D; step and least are fp16 and
-    contain the group."""
+    """Rows [..., D] rounded to 16 steps above the least value of each group along D; step and least
+    value are fp16 and cover the group."""
     grouped = _grouped(rows)
     least = grouped.min(-1, keepdims=True)
     most = grouped.max(-1, keepdims=True)
@@ -396,8 +395,8 @@ def four_bits(rows: np.ndarray) -> np.ndarray:
 
 
 def four_bit_error(rows: np.ndarray) -> float:
-    """RMS of what four bits change in rows [H, tokens, D], over that of what differs from token to
-    token."""
+    """RMS of the error of four bits in rows [H, tokens, D], over the RMS of the deviations from the
+    mean over tokens."""
     rows = rows.astype(np.float32)
     change = four_bits(rows) - rows
     spread = rows - rows.mean(1, keepdims=True)
@@ -411,7 +410,7 @@ def _grouped(rows: np.ndarray) -> np.ndarray:
 
 
 def _fp16_beyond(value: np.ndarray, side: float) -> np.ndarray:
-    """The nearest fp16 number that does not lie on the other side of `value`, as float32."""
+    """The nearest fp16 number on the side of `value` that `side` (±inf) names, as float32."""
     near = value.astype(np.float16)
     short = near > value if side < 0 else near < value
     return np.where(short, np.nextafter(near, np.float16(side)), near).astype(np.float32)

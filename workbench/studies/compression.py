@@ -1,8 +1,7 @@
-"""What each preset costs beside its size, the cheapest that passes, and a fault that compression
-would hide.
+"""The price and size of each compression preset, the cheapest that passes, and a planted fault.
 
-Is the bundle faulty, and what does compression cost: two questions. A fault planted in a bundle on
-disk answers the first with RED while the price may stay far below any limit.
+A bundle's faults and its price are independent: the planted fault makes a bug gate RED while the
+price may stay far below any limit.
 """
 
 import json
@@ -36,9 +35,11 @@ def preset_prices(
     **options,
 ) -> pd.DataFrame:
     """One row per preset, smallest bundle first: bytes, mean KL and its budget (nats), same top
-    token, the verdict of the gates that ask for bugs, and that of all gates. Bundles are exported
-    into `bundles` with `options`, and run as `how` says (`runtime`, `compute_units`). A preset that
-    the checkpoint's sizes do not allow has the reason in place of a verdict."""
+    token, the verdict of the bug gates, and that of all gates.
+
+    Bundles are exported into `bundles` with `options`; `how` has the decoders' runtime and compute
+    units. A preset that the checkpoint's sizes do not allow has the reason as its verdict.
+    """
     rows = []
     for preset in presets:
         try:
@@ -47,17 +48,16 @@ def preset_prices(
             rows.append({"compress": preset, "verdict": f"{problem.actual}: {problem.needed}"})
             continue
         result = validate_stored(Decoder(bundle, **how or {}), golden, checkpoint, max_kl=max_kl)
-        rows.append(
-            {
-                "compress": preset,
-                "bytes": bundle.bytes,
-                "kl_mean": float(result.price.kl.mean()),
-                "kl_budget": float(result.price.budget_kl.mean()),
-                "same_top": result.price.same_top,
-                "bug_gates": gates.verdict(result.bug_gates),
-                "verdict": result.verdict,
-            }
-        )
+        row = {
+            "compress": preset,
+            "bytes": bundle.bytes,
+            "kl_mean": float(result.price.kl.mean()),
+            "kl_budget": float(result.price.budget_kl.mean()),
+            "same_top": result.price.same_top,
+            "bug_gates": gates.verdict(result.bug_gates),
+            "verdict": result.verdict,
+        }
+        rows.append(row)
     return pd.DataFrame(rows).sort_values("bytes", ignore_index=True)
 
 
@@ -75,19 +75,14 @@ def cheapest_conclusion(prices: pd.DataFrame, max_kl: float) -> str:
 
 
 def price_table(result: Validation) -> pd.DataFrame:
-    """Price beside budget: mean, median, 99% and largest KL of the bundle, and of what rounding
-    alone costs."""
+    """Price and budget: mean, median, 99% and largest KL of the bundle and of rounding alone."""
     price = result.price.json()
-    if price["budget"]:
-        budget = price["budget"]["kl"]
-    else:
-        budget = dict.fromkeys(price["kl"])
+    budget = price["budget"]["kl"] if price["budget"] else dict.fromkeys(price["kl"])
     return pd.DataFrame({"price": price["kl"], "budget": budget}).rename_axis("KL (nats)")
 
 
 def plant_rope_fault(bundle: Bundle, folder: Path, factor: float = 1.02) -> Bundle:
-    """A copy of `bundle` in `folder` whose rotary frequencies are `factor` times what they should
-    be."""
+    """A copy of `bundle` in `folder` with its rotary frequencies multiplied by `factor`."""
     copy = Path(shutil.copytree(bundle.root, folder / f"{bundle.root.name}-planted"))
     manifest = json.loads((copy / MANIFEST_NAME).read_text())
     for rope in manifest["rope"]:
@@ -107,9 +102,8 @@ def fidelity_of_both(
     errors = price_rows(decoder, golden, measure_fidelity(decoder, golden, Ts)[1])
     rows = updates.drop(columns="error").merge(errors[[*keys, "error"]], on=keys)
     rows["finite"] = rows["error"].notna()
-    return pd.concat(
-        [updates.assign(bundle="sound"), rows.assign(bundle="planted fault")], ignore_index=True
-    )
+    both = [updates.assign(bundle="sound"), rows.assign(bundle="planted fault")]
+    return pd.concat(both, ignore_index=True)
 
 
 def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.DataFrame:
@@ -117,15 +111,8 @@ def beside(sound: Iterable[gates.Gate], planted: Iterable[gates.Gate]) -> pd.Dat
     after = {gate.name: gate for gate in planted}
     rows = []
     for gate in sound:
-        rows.append(
-            {
-                "gate": gate.name,
-                "sound": gate.verdict,
-                "planted": after[gate.name].verdict,
-                "value": gate.value,
-                "planted value": after[gate.name].value,
-                "threshold": gate.threshold,
-                "reason": after[gate.name].reason,
-            }
-        )
-    return pd.DataFrame(rows)
+        other = after[gate.name]
+        values = gate.value, other.value, gate.threshold
+        rows.append((gate.name, gate.verdict, other.verdict, *values, other.reason))
+    columns = ["gate", "sound", "planted", "value", "planted value", "threshold", "reason"]
+    return pd.DataFrame(rows, columns=columns)

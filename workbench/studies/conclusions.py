@@ -1,5 +1,4 @@
-"""The tables and sentences of single notebooks, out of what each measured; reads no log and draws
-nothing."""
+"""Tables and conclusions of single notebooks, made from their results."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -21,15 +20,13 @@ _WAYS = ("runtime", "precision", "fast", "compute_units", "hints", "depth")
 
 
 def source_figures(project: Path, pattern: str) -> pd.DataFrame:
-    """What the source of experiments 29 and 30 reports, where its column `source` matches
-    `pattern`."""
+    """The published figures of experiments 29 and 30 whose column `source` matches `pattern`."""
     table = pd.read_csv(project / "data" / "sources" / "experiment30.csv")
     return table[table["source"].str.contains(pattern)].fillna("")
 
 
 def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
-    """Records of the write probe as `plots.cache_rows` wants them: one row per call, layer and
-    slot."""
+    """Records of the write probe for `plots.cache_rows`: one row per call, layer and slot."""
     probes = pd.DataFrame(records)
     probes["call"] = probes.groupby(["T", "pos"], sort=False).ngroup()
     rows = probes.merge(pd.Series(range(slots), name="slot"), how="cross")
@@ -40,8 +37,8 @@ def cache_calls(records: list[dict], slots: int) -> pd.DataFrame:
 
 
 def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
-    """Cache bytes of several settings, as `plots.memory_bar` wants them; each case holds
-    `kv_bytes`'s keywords."""
+    """Cache bytes of several settings for `plots.memory_bar`; each case has `kv_bytes`'s
+    keywords."""
     rows = []
     for name, case in cases.items():
         rows.append((name, "KV cache", kv_bytes(**case)))
@@ -49,7 +46,7 @@ def cache_sizes(cases: dict[str, dict]) -> pd.DataFrame:
 
 
 def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The isolated cells (layer, position, tensor) furthest from the golden, each at its worst
+    """The isolated cells (layer, position, tensor) with the largest errors, each at its worst
     T."""
     isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(["update", "k", "v"])]
     ranked = isolated.sort_values("cosine", na_position="first", ignore_index=True)
@@ -59,12 +56,12 @@ def worst(rows: pd.DataFrame, count: int = 5) -> pd.DataFrame:
 
 
 def valid(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of which no column `invalid` says that they are not what their settings say."""
+    """The rows of valid runs, whose column `invalid` is null or missing."""
     return rows[rows["invalid"].isna()] if "invalid" in rows else rows
 
 
 def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
-    """What a sweep over max_seq_len and T says of its one machine, in words, from medians."""
+    """The conclusion of a sweep over max_seq_len and T on one machine, from medians."""
     machine = only_machine(pd.concat([rates, layers]))
     reasons = rates.get("invalid")
     rates, layers = valid(rates), valid(layers)
@@ -76,10 +73,8 @@ def speed_conclusion(rates: pd.DataFrame, layers: pd.DataFrame) -> str:
     lines = [f"Fastest: {fastest}."]
     lengths = median.index.unique("max_seq_len")
     Ts = median.index.unique("T")
-    short = lengths.min()
-    long = lengths.max()
-    few = Ts.min()
-    many = Ts.max()
+    short, long = lengths.min(), lengths.max()
+    few, many = Ts.min(), Ts.max()
     for T in (few, many):
         ratio = median[short, T] / median[long, T]
         going = f"going from max_seq_len {short} to {long}"
@@ -101,23 +96,24 @@ def both_paths(fast: pd.DataFrame, literal: pd.DataFrame) -> pd.DataFrame:
 
 
 def path_conclusion(calls: pd.DataFrame) -> str:
-    """What a longer cache and more tokens cost a call on each path, a line each, from medians in
-    ms."""
+    """The conclusion on the cost of a longer cache and of more tokens per call on each path, from
+    medians in ms."""
     lines = []
     for path, rows in valid(calls).groupby("path", sort=False):
         ms = rows.groupby(["max_seq_len", "T"])["value"].median()
         (short, few), (long, many) = ms.index.min(), ms.index.max()
+        longer = f"{ms[long, few] / ms[short, few]:.2f} times the time of one at {short}"
+        wider = f"{ms[long, many] / ms[long, few]:.2f} times that of T = {few}"
         lines.append(
-            f"{path}: at T = {few}, a call at max_seq_len {long} takes "
-            f"{ms[long, few] / ms[short, few]:.2f} times the time of one at {short}; "
-            f"at {long}, one of T = {many} {ms[long, many] / ms[long, few]:.2f} times that of T = {few}."
+            f"{path}: at T = {few}, a call at max_seq_len {long} takes {longer}; "
+            f"at {long}, one of T = {many} {wider}."
         )
     return "\n".join(lines)
 
 
 def choice_conclusion(rows: pd.DataFrame) -> str:
-    """Which configuration of a sweep to take on its one machine, what the fastest of all would
-    cost, and what each axis is worth."""
+    """The conclusion of a sweep on one machine: the fastest configuration that passes, the fastest
+    of all, and the median speed of each value of each axis."""
     machine = only_machine(rows)
     rows = valid(rows)
     passing = rows[rows["verdict"] == "GREEN"]
@@ -137,7 +133,9 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
         runs = f"{rows['n'].min()} of the {MIN_ROUNDS} runs that a ranking needs"
         lines.insert(0, f"Preliminary: some configuration has {runs}.")
     axes = [*Options.model_fields, *_WAYS]
-    for axis in [c for c in rows if c in axes and rows[c].nunique(dropna=False) > 1]:
+    for axis in rows:
+        if axis not in axes or rows[axis].nunique(dropna=False) < 2:
+            continue
         speeds = rows.groupby(axis, dropna=False)["tokens_per_s"].median()
         speeds = speeds.sort_values(ascending=False)
         words = ", ".join(f"{value} {speed:.0f} tok/s" for value, speed in speeds.items())
@@ -146,9 +144,9 @@ def choice_conclusion(rows: pd.DataFrame) -> str:
 
 
 def routing_prediction() -> pd.DataFrame:
-    """What the roofline expects of ZAYA1's own MoE layer on an M4 Max: all experts in one shard,
-    and a router's and one expert's shard; `programs` is how many the whole model loads, which lint
-    rule G3 counts."""
+    """The roofline's prediction for ZAYA1's MoE layer on an M4 Max: dense (all experts in one
+    shard) and routed (a router's and one expert's shard). `programs` is the number that the whole
+    model loads, which lint rule G3 limits."""
     experts, layers, head_slices = 16, 40, 17
     (dense,) = (w for model, w, _, _ in roofline.figures() if w.name == "ZAYA1-8B, MoE shard")
     weights = dense.weight_bytes // experts
@@ -159,9 +157,8 @@ def routing_prediction() -> pd.DataFrame:
         ("dense", layers + head_slices, dense),
         ("routed", layers * (1 + experts) + head_slices, one),
     ):
-        rows.append(
-            (name, programs, work.weight_bytes, roofline.predict_ms([work], "M4 Max")["ms"].sum())
-        )
+        ms = roofline.predict_ms([work], "M4 Max")["ms"].sum()
+        rows.append((name, programs, work.weight_bytes, ms))
     return pd.DataFrame(rows, columns=["experts", "programs", "weight_bytes", "predicted_ms"])
 
 
@@ -188,7 +185,7 @@ def probe_shares(profile: pd.DataFrame) -> pd.DataFrame:
 
 
 def probe_conclusion(shares: pd.DataFrame, machine: str = "this machine") -> str:
-    """How much of attention a Q→O probe measures on a machine, in words."""
+    """The conclusion on the share of attention that a Q→O probe measures on a machine."""
     ms = shares.set_index("part")["ms"]
     probe = ms["probe: q_proj and o_proj"]
     attention = probe + ms["rest of attention"]
@@ -210,24 +207,24 @@ def by_layer(results: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def gates_by_prompt(gates: dict[str, Iterable[Gate]]) -> list[Gate]:
-    """The gates of several prompts: those that look at the bundle alone are there once, all others
-    name their prompt in the reason."""
-    listed = []
-    for prompt, some in gates.items():
-        for gate in some:
-            listed.append((prompt, gate))
-    prompts = Counter(gate for _, gate in listed)
-    alone = {gate for gate, count in prompts.items() if 1 < count == len(gates)}
-    named = [
-        gate if gate in alone else replace(gate, reason=f"prompt {prompt}: {gate.reason}")
-        for prompt, gate in listed
-    ]
+    """The gates of several prompts: gates that are equal for all prompts once, all others with
+    their prompt in the reason."""
+    listed = {prompt: list(own) for prompt, own in gates.items()}
+    prompts = Counter()
+    for own in listed.values():
+        prompts.update(own)
+    named = []
+    for prompt, own in listed.items():
+        for gate in own:
+            if not 1 < prompts[gate] == len(gates):
+                gate = replace(gate, reason=f"prompt {prompt}: {gate.reason}")
+            named.append(gate)
     return list(dict.fromkeys(named))
 
 
 def ablation_conclusion(ablated: pd.DataFrame, threshold: float) -> str:
-    """Which ingredients stand out in the update, and which of them the hidden state would not show;
-    `threshold` is a cosine."""
+    """The conclusion on the ingredients that move the update beyond `threshold`, a cosine, and on
+    those of them that the hidden state does not show."""
     wide = ablated.pivot(index="ingredient", columns="tensor", values="cosine")
     blind = wide.index[(wide["update"] < threshold) & (wide["hidden"] >= threshold)].tolist()
     missed = wide.index[wide["update"] >= threshold].tolist()
@@ -259,7 +256,7 @@ def bench_rows(rows: list[dict], machine: str, samples: bool = False) -> pd.Data
 
 
 def moe_conclusion(rows: list[dict], experts: int, machine: str) -> str:
-    """What routing saves against dense on a machine, in words."""
+    """The conclusion on routed against dense experts on a machine."""
     ratio = {r["name"]: r["ratio"] for r in rows}
     ms = ratio["moe_ms_per_token"]
     time = f"{ms:.2f} times fewer milliseconds"
@@ -288,7 +285,7 @@ def layer_times(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def sweep_counts(counts: dict[str, dict]) -> pd.DataFrame:
-    """What several sweeps counted (see `workbench.sweep.sweep`), a row each."""
+    """The counts of several sweeps (see `workbench.sweep.sweep`), a row each."""
     return pd.DataFrame(counts).T.rename_axis("sweep")
 
 
@@ -306,7 +303,7 @@ def planted_hypotheses() -> pd.DataFrame:
 
 
 def reuse_damage(rows: pd.DataFrame) -> pd.DataFrame:
-    """What failing configurations damage, by hypothesis and format: shares of first tokens and
-    stored sessions that are right, and the largest relative deviation of the first logits."""
+    """The damage of failing configurations by hypothesis and format: shares of correct first tokens
+    and of unchanged stored sessions, and the largest relative deviation of the first logits."""
     failing = rows[~rows["ok"]].groupby(["hypothesis", "format"])
     return failing.agg({"first_token_ok": "mean", "entry_ok": "mean", "apart": "max"}).reset_index()

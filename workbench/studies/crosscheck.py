@@ -1,7 +1,7 @@
-"""One checkpoint before three witnesses: Hugging Face's model, its Core ML bundle on the portable
-runtime, and the Core AI twin of that bundle on Apple's interpreter.
+"""Compares three implementations of one checkpoint: Hugging Face's model, its Core ML bundle on the
+portable runtime, and the Core AI twin of that bundle on Apple's interpreter.
 
-fp32 programs separate what was re-authored from arithmetic, fp16 programs show the arithmetic.
+fp32 programs show re-authoring errors alone, fp16 programs add those of the arithmetic.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from workbench.models.checkpoint import Checkpoint
 
 ARITHMETICS = {"exact": "fp32", "declared": "fp16"}  # portable precision → dtype of the twin
 WITNESSES = {"portable": "portable", "coreai": "Apple"}  # in figures, beside HF
-# 1 − cosine of an isolated update, worst of all, near ties of a router apart (issue 24)
+# largest 1 − cosine of an isolated update, without near ties of a router
 UPDATE_LIMITS = {"exact": 1e-11, "declared": 1e-4}
 
 
 @dataclass(frozen=True)
 class Crosscheck:
-    """`errors`: one row per `pair` (two witnesses), precision, layer, position, T and tensor
-    (update, k, v) with the relative RMS `error` and the `budget`, what rounding alone costs.
-    `runtimes`: one dict per runtime and precision, figures against the golden."""
+    """`errors`: one row per `pair` of implementations, precision, layer, position, T and tensor
+    (update, k, v) with the relative RMS `error` and the `budget`, the error of rounding alone.
+    `runtimes`: one dict per runtime and precision, compared with the golden."""
 
     errors: pd.DataFrame
     runtimes: list[dict]
@@ -46,8 +46,8 @@ class Crosscheck:
 
 
 def twin(bundle: Bundle, checkpoint: Checkpoint, dtype: str, folder: Path | None = None) -> Bundle:
-    """The Core AI bundle of the same checkpoint and options, exported beside `bundle` or into
-    `folder` unless it is there.
+    """The Core AI bundle of the same checkpoint and options, beside `bundle` or in `folder`;
+    exported if it is missing.
 
     Raises:
         InputError: the extra is missing, an option that Core AI lacks, or another bundle there.
@@ -71,12 +71,11 @@ def crosscheck(
     checkpoint: Checkpoint,
     ids: Sequence[int],
     *,
-    Ts: Sequence[int] | None = None,
     folder: Path | None = None,
     progress: bool = False,
 ) -> Crosscheck:
-    """Every layer × position × T of the bundle and its twins in two arithmetics, against Hugging
-    Face's model with the weights that the bundle stores, and against each other."""
+    """Compares every layer × position × T of the bundle and its twins in two arithmetics with
+    Hugging Face's model on the bundle's weights, and with each other."""
     check_exported_from(checkpoint, bundle)
     golden = make_golden(checkpoint, ids, stored_weights(checkpoint, bundle), bundle.identity)
     budget = price.measure_budget(bundle, checkpoint, golden)
@@ -88,7 +87,7 @@ def crosscheck(
         }
         passes = {}
         for name, decoder in decoders.items():
-            rows, traces, chained = fidelity.measure_fidelity(decoder, golden, Ts, progress)
+            rows, traces, chained = fidelity.measure_fidelity(decoder, golden, None, progress)
             passes[name] = traces
             table = price.price_rows(decoder, golden, traces, budget)
             errors.append(table.assign(pair=f"HF ↔ {WITNESSES[name]}", precision=precision))
@@ -114,8 +113,8 @@ def runtime_table(result: Crosscheck) -> pd.DataFrame:
 def figures(
     name: str, precision: str, rows: pd.DataFrame, table: pd.DataFrame, logits: dict
 ) -> dict:
-    """What a runtime shows against the golden: the worst isolated update as 1 − cosine, near ties
-    apart, and the worst relative error of a row of K or V."""
+    """A runtime's errors against the golden: the worst isolated update as 1 − cosine, without near
+    ties, and the worst relative error of a row of K or V."""
     updates = rows[(rows["mode"] == "isolated") & (rows["tensor"] == "update")]
     clear = updates[~updates.get("routing_tie", pd.Series(False, updates.index))]
     return {
@@ -129,8 +128,8 @@ def figures(
 
 
 def runtime_gates(row: dict) -> list[Gate]:
-    """Whether a runtime's updates and, in exact arithmetic, its caches and tokens are the
-    golden's."""
+    """Gates of a runtime's updates and, in exact arithmetic, of its caches and tokens against the
+    golden."""
     of = f"{row['name']} {row['precision']}"
     limit = UPDATE_LIMITS[row["precision"]]
     update = row["worst_update"]
@@ -150,7 +149,7 @@ def between(
     portable: dict[int, ForwardPass],
     apple: dict[int, ForwardPass],
 ) -> pd.DataFrame:
-    """Rows as `price_rows` of the Core AI passes by T, with the portable passes as their golden."""
+    """`price_rows` of the Core AI passes by T, with the portable passes as their golden."""
     parts = []
     for T, trace in portable.items():
         layers = range(len(golden.x))

@@ -1,7 +1,5 @@
-"""What one more shard costs a call: the same layers in more shards are the same work and more
-dispatches.
-
-Tables of the log in, a table out; which machine and which settings they are of, their columns say.
+"""The cost of one more shard per call, from bundles with the same layers in different numbers of
+shards.
 """
 
 import numpy as np
@@ -12,18 +10,17 @@ from workbench.sweep import runs
 
 CLOCKS = {"wall": "value", "native": "native_ms", "cpu": "cpu_ms"}
 CONFIDENCE = 0.95
-_ALIKE = [
-    "checkpoint_hash",
-    *(name for name in runs.TIMES if name not in ("layers_per_shard", "T")),
-]
+_ALIKE = ["checkpoint_hash", *runs.TIMES]  # equal in bundles that differ only in their shards
+_ALIKE.remove("layers_per_shard")
+_ALIKE.remove("T")
 
 
 def dispatch_cost(samples: pd.DataFrame) -> pd.DataFrame:
     """The ms that each layer shard adds to a call, for each T and clock.
 
-    A call's time in its layer shards is regressed on their number by least squares, one value (the
-    median over calls) from each run. Bundles that differ in anything but layers per shard have an
-    intercept each and the slope in common.
+    The slope is a least-squares fit of a call's time in its layer shards against their number, with
+    one value (the median over calls) per run. Bundles that differ in anything but layers per shard
+    have an intercept each and the slope in common.
 
     Args:
         samples: the log's samples with their runs' settings, of one machine (see
@@ -32,13 +29,12 @@ def dispatch_cost(samples: pd.DataFrame) -> pd.DataFrame:
     Returns:
         T, clock (wall; native: Core ML's own; cpu: of the calling thread), dispatch_ms, its 95%
         interval low, high (null: fewer than two runs more than intercepts), runs, least_shards,
-        most_shards. Only T and clocks of which some bundles differ in their number of shards.
+        most_shards; only for T and clocks with bundles of different numbers of shards.
     """
     machine = only_machine(samples)
     timed = samples[(samples["phase"] == "layer") & ~samples["warmup"].fillna(False)]
-    timed = timed[timed["invalid"].isna()].rename(
-        columns={column: clock for clock, column in CLOCKS.items()}
-    )
+    names = {column: clock for clock, column in CLOCKS.items()}
+    timed = timed[timed["invalid"].isna()].rename(columns=names)
     rows = []
     for clock in CLOCKS:
         steps = timed.dropna(subset=clock)
@@ -57,8 +53,7 @@ def dispatch_cost(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _slope(x: np.ndarray, y: np.ndarray, freedom: int) -> tuple[float, float, float]:
-    """Slope of y on x, both without their means, and its interval, NaN without a degree of
-    freedom."""
+    """Slope of y on x, both centred, and its interval, NaN without a degree of freedom."""
     from scipy import stats
 
     slope = float(x @ y / (x @ x))

@@ -1,4 +1,4 @@
-"""A tiny decoder in plain torch, and its conversion to packages with another exporter's
+"""A small decoder in plain torch, and its conversion to packages with another exporter's
 interface."""
 
 from functools import partial
@@ -115,10 +115,7 @@ class Model(nn.Module):
         x = x + out
         if not mlp:
             return x
-        if g:
-            before = "pre_feedforward_layernorm"
-        else:
-            before = "post_attention_layernorm"
+        before = "pre_feedforward_layernorm" if g else "post_attention_layernorm"
         y = rms(x, self.w(i, before), eps)
         act = partial(nn.functional.gelu, approximate="tanh") if g else nn.functional.silu
         y = act(self.linear(y, i, "mlp.gate_proj")) * self.linear(y, i, "mlp.up_proj")
@@ -147,14 +144,12 @@ def convert(module, inputs, outputs, states=(), **options):
     ct = coremltools()
     examples = []
     for _, _, kind, example in inputs:
-        examples.append(
-            torch.zeros(example, dtype=torch.int32 if kind is np.int32 else torch.float32)
-        )
+        dtype = torch.int32 if kind is np.int32 else torch.float32
+        examples.append(torch.zeros(example, dtype=dtype))
     module_states = []
     for name, shape in states:
-        module_states.append(
-            ct.StateType(wrapped_type=ct.TensorType(shape=shape, dtype=np.float16), name=name)
-        )
+        tensor = ct.TensorType(shape=shape, dtype=np.float16)
+        module_states.append(ct.StateType(wrapped_type=tensor, name=name))
     target = options.pop("target", ct.target.iOS18)
     with quiet(), no_progress(), lean(), torch.no_grad(), shim.mended_converter():
         return ct.convert(
@@ -200,8 +195,8 @@ def quantized(package, **options):
 
 
 def tiny_checkpoint(family: str, folder: Path, layers: int = 2) -> Path:
-    """A random checkpoint of a family, written into `folder` where it is missing; sliding layers
-    have a window of 8, and the last layer does not slide."""
+    """A random checkpoint of a family in `folder`, written if it is missing; sliding layers have a
+    window of 8, and the last layer is full attention."""
     path = folder / family
     config = SIZES | {"num_hidden_layers": layers}
     if family == "llama":

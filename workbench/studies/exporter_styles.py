@@ -1,5 +1,5 @@
-"""Small packages with the interfaces of five exporters, from torch code of our own: names,
-functions, shapes and layouts are theirs, nothing else is. Faults are planted by name."""
+"""Small packages with the interfaces of five exporters: their names, functions, shapes and layouts
+around torch code of this project. Faults are planted by name."""
 
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ FAULTS = {
 
 
 class Recipe(nn.Module):
-    """One package; q and end are free, rows are written at end − q; K and V [L, 1, kv, S, D]."""
+    """One package; q and end vary, rows are written at end − q; K and V [L, 1, kv, S, D]."""
 
     def __init__(self, model):
         super().__init__()
@@ -58,9 +58,7 @@ def recipe(folder: Path, checkpoint: Path, S: int = 64, fault: str = "", int4: b
         ("causalMask", (1, 1, q, end), np.float16, (1, 1, 2, 5)),
     ]
     module = Recipe(m)
-    states = []
-    for n in ("keyCache", "valueCache"):
-        states.append((n, tuple(module.keyCache.shape)))
+    states = [(n, tuple(module.keyCache.shape)) for n in ("keyCache", "valueCache")]
     package = convert(module, inputs, ["logits"], states)
     if int4:
         package = quantized(package, dtype="int4", granularity="per_block", block_size=32)
@@ -122,9 +120,7 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
             ("attn_mask", (1, 1, T, S), np.float16, (1, 1, 1, S)),
             ("kv_write_mask", (1, 1, S, T), np.float16, (1, 1, S, 1)),
         ]
-        states = []
-        for n in "kv":
-            states.append((f"layers.0.{n}_state", (1, m.kv, S, m.D)))
+        states = [(f"layers.0.{n}_state", (1, m.kv, S, m.D)) for n in "kv"]
         package = quantized(convert(Shard(m, i, i + 1), inputs, ["hidden"], states), dtype="int8")
         package.save(str(folder / f"layer{i}_{i + 1}_q8.mlpackage"))
     V = m.head.shape[0]
@@ -135,9 +131,11 @@ def shards(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", t_max: 
 
 
 class Chunk(nn.Module):
-    """Layers of the chunked style: one state for all of them, written at current_pos; sliding
-    layers may have a cache of their own that rotates (`rotate`), a prefill leaves out the last
-    layer's MLP. Core ML's names of the states come from this nesting."""
+    """Layers of the chunked style with one state for all of them, written at current_pos.
+
+    Sliding layers may have a cache of their own that rotates (`rotate`); a prefill skips the last
+    layer's MLP. Core ML's names of the states are the paths of these modules.
+    """
 
     def __init__(self, model, span, window=0, rotate=False, prefill=False):
         super().__init__()
@@ -145,9 +143,8 @@ class Chunk(nn.Module):
         self.rotate, self.prefill, self.model = rotate, prefill, nn.Module()
         self.model.model = nn.Module()
         sliding = []
-        for i in range(model.L):
-            if window and model.kinds[i] == "sliding_attention":
-                sliding.append(i)
+        if window:
+            sliding = [i for i, kind in enumerate(model.kinds) if kind == "sliding_attention"]
         full = [i for i in range(model.L) if i not in sliding]
         self.caches = {}
         for name, layers, rows in (
@@ -189,7 +186,7 @@ class Chunk(nn.Module):
             kind = self.m.kinds[i]
             mlp = not (self.prefill and i == self.m.L - 1)
             x = self.m.layer(i, x, *self.m.rope(kind, positions), own, cache, mlp)
-        for state in self.model.model.buffers():  # a state that nothing reads is dropped
+        for state in self.model.model.buffers():  # coremltools removes a state without a reader
             x = x + state[0, 0, 0, 0] * 0.0
         if self.prefill or self.span[-1] < self.m.L - 1:
             return x
@@ -208,9 +205,9 @@ def chunks(
     lut: bool = False,
     sound: Path | None = None,
 ):
-    """Embeddings, two chunks (one where layers slide) of functions infer and prefill (and their
-    rotating twins), a head of several slices; −inf masks, meta.yaml. What the fault `future` leaves
-    as it is, is copied from the folder `sound`."""
+    """Embeddings, two chunks (one if layers slide) with functions infer and prefill (and rotating
+    ones), a head of several slices; −inf masks, meta.yaml. Packages without the fault `future` are
+    copied from the folder `sound`."""
     m = Model(checkpoint, S, fault)
     if sound:
         shutil.copytree(sound, folder)
@@ -255,9 +252,7 @@ def _function(chunk: Chunk, T: int, lut: bool):
         plain("current_pos", (1,), np.int32),
     ]
     buffers = chunk.model.model.named_buffers()
-    states = []
-    for name, buffer in buffers:
-        states.append((f"model.model.{name}", tuple(buffer.shape)))
+    states = [(f"model.model.{name}", tuple(buffer.shape)) for name, buffer in buffers]
     package = convert(chunk, inputs, ["output_hidden_states"], states)
     grouped = dict(granularity="per_grouped_channel", group_size=8, nbits=4)
     return palettized(package, **grouped) if lut else package
@@ -283,8 +278,8 @@ def _ends(folder: Path, m: Model, batch: int, heads: int) -> None:
 
 
 class Monolith(nn.Module):
-    """One package, one token a call, one-hot write, argmax inside; sliding layers mask
-    themselves."""
+    """One package, one token per call, one-hot write, argmax inside; sliding layers compute their
+    own mask."""
 
     def __init__(self, model, window):
         super().__init__()
@@ -385,8 +380,8 @@ def host(folder: Path, checkpoint: Path, S: int = 32, fault: str = "", lut: bool
 
 @dataclass(frozen=True)
 class Style:
-    """An exporter's interface: the family of the checkpoint, what makes the packages, the fault
-    that is planted, what the packages then compute (a variant of `workbench explain`)."""
+    """An exporter's interface: the checkpoint's family, the function that makes the packages, the
+    planted fault, and the variant that the faulty packages compute (see `workbench explain`)."""
 
     family: str
     make: Callable

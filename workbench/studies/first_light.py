@@ -1,11 +1,12 @@
-"""What a first light says: rows of the log in, the tables, gates and sentences of notebook 36 out.
+"""The tables, gates and conclusions of notebook 36, from the log's rows of a first light.
 
-Nothing that ran over the stand-in settles anything about Core ML, and every answer says so.
+Results over the stand-in are no evidence about Core ML, and every answer from them is marked so.
 """
 
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,15 @@ from workbench.firstlight import archive, rungs
 from workbench.log.machine import machine_name
 
 STAND_IN = Path("data/first-light/stand-in.zip")
-SAME_TIME = 0.2  # two medians that differ by less of the larger one are the same time
+SAME_TIME = 0.2  # largest relative difference of two medians that count as equal
 UNKNOWN = "not measured"
 NOT_CORE_ML = "open: not Core ML, which would say "
 
 
 @dataclass(frozen=True)
 class Light:
-    """One first light out of the log: each stage's rows and how it ended (`stages`: stage, status,
-    reason, seconds, rows), and what it ran on."""
+    """One first light of the log: `stages` (stage, status, reason, seconds, number of rows), the
+    rows of each stage, and the machine and runtime."""
 
     stages: pd.DataFrame
     rows: dict[str, pd.DataFrame]
@@ -38,7 +39,7 @@ class Light:
 
     @property
     def label(self) -> str:
-        """The machine, and after it what ran if that was not Core ML."""
+        """The machine, and the runtime if it was not Core ML."""
         kind = "simulated Mac" if self.simulated else "stand-in"
         if self.runtime == "coreml":
             return self.machine
@@ -46,8 +47,8 @@ class Light:
 
 
 def take(project: Path, path: str, root: log.store.Root = None) -> Light:
-    """Takes the zip at `path` of the project into the log, and reads it from there; where nothing
-    is, the one that came with the project, which ran over the stand-in."""
+    """Imports the zip at `path` of the project into the log and reads it from there; if it is
+    missing, the shipped zip of a run over the stand-in."""
     file = project / path
     imported = archive.import_zip(file if file.exists() else project / STAND_IN, root)
     return read(log.load("runs", root, {"run_id": imported["runs"]}))
@@ -56,15 +57,15 @@ def take(project: Path, path: str, root: log.store.Root = None) -> Light:
 def read(runs: pd.DataFrame) -> Light:
     """The first light whose rows of `runs` these are."""
     ended = runs[runs["command"].str.startswith("first-light ")].sort_values("run_id")
-    stages = []
+    stages, rows = [], {}
     for text in ended["config"]:
-        stages.append(json.loads(text).get("first_light"))
-    stages = [stage for stage in stages if stage]
-    columns = ["stage", "status", "reason", "seconds"]
-    table = pd.DataFrame([{name: stage[name] for name in columns} for stage in stages])
+        if stage := json.loads(text).get("first_light"):
+            stages.append(stage)
+            rows[stage["stage"]] = pd.DataFrame(stage["rows"])
+    table = pd.DataFrame(stages, columns=["stage", "status", "reason", "seconds", "rows"])
     return Light(
-        table.assign(rows=[len(stage["rows"]) for stage in stages]),
-        {stage["stage"]: pd.DataFrame(stage["rows"]) for stage in stages},
+        table.assign(rows=table["rows"].map(len)),
+        rows,
         machine_name(ended.iloc[0]),
         stages[0]["runtime"],
         stages[0]["simulated"],
@@ -73,18 +74,22 @@ def read(runs: pd.DataFrame) -> Light:
 
 
 class Ladder:
-    """The rows of the stage `ladder`: how each rung ran on a unit, and Core ML's plan for it."""
+    """The rows of the stage `ladder`: each rung's run on a unit, and Core ML's plan for it."""
 
     def __init__(self, light: Light):
         rows = light.rows.get("ladder", pd.DataFrame(columns=["ask", "rung", "units"]))
         records = rows.astype(object).where(rows.notna(), None).to_dict("records")
-        self.runs = {(r["rung"], r["units"]): r for r in records if r["ask"] == "run"}
-        self.plans = {r["rung"]: r for r in records if r["ask"] == "plan"}
+        self.runs, self.plans = {}, {}
+        for row in records:
+            if row["ask"] == "run":
+                self.runs[row["rung"], row["units"]] = row
+            else:
+                self.plans[row["rung"]] = row
         timing = light.rows.get("timing", pd.DataFrame())
         self.energy = timing.reindex(columns=["units", "status", "ane_joules", "energy_reason"])
 
     def ok(self, rung: str, units: str = "CPU_AND_NE") -> bool | None:
-        """Whether a rung ran there and computed what portable computes."""
+        """Whether a rung ran on these units with the portable runtime's values."""
         row = self.runs.get((rung, units))
         return row and row["status"] == "ok" and row["verdict"] == "GREEN"
 
@@ -94,7 +99,7 @@ class Ladder:
         return row and row["status"] == "refused" and _word(row) == "−14"
 
     def share(self, rung: str) -> float | None:
-        """The share of a rung's operations that are planned on the Neural Engine."""
+        """The share of a rung's operations planned on the Neural Engine."""
         row = self.plans.get(rung, {})
         if row.get("status") == "ok" and row["ops"]:
             return row["ane"] / row["ops"]
@@ -110,7 +115,7 @@ class Ladder:
         return {rung: row for (rung, other), row in self.runs.items() if other == units}
 
     def cells(self) -> pd.DataFrame:
-        """What `plots.placement_ladder` draws: rung, column, text, good."""
+        """The cells for `plots.placement_ladder`: rung, column, text, good."""
         rows = []
         for rung in rungs.ladder().values():
             for units in UNITS:
@@ -123,12 +128,14 @@ class Ladder:
         return pd.DataFrame(rows, columns=["rung", "column", "text", "good"])
 
     def table(self) -> pd.DataFrame:
-        """Every run of a rung, the rung that it stands over, its times and its distance from
-        portable."""
+        """Every run of a rung, the rung that it changes (`over`), its times and its distance from
+        the portable results."""
         columns = ["rung", "over", "units", "status", "verdict", "ratio_t1", "ratio_t", "finite"]
         columns += ["nan_comes_out", "as_shipped", "bytes", "compile_ms", "cold_load_ms"]
         columns += ["warm_load_ms", "wall_ms", "native_ms", "reason"]
-        over = {rung.name: rung.over for rung in rungs.ladder().values()}
+        over = {}
+        for rung in rungs.ladder().values():
+            over[rung.name] = rung.over
         rows = []
         for row in self.runs.values():
             rows.append(row | {"over": over.get(row["rung"])})
@@ -136,7 +143,7 @@ class Ladder:
 
 
 def _word(row: dict) -> str:
-    """How a rung's run ended, in a word of a figure's cell."""
+    """The word for the end of a rung's run in a figure's cell."""
     if row["status"] == "ok":
         return "✓" if row["verdict"] == "GREEN" else "✗"
     if "error code: -14" in (row["reason"] or ""):
@@ -145,7 +152,7 @@ def _word(row: dict) -> str:
 
 
 def timings(light: Light) -> pd.DataFrame:
-    """The rows of the stage `timing` that ran, one for each unit, T and number of layers."""
+    """The rows of the stage `timing` with status ok: one for each unit, T and number of layers."""
     rows = light.rows.get("timing", pd.DataFrame())
     columns = ["units", "T", "layers", "wall_ms", "native_ms", "cpu_ms", "wall_p90_ms", "calls"]
     rows = rows[rows["status"] == "ok"] if len(rows) else rows
@@ -153,9 +160,9 @@ def timings(light: Light) -> pd.DataFrame:
 
 
 def dispatch(light: Light) -> pd.DataFrame:
-    """Milliseconds of a call against layers in a shard, with the line through them: setting,
-    layers, ms, fit_ms, and the line's dispatch_ms (at no layer) and layer_ms. Core ML's own
-    duration where there is one."""
+    """Milliseconds of a call against layers in a shard, with a linear fit: setting, layers, ms,
+    fit_ms, and the fit's dispatch_ms (at 0 layers) and layer_ms. The times are Core ML's own
+    durations where it reports them."""
     columns = ["setting", "layers", "ms", "fit_ms", "dispatch_ms", "layer_ms"]
     rows = timings(light)
     rows = rows.assign(ms=rows["native_ms"].fillna(rows["wall_ms"]).astype(float))
@@ -187,7 +194,7 @@ WORDS = {True: "yes", False: "no", None: UNKNOWN}
 
 
 def _all(*answers: bool | None) -> bool | None:
-    """Whether all hold; None where one is not known and none is False."""
+    """Whether all answers are True; None if one is unknown and none is False."""
     if False in answers:
         return False
     if None in answers:
@@ -196,7 +203,7 @@ def _all(*answers: bool | None) -> bool | None:
 
 
 def _any(answers: Iterable[bool | None]) -> bool | None:
-    """Whether any of the known answers holds; None where none is known."""
+    """Whether any known answer is True; None if none is known."""
     known = [answer for answer in answers if answer is not None]
     return any(known) if known else None
 
@@ -216,28 +223,27 @@ def _on_engine(*names: str) -> Callable[[Ladder], tuple[bool | None, str]]:
 
 
 def _mask_as_slice(ladder: Ladder) -> tuple[bool | None, str]:
-    pairs = [("state", "slice"), ("state-t4", "slice-t4"), ("range", "slice-range")]
-    on = {}
-    for pair in pairs:
-        for rung in pair:
-            on[rung] = ladder.on_engine(rung)
-    masks, slices = zip(*((on[mask], on[slice]) for mask, slice in pairs))
+    on, masks, slices = {}, [], []
+    for mask, slice in (("state", "slice"), ("state-t4", "slice-t4"), ("range", "slice-range")):
+        on[mask], on[slice] = ladder.on_engine(mask), ladder.on_engine(slice)
+        masks.append(on[mask])
+        slices.append(on[slice])
+    answer = None
     if any(masks):
         answer = True
     elif any(slices) and None not in masks:
         answer = False
-    else:
-        answer = None
     return answer, f"on the Neural Engine: {_names(on)}"
 
 
 def _lut4_right(ladder: Ladder) -> tuple[bool | None, str]:
-    pairs = [(name, units) for name in ("lut4", "large-lut4") for units in UNITS]
-    shown = []
-    for rung, units in pairs:
+    answers, shown = [], []
+    for rung, units in product(("lut4", "large-lut4"), UNITS):
+        answers.append(ladder.ok(rung, units))
         ratio = ladder.runs.get((rung, units), {}).get("ratio_t1")
-        shown.append(f"{rung} {units} {UNKNOWN if ratio is None else f'{float(ratio):.2g}'}")
-    return _all(*(ladder.ok(*pair) for pair in pairs)), f"distances: {', '.join(shown)}"
+        distance = UNKNOWN if ratio is None else f"{float(ratio):.2g}"
+        shown.append(f"{rung} {units} {distance}")
+    return _all(*answers), f"distances: {', '.join(shown)}"
 
 
 def _width_free(ladder: Ladder) -> tuple[bool | None, str]:
@@ -260,7 +266,7 @@ DISPUTES: dict[str, tuple[str, Callable[[Ladder], tuple[bool | None, str]]]] = {
 
 
 def disputes(light: Light) -> pd.DataFrame:
-    """Which disputed rule this first light settles: rule, says, answer, evidence."""
+    """The answers of this first light to disputed rules: rule, says, answer, evidence."""
     rows, ladder = [], Ladder(light)
     settled = "settled: " if light.runtime == "coreml" else NOT_CORE_ML
     for rule, (says, decide) in DISPUTES.items():
@@ -276,6 +282,7 @@ Seen = tuple[bool | None, list[str]]
 
 
 def _seen(answers: dict[str, bool | None]) -> Seen:
+    """Whether any rung's answer is True, and the names of these rungs."""
     return _any(answers.values()), [rung for rung, answer in answers.items() if answer]
 
 
@@ -291,11 +298,9 @@ def _state_rejected(ladder: Ladder) -> Seen:
 
 
 def _range_alone_off(ladder: Ladder) -> Seen:
-    if ladder.rejected("range"):
-        on = False
-    else:
-        on = ladder.on_engine("range")
-    answer = _all(ladder.on_engine("state-t4"), None if on is None else not on)
+    on = False if ladder.rejected("range") else ladder.on_engine("range")
+    off = None if on is None else not on
+    answer = _all(ladder.on_engine("state-t4"), off)
     return answer, ["state-t4", "range"] if answer else []
 
 
@@ -308,38 +313,38 @@ def _write_decides(ladder: Ladder) -> Seen:
 
 
 def _falls_back(ladder: Ladder) -> Seen:
-    shares = {rung: ladder.share(rung) for rung in ladder.plans}
-    known = []
-    for rung, share in shares.items():
+    answers = {}
+    for rung in ladder.plans:
+        share = ladder.share(rung)
         if share is not None:
-            known.append(rung)
-    return _seen({n: shares[n] == 0 and ladder.ok(n) and _same_time(ladder, n) for n in known})
+            answers[rung] = share == 0 and ladder.ok(rung) and _same_time(ladder, rung)
+    return _seen(answers)
 
 
 def _same_time(ladder: Ladder, rung: str) -> bool:
-    rows = [ladder.runs.get((rung, units), {}) for units in UNITS]
+    """Whether a rung's times on both units are equal within `SAME_TIME`."""
     times = []
-    for row in rows:
+    for units in UNITS:
+        row = ladder.runs.get((rung, units), {})
         times.append(row.get("native_ms") or row.get("wall_ms"))
     return None not in times and abs(times[0] - times[1]) <= SAME_TIME * max(times)
 
 
 def _hides_nan(ladder: Ladder) -> Seen:
-    rows = {}
+    answers = {}
     for rung, row in ladder.rows_on("CPU_AND_NE").items():
-        rows[rung] = row.get("nan_comes_out")
-    return _seen({rung: None if out is None else not out for rung, out in rows.items()})
+        nan = row.get("nan_comes_out")
+        answers[rung] = None if nan is None else not nan
+    return _seen(answers)
 
 
 def _wrong_for_t(ladder: Ladder) -> Seen:
     answers = {}
     for rung, row in ladder.rows_on("CPU_AND_NE").items():
+        answers[rung] = None
         ratios = row.get("ratio_t1"), row.get("ratio_t")
-        known = None not in ratios
-        if known:
+        if None not in ratios:
             answers[rung] = float(ratios[0]) <= DEVICE_FACTOR < float(ratios[1])
-        else:
-            answers[rung] = None
     return _seen(answers)
 
 
@@ -350,10 +355,7 @@ def _runs_there(ladder: Ladder) -> Seen:
     energy = ladder.energy.query("units == 'CPU_AND_NE' and status == 'ok'")
     if energy["ane_joules"].max() > 0:
         return True, there
-    if len(energy):
-        reasons = energy["energy_reason"].dropna().unique()
-    else:
-        reasons = ["nothing was timed"]
+    reasons = energy["energy_reason"].dropna().unique() if len(energy) else ["nothing was timed"]
     return None, [f"energy {UNKNOWN}: {reason}" for reason in reasons]
 
 
@@ -405,14 +407,15 @@ DECISIONS: tuple[tuple[str, str, str, Callable], ...] = (
 
 
 def decisions(light: Light) -> pd.DataFrame:
-    """The decision table: result, seen (yes, no or not measured), where (or why it was not), means,
-    next; at most six rungs are named."""
+    """The decision table: result, seen (yes, no or not measured), where (at most six rungs, or the
+    reason why it was not measured), means, next."""
     rows, ladder = [], Ladder(light)
     for result, means, step, decide in DECISIONS:
         seen, where = decide(ladder)
-        more = f" and {len(where) - 6} more" if len(where) > 6 else ""
-        shown = "" if seen is False else ", ".join(where[:6]) + more
-        rows.append((result, WORDS[seen], shown, means, step))
+        shown = ", ".join(where[:6])
+        if len(where) > 6:
+            shown += f" and {len(where) - 6} more"
+        rows.append((result, WORDS[seen], "" if seen is False else shown, means, step))
     return pd.DataFrame(rows, columns=["result", "seen", "where", "means", "next"])
 
 
@@ -420,8 +423,8 @@ def decisions(light: Light) -> pd.DataFrame:
 
 
 def light_gates(light: Light) -> list[Gate]:
-    """What holds on every machine: the same packages, the binding as its sources say, and on the
-    CPU the values of the portable runtime."""
+    """Gates for every machine: the packages are as shipped, the binding behaves as in its source,
+    and on the CPU values are the portable runtime's."""
     results, ladder = [], Ladder(light)
     rows = [row for row in ladder.runs.values() if row.get("as_shipped") is not None]
     if rows:
@@ -439,32 +442,27 @@ def light_gates(light: Light) -> list[Gate]:
         fine = f"{len(known)} answers as its sources say"
         results.append(gates.none("binding", odd, fine, "otherwise: "))
     for row in light.rows.get("golden", pd.DataFrame()).to_dict("records"):
-        if isinstance(row["reason"], str):
-            reason = row["reason"]
-        else:
-            reason = "data/tiny-llama"
+        reason = row["reason"] if isinstance(row["reason"], str) else "data/tiny-llama"
         green = row.get("verdict") == "GREEN"
         results.append(gates.holds(f"golden {row['units']}", green, reason))
     return results
 
 
 def light_conclusion(light: Light) -> str:
-    """What ran, what was seen of the decision table, and which dispute is settled, in words."""
+    """The conclusion: the stages, the results of the decision table, the settled disputes."""
     ended = ", ".join(f"{row.stage} {row.status}" for row in light.stages.itertuples())
     lines = [f"First light on {light.label}: {ended}."]
     if light.runtime != "coreml":
         lines.append("No figure here is Core ML's, and nothing is settled by it.")
     table = decisions(light)
-    lines += [
-        f"Seen: {row.result} ({row.where})." for row in table.itertuples() if row.seen == "yes"
-    ]
+    for row in table.itertuples():
+        if row.seen == "yes":
+            lines.append(f"Seen: {row.result} ({row.where}).")
     unknown = (table["seen"] == UNKNOWN).sum()
-    lines += [f"{unknown} of {len(table)} results of the decision table were not measured."]
-    fits = dispatch(light).drop_duplicates("setting")
-    lines += [
-        f"{row.setting}: {row.dispatch_ms:.2f} ms a call and {row.layer_ms:.2f} ms a layer."
-        for row in fits.itertuples()
-    ]
-    settled = disputes(light).query("answer.str.startswith('settled')")
-    lines += [f"{row.rule}, {row.says} {row.answer}." for row in settled.itertuples()]
+    lines.append(f"{unknown} of {len(table)} results of the decision table were not measured.")
+    for row in dispatch(light).drop_duplicates("setting").itertuples():
+        ms = f"{row.dispatch_ms:.2f} ms a call and {row.layer_ms:.2f} ms a layer"
+        lines.append(f"{row.setting}: {ms}.")
+    for row in disputes(light).query("answer.str.startswith('settled')").itertuples():
+        lines.append(f"{row.rule}, {row.says} {row.answer}.")
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""LlamaANE's case rebuilt: why Qwen 2.5 gives NaN on one compute unit and not on another.
+"""Reproduces LlamaANE's case: why Qwen 2.5 gives NaN on one compute unit and not on another.
 
-Checkpoints with planted biases, score orders and mask constants in; traces of the programs that
-coremltools makes of them out. Nothing here is part of an export: the naive order exists to be
-measured against the one the workbench uses.
+Checkpoints with planted biases, two orders of the scores and several mask constants are converted
+by coremltools and traced. The naive order is no part of an export; it is compared with the order
+that the workbench exports.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from workbench.models.layers import AttentionGeometry, scaled
 
 HEADS = dict(num_attention_heads=28, num_key_value_heads=4, head_dim=128)  # Qwen 2.5 7B's
 NAIVE, SCALED = "q kᵀ, then scale", "scale q, then q kᵀ"
-# ‖b_k‖ of its layers that stand out; the median of the others is 22
+# ‖b_k‖ of its two layers with the largest key biases; the median of the others is 22
 REPORTED_NORMS = {0: 605.0, 27: 921.0}
 
 
@@ -76,12 +76,10 @@ class NaiveShape(AttentionGeometry):
         k = cache.append(K_STATE, k, io, self.suffix)
         v = cache.append(V_STATE, v, io, self.suffix)
         scores = scaled(q.reshape(self.B, self.H_kv, -1, self.D) @ k.transpose(2, 3), self.scale)
-        weights = torch.softmax(
-            scores.reshape(self.B, self.H, -1, self.S) + io["attn_mask"], dim=-1
-        )
-        return (weights.reshape(self.B, self.H_kv, -1, self.S) @ v).reshape(
-            self.B, self.H, -1, self.D
-        )
+        scores = scores.reshape(self.B, self.H, -1, self.S)
+        weights = torch.softmax(scores + io["attn_mask"], dim=-1)
+        sums = weights.reshape(self.B, self.H_kv, -1, self.S) @ v
+        return sums.reshape(self.B, self.H, -1, self.D)
 
 
 def decoder(
@@ -100,10 +98,10 @@ def decoder(
 def naive_packages(
     bundle: Bundle, source: Checkpoint, folder: Path
 ) -> dict[str, tuple[Path, dict]]:
-    """The bundle's layer shards converted once more with the naive order of scores.
+    """Converts the bundle's layer shards with the naive order of scores.
 
     Returns:
-        Shard name → (package, its `weights` and `modules`), as `decoder` takes them.
+        Shard name → (package, its `weights` and `modules`), for `decoder`.
     """
     options, packages = bundle.manifest.options, {}
     plan = read_plan(source, options)
@@ -128,19 +126,17 @@ def naive_packages(
 
 
 def align_queries(decoder: Decoder, norm: float) -> None:
-    """Gives every query head a bias of `norm` along its group's key bias, so that a token's own
-    score is the largest that such a query can reach; 0 leaves queries without a bias."""
+    """Sets every query head's bias to a vector of `norm` along its group's key bias, so that a
+    token's own score is the largest that such a query can have; with 0 queries have no bias."""
     for layer, model in enumerate(decoder.layers):
         prefix = f"model.layers.{layer}.self_attn."
         weights = model.shard.weights
-        keys = model.executable.constant(weights[f"{prefix}k_proj.bias"]).reshape(
-            HEADS["num_key_value_heads"], -1
-        )
+        keys = model.executable.constant(weights[f"{prefix}k_proj.bias"])
+        keys = keys.reshape(HEADS["num_key_value_heads"], -1)
         group = HEADS["num_attention_heads"] // len(keys)
         queries = (nn.functional.normalize(keys, dim=-1) * norm).repeat_interleave(group, 0)
-        replace(
-            model.executable, weights[f"{prefix}q_proj.bias"], queries.reshape(-1).half().float()
-        )
+        bias = queries.reshape(-1).half().float()
+        replace(model.executable, weights[f"{prefix}q_proj.bias"], bias)
 
 
 def score_sweep(
@@ -148,9 +144,10 @@ def score_sweep(
 ) -> pd.DataFrame:
     """Both orders at each norm of the queries' bias: one row per order, norm and layer.
 
-    `product`: largest |q kᵀ| as the program forms it, exact, and its `headroom_bits`; `op`: that
-    operation's MIL name; `inf`, `nan`: the first operation of the whole run that gives one with one
-    rounding per result; `narrow`: the first that gives either with narrow sums (null: none).
+    `product` is the largest |q kᵀ| of the program in exact arithmetic, with its `headroom_bits`;
+    `op` is that operation's MIL name; `inf` and `nan` are the first operations of the run with such
+    a result with one rounding per result; `narrow` is the first with either with narrow sums (null:
+    none).
     """
     rows = []
     for order, replacements in ((NAIVE, packages), (SCALED, None)):
@@ -172,22 +169,21 @@ def score_sweep(
 
 
 def reported(norms: Sequence[float]) -> pd.DataFrame:
-    """The planted norms beside the reported ones, and what they assume: one row per layer."""
+    """The planted norms, the reported layers with these norms, and the norms per head and channel:
+    one row per layer."""
     heads = HEADS["num_key_value_heads"]
     D = HEADS["head_dim"]
-    sources = {norm: layer for layer, norm in REPORTED_NORMS.items()}
-    return pd.DataFrame(
-        [
-            {
-                "layer here": i,
-                "norm of the key bias": norm,
-                "reported for layer of the 7B": sources.get(norm),
-                "norm per key head (spread evenly)": norm / heads**0.5,
-                "RMS of one channel": norm / (heads * D) ** 0.5,
-            }
-            for i, norm in enumerate(norms)
-        ]
-    )
+    sources = {}
+    for layer, norm in REPORTED_NORMS.items():
+        sources[norm] = layer
+    columns = {
+        "layer here": range(len(norms)),
+        "norm of the key bias": norms,
+        "reported for layer of the 7B": [sources.get(norm) for norm in norms],
+        "norm per key head (spread evenly)": [norm / heads**0.5 for norm in norms],
+        "RMS of one channel": [norm / (heads * D) ** 0.5 for norm in norms],
+    }
+    return pd.DataFrame(columns)
 
 
 def breaking(sweep: pd.DataFrame) -> pd.DataFrame:
@@ -204,8 +200,8 @@ def first_broken(sweep: pd.DataFrame) -> float:
 
 
 def overflow_gates(sweep: pd.DataFrame) -> list[gates.Gate]:
-    """The exported order stays finite where the naive one does not, and the fault is where the
-    notes' NaN began: in q kᵀ."""
+    """Gates: the naive order overflows in q kᵀ, where the notes' NaN began, and the exported order
+    is finite at the same norm."""
     norm = first_broken(sweep)
     here = sweep[sweep["query_norm"] == norm]
     naive, good = (here[here["order"] == order].iloc[0] for order in (NAIVE, SCALED))
@@ -232,22 +228,23 @@ def products(frame: pd.DataFrame) -> list[pd.Series]:
 
 def _first_faults(ranges: trace.Ranges) -> dict[str, str | None]:
     """The place of the first operation that gives an inf, and of the first that gives a NaN."""
-    first = {fault: ranges.first(fault) for fault in ("inf", "nan")}
+    first = {}
+    for fault in ("inf", "nan"):
+        first[fault] = ranges.first(fault)
     return {fault: row and trace.place(row) for fault, row in first.items()}
 
 
 class Masked(nn.Module):
-    """softmax(scores + mask), the mask made from `allowed` (1: attend, 0: blocked) as a program
-    might."""
+    """softmax(scores + mask); the mask is (allowed − 1) · factor, or `allowed` itself (1: attend,
+    0: blocked) without a factor."""
 
     def __init__(self, factor: float | None):
         super().__init__()
         self.factor = factor
 
     def forward(self, scores: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor]:
-        if self.factor is None:
-            mask = allowed
-        else:
+        mask = allowed
+        if self.factor is not None:
             mask = (allowed - 1) * self.factor
         return (torch.softmax(scores + mask, dim=-1),)
 
@@ -263,8 +260,7 @@ MASK_SHAPE = (1, 1, 4, 8)
 
 
 def mask_packages(folder: Path) -> dict[str, Path]:
-    """Each way of `MASKS` as coremltools converts it: scores, allowed [1, 1, 4, 8] → weights [1, 1,
-    4, 8]."""
+    """A package for each of `MASKS`: scores, allowed [1, 1, 4, 8] → weights [1, 1, 4, 8]."""
     shape = list(MASK_SHAPE)
     spec = shards.Spec("mask", "layers", {"scores": shape, "allowed": shape}, {"weights": shape})
     packages = {name: Path(folder) / f"mask_{i}.mlpackage" for i, name in enumerate(MASKS)}
@@ -274,15 +270,15 @@ def mask_packages(folder: Path) -> dict[str, Path]:
 
 
 def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
-    """What each mask does: one row per mask and case.
+    """The effects of each mask: one row per mask and case.
 
-    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row in which everything
-    is blocked. `leak`: most weight that a row gives to blocked positions (nan: weights that are no
-    numbers; 1 is all that a fully blocked row can do); `inf`, `nan`: the first operation that gives
-    one.
+    Cases: ordinary scores; attended scores 12,000 below the blocked ones; a row with all positions
+    blocked. `leak` is the largest weight of a row on blocked positions (nan: the weights are NaN; 1
+    is inevitable in a fully blocked row); `inf` and `nan` are the first operations with such a
+    result.
     """
     rng, rows, (T, S) = np.random.default_rng(0), [], MASK_SHAPE[2:]
-    # every row has something to attend to, and something blocked
+    # every row has attended and blocked positions
     allowed = np.tri(T, S, S - T - 1, dtype=np.float32)[None, None]
     blocked = allowed.copy()
     blocked[:, :, 1] = 0
@@ -307,8 +303,8 @@ def mask_table(packages: dict[str, Path]) -> pd.DataFrame:
 
 
 def units(project: Path) -> pd.DataFrame:
-    """What each compute unit is documented to do with a fault: `shows` it, or `hides` it.
-    Documented, not measured here.
+    """The documented behaviour of each compute unit for a fault, `shows` or `hides`, not measured
+    here.
 
     `source`: ANEForge's documentation and sweeps on M1–M5, or the LlamaANE notes.
     """
@@ -316,7 +312,7 @@ def units(project: Path) -> pd.DataFrame:
 
 
 def overflow_conclusion(sweep: pd.DataFrame, masks: pd.DataFrame) -> str:
-    """What the sweep and the masks say, in plain words."""
+    """The conclusion from the sweep and the masks."""
     naive, good = (sweep[sweep["order"] == order] for order in (NAIVE, SCALED))
     lines = [
         "Key biases of the reported norms alone do not overflow: without a bias on the queries, "

@@ -1,10 +1,10 @@
 """A bundle as a model of EleutherAI's lm-evaluation-harness, an optional package
 (`workbench[harness]`).
 
-import lm_eval
-from workbench.studies.harness import BundleModel
+    import lm_eval
+    from workbench.studies.harness import BundleModel
 
-lm_eval.simple_evaluate(BundleModel("build/llama"), tasks=["lambada_openai"])
+    lm_eval.simple_evaluate(BundleModel("build/llama"), tasks=["lambada_openai"])
 """
 
 from pathlib import Path
@@ -25,9 +25,9 @@ from workbench.errors import InputError
 
 
 class BundleModel(TemplateLM):
-    """The model that a bundle, or a folder of adopted packages, of batch 1 holds. Texts are
-    encoded, windowed and cut from the left to max_seq_len tokens as by the harness' own class for
-    Hugging Face's models.
+    """A bundle or a folder of adopted packages, of batch 1, as a model. Texts are encoded, windowed
+    and truncated from the left to max_seq_len tokens as by the harness' own class for Hugging
+    Face's models.
 
     Args:
         folder: of the bundle; it needs a tokenizer.
@@ -38,8 +38,8 @@ class BundleModel(TemplateLM):
         super().__init__()
         self.decoder = open_decoder(open_folder(Path(folder)), **({"fast": True} | options))
         if self.decoder.options.batch > 1:
-            found = f"a batch of {self.decoder.options.batch}"
-            raise InputError(f"bundle {folder}", found, "a batch of 1", "export with --batch 1")
+            actual = f"a batch of {self.decoder.options.batch}"
+            raise InputError(f"bundle {folder}", actual, "a batch of 1", "export with --batch 1")
         self.tokenizer = load_tokenizer(self.decoder.bundle.tokenizer)
         self.max_length = self.decoder.options.max_seq_len
 
@@ -49,16 +49,15 @@ class BundleModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: the first token where there is one."""
+        """The token before a text without a context: beginning of sequence, else end of text."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_) -> list[int]:
         if add_special_tokens is None:
-            has_first = string.startswith(self.tokenizer.decode(self.prefix_token_id))
-            return self.tokenizer.encode(
-                string, **({"add_special_tokens": False} if has_first else {})
-            )
+            if string.startswith(self.tokenizer.decode(self.prefix_token_id)):
+                return self.tokenizer.encode(string, add_special_tokens=False)
+            return self.tokenizer.encode(string)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_) -> list[tuple]:
@@ -79,15 +78,16 @@ class BundleModel(TemplateLM):
         """Log-likelihood in nats of each whole text, each of its tokens scored once."""
         totals = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
-            windows = get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
-            )
-            windows = [(None, *make_disjoint_window(window)) for window in windows]
+            ids, first = self.tok_encode(text), self.prefix_token_id
+            rolling = get_rolling_token_windows(ids, first, self.max_length, context_len=1)
+            windows = []
+            for window in rolling:
+                windows.append((None, *make_disjoint_window(window)))
             totals.append(sum(nats for nats, _ in self._loglikelihood_tokens(windows, True)))
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """What greedy decoding appends to each text, up to the first stop sequence."""
+        """The greedy continuation of each text, up to the first stop sequence."""
         texts = []
         for text, options in tqdm([r.args for r in requests], disable=disable_tqdm):
             options = normalize_gen_kwargs(options)

@@ -1,5 +1,5 @@
-"""Faults in modules, before two questions: does the asset compute what the module does, which
-Apple's tools ask, and does the bundle compute what Hugging Face's model does?
+"""Faults planted in modules, seen by two tests: the asset against its module, as Apple's tools
+compare them, and the bundle against Hugging Face's model.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ LENGTH = 7  # tokens of the comparison between module and asset, in calls of 4
 
 
 def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
-    """Every token of a call but its first is written one row too far."""
+    """A fault: every token of a call but its first is written one row too far."""
     mask = io[KV_WRITE_MASK]
     shifted = torch.cat([mask[:, :, -1:], mask[:, :, :-1]], 2)
     later = shifted.sum(-1, keepdim=True).transpose(2, 3) @ mask  # the row before is written too
@@ -36,19 +36,19 @@ def _later_rows_shifted(self, name, rows, io, suffix, append=Cache.append):
 
 
 def _merged_without_transpose(self, x):
-    """Heads and tokens are exchanged in the output of attention, which no call of one token
-    shows."""
+    """A fault: heads and tokens are exchanged in the output of attention, which has no effect at
+    T = 1."""
     return self.plane(x, self.H * self.D)
 
 
 def _mask_of_ones_and_zeros(self, q, k, v, cache, io, attend=AttentionGeometry.attend):
-    """The mask that attends is 1, the one that blocks 0, as a product would need them."""
+    """A fault: the additive mask is 1 to attend and 0 to block, as a multiplicative one."""
     name = ATTN_MASK + self.suffix
     return attend(self, q, k, v, cache, io | {name: (io[name] > -1).to(io[name].dtype)})
 
 
 def _wrong_rope_base(source, options, read_plan=exporting.read_plan):
-    """The frequencies of another base."""
+    """A fault: the rotary frequencies are of another base."""
     plan = read_plan(source, options)
     rope = []
     for one in plan.rope:
@@ -97,8 +97,8 @@ def fault_table(checkpoint: Checkpoint, folder: Path, **options) -> pd.DataFrame
 
 
 def module_against_asset(module: torch.nn.Module, decoder: Decoder) -> float:
-    """1 − cosine of what the first shard's module and its asset give for the same inputs and
-    states, the worst call."""
+    """1 − cosine of the results of the first shard's module and of its asset for the same inputs
+    and states, in the worst call."""
     model = decoder.layers[0]
     rng = np.random.default_rng(0)
     worst = 0.0

@@ -1,5 +1,5 @@
-"""Packages with the interfaces of five exporters, sound and faulty, and the user's own: adopted,
-validated and explained for notebook 37."""
+"""Adopts, validates and explains packages with the interfaces of five exporters, sound and faulty,
+and the user's own, for notebook 37."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,9 +20,11 @@ FACTS = Path("data/sources/other_exporters.csv")
 
 @dataclass
 class Finding:
-    """What `validate` and `explain` say of packages that were adopted as proposed. `fault` was
-    planted ("": none; None: the user's packages), `computes` is the variant that they should
-    compute then; `window` is that of the model's sliding layers."""
+    """The results of `validate` and `explain` for packages adopted as proposed.
+
+    `fault` was planted ("": none; None: the user's packages); `computes` is the expected variant;
+    `window` is that of the model's sliding layers.
+    """
 
     validation: Validation
     cause: Cause
@@ -32,7 +34,7 @@ class Finding:
 
 
 def adopt_packages(packages: list[Path], checkpoint: Checkpoint, folder: Path, **how) -> Finding:
-    """Proposes a foreign.yaml in the new `folder`, and validates and explains what it describes;
+    """Writes a proposed foreign.yaml to the new `folder`, validates and explains the packages;
     `how`: runtime and compute units."""
     foreign, notes = propose.propose(packages, checkpoint, folder)
     propose.write(foreign, notes, propose.target(folder))
@@ -42,9 +44,9 @@ def adopt_packages(packages: list[Path], checkpoint: Checkpoint, folder: Path, *
 
 
 def findings(styles: Iterable[str], layers: int, folder: Path, **how) -> dict[str, Finding]:
-    """What is found in packages of each style, made in `folder` of random checkpoints: sound ones,
+    """The findings of packages of each style, made in `folder` from random checkpoints: sound ones,
     and the same with the style's fault planted."""
-    found = {}
+    results = {}
     for name in styles:
         style, sound = STYLES[name], folder / name
         source = tiny_checkpoint(style.family, folder, layers)
@@ -54,62 +56,63 @@ def findings(styles: Iterable[str], layers: int, folder: Path, **how) -> dict[st
             style.make(packages, source, fault=fault, **copied)
             target = folder / "adopted" / packages.name
             finding = adopt_packages([packages], Checkpoint(source), target, **how)
-            finding.fault, finding.computes = fault, style.computes if fault else finding.computes
-            found[f"{name}, {'faulty' if fault else 'sound'}"] = finding
-    return found
+            finding.fault = fault
+            if fault:
+                finding.computes = style.computes
+            results[f"{name}, {'faulty' if fault else 'sound'}"] = finding
+    return results
 
 
 def own_finding(packages: list[Path], checkpoint: Path, folder: Path, **how) -> dict[str, Finding]:
-    """What is found in the user's packages, if there are any."""
+    """The finding of the user's packages, if there are any."""
     if not packages:
         return {}
     return {"yours": adopt_packages(packages, Checkpoint(checkpoint), folder / "yours", **how)}
 
 
-def finding_table(found: dict[str, Finding]) -> pd.DataFrame:
-    """A row for each export: the fault planted in it, its verdict, the gates that are RED or could
-    not run, the worst K or V, and what the packages compute."""
+def finding_table(results: dict[str, Finding]) -> pd.DataFrame:
+    """A row for each export: its planted fault, its verdict, the gates that are RED or not_run, the
+    worst K or V, and the variant that the packages compute."""
     rows = []
-    for name, finding in found.items():
+    for name, finding in results.items():
         by_verdict = {gates.RED: [], gates.NOT_RUN: []}
         for gate in finding.validation.gates:
             by_verdict.setdefault(gate.verdict, []).append(gate.name)
         worst = finding.validation.json()["worst"]
-        rows.append(
-            {
-                "packages": name,
-                "planted": FAULTS.get(finding.fault, ""),
-                "verdict": finding.validation.verdict,
-                "RED": ", ".join(by_verdict[gates.RED]),
-                "not_run": ", ".join(by_verdict[gates.NOT_RUN]),
-                "worst K or V, 1 − cosine": 1 - worst["cosine"],
-                "computes": conclusion(finding.cause),
-            }
-        )
+        row = {
+            "packages": name,
+            "planted": FAULTS.get(finding.fault, ""),
+            "verdict": finding.validation.verdict,
+            "RED": ", ".join(by_verdict[gates.RED]),
+            "not_run": ", ".join(by_verdict[gates.NOT_RUN]),
+            "worst K or V, 1 − cosine": 1 - worst["cosine"],
+            "computes": conclusion(finding.cause),
+        }
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
-def key_rows(found: dict[str, Finding]) -> pd.DataFrame:
+def key_rows(results: dict[str, Finding]) -> pd.DataFrame:
     """Rows of the `fidelity` table for K, in calls of the fewest and the most tokens."""
     columns = ["packages", "layer", "position", "T", "tensor", "mode", "cosine", "finite"]
     frames = []
-    for name, finding in found.items():
+    for name, finding in results.items():
         rows = finding.validation.rows
         ends = rows["T"].isin([rows["T"].min(), rows["T"].max()])
         frames.append(rows[ends & (rows["tensor"] == "k")].assign(packages=name))
     return pd.concat(frames)[columns]
 
 
-def windows(found: dict[str, Finding]) -> dict[str, int]:
-    """The end of the window of every export whose layers slide."""
-    return {name: finding.window for name, finding in found.items() if finding.window}
+def windows(results: dict[str, Finding]) -> dict[str, int]:
+    """The window of every export with sliding layers."""
+    return {name: finding.window for name, finding in results.items() if finding.window}
 
 
-def finding_gates(found: dict[str, Finding]) -> list[gates.Gate]:
-    """Sound packages and the user's must be GREEN and compute the model; those with a fault RED,
-    and the fault named: the variant that they compute, or calls that see later tokens."""
+def finding_gates(results: dict[str, Finding]) -> list[gates.Gate]:
+    """Gates: sound packages and the user's are GREEN and compute the model; those with a fault are
+    RED, and `explain` names the fault: a variant, or calls that attend to later tokens."""
     checks = []
-    for name, finding in found.items():
+    for name, finding in results.items():
         verdict = finding.validation.verdict
         cause = finding.cause
         expected = gates.RED if finding.fault else gates.GREEN
@@ -123,19 +126,19 @@ def finding_gates(found: dict[str, Finding]) -> list[gates.Gate]:
 
 
 def facts(project: Path) -> pd.DataFrame:
-    """What was measured of public exporters: `data/sources/other_exporters.csv`."""
+    """The measured faults of public exporters: `data/sources/other_exporters.csv`."""
     return pd.read_csv(project / FACTS, keep_default_na=False)
 
 
-def adopt_conclusion(found: dict[str, Finding], measured: pd.DataFrame) -> str:
-    """The answer in sentences."""
+def adopt_conclusion(results: dict[str, Finding], measured: pd.DataFrame) -> str:
+    """The conclusion of notebook 37."""
     exporters = measured["exporter"].nunique()
     faulty = measured[measured["fault"] != ""]
     words = (
         f"Not always: of {len(measured)} kinds of packages of {exporters} exporters {len(faulty)} "
         f"compute something else than the checkpoint ({faulty['exporter'].nunique()} exporters)."
     )
-    names = []
-    for n, f in found.items():
-        names.append(f"- {n}: {f.validation.verdict}. {conclusion(f.cause)}")
-    return "\n".join([words + " Packages checked here:", "", *names])
+    lines = [f"{words} Packages checked here:", ""]
+    for name, finding in results.items():
+        lines.append(f"- {name}: {finding.validation.verdict}. {conclusion(finding.cause)}")
+    return "\n".join(lines)

@@ -1,5 +1,5 @@
-"""One decoder layer of real dimensions on the Neural Engine: the small checkpoints' shards are too
-small for it, so that their speed on a Mac says nothing about it."""
+"""Measures one decoder layer of real dimensions on the Neural Engine, for which the shards of the
+small checkpoints are too small."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,34 +25,34 @@ COLUMNS = ["name", "runtime", "tokens_per_s", "call_ms", "n", "ane_ops_share", "
 def measure_real_layer(
     runtime: str, changes: Mapping, folder: Path, *, experiment: str, **run
 ) -> pd.DataFrame:
-    """One row: a layer of random weights and Qwen2.5-0.5B's dimensions with `changes`
-    (transformers' names), measured on CPU_AND_NE by a sweep with the options `run`, with the Neural
-    Engine's shares and the `result` in words. Nothing is measured on the portable runtime.
+    """Sweeps a layer of random weights with Qwen2.5-0.5B's dimensions on CPU_AND_NE; the portable
+    runtime is not measured.
 
     Args:
-        folder: where the checkpoint is written.
+        changes: of the dimensions, by transformers' names.
+        folder: for the checkpoint.
+        run: run options of the sweep.
+
+    Returns:
+        One row with the columns `COLUMNS` and the `result` in words.
     """
     name, _ = named(resolve(runtime))
     if name == "portable":
         result = "not measured: there is no Core ML here"
         return pd.DataFrame([{"name": NAME, "runtime": name, "result": result}])
     source = random(folder / NAME, "qwen2", **LAYER | changes)
-    grid = sweep.make_grid(
-        {
-            "checkpoint": str(source),
-            "experiment": experiment,
-            "export": {"max_seq_len": [512], "compress": ["int8-tensor"]},
-            "run": run | {"runtime": [runtime], "compute_units": ["CPU_AND_NE"]},
-        }
-    )
+    options = {
+        "checkpoint": str(source),
+        "experiment": experiment,
+        "export": {"max_seq_len": [512], "compress": ["int8-tensor"]},
+        "run": run | {"runtime": [runtime], "compute_units": ["CPU_AND_NE"]},
+    }
+    grid = sweep.make_grid(options)
     sweep.sweep(grid, progress=False)
     rows = sweep.configurations(grid)
     if rows.empty:
         reason = "failed: see workbench log --where \"status == 'failed'\""
         return pd.DataFrame([{"name": NAME, "runtime": name, "result": reason}])
-    if name == "coreml":
-        text = "measured"
-    else:
-        text = "stand-in: nothing is measured"
-    results = [reason if isinstance(reason, str) else text for reason in rows["invalid"]]
+    text = "measured" if name == "coreml" else "stand-in: nothing is measured"
+    results = rows["invalid"].astype(object).fillna(text)
     return rows[COLUMNS].assign(name=NAME, result=results)

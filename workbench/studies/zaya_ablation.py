@@ -1,7 +1,8 @@
-"""Hugging Face's ZAYA with one ingredient left out at a time: how far each moves a layer's update.
+"""Measures how far each ingredient of ZAYA's layer, left out of Hugging Face's model, moves the
+layer's update.
 
-Most ingredients are switched off by their own weights, the rest by wrapping one function of
-transformers' module for the time of a run. Nothing of the layer is typed in again.
+Most ingredients are switched off by their own weights, the rest by temporarily replacing a function
+of transformers' module.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def _where(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Changes the tensors whose name contains `part`."""
+    """A change of the tensors whose name contains `part`."""
     return lambda name, value: change(value) if part in name else value
 
 
@@ -53,7 +54,7 @@ BY_WEIGHTS: dict[str, Change] = {
 
 
 def _without_means(original):
-    """The projection less its value with silent convolutions, which is the means alone."""
+    """The projection minus its value with zero convolutions, which is the mean of q and k."""
 
     def forward(self, hidden, cache, mask=None):
         query, key, value = original(self, hidden, cache, mask)
@@ -91,21 +92,20 @@ def ablate(checkpoint: Checkpoint, reference: Golden) -> pd.DataFrame:
     inputs.
 
     Returns:
-        Columns ingredient, tensor (update | hidden), cosine, as `plots.update_cosine_bars` wants
-        them, worst first.
+        Columns ingredient, tensor (update | hidden), cosine, for `plots.update_cosine_bars`, worst
+        first.
     """
-    patches = {
-        name: (None, patch.object(owner, "forward", replacement(owner.forward)))
-        for name, (owner, replacement) in by_code().items()
-    }
-    patches |= {name: (change, nullcontext()) for name, change in BY_WEIGHTS.items()}
+    patches = {}
+    for name, (owner, replacement) in by_code().items():
+        patches[name] = None, patch.object(owner, "forward", replacement(owner.forward))
+    for name, change in BY_WEIGHTS.items():
+        patches[name] = change, nullcontext()
     rows = []
     for ingredient, (change, patched) in patches.items():
         weights = change and (lambda name, change=change: change(name, checkpoint.tensor(name)))
+        label = f"without {ingredient}"
         with patched:
-            without = golden.make_golden(
-                checkpoint, reference.ids, weights, f"without {ingredient}", fed=reference.x
-            )
+            without = golden.make_golden(checkpoint, reference.ids, weights, label, fed=reference.x)
         for tensor in ("update", "hidden"):
             worst = metrics.cosine(getattr(reference, tensor), getattr(without, tensor)).min()
             rows.append({"ingredient": ingredient, "tensor": tensor, "cosine": float(worst)})

@@ -42,7 +42,10 @@ class Cluster:
             lacks: runs on a worker; the message that refuses a path, None for a usable one.
         """
         answers = self.client.run(lacks, path)
-        lacking = [address for address, text in answers.items() if text]
+        lacking = []
+        for address, text in answers.items():
+            if text:
+                lacking.append(address)
         if lacking:
             environments = self.client.run(log.environment)
             texts = []

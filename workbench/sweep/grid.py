@@ -164,7 +164,7 @@ def load_grid(path: str | Path) -> Grid:
         OSError,
         ValueError,
         yaml.YAMLError,
-    ) as problem:  # ValueError: not UTF-8, or a date that is none
+    ) as problem:  # ValueError: not UTF-8, or an invalid date
         reason = getattr(problem, "strerror", None) or " ".join(str(problem).split())
         raise InputError(f"grid {path}", reason, "a YAML file", "see README: sweeps") from None
     return make_grid(mapping, f"grid {path}")

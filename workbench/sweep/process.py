@@ -79,8 +79,8 @@ def call(
     """Calls `function` ("module:name") with `argument` in a process of its own.
 
     Args:
-        threads: OpenMP threads of the child, whatever the caller's environment says.
-        timeout_s: seconds after which the child is killed, which is a failure.
+        threads: OpenMP threads of the child; the caller's environment is overridden.
+        timeout_s: seconds after which the child is killed, which counts as a failure.
 
     Raises:
         Cancelled: see `stopped_by`.

@@ -24,5 +24,5 @@ def cells_box(ax: Axes, columns: int, rows: int) -> list[float]:
     """[left, top, right, bottom] of a drawn heatmap of that many cells, as fractions of its figure
     from the top left."""
     wide, high = ax.figure.get_size_inches() * ax.figure.dpi
-    corners = ax.transData.transform([(0, 0), (columns, rows)])
-    return [float(v) for x, y in corners for v in (x / wide, 1 - y / high)]
+    (left, top), (right, bottom) = ax.transData.transform([(0, 0), (columns, rows)]).tolist()
+    return [left / wide, 1 - top / high, right / wide, 1 - bottom / high]

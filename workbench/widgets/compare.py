@@ -1,5 +1,6 @@
 """The widget Compare: the differences in settings and measurements of two runs of one machine."""
 
+from collections import Counter
 from pathlib import Path
 
 import ipywidgets as ui
@@ -101,8 +102,8 @@ def _labels(runs: pd.DataFrame) -> list[str]:
     for run in rows:
         labels.append(", ".join(f"{c} {run[c]}" for c in varied if pd.notna(run[c])))
     for suffix in (", {time:%Y-%m-%d %H:%M:%S}", " ({run_id})"):
-        labels = [
-            label + suffix.format(**run) if labels.count(label) > 1 else label
-            for label, run in zip(labels, rows)
-        ]
+        counts = Counter(labels)
+        for place, run in enumerate(rows):
+            if counts[labels[place]] > 1:
+                labels[place] += suffix.format(**run)
     return labels

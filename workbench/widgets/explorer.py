@@ -120,10 +120,9 @@ class Explorer(Panel):
     def setting(self) -> Options:
         """The export options that the controls select."""
         options = self.options[self.value("bundle")]
-        length = self.value("max_seq_len")
         if self.grid.bundle:
             return options
-        return options.model_copy(update={"max_seq_len": length})
+        return options.model_copy(update={"max_seq_len": self.value("max_seq_len")})
 
     def missing(self) -> list:
         """The measurements that the log lacks, as steps for a `BackgroundJob`: one per bundle and
@@ -144,20 +143,18 @@ class Explorer(Panel):
                     steps.append((label, count, partial(self._measure, part)))
             splits = self.source.checkpoint and self.grid.validate_ids
             if splits and self._stored_split(options) is None:
-                checkpoint, ids = self.source.checkpoint, self.grid.validate_ids
-                where = self.grid.experiment, self.root
-                split = partial(measure_split, checkpoint, options, ids, *where)
+                grid, checkpoint = self.grid, self.source.checkpoint
+                about = options, grid.validate_ids, grid.experiment, self.root
+                split = partial(measure_split, checkpoint, *about)
                 steps.append((f"{name}: error split", 1, split))
         return steps
 
     def _part(self, cell: Cell, precision: str) -> sweep.Grid:
         """The grid's part with one bundle and one precision; each part validates its bundle."""
         run = self.grid.run
-        first = precision == run.precision[0]
-        runtimes = []
-        for name in run.runtime:
-            if first or may_be_portable(name):
-                runtimes.append(name)
+        runtimes = run.runtime
+        if precision != run.precision[0]:
+            runtimes = list(filter(may_be_portable, runtimes))
         run = run.model_copy(update={"precision": [precision], "runtime": runtimes})
         return self.grid.model_copy(update=self.source.part(cell) | {"run": run})
 
@@ -197,12 +194,10 @@ class Explorer(Panel):
         lengths = rows.loc[rows["T"] == T, "max_seq_len"].astype(int).unique()
         self.length = int(min(lengths, key=lambda length: abs(length - S), default=S))
         rows = rows[rows["max_seq_len"] == self.length]
-        self.rows, self.base = (
-            runs.like_newest(rows[rows["T"] == number], "run_id") for number in (T, self.first_T)
-        )
-        self.layers, self.positions = (
-            sorted(map(int, self.rows[name].unique())) for name in ("layer", "position")
-        )
+        self.rows = runs.like_newest(rows[rows["T"] == T], "run_id")
+        self.base = runs.like_newest(rows[rows["T"] == self.first_T], "run_id")
+        self.layers = sorted(map(int, self.rows["layer"].unique()))
+        self.positions = sorted(map(int, self.rows["position"].unique()))
         self._list_worst()
         self.controls["show"].disabled = self.every_T or T == self.first_T
         parts = {"fidelity": self._fidelity(), "split": self._split(), "speed": self._speed()}
@@ -252,9 +247,7 @@ class Explorer(Panel):
         if self._differs():
             for cell, value in zip(self._cells(self.base), self._values(self.base)):
                 texts[cell] = f"{texts.get(cell, '')}; at T = {self.first_T}: {value:.4g}"
-        grid = []
-        for y in self.layers:
-            grid.append([texts.get((y, x), "") for x in self.positions])
+        grid = [[texts.get((y, x), "") for x in self.positions] for y in self.layers]
         box = cells_box(ax, len(self.positions), len(self.layers))
         self.picture.cells = {"box": box, "texts": grid}
         self.picture.chosen = texts.get(self.cell, "")
