@@ -112,7 +112,9 @@ class Options(ManifestModel):
     @model_validator(mode="after")
     def _fits(self):
         if self.t_max > self.max_seq_len:
-            raise ValueError(f"t_max = {self.t_max} must not pass max_seq_len = {self.max_seq_len}")
+            raise ValueError(
+                f"t_max = {self.t_max} must not exceed max_seq_len = {self.max_seq_len}"
+            )
         shapes = self.functions
         if shapes and (
             list(shapes) != sorted(set(shapes))
@@ -127,7 +129,7 @@ class Options(ManifestModel):
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
         if self.target == "coreai" and self.kv_write == "slice":
             raise ValueError(
-                "target = coreai needs kv_write = mask: its exporter takes no index that is data"
+                "target = coreai needs kv_write = mask: its exporter supports no index that is an input"
             )
         if self.target == "coreai" and self.functions:
             raise ValueError("target = coreai takes no functions: its programs run every T")

@@ -347,7 +347,7 @@ def _on_portable(
 
 
 def overflow_raises(decoder: Decoder) -> Gate:
-    """A token at position max_seq_len is refused before any state changes; experiment 30's runtime clamps and overwrites."""
+    """A token at position max_seq_len is refused before any state changes; a runtime that clamps the position overwrites the last row instead."""
     refused = False
     with decoder.set_aside():
         decoder.begin()

@@ -106,7 +106,7 @@ def continues(source: Decoder, target: Decoder, length: int) -> Gate:
         )
         return gates.not_run(name, reason)
     if target.host.router_state and target.precision != "exact":
-        reason = "experts are picked freely, and roundings may turn a near-tie; exact compares"
+        reason = "rounding may change the choice of an expert: compare in exact arithmetic"
         return gates.not_run(name, reason)
     prompts, after = _prompts(target, length), _prompts(target, DECODED, seed=1)
     runs = []

@@ -113,5 +113,5 @@ def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
         "golden_answers",
         right / count,
         expected - slack,
-        f"the golden answers {right} of {count}, its evaluation says {expected:.3f}",
+        f"the golden answers {right} of {count}, its evaluation has {expected:.3f}",
     )

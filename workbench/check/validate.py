@@ -242,7 +242,9 @@ def _device(
     if decoder.runtime == "portable":
         return gates.not_run("device", "the portable runtime is what devices are compared with")
     if decoder.runtime == "coreai":
-        return gates.not_run("device", "the portable runtime runs no Core AI program: crosscheck")
+        return gates.not_run(
+            "device", "the portable runtime cannot run Core AI programs: run crosscheck"
+        )
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
@@ -272,8 +274,8 @@ def routing(
     ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
     if len(differ):
         place = "layer {layer}, position {position}, {run}".format(**differ.loc[ratios.idxmax()])
-        reason += f"; largest margin over what rounding moves it by: {place}"
-    reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
+        reason += f"; largest margin relative to its move by rounding: {place}"
+    reason += f"; with these choices the worst cosine of the logits is {free['cosine_min']:.4f}"
     value = float(ratios.max()) if len(differ) else 0.0
     return gates.at_most("routing", value, ROUTING_FACTOR, reason)
 

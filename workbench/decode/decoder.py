@@ -375,7 +375,7 @@ class Decoder:
                 raise InputError(
                     "prompt after a snapshot",
                     "no token",
-                    "at least one, to have logits to go on from",
+                    "at least one token, whose logits give the next one",
                     "trim the snapshot by a token and give that one",
                 )
             self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
