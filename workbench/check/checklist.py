@@ -242,7 +242,7 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
     own positions.
 
     The value is the worst layer's distance from them over its distance from the golden's rows of the nearest shift, each row
-    beside another position's: compression moves rows, but none to the place of another.
+    beside another position's: compression changes rows, but does not move one near another.
     """
     if golden is None:
         return gates.not_run("cache_contents", "needs --golden")

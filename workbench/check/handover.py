@@ -22,8 +22,8 @@ DECODED = 4  # tokens behind each hand-over
 
 
 def handover_gates(source: Decoder, target: Decoder) -> list[Gate]:
-    """Whether `target` holds what `source` computed, writes behind it, and goes on as if it had run
-    the prompt itself.
+    """Gates on whether `target` holds the rows that `source` computed, writes the next rows, and
+    continues as if it had run the prompt itself.
 
     Raises:
         InputError: bundles of other checkpoints or batches.
