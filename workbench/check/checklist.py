@@ -329,8 +329,8 @@ def subnormals_are_kept(decoder: Decoder) -> Gate:
 def _on_portable(
     decoder: Decoder, name: str, fails: Callable[[Model], bool], fine: str, lead: str
 ) -> Gate:
-    """A gate that the program must pass in portable arithmetic. Devices are known to treat NaN
-    and subnormal numbers differently; their result is part of the reason and does not decide the
+    """A gate that the program must pass in portable arithmetic. A device is known to treat NaN and
+    subnormal numbers in ways of its own: what it does is part of the reason, never of the
     verdict."""
     models = [model for model in decoder.layers if any(map(is_cache, model.shard.states))]
     shards = [model.shard for model in models]
