@@ -140,7 +140,7 @@ def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Ten
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _narrow(weight, x, out):
-    """out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running sum rounded to fp16 after every TERMS."""
+    """Computes out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running sum rounded to fp16 after every TERMS."""
     for r in prange(weight.shape[0]):
         for n in range(x.shape[0]):
             a = b = c = d = np.float32(0)

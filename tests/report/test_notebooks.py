@@ -1,6 +1,7 @@
 """Notebooks: committed without outputs, one parameters cell; run headless at a small size where no browser can do it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,16 @@ def test_committed_as_jupyter_writes_it_with_one_parameters_cell(path):
         assert cell["cell_type"] != "code" or len(cell["source"]) <= lines, "".join(cell["source"])
         # the log that is shipped holds results whose bundles nobody has exported here: `bundle_for` makes what is missing
         assert "Bundle.open(" not in "".join(cell["source"])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_it_begins_with_a_question_and_ends_with_the_answer(path):
+    cells = json.loads(path.read_text())["cells"]
+    texts = ["".join(c["source"]) for c in cells if c["cell_type"] == "markdown"]
+    assert re.match(r"# \d\d · [^\n]+\?\n", texts[0])
+    assert (
+        sum(bool(re.search(r"^## (Answer|Conclusion)$", text, re.MULTILINE)) for text in texts) == 1
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
-"""What `workbench bench export` runs in processes of its own: one whole export, and single
-layers."""
+"""The child processes of `workbench bench export`: one whole export, or single layers."""
 
 from pathlib import Path
 

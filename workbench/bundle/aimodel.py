@@ -1,8 +1,7 @@
 """`.aimodel` folders of Apple's Core AI: the optional packages behind them, and weights in their files.
 
-A weight stands in `main.mlirb` as the bytes that a Core ML package holds too. The manifest names its
-parts, `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and first byte of
-each.
+`main.mlirb` holds a weight as the same bytes as a Core ML package. The manifest names its parts,
+`data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and first byte of each.
 """
 
 import importlib
@@ -84,7 +83,7 @@ def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray
 
 
 def dense(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """The weight that its parts stand for: fp16(integer · scale), or entries of the table."""
+    """The weight that its parts represent: fp16(integer · scale), or entries of the table."""
     if "val" in parts:
         return parts["val"]
     if "lut" in parts:

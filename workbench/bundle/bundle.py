@@ -52,7 +52,7 @@ class Bundle:
             bundle.verify()
         except OSError as problem:
             reason = f"{problem.strerror or problem} ({problem.filename})"
-            step = "mend that, or copy the bundle again"
+            step = "correct this, or copy the bundle again"
             raise InputError(f"bundle {path}", reason, "files that can be read", step) from problem
         return bundle
 

@@ -71,7 +71,7 @@ class Dims(ManifestModel):
 
 
 class Options(ManifestModel):
-    """What the user chose at export. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
+    """The export options. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
 
     `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows, just enough for a call
     of t_max tokens not to overwrite a row that its own first token still attends to.
@@ -114,7 +114,9 @@ class Options(ManifestModel):
     @model_validator(mode="after")
     def _fits(self):
         if self.t_max > self.max_seq_len:
-            raise ValueError(f"t_max = {self.t_max} must not pass max_seq_len = {self.max_seq_len}")
+            raise ValueError(
+                f"t_max = {self.t_max} must not exceed max_seq_len = {self.max_seq_len}"
+            )
         shapes = self.functions
         if shapes and (
             list(shapes) != sorted(set(shapes))
@@ -129,7 +131,7 @@ class Options(ManifestModel):
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
         if self.target == "coreai" and self.kv_write == "slice":
             raise ValueError(
-                "target = coreai needs kv_write = mask: its exporter takes no index that is data"
+                "target = coreai needs kv_write = mask: its exporter supports no index that is an input"
             )
         if self.target == "coreai" and self.functions:
             raise ValueError("target = coreai takes no functions: its programs run every T")
@@ -152,7 +154,7 @@ class Options(ManifestModel):
 
     @property
     def shapes(self) -> tuple[int, ...]:
-        """The only T that shards can be called with; empty: any up to t_max."""
+        """The only T with which shards can be called; empty if any T up to t_max is possible."""
         return self.functions or ((self.t_max,) if self.t == "fixed" else ())
 
     def width(self, T: int) -> int:
@@ -160,8 +162,8 @@ class Options(ManifestModel):
         return next((n for n in self.shapes if n >= T), T)
 
     def tokens(self, limit: int) -> int:
-        """How many of `limit` tokens the next call takes: all of them, but a slice write takes no
-        dummy columns, so there as many as the largest fixed shape among them, if one is."""
+        """How many of `limit` tokens the next call takes: all of them, or, for a slice write,
+        which takes no dummy columns, as many as the largest fixed shape that is not larger."""
         fitting = [n for n in self.shapes if n <= limit and self.kv_write == "slice"]
         return max(fitting, default=limit)
 
@@ -179,7 +181,8 @@ class Options(ManifestModel):
         return [self.batch, width, "T", 1] if self.layout == "bct1" else [self.batch, width, 1, "T"]
 
     def layer_inputs(self, layer: "Layer", half: int) -> dict[str, list[int | str]]:
-        """Shapes of the rope tables (`half` = D_rotary / 2) and masks of a layer; rings have a write mask of their own."""
+        """Shapes of the rotary tables (`half` = D_rotary / 2) and masks of a layer; a ring has a
+        separate write mask."""
         B, rows, suffix = self.batch, self.slots(layer.window), layer.suffix
         return {
             ROPE_COS + suffix: [B, 1, "T", half],

@@ -1,4 +1,4 @@
-"""Glossary of the tensors that cross the Core ML boundary, and the numbers that fp16 sets. A leaf.
+"""Glossary of the tensors that cross the Core ML boundary, and the limits of fp16. A leaf.
 
 Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query heads; H_kv key/value
 heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts. A dimension written "T" in a shape is the

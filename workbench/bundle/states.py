@@ -1,4 +1,4 @@
-"""The kinds of state that a decoder layer keeps. A leaf.
+"""The kinds of state that a decoder layer has. A leaf.
 
 | kind | one sequence's value | what a call does | how tokens are undone |
 |---|---|---|---|

@@ -68,8 +68,8 @@ class Reference:
 
 
 def make_reference(bundle: Bundle, golden: Golden) -> Reference:
-    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens, seen
-    as a device shows it. One decoder at a time is in memory."""
+    """Runs `bundle` in portable `declared` and `narrow` arithmetic over the golden's tokens and
+    records the values that a device shows. One decoder at a time is in memory."""
     drifts = {}
 
     def run(precision: str) -> dict[str, np.ndarray]:

@@ -29,12 +29,13 @@ NEAR_TIE = 0.1  # of two scores, each a probability plus a bias
 
 @dataclass
 class ForwardPass:
-    """What one pass over the golden's tokens computed: `hidden` [n, C] per layer (where it can be seen), cache rows
-    `k`, `v` [H_kv, n, D] per layer, `logits` [n, V] (chained); `experts` [n, 1] per layer, the program's own choice (where
-    that can be seen). `T` [n]: tokens of the call that each position was in. `x` [L, n, C]: what an update is counted from,
-    the golden's input; isolated as the program read it, rounded to fp16. `cached` per layer: positions whose cache rows
-    were there at the end, all but those that a ring buffer has overwritten. `router` [n, R]: the router state that the last
-    layer of each shard hands on."""
+    """The values of one pass over the golden's tokens: `hidden` [n, C] per layer (where it can
+    be seen), cache rows `k`, `v` [H_kv, n, D] per layer, `logits` [n, V] (chained); `experts`
+    [n, 1] per layer, the program's own choice (where that can be seen). `T` [n]: tokens of the
+    call that each position was in. `x` [L, n, C]: what an update is counted from, the golden's
+    input; isolated as the program read it, rounded to fp16. `cached` per layer: positions whose
+    cache rows were there at the end, all but those that a ring buffer has overwritten. `router`
+    [n, R]: the router state that the last layer of each shard hands on."""
 
     T: np.ndarray
     x: np.ndarray
@@ -85,7 +86,7 @@ def run_golden(
     Args:
         T: tokens a call; several are taken in turn.
         mode: `isolated` or `chained`.
-        forced: go on with the golden's choice of experts, whatever the program's own is (portable only).
+        forced: use the golden's choice of experts in place of the program's own (portable only).
     """
     (L, n, C), (_, V), dims = golden.x.shape, golden.logits.shape, decoder.manifest.dims
     if n > decoder.options.max_seq_len:

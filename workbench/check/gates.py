@@ -1,4 +1,5 @@
-"""A gate: a figure, a threshold, a verdict, and the reason in words; thresholds that gates share."""
+"""Gates: a figure, a threshold, a verdict and the reason in words; thresholds that several gates
+use."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +10,8 @@ GREEN, RED, NOT_RUN = "GREEN", "RED", "not_run"
 
 @dataclass(frozen=True)
 class Gate:
-    """`value` is None when the gate could not run; `reason` says what was compared, or why nothing was."""
+    """The result of one gate. `value` is None if the gate could not run; `reason` says what was
+    compared, or why nothing was compared."""
 
     name: str
     verdict: str

@@ -388,7 +388,8 @@ def _without_pictures(config):
 
 def force_experts(model: nn.Module, expert: np.ndarray) -> None:
     """Makes every layer of Hugging Face's model use the classes `expert` [L, n], the one past the experts skipping them,
-    with the probabilities that its own router gives them; goldens go on recording the router's own choice."""
+    with the probabilities that its own router gives them; goldens still record the router's own
+    choice."""
     for layer, classes in zip(model.model.layers, expert, strict=True):
         chosen = torch.from_numpy(np.array(classes, np.int64))[:, None]
 

@@ -22,8 +22,8 @@ DECODED = 4  # tokens behind each hand-over
 
 
 def handover_gates(source: Decoder, target: Decoder) -> list[Gate]:
-    """Whether `target` holds what `source` computed, writes behind it, and goes on as if it had run
-    the prompt itself.
+    """Gates on whether `target` holds the rows that `source` computed, writes the next rows, and
+    continues as if it had run the prompt itself.
 
     Raises:
         InputError: bundles of other checkpoints or batches.
@@ -106,7 +106,7 @@ def continues(source: Decoder, target: Decoder, length: int) -> Gate:
         )
         return gates.not_run(name, reason)
     if target.host.router_state and target.precision != "exact":
-        reason = "experts are picked freely, and roundings may turn a near-tie; exact compares"
+        reason = "rounding may change the choice of an expert: compare in exact arithmetic"
         return gates.not_run(name, reason)
     prompts, after = _prompts(target, length), _prompts(target, DECODED, seed=1)
     runs = []

@@ -271,7 +271,8 @@ def _head_errors(decoder: Decoder, checkpoint: Checkpoint, base) -> Iterator[Err
     """Rows of the head that are not the checkpoint's: logits of random hidden states.
 
     A row is another one when its logits are wrong by half of themselves and by more than three
-    times what compression makes of most rows; how well each weight is stored is not asked here.
+    times what compression makes of most rows; the precision of stored weights is not checked
+    here.
     """
     probes = np.random.default_rng(0).standard_normal((PROBES, decoder.manifest.dims.C))
     probes = probes.astype(np.float32)

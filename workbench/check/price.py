@@ -150,7 +150,7 @@ def price_gates(price: Price, max_kl: float = gates.MAX_KL) -> list[Gate]:
         "max_kl",
         float(np.mean(price.kl)),
         max_kl,
-        f"mean KL from the golden, nats; the limit of {max_kl:g} is yours (--max-kl)",
+        f"mean KL from the golden in nats; --max-kl sets the limit of {max_kl:g}",
     )
     if price.budget_kl is None:
         return [limit, gates.not_run("budget", "needs --checkpoint")]

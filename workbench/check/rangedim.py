@@ -85,7 +85,7 @@ def at_fault(
     elif str(T) in portable:
         value = float(portable[str(T)][0])
     else:
-        return "whose fault it is takes the portable runtime, which was not run at this T"
+        return "the cause is open: the portable runtime was not run at this T"
     if value > gates.T_TOLERANCE["declared"]:
         return f"the program is wrong: the portable runtime drifts too ({value:.3g})"
     return f"the runtime is wrong: the portable runtime runs the same program right ({value:.3g})"

@@ -76,7 +76,8 @@ def golden_answers(checkpoint: Checkpoint, tasks: Sequence[dict]) -> list[bool]:
 def answer_gates(
     decoder: Decoder, checkpoint: Checkpoint, tasks: Sequence[dict]
 ) -> list[gates.Gate]:
-    """The bundle answers as many prompts as the golden, and the golden as many as the checkpoint's evaluation says.
+    """Gates on whether the bundle answers as many prompts as the golden, and the golden as many as
+    the checkpoint's recorded accuracy predicts.
 
     Only the second gate shows a fault that golden and bundle share (a wrong rope in
     config.json), because the two agree with each other. Prompts that do not fit max_seq_len are
@@ -113,5 +114,5 @@ def _as_evaluated(checkpoint: Checkpoint, right: int, count: int) -> gates.Gate:
         "golden_answers",
         right / count,
         expected - slack,
-        f"the golden answers {right} of {count}, its evaluation says {expected:.3f}",
+        f"the golden answers {right} of {count}, its evaluation has {expected:.3f}",
     )

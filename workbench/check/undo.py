@@ -50,7 +50,7 @@ def undo_gate(decoder: Decoder) -> Gate:
                 undone += sum(call.ids.size - int(call.counts.sum()) for call in calls)
         finally:
             experts.fixed = fixed
-    reason = f"{undone} tokens undone: all that comes after them is the same bits as without them"
+    reason = f"{undone} tokens undone: everything after them has the same bits as without them"
     return gates.none("undo", faults[:4], reason, f"{len(faults)} differ: ", "; ")
 
 

@@ -1,6 +1,8 @@
-"""One bundle on every compute unit, each in a process of its own that may crash, and the cause where it fails.
+"""Validates one bundle on every compute unit, each in a process of its own that may crash, and
+names the cause of a failure.
 
-A golden goes in, one row per unit comes out. Off a Mac the portable runtime's arithmetics stand in and are labelled so.
+A golden goes in, one row per unit comes out. Off a Mac the rows are those of the portable
+runtime's arithmetics, labelled so.
 """
 
 import json

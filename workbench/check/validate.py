@@ -50,8 +50,9 @@ ROUTING_FACTOR = 2.0
 @dataclass
 class Validation:
     """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the comparison of `chained_logits` [n, V] with the
-    golden's, and the price. Where experts are routed and choices are recorded, layers go on with the golden's expert, and `free_logits` compares the
-    logits of a chained run that goes on with the program's own (else None).
+    golden's, and the price. Where experts are routed and choices are recorded, layers continue
+    with the golden's expert, and `free_logits` compares the logits of a chained run that
+    continues with the program's own choice (else None).
     """
 
     rows: pd.DataFrame
@@ -97,8 +98,8 @@ def bug_gates(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> list[Gate]:
-    """Whether a bundle is faulty, whatever its compression: interface, weights, host, program,
-    scores, causality and undo.
+    """Runs the bug gates, which are the same for every compression: interface, weights, host,
+    program, scores, causality and undo.
 
     Args:
         exact: a portable decoder in `exact` arithmetic that runs the bundle, or one of Core AI
@@ -137,7 +138,7 @@ def bug_gates(
 
 
 def unopened_gates(problem: InputError, names: Sequence[str]) -> list[Gate]:
-    """Gates `names` of a bundle that no decoder runs, where `problem` says why."""
+    """Gates `names` as not_run, for a bundle that no decoder runs because of `problem`."""
     reason = f"the bundle cannot be run: {problem.subject}: {problem.actual}"
     return [gates.not_run(name, reason) for name in names]
 
@@ -193,7 +194,7 @@ def validate(
     max_kl: float = gates.MAX_KL,
     progress: bool = False,
 ) -> Validation:
-    """Whether a bundle is faulty, and what it costs: bug gates, every layer × position × T against `golden`, the price.
+    """Validates a bundle: bug gates, every layer × position × T against `golden`, and the price.
 
     Args:
         checkpoint: what the bundle was exported from; without it the bug gates are those of the bundle's verdict.json.
@@ -242,7 +243,9 @@ def _device(
     if decoder.runtime == "portable":
         return gates.not_run("device", "the portable runtime is what devices are compared with")
     if decoder.runtime == "coreai":
-        return gates.not_run("device", "the portable runtime runs no Core AI program: crosscheck")
+        return gates.not_run(
+            "device", "the portable runtime cannot run Core AI programs: run crosscheck"
+        )
     if reference is None and only:
         reason = "needs a reference beside the golden: workbench golden CHECKPOINT --out G --for"
         return gates.not_run("device", f"{reason} {decoder.bundle.root.name}")
@@ -254,7 +257,8 @@ def routing(
     choices: pd.DataFrame, golden: Golden, budget: Budget | None, free: dict[str, float]
 ) -> Gate:
     """Gate `routing`: other experts are picked only where rounding can change the choice. No other
-    gate covers another expert's update: they all read layers that went on with the golden's choice.
+    gate covers another expert's update: they all read layers that continued with the golden's
+    choice.
 
     Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own model by so much; where
     the golden's lie further apart than `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's. In a
@@ -272,8 +276,8 @@ def routing(
     ratios = differ["margin"] / np.where(differ["run"] == "chained", *moves)
     if len(differ):
         place = "layer {layer}, position {position}, {run}".format(**differ.loc[ratios.idxmax()])
-        reason += f"; largest margin over what rounding moves it by: {place}"
-    reason += f"; going on with them, the logits' worst cosine is {free['cosine_min']:.4f}"
+        reason += f"; largest margin relative to its move by rounding: {place}"
+    reason += f"; with these choices the worst cosine of the logits is {free['cosine_min']:.4f}"
     value = float(ratios.max()) if len(differ) else 0.0
     return gates.at_most("routing", value, ROUTING_FACTOR, reason)
 

@@ -247,12 +247,10 @@ def text_tensors(checkpoint: Checkpoint) -> set[str]:
 
 
 def uncovered_tensor(bundle: Bundle, checkpoint: Checkpoint, tensor: str) -> list[str]:
-    """Why nothing covers a tensor that no shard, or not every row of which a shard, is said to
-    hold; [] if something does.
-
-    The host's tables are the business of gate `host`. coremltools drops a constant that changes
-    nothing, all zeros or all ones, and merges equal ones: a twin in the same shard then has these
-    values. That the program computes with them is for gate `program` to show.
+    """The reason why a tensor, or some of its rows, is in no shard; [] if all rows are. Gate
+    `host` checks the host's tables. coremltools drops a constant that changes nothing, all zeros
+    or all ones, and merges equal ones: a twin in the same shard then has these values. That the
+    program computes with them is for gate `program` to show.
     """
     if tensor.removeprefix(checkpoint.prefix) in HOST_TENSORS:
         return []

@@ -54,7 +54,7 @@ class Record:
 
 class Decoder:
     """Runs a bundle. `begin` → `prefill` → `decode_one_token`, or `stream` for all three; `trim`
-    undoes tokens, as speculative decoding does with those that it guessed wrongly.
+    undoes tokens, as speculative decoding does with wrong guesses.
 
     Args:
         bundle: an opened bundle or its path.
@@ -166,7 +166,7 @@ class Decoder:
 
     @cached_property
     def identity(self) -> str:
-        """What a snapshot of this decoder is bound to; see `snapshot.identity`."""
+        """The identity to which snapshots of this decoder are bound; see `snapshot.identity`."""
         return identity(
             self.manifest, self.precision if self.runtime == "portable" else self.runtime
         )
@@ -343,17 +343,19 @@ class Decoder:
         """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by sequence.
 
         Args:
-            ids: the tokens to run first: all of them, or those behind `after`; a list per sequence when batch > 1, an
-                empty one for a sequence that stays as it is.
+            ids: the prompt: all tokens, or those after `after`. With batch > 1 a list for each
+                sequence, an empty one for a sequence that stays as it is.
             max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
-            after: what to continue: None, nothing; snapshots (see `begin`); "running", the decoder's own sequences.
-            prefill: what runs the prompts and leaves their sequences in this decoder, where its own
-                prefill does not; it returns the logits (see `transfer.prefill_by`). Then `after`
-                must be None.
+            after: what to continue: None for nothing, snapshots (see `begin`), or "running" for the
+                decoder's own sequences.
+            prefill: replaces the decoder's own prefill; it runs the prompts, leaves their sequences
+                in this decoder and returns the logits (see `transfer.prefill_by`). `after` must
+                then be None.
             stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
 
         Raises:
-            InputError: what cannot be run, before anything is; a stream that goes on after another one began.
+            InputError: prompts that cannot be run, before anything runs; a stream that is
+                continued after another one began.
         """
         prompts, B = self._prompts(ids), self.options.batch
         stop = self.manifest.tokens.eos if stop is None else stop
@@ -375,7 +377,7 @@ class Decoder:
                 raise InputError(
                     "prompt after a snapshot",
                     "no token",
-                    "at least one, to have logits to go on from",
+                    "at least one token, whose logits give the next one",
                     "trim the snapshot by a token and give that one",
                 )
             self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
@@ -405,7 +407,7 @@ class Decoder:
             times = self.times
 
     def generate(self, ids, max_new, **options) -> list:
-        """The tokens of `stream`, drained: a list, or one list per sequence when batch > 1."""
+        """All tokens of `stream`: a list, or one list per sequence when batch > 1."""
         tokens: list[list[int]] = [[] for _ in range(self.options.batch)]
         for record in self.stream(ids, max_new, **options):
             tokens[record.seq].append(record.token)

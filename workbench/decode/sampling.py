@@ -17,7 +17,7 @@ class Sampling:
         top_k: only the k most likely tokens; 0 takes all.
         top_p: only the fewest of them whose probabilities, most likely first, reach this sum.
         seed: random numbers depend on it and the position alone, so that a restored sequence
-        continues as it would have.
+            continues as it would have.
     """
 
     temperature: float = 0.0

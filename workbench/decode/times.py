@@ -9,7 +9,7 @@ class Times:
     """Milliseconds of one call: every layer shard, every head slice, and the whole call on the host's clock.
 
     `cpu_ms` and `native_ms` have one value for each layer shard and then one for the head: CPU time
-    of the calling thread, and Core ML's own share of the time (None where nothing says it).
+    of the calling thread, and Core ML's own share of the time (None if unknown).
     """
 
     layers: list[float] = field(default_factory=list)

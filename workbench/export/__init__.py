@@ -170,7 +170,7 @@ def _stopped(bundle: str | Path, problem: OSError) -> InputError:
         f"bundle {bundle}",
         reason,
         "files that can be written and read",
-        "mend that, or choose another target",
+        "correct this, or choose another target",
     )
 
 

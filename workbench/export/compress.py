@@ -1,4 +1,5 @@
-"""fp16 weights → the bytes coremltools 9.0 would store for them, bit for bit, a cache-sized piece at a time.
+"""Compresses fp16 weights to the bytes that coremltools 9.0 stores for them, bit for bit, one
+cache-sized piece at a time.
 
 Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
 q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they

@@ -1,4 +1,5 @@
-"""A traced module → a Core ML model with state, flexible T and compressed weights, by coremltools alone."""
+"""Converts a traced module with coremltools to a Core ML model with state, flexible T and
+compressed weights."""
 
 import errno
 import gc

@@ -1,9 +1,11 @@
-"""Shards as programs of Apple's Core AI: a bundle like any other, its packages `.aimodel` folders.
+"""Shards as programs of Apple's Core AI: the bundle is like any other, with `.aimodel` folders as
+packages.
 
-torch.export traces one shard of each shape; the others put their own weights into that trace. The
-stored weights are the very bits of the Core ML shards. The axis T is always free, from 1 to two or
-more, unless it is fixed above 1: at a fixed T = 1 Apple's conversion exchanges a product with a
-reshape and returns other values (tests/coreai/test_coreai.py has the smallest module).
+torch.export traces one shard of each shape; the others put their own weights into that trace.
+The stored weights have the same bits as those of the Core ML shards. The axis T is always free,
+from 1 to two or more, unless it is fixed above 1: at a fixed T = 1 Apple's conversion exchanges
+a product with a reshape and returns other values (tests/coreai/test_coreai.py has the smallest
+module).
 """
 
 import hashlib
@@ -124,7 +126,7 @@ def shaped(
 
 
 def attach(module: nn.Module, path: str, stored: StoredWeight) -> None:
-    """Puts a stored weight in the place of the parameter at `path`."""
+    """Replaces the parameter at `path` by a stored weight."""
     parent, _, name = path.rpartition(".")
     owner = module.get_submodule(parent)
     del owner._parameters[name]
@@ -134,7 +136,7 @@ def attach(module: nn.Module, path: str, stored: StoredWeight) -> None:
 
 
 def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.ExportedProgram:
-    """The module as torch.export has it, in Apple's operations."""
+    """The module traced by torch.export, in Apple's operations."""
     dtype, t_max = DTYPES[options.program_dtype], options.t_max
     free = None
     if options.t == "range" or t_max == 1:

@@ -18,14 +18,14 @@ MANIFEST = "Manifest.json"
 
 
 def save_package(model, package: Path) -> None:
-    """Writes a converted model (coremltools' MLModel) to `package`, in place of whatever is there."""
+    """Writes a converted model (coremltools' MLModel) to `package`, replacing an existing one."""
     shutil.rmtree(package, ignore_errors=True)
     model.save(str(package))
     pin(package)
 
 
 def pin(package: Path) -> None:
-    """Rewrites what coremltools makes anew each time it saves: date, identifiers, order of map
+    """Rewrites what coremltools changes each time it saves: date, identifiers, order of map
     entries."""
     (package / MODEL).write_bytes(serialize(read_package(package)))
     listed = json.loads((package / MANIFEST).read_text())
@@ -42,7 +42,7 @@ def pin(package: Path) -> None:
 
 
 def read_package(package: Path):
-    """The Model protobuf of a package that this export wrote."""
+    """Reads the Model protobuf of a package that this export wrote."""
     return messages("Model_pb2").Model.FromString((package / MODEL).read_bytes())
 
 

@@ -117,7 +117,7 @@ def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[st
 
 
 def place_states(plan: Plan, options: Options, first: int, last: int):
-    """Where the states of layers [first, last) live; (states, buffers).
+    """Places the states of layers [first, last); returns (states, buffers).
 
     Each is a tensor of its own, named by its layer where the shard has several. Packed, they share
     one `kv_state` [B, 2·H_kv·l, S, D] (and one for rings, of their size) and one `side_state` [B,

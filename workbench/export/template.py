@@ -35,8 +35,8 @@ class TemplateMismatch(Exception):
 
 
 class Slot(NamedTuple):
-    """Where one stored array of a weight lies: [start, stop) of the weight file; 0, 0: in operation
-    `op` of `operations(model)`."""
+    """The place of one stored array of a weight: [start, stop) of the weight file; 0, 0: in
+    operation `op` of `operations(model)`."""
 
     role: str
     op: int
@@ -244,7 +244,7 @@ def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.nd
 
 
 def rename(message, names: dict[str, str]) -> None:
-    """Puts state names (and names derived from them) into every string of a protobuf message."""
+    """Replaces state names (and names derived from them) in every string of a protobuf message."""
     for field, value in message.ListFields():
         if field.type == field.TYPE_STRING:
             if field.is_repeated:

@@ -44,7 +44,8 @@ class WeightSource:
 
 
 class Clock:
-    """Seconds of work by kind (`template`, `read`, `compress`, `write`): one sample per piece of work of any thread."""
+    """Collects seconds of work by kind (`template`, `read`, `compress`, `write`): one sample per
+    piece of work of any thread."""
 
     def __init__(self):
         self.samples: list[tuple[str, float]] = []

@@ -57,7 +57,8 @@ def scaled(x, value: float):
 
 
 def by_peak(x, dim: int):
-    """x over its largest magnitude along `dim`, and that magnitude: squares of the first never leave [0, 1]."""
+    """x divided by its largest magnitude along `dim`, and that magnitude; squares of the
+    quotient are in [0, 1]."""
     peak = x.abs().amax(dim, keepdim=True).clamp(*NORMAL)
     return x / peak, peak
 

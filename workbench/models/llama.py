@@ -68,8 +68,8 @@ def plan(config) -> Plan:
 
 
 def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) -> Plan:
-    """Of a family like Llama; `ropes` and `layers` are its own: by default one rope table and no
-    window."""
+    """The plan of a family like Llama; `ropes` and `layers` are its own: by default one rope
+    table and no window."""
     d, ropes = dims(config), ropes or [rope(config)]
     if not partial_rotary and any(2 * len(table.inv_freq) != d.D for table in ropes):
         refuse(config, "a partial rotary factor", "full rotary dimensions")

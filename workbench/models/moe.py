@@ -1,4 +1,5 @@
-"""A mixture of experts with one expert per token: a router that remembers the layer before, and stacked experts.
+"""A mixture of experts with one expert per token: a router with a state from the layer before, and
+stacked experts.
 
 Experts run all together, weighted by one-hot probabilities (dense), or one by one as the host picks them (routed). The
 class after the last expert is the skip class: it adds nothing.
@@ -64,7 +65,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Router and, unless the host runs them, experts."""
+    """The router and, unless the host runs them, the experts."""
 
     def __init__(self, gate: Router, experts: Experts | None):
         super().__init__()
@@ -73,7 +74,7 @@ class Mixture(nn.Module):
         self.register_buffer("classes", classes.reshape(1, -1, 1, 1), persistent=False)
 
     def dense(self, x, probabilities, scores):
-        """Every expert on every token, all but the chosen one weighted zero."""
+        """Runs every expert on every token; all but the chosen one have weight zero."""
         chosen = scores.argmax(1, keepdim=True).int() == self.classes
         weights = probabilities * chosen.to(probabilities.dtype)
         return self.experts(x, weights[:, : self.experts.count])

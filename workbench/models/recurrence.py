@@ -37,8 +37,8 @@ class Decays(NamedTuple):
 
 
 def decays(g, order) -> Decays:
-    """Of the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1, T, 1], 1, 2, … and 0 for
-    columns without one.
+    """Decay factors from the logarithms g [B, H, T, 1] and the tokens' `order` [B, 1, T, 1], 1, 2,
+    … and 0 for columns without one.
 
     Every sum runs over the tokens between two others alone: differences of sums from the start
     cancel, and above the diagonal they overflow.
@@ -108,7 +108,8 @@ def write_pair(cache: Cache, matrix, total, added):
 
 
 def among_tokens(q, k, v, among: Decays):
-    """What the tokens of a call read of one another and of themselves: [B, H, T, V]."""
+    """The part of the output that the tokens of a call read from one another and from
+    themselves: [B, H, T, V]."""
     earlier = ((q @ k.transpose(2, 3)) * among.between) @ v
     return earlier + (q * k).sum(-1, keepdim=True) * v
 

@@ -17,9 +17,9 @@ def extended(B: int, name: str, x, cache: Cache, select, keep=None, first=None):
     takes the last n.
 
     `select` [B, n, T] has a one-hot row for each of the last n columns that are valid, zeros where
-    there are fewer: columns that are not valid never enter the state. `keep` [B, n, n] likewise
-    says which old ones stay; up to n = 2 that follows from `select`. With `first` [B, n, rows] the
-    state, and with it `select` and `keep`, has more rows than the convolution reads, so that
+    there are fewer: invalid columns are never stored in the state. `keep` [B, n, n] likewise
+    says which old ones stay; up to n = 2 that follows from `select`. With `first` [B, n, rows]
+    the state, and with it `select` and `keep`, has more rows than the convolution reads, so that
     tokens can be undone: `first` says which n of them come before x.
     """
     if first is not None:

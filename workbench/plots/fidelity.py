@@ -286,7 +286,7 @@ def _alike(view: View, fidelity: pd.DataFrame, Ts: Sequence[int]) -> bool:
 
 
 def _numbers(Ts: Sequence[int]) -> str:
-    """1, 2, 3, 4 as "1 to 4"."""
+    """Formats values of T, such as 1, 2, 3, 4 as "1 to 4"."""
     together = len(Ts) > 2 and list(Ts) == list(range(Ts[0], Ts[-1] + 1))
     if together:
         return f"{Ts[0]} to {Ts[-1]}"

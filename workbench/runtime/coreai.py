@@ -31,7 +31,7 @@ _loading = threading.Lock()  # the standard error of the process is replaced mea
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, so that callers may have one that runs, as Jupyter's."""
+    """An event loop in a thread of its own, because callers such as Jupyter may already run one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="core-ai", daemon=True).start()
     return loop

@@ -46,7 +46,8 @@ STATE = (
 class Placed:
     """One compute operation of a compute plan: where Core ML prefers to run it, what else could, its share of the cost.
 
-    `preferred` is ane, gpu or cpu; None where the plan says nothing. `cost` is a fraction of the model, no time.
+    `preferred` is ane, gpu or cpu; None if the plan does not contain it. `cost` is a fraction of
+    the model's cost, not a time.
     """
 
     op: str
@@ -151,8 +152,8 @@ class CoreMLModel:
         )
 
     def _loaded_mark(self, hints: dict) -> Path:
-        """An empty file beside the compiled shard that says that it was loaded like this before: the
-        first time, Core ML makes a program for the device, and stores it itself."""
+        """An empty file beside the compiled shard that records an earlier load with the same
+        settings. On the first load Core ML makes a program for the device and stores it itself."""
         how = [self.units.name, self.function, sorted((name, str(v)) for name, v in hints.items())]
         key = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:8]
         return self.compiled.with_suffix(f".{key}.loaded")
@@ -209,7 +210,7 @@ def compute_plan(
     bundle: Bundle, shard: Shard, compute_units: str, function: str | None = None
 ) -> list[Placed]:
     """Where Core ML plans to run every compute operation of a shard, nested blocks included;
-    constants are left out. Core ML may abort the process that asks.
+    constants are left out. Core ML may abort the process that calls this.
 
     Raises:
         InputError: Core ML compiles no such model, or gives no plan.

@@ -23,8 +23,8 @@ class FunctionState:
         self.model, self.state = model, model.make_state()
 
     def of(self, model: Model) -> State:
-        """The state as one that `model` can run on; copied to a fresh one of its own unless it
-        is."""
+        """A state on which `model` can run: the current one, or a copy in a fresh state of that
+        model."""
         if model is not self.model:
             state = model.make_state()
             for tensor in {entry.tensor for entry in model.shard.states.values()}:
