@@ -341,8 +341,7 @@ def _on_portable(
 ) -> Gate:
     """A gate that the program must pass in portable arithmetic, a Core AI program in its own.
     Devices are known to treat NaN and subnormal numbers differently; their result is part of the
-    reason and does not decide the
-    verdict."""
+    reason and does not decide the verdict."""
     models = [model for model in decoder.layers if any(map(is_cache, model.shard.states))]
     shards = [model.shard for model in models]
     failing = [model.shard.name for model in models if fails(model)]
