@@ -22,6 +22,8 @@ def slice_update(
     x, update, *, begin, end, stride=None, begin_mask=None, end_mask=None, squeeze_mask=None
 ):
     flipped, index = _window(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
+    if not flipped and x[index].shape == x.shape == update.shape:
+        return update  # the window is all of `x`
     result = x.flip(flipped) if flipped else x.clone()
     if (
         result[index].shape != update.shape
