@@ -18,36 +18,48 @@ from miltorch.fast.tiles import few_here, whole_tiles
 
 
 @njit(fastmath=FLAGS, error_model="numpy")
-def _attend_rows(q, key, value, mask, row, out):
+def _attend_rows(q, key, value, mask, first, last, row, out):
     """out [N, D] = softmax(q @ keyᵀ + mask) @ value for q [N, D], which are the rows from `row` on of one group, T to a head;
-    key, value [n, D], mask [T, n]. Returns the largest magnitude of a score before the mask.
+    key, value [S, D], mask [T, S], over the places from `first` to `last`. Returns the largest magnitude of a score before the mask.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
-    (N, D), n, extreme = q.shape, len(key), np.float32(0)
+    (N, D), n, extreme = q.shape, last - first, np.float32(0)
     rows = np.zeros((whole_tiles(N), D), np.float32)
     rows[:N] = q
     scores, sums = np.empty((N, n, 1), np.float32), np.zeros((N, D), np.float32)
-    few_here(key, np.ones(n, np.float32), rows, scores)
+    few_here(key[first:last], np.ones(n, np.float32), rows, scores)
+    weights = scores.reshape(N, n)
     for i in range(N):
-        weights, columns = scores[i, :, 0], mask[(row + i) % len(mask)]
-        largest, total = np.float32(-np.inf), np.float32(0)
-        for s in range(n):
-            extreme = max(extreme, abs(weights[s]))
-            weights[s] = _round16(_round16(weights[s]) + columns[s])
-            largest = max(largest, weights[s])
-        for s in range(n):
-            weights[s] = _exp(weights[s] - largest)
-            total += weights[s]
-        for s in range(n):
-            weights[s] = _round16(weights[s] / total)
+        own, columns = weights[i], mask[(row + i) % len(mask)][first:last]
+        extreme = max(extreme, _softmax(own, columns))
     for s in range(n):
+        place = value[first + s]
         for i in range(N):
-            weight = scores[i, s, 0]
+            weight, target = weights[i, s], sums[i]
             for d in range(D):
-                sums[i, d] += weight * value[s, d]
+                target[d] += weight * place[d]
     out[:] = sums
     return extreme
+
+
+@njit(fastmath=FLAGS, error_model="numpy")
+def _softmax(scores, mask):
+    """scores [n] become weights, in place; returns the largest magnitude of a score before the mask."""
+    low, high, largest = np.float32(0), np.float32(0), np.float32(-np.inf)
+    for s in range(len(scores)):
+        score = scores[s]
+        low, high = score if score < low else low, score if score > high else high
+        scores[s] = _round16(_round16(score) + mask[s])
+    for s in range(len(scores)):
+        largest = scores[s] if scores[s] > largest else largest
+    total = np.float32(0)
+    for s in range(len(scores)):
+        scores[s] = _exp(scores[s] - largest)
+        total += scores[s]
+    for s in range(len(scores)):
+        scores[s] = _round16(scores[s] / total)
+    return max(-low, high)
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -62,11 +74,10 @@ def attend_kernel(q, key, value, mask, out):
         first, last = _visible(mask[b], BLOCKED)
         if start < end:
             queries, result = q[b, g, start:end], out[b, g, start:end]
-            seen, columns = slice(first, last), mask[b, :, first:last]
-            keys, values = key[b, g, seen], value[b, g, seen]
-            extreme = _attend_rows(queries, keys, values, columns, start, result)
+            keys, values, columns = key[b, g], value[b, g], mask[b]
+            extreme = _attend_rows(queries, keys, values, columns, first, last, start, result)
             if extreme > EXTREME and last - first < S:
-                _attend_rows(queries, key[b, g], value[b, g], mask[b], start, result)
+                _attend_rows(queries, keys, values, columns, 0, S, start, result)
 
 
 def attend(

@@ -14,6 +14,7 @@ from miltorch.fast.kernels import FLAGS, SMALL_PRODUCT, _row_kernel, _value
 
 # floats of one vector, and sums of one tile: what the processor's registers hold
 WIDTH, SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
+CHUNK = 64  # rows that one thread takes at a time
 BLOCK = SUMS // 2  # rows of the weight that stay in a core's cache for all vectors
 CONTRACT = ("contract",)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
@@ -150,24 +151,37 @@ def whole_tiles(count):
 
 
 @njit(fastmath=FLAGS)
-def _block(weight, scale, x, out, places, first):
-    """BLOCK rows of `few` from `first` on; `places` [N] are those of each vector's first result in `out`, flat."""
+def _block(weight, scale, x, out, places, first, sums):
+    """BLOCK rows of `few` from `first` on.
+
+    Args:
+        places: [N] of each vector's first result in `out`, flat.
+        sums: [SUMS], to be written.
+    """
     N, K, step = len(places), weight.shape[1], out.shape[2]
-    flat = out.reshape(out.size)
-    terms, sums, n = K - K % WIDTH, np.empty(SUMS, np.float32), 0
+    flat, terms, n = out.reshape(out.size), K - K % WIDTH, 0
     while n < N:
-        tokens = _tokens(N - n)
-        rows = SUMS // tokens
+        tokens, vectors = _tokens(N - n), x[n:]
+        rows, count = SUMS // tokens, min(tokens, N - n)
         for start in range(first, first + BLOCK, rows):
-            address, scales = weight[start:].ctypes.data, scale[start:].ctypes.data
-            _dots(weight, address, x[n:], terms, scales, sums, tokens)
+            address = weight.ctypes.data + start * weight.strides[0]
+            scales = scale.ctypes.data + start * scale.strides[0]
+            _dots(weight, address, vectors, terms, scales, sums, tokens)
             for r in range(rows):
-                for m in range(min(tokens, N - n)):
+                for m in range(count):
                     total = sums[r * tokens + m]
                     for k in range(terms, K):
-                        total += _value(weight[start + r, k], scale[start + r]) * x[n + m, k]
+                        total += _value(weight[start + r, k], scale[start + r]) * vectors[m, k]
                     flat[places[n + m] + (start + r) * step] = total
         n += tokens
+
+
+@njit(fastmath=FLAGS)
+def _chunk(weight, scale, x, out, places, first):
+    """CHUNK rows of `few` from `first` on, or those that are left; the last block ends at the last row."""
+    sums, R = np.empty(SUMS, np.float32), len(weight)
+    for start in range(first, min(first + CHUNK, R), BLOCK):
+        _block(weight, scale, x, out, places, min(start, R - BLOCK), sums)
 
 
 @njit
@@ -188,8 +202,8 @@ def few_here(weight, scale, x, out):
             for n in range(B * T):
                 out[n // T, r, n % T] = _row_kernel(weight[r], scale[r], x[n])
     else:
-        for block in range(-(-R // BLOCK)):  # the last one ends at the last row
-            _block(weight, scale, x, out, places, min(block * BLOCK, R - BLOCK))
+        for first in range(0, R, CHUNK):
+            _chunk(weight, scale, x, out, places, first)
 
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
@@ -203,7 +217,7 @@ def few(weight, scale, x, out, threads):
     """
     R, places = len(weight), _places(out)
     if threads and weight.size >= SMALL_PRODUCT and R >= BLOCK:
-        for block in prange(-(-R // BLOCK)):
-            _block(weight, scale, x, out, places, min(block * BLOCK, R - BLOCK))
+        for chunk in prange(-(-R // CHUNK)):
+            _chunk(weight, scale, x, out, places, chunk * CHUNK)
     else:
         few_here(weight, scale, x, out)
