@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from miltorch.fast import kernels
+from miltorch.fast import tiles
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.ops.convolution import FEW_COLUMNS
 from miltorch.ops.linear import panel_product
@@ -14,7 +14,7 @@ from miltorch.program import Op, Ref
 
 @dataclass
 class Linear:
-    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `kernels.product` takes it; in pieces of R where
+    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `tiles.product` takes it; in pieces of R where
     `widths` are given."""
 
     weight: np.ndarray
@@ -25,7 +25,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         rows = x.flatten(2).transpose(1, 2).reshape(-1, x.shape[1])
         if len(rows) < FEW_COLUMNS:
-            y = kernels.product(self.weight, self.scale, rows)
+            y = tiles.product(self.weight, self.scale, rows)
         elif self.weight.dtype == np.uint16:
             y = panel_product(rows.float(), torch.from_numpy(self.weight.view(np.float16)))
         else:
