@@ -116,28 +116,6 @@ def _four(weight, scale, x, terms):
     return a, b, c, d
 
 
-def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
-    """x [N, K] by weight [R, K] → float32 [N, R], on torch's threads.
-
-    Args:
-        weight: int8, or the bits of fp16 values as uint16.
-        scale: of each row of int8 weights, [R] float32; not looked at for fp16.
-    """
-    N, R = len(x), len(weight)
-    _same(x.shape[1:], weight.shape[1:])
-    _same(scale.shape, (R,))
-    if N == 1:
-        row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
-        on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
-        return torch.from_numpy(out)
-    from miltorch.fast import tiles  # it reads a weight as this file does
-
-    rows = F.pad(x.float(), (0, 0, 0, tiles.whole_tiles(N) - N)).contiguous().numpy()
-    out = np.empty((1, R, N), np.float32)
-    on_threads(tiles.few, weight, scale, rows, out, torch.get_num_threads() > 1)
-    return torch.from_numpy(out[0].T)
-
-
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _narrow(weight, x, out):
     """Computes out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running sum rounded to fp16 after every TERMS."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from miltorch.fast import kernels, packed
+from miltorch.fast import packed, tiles
 from miltorch.fast.matching import PatternGraph, need
 from miltorch.fast.packed import ENTRIES, GROUP, INT4, LUT4, LUT6, Packed
 from miltorch.ops.convolution import FEW_COLUMNS
@@ -16,7 +16,7 @@ from miltorch.program import Op, Ref
 
 @dataclass
 class Linear:
-    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `kernels.product` takes it,
+    """x [B, K, T, 1] or [B, K, 1, T] → [B, R, ...] by a weight [R, K] as `tiles.product` takes it,
     or a packed one, which holds its scales itself; in pieces of R where `widths` are given."""
 
     weight: np.ndarray | Packed
@@ -41,7 +41,7 @@ class Linear:
         if isinstance(self.weight, Packed):
             y = _packed_product(self.weight, rows.float())
         elif len(rows) < FEW_COLUMNS:
-            y = kernels.product(self.weight, self.scale, rows)
+            y = tiles.product(self.weight, self.scale, rows)
         elif self.weight.dtype == np.uint16:
             y = panel_product(rows.float(), torch.from_numpy(self.weight.view(np.float16)))
         else:

@@ -5,12 +5,14 @@ makes vectors of a loop over so many sums by itself depends on its version and o
 """
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from llvmlite import binding, ir
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from miltorch.fast.kernels import FLAGS, SMALL_PRODUCT, _row_kernel, _value
+from miltorch.fast.kernels import FLAGS, SMALL_PRODUCT, _one, _row_kernel, _same, _value, on_threads
 
 # floats of one vector, and sums of one tile: what the processor's registers hold
 WIDTH, SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
@@ -221,3 +223,23 @@ def few(weight, scale, x, out, threads):
             _chunk(weight, scale, x, out, places, chunk * CHUNK)
     else:
         few_here(weight, scale, x, out)
+
+
+def product(weight: np.ndarray, scale: np.ndarray, x: torch.Tensor) -> torch.Tensor:
+    """x [N, K] by weight [R, K] → float32 [N, R], on torch's threads.
+
+    Args:
+        weight: int8, or the bits of fp16 values as uint16.
+        scale: of each row of int8 weights, [R] float32; not looked at for fp16.
+    """
+    N, R = len(x), len(weight)
+    _same(x.shape[1:], weight.shape[1:])
+    _same(scale.shape, (R,))
+    if N == 1:
+        row, out = np.ascontiguousarray(x[0].float().numpy()), np.empty((1, R), np.float32)
+        on_threads(_one, weight, scale, row, out[0], torch.get_num_threads() > 1)
+        return torch.from_numpy(out)
+    rows = F.pad(x.float(), (0, 0, 0, whole_tiles(N) - N)).contiguous().numpy()
+    out = np.empty((1, R, N), np.float32)
+    on_threads(few, weight, scale, rows, out, torch.get_num_threads() > 1)
+    return torch.from_numpy(out[0].T)

@@ -47,14 +47,14 @@ def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> tor
     """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are few."""
     (B, N, K), R = rows.shape, len(weight)
     if weight.dtype == torch.float16 and B * N < FEW_COLUMNS and not (narrow and K % TERMS):
-        from miltorch.fast import kernels  # numba takes a moment to import
+        from miltorch.fast import kernels, tiles  # numba takes a moment to import
 
         if kernels.available():
             bits, flat = weight.view(torch.int16).numpy().view(np.uint16), rows.flatten(0, 1)
             y = (
                 kernels.narrow_product(bits, flat)
                 if narrow
-                else kernels.product(bits, _ones(R), flat)
+                else tiles.product(bits, _ones(R), flat)
             )
             return y.reshape(B, N, R)
     if narrow:

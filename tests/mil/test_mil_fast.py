@@ -12,7 +12,7 @@ from one_op import Op, Ref, Type, given, program, tensor
 
 import miltorch
 from miltorch import Executable
-from miltorch.fast import kernels, machine, patterns, products
+from miltorch.fast import kernels, machine, patterns, products, tiles
 from miltorch.fast import program as fast
 from miltorch.fast.matching import PatternGraph
 from miltorch.fast.program import FastProgram
@@ -138,7 +138,7 @@ def test_int8_products_use_weights_rounded_to_fp16(rows, columns, count, seed):
     scale = rng.uniform(1e-3, 1e-1, rows).astype(np.float16).astype(np.float32)
     x = torch.from_numpy(rng.normal(size=(count, columns)).astype(np.float16))
     dense = (weight * scale[:, None]).astype(np.float16).astype(np.float64)
-    found = kernels.product(weight, scale, x).numpy()
+    found = tiles.product(weight, scale, x).numpy()
     np.testing.assert_allclose(found, x.double().numpy() @ dense.T, rtol=1e-5, atol=1e-4)
 
 
@@ -358,7 +358,7 @@ def test_fp16_products_use_weights_as_they_are():
         torch.from_numpy(rng.normal(size=(3, 130)).astype(np.float16)),
     )
     for rows in (x, x[:1]):
-        found = kernels.product(weight.view(np.uint16), np.ones(9, np.float32), rows).numpy()
+        found = tiles.product(weight.view(np.uint16), np.ones(9, np.float32), rows).numpy()
         np.testing.assert_allclose(
             found, rows.double().numpy() @ weight.astype(float).T, rtol=1e-5, atol=1e-5
         )
