@@ -1,6 +1,7 @@
 """Weights of 4 and 6 bits that stay packed: the literal graph's weights bit for bit, float32 sums
 in another order."""
 
+import mutants
 import numpy as np
 import pytest
 import torch
@@ -190,3 +191,10 @@ def test_decoding_stays_close_to_the_literal_graph(exports, preset):
     for found, wanted in pairs:
         assert np.abs(found - wanted).max() < 1e-2 * np.abs(wanted).max()
     assert all(any(model.fast.bytecodes.values()) for model in fast.layers + fast.heads)
+
+
+def test_changed_programs_of_packed_weights_mean_the_same_on_both_paths(exports):
+    kinds = [("llama", {"compress": preset}) for preset in ("int4-block32", "lut4")]
+    rows = mutants.run(mutants.packages_of(exports, kinds), 30)
+    assert [row for row in rows if row[1] not in mutants.GOOD] == []
+    assert sum(row[1] == "equal" for row in rows) > 5 and len(rows) == 30
