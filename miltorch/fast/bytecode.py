@@ -127,7 +127,8 @@ class Bytecode(Recorder):
 
     def _known(self, node) -> bool:
         """Whether a call computes from shapes alone what the recorded call has shown."""
-        known = node.op.kind == "shape" or all(map(self._fixed, node.inputs))
+        kind, fixed = node.op.kind, node.inputs and all(map(self._fixed, node.inputs))
+        known = kind == "shape" or bool(fixed) and not kind.startswith("random")
         self.known.update(node.outputs if known else [])
         return known
 
