@@ -52,17 +52,18 @@ def state_prices(prices: pd.DataFrame) -> Figure:
     samples = prices["samples"].map(pd.Series)
     medians = [row.median() for row in samples]
     look = {"height": 0.6, "color": "#56B4E9", "edgecolor": "black", "linewidth": 0.6}
-    for ax, name, values in zip(
-        panels,
-        ("bytes of states", "ms per call, median and range", "error of the matrix"),
-        (prices["state_bytes"], medians, prices["error"]),
+    longest = max(row.max() for row in samples)
+    for ax, name, values, end in (
+        (panels[0], "bytes of states", prices["state_bytes"], prices["state_bytes"].max()),
+        (panels[1], "ms per call, median and range", medians, longest),
+        (panels[2], "error of the matrix", prices["error"], prices["error"].max()),
     ):
         bars = ax.barh(prices["setting"], values, **look)
         text = [f"{value:.3g}" for value in values]
         if ax is panels[0]:
             text = [EngFormatter("B", places=1)(value) for value in values]
         ax.bar_label(bars, text, padding=3, fontsize=7)
-        ax.set(xlabel=name, xlim=(0, 1.45 * max(values)))
+        ax.set(xlabel=name, xlim=(0, max(1.05 * end, 1.45 * max(values))))
     panels[0].invert_yaxis()
     panels[0].xaxis.set_major_formatter(EngFormatter("B"))
     for place, row in enumerate(samples):

@@ -261,11 +261,13 @@ def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) 
         "states."
     ]
     cost = price_table(prices).set_index("setting")
-    for name in cost.index[1:]:
-        ratio = cost.loc[name] / cost.loc[cost.index[0]]
+    for name, one in cost.iloc[1:].iterrows():
+        ratio = one / cost.iloc[0]
         lines.append(
-            f"{name}: {ratio['state_bytes']:.2f} times the bytes of states, "
-            f"{ratio['ms']:.2f} times the time of a call, {ratio['error']:.2f} times the error of the matrices."
+            f"{name}: {ratio['state_bytes']:.2f} times the bytes of states, {one['ms']:.2f} ms a call "
+            f"({one['fastest']:.2f} to {one['slowest']:.2f}) against {cost['ms'].iloc[0]:.2f} "
+            f"({cost['fastest'].iloc[0]:.2f} to {cost['slowest'].iloc[0]:.2f}), "
+            f"{ratio['error']:.2f} times the error of the matrices."
         )
     longest = sizes["max_seq_len"].max()
     for row in crossover_table(sizes).itertuples(index=False):
