@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -220,6 +221,9 @@ def faults(figures: dict[str, float]) -> list[str]:
 
 
 def main(words: list[str]) -> int:
+    if find_spec("coreai_torch") is None:
+        print("no matrix of Core AI: it needs the extra, pip install 'workbench[coreai]'")
+        return 0
     warnings.simplefilter("ignore")
     cases = [case for case in all_cases() if all(word in name_of(case) for word in words)]
     rows, table = [], ROOT / "build" / "coreai_matrix.csv"

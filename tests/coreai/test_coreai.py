@@ -185,10 +185,13 @@ def outputs(bundle: Bundle) -> list[bytes]:
 
 
 @installed
-def test_two_processes_make_the_same_bytes(apple, small, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "zaya"])  # Apple's passes fold a weight of zaya's
+def test_two_processes_make_the_same_bytes(family, exports, tmp_path):
+    checkpoint = exports.checkpoint(family)
+    apple = coreai_bundle(exports, checkpoint)
     code = f"""
 from workbench.export import export
-print(export({str(small.path)!r}, {str(tmp_path / "b")!r}, progress=False,
+print(export({str(checkpoint)!r}, {str(tmp_path / "b")!r}, progress=False,
              **{bundle_options(apple)!r}).identity)
 """
     how = dict(capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -289,9 +292,10 @@ def test_it_runs_inside_a_running_event_loop(apple):
 
 
 @installed
-def test_validate_trace_sweep_and_doctor_take_it(apple, small, tmp_path):
+def test_validate_trace_sweep_and_doctor_take_it(exports, tiny_llama, tmp_path):
+    apple = coreai_bundle(exports, tiny_llama.path)
     ids = ",".join(map(str, IDS))
-    verdict = invoke("validate", apple.root, "--checkpoint", small.path, "--prompt-ids", ids)
+    verdict = invoke("validate", apple.root, "--checkpoint", tiny_llama.path, "--prompt-ids", ids)
     gates = {gate["name"]: gate["verdict"] for gate in verdict["gates"]}
     assert verdict["verdict"] == "GREEN" and gates["program"] == gates["weights"] == "GREEN"
     traced = invoke("trace", apple.root, "--prompt-ids", ids)
@@ -300,7 +304,7 @@ def test_validate_trace_sweep_and_doctor_take_it(apple, small, tmp_path):
     assert any("Core AI" in note for note in invoke("doctor")["notes"])
     grid = tmp_path / "grid.yaml"
     grid.write_text(
-        f"checkpoint: {small.path}\nexport: {{max_seq_len: [16], target: [coreai]}}\n"
+        f"checkpoint: {tiny_llama.path}\nexport: {{max_seq_len: [16], target: [coreai]}}\n"
         "run: {depth: [0], n_gen: 2, repetitions: 1}\n"
     )
     assert invoke("sweep", grid, "--log", tmp_path / "log")["done"] == 1

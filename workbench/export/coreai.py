@@ -33,6 +33,8 @@ from workbench.export.weights import WeightSource, blank
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 STORED = "_stored"  # what follows a parameter's name where its stored parts are
 INLINE_BYTES = 256  # constants up to here stand in the program's text
+FOLDED = re.compile(r"dense_resource<resource_\d+>")
+BLOB = re.compile(r'resource_\d+: "0x([0-9A-Fa-f]+)"')
 DATE = "20270101T000000Z"  # of every asset, so that equal assets have equal bytes
 
 
@@ -177,6 +179,7 @@ def save(program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, di
             state_names=list(spec.buffers),
         )
         asset = converter.to_coreai()
+        name_folded(asset)
         path.parent.mkdir(parents=True, exist_ok=True)
         asset.save_asset(path)
     metadata = json.loads((path / "metadata.json").read_text()) | {"creationDate": DATE}
@@ -204,6 +207,30 @@ def named_resources() -> Iterator[None]:
 
     with patch.object(owner, "create_elements_attr", named):
         yield
+
+
+def name_folded(asset) -> None:
+    """Names the large constants that Apple's passes compute, such as a weight times a scale, in the
+    order they come: their own names are others in every process."""
+    ir, module, found = optional("coreai._compiler.ir"), asset._module._mlir_module, []
+
+    def visit(op):
+        if "value" in op.attributes and FOLDED.match(str(op.attributes["value"])[:200]):
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    with module.context, ir.Location.unknown():
+        module.operation.walk(visit)
+        for number, op in enumerate(found):
+            alone, kind = ir.Module.create(), op.attributes["value"].type
+            op.clone(ir.InsertionPoint(alone.body))
+            (blob,) = BLOB.findall(str(alone))  # its alignment in four bytes, then its bytes
+            raw = np.frombuffer(bytes.fromhex(blob), np.uint8)
+            size, raw = int(raw[:4].view(np.uint32)[0]), raw[4:].copy()
+            named = ir.DenseResourceElementsAttr.get_from_buffer(
+                raw, f"folded_{number}", kind, size
+            )
+            op.attributes["value"] = named
 
 
 def modules(program: torch.export.ExportedProgram, asset) -> dict[str, str]:
