@@ -5,6 +5,7 @@ Drift is arithmetic alone: the same inputs in fp16 and in float64. Sizes are the
 configurations.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -15,7 +16,6 @@ import torch
 from workbench.ane import roofline
 from workbench.ane.memory import STORED_BITS, budget_of_bundle
 from workbench.ane.roofline import Work
-from workbench.benchmarks.stopwatch import in_turn, seconds
 from workbench.bundle import Options
 from workbench.bundle.names import MATRIX_STATE, REMAINDER_STATE
 from workbench.check import gates
@@ -150,15 +150,18 @@ def price_of_options(decoders: Mapping[str, Decoder], tokens: int, rounds: int) 
         size = budget_of_bundle(decoder.bundle).side_states // decoder.options.batch
         rows.append({"setting": name, "state_bytes": size, "error": error})
         samplers[name] = partial(_call_ms, decoder, ids[-1], decoder.snapshot())
-    samples = in_turn(samplers, rounds + 1)
-    return pd.DataFrame([row | {"samples": samples[row["setting"]][1:]} for row in rows])
+    turns = [{name: sample() for name, sample in samplers.items()} for _ in range(rounds + 1)]
+    samples = pd.DataFrame(turns[1:])  # the first calls warm up
+    return pd.DataFrame([row | {"samples": samples[row["setting"]].tolist()} for row in rows])
 
 
 def _call_ms(decoder: Decoder, token: int, start: Snapshot) -> float:
     """Milliseconds of a call; the sequence begins anew from `start` where the cache is full."""
     if decoder.offsets[0] == decoder.options.max_seq_len:
         decoder.begin(start)
-    return 1e3 * seconds(lambda: decoder.decode_one_token(token))
+    begun = time.perf_counter()
+    decoder.decode_one_token(token)
+    return 1e3 * (time.perf_counter() - begun)
 
 
 def price_table(prices: pd.DataFrame) -> pd.DataFrame:
