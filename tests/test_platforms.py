@@ -46,6 +46,7 @@ def test_tests_are_skipped_with_that_reason(platform, monkeypatch):
         return SimpleNamespace(
             iter_markers=lambda: marks,
             fixturenames=fixtures,
+            path=Path(__file__),
             add_marker=lambda mark: added.setdefault(name or fixtures, mark.kwargs["reason"]),
         )
 

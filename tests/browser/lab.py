@@ -36,7 +36,7 @@ SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
     "apputils-extension/notification": {"fetchNews": "false"},
 }
-LIMIT_S = 600
+LIMIT_S = 300
 SIZE = {"width": 1280, "height": 1000}
 ROOT = Path(__file__).parents[2]
 

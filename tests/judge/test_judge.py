@@ -42,9 +42,9 @@ def test_the_slice_passes_whole(tmp_path):
 
 
 def test_a_sample_of_all_op_cases_has_no_failure_without_a_reason(tmp_path):
-    selected, *lines = judged(tmp_path, "ops", "--sample", "80")
-    assert selected["selected"] > 10_000 and len(lines) == 80
-    assert sum(line["outcome"] == "passed" for line in lines) > 60
+    selected, *lines = judged(tmp_path, "ops", "--sample", "40")
+    assert selected["selected"] > 10_000 and len(lines) == 40
+    assert sum(line["outcome"] == "passed" for line in lines) > 30
 
 
 def test_a_wrong_rule_is_found(tmp_path):

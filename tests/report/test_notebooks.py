@@ -55,7 +55,7 @@ SMALL = {
     },
     "34": {
         "MAX_SEQ_LEN": [16, 32],
-        "T": [1],
+        "T": [1, 2],
         "COMPRESS": ["int8-tensor"],
         "LAYERS_PER_SHARD": [1, 4],
         "KV_WRITE": ["mask"],
