@@ -239,6 +239,9 @@ ODD = [
     ("smollm3", {"hidden_size": 66, "attention_bias": True, "mlp_bias": True}),
     ("olmo2", {"hidden_size": 84, "num_attention_heads": 6, "attention_bias": True}),
     ("hunyuan_v1_dense", {"head_dim": 26, "attention_bias": True, "tie_word_embeddings": True}),
+    # flags that other families have, which transformers ignores here
+    ("hunyuan_v1_dense", {"mlp_bias": True}),
+    ("mistral", {"mlp_bias": True, "attention_bias": True}),
     ("phi3", {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}),
     ("lfm2", {"conv_L_cache": 2, "hidden_size": 60}),
     ("lfm2", {"conv_L_cache": 6, "conv_bias": True, "block_ffn_dim_multiplier": 1.3}),

@@ -85,6 +85,11 @@ def refuse(config, actual: str, needed: str) -> NoReturn:
     )
 
 
+def flag(config, name: str) -> bool:
+    """A flag that the family's configuration class has: transformers ignores it in others."""
+    return hasattr(type(config), name) and bool(getattr(config, name))
+
+
 def rope(config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES) -> Rope:
     """The rotary table of a configuration (of one layer type, where it has several), by
     transformers' own functions; rope types beside `kinds` are refused."""

@@ -6,7 +6,7 @@ from torch import nn
 
 from workbench.bundle import Layer, Options
 from workbench.models.cache import Cache
-from workbench.models.family import Plan, dims, refuse, rope
+from workbench.models.family import Plan, dims, flag, refuse, rope
 from workbench.models.layers import Attention, GatedMLP, Head, scaled
 
 # norms in front of attention and MLP, and behind them
@@ -46,7 +46,7 @@ class DecoderLayer(nn.Module):
             shape, rotary = plan.shape(index, options), plan.rotary(index)
             attention = {"scale": plan.dims.D**-0.5, "rotary": rotary, "fused": fused} | attention
             self.self_attn = Attention(C, shape, **attention)
-        bias = getattr(config, "mlp_bias", False)
+        bias = flag(config, "mlp_bias")
         self.mlp = GatedMLP(C, config.intermediate_size, nn.functional.silu, bias, fused)
         self.mixer, module = mixer or ("self_attn", self.self_attn)
         self.add_module(self.mixer, module)
@@ -81,7 +81,7 @@ def plan_alike(config, ropes=None, layers=None, partial_rotary: bool = False) ->
 
 def layer(plan: Plan, index: int, options: Options, **chosen) -> nn.Module:
     """`chosen`: further keywords of `DecoderLayer`."""
-    bias = getattr(plan.config, "attention_bias", False)
+    bias = flag(plan.config, "attention_bias")
     return DecoderLayer(plan, index, options, qkv_bias=bias, o_bias=bias, **chosen)
 
 
