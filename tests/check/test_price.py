@@ -47,7 +47,7 @@ def test_the_limit_on_kl_is_the_user_s(compressed, llama_golden):
     mean = float(price.kl.mean())
     assert verdicts(price, 1.01 * mean) == {"max_kl": "GREEN", "budget": "GREEN"}
     assert verdicts(price, 0.99 * mean) == {"max_kl": "RED", "budget": "GREEN"}
-    assert "yours" in price_gates(price, mean)[0].reason
+    assert "--max-kl sets" in price_gates(price, mean)[0].reason
 
 
 def test_an_error_that_rounding_does_not_explain_is_red(llama_bundle, tiny_llama, llama_golden):

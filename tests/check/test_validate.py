@@ -99,7 +99,7 @@ def test_the_price_and_the_user_s_limit_are_in_the_json(bundle, tiny_llama, llam
     code, found, _ = run("validate", bundle.root, "--golden", path, "--max-kl", "1e-9")
     (limit,) = (g for g in found["gates"] if g["name"] == "max_kl")
     assert (code, limit["verdict"], limit["threshold"]) == (1, "RED", 1e-9)
-    assert "yours" in limit["reason"]
+    assert "--max-kl sets" in limit["reason"]
     assert found["price"].keys() == {"kl", "same_top", "budget"}
     assert found["price"]["kl"]["mean"] == limit["value"]
 
