@@ -1,7 +1,8 @@
 """Known-answer text, generated from a seed: every answer follows from the words before it.
 
-Out flow training documents and held-out questions, both as plain lists of words; one word is one token, so every
-distance below is a number of tokens.  The module knows nothing of models, tensors or tokenizers.
+Out flow training documents and held-out questions, both as plain lists of words; one word is one
+token, so every distance below is a number of tokens.  The module knows nothing of models, tensors
+or tokenizers.
 
 A document is a row of statements, each closed by ``;``.  Four tasks have an answer:
 
@@ -12,8 +13,8 @@ A document is a row of statements, each closed by ``;``.  Four tasks have an ans
 | sum     | ``4 7 + 2 5 = 0 7 2 ;``                          | the digits                                       |
 | grammar | ``the dogs near the cat bark ;``                 | the first noun and its number, whatever follows  |
 
-Where keys may be defined ``again``, a fifth one, ``latest``, is asked as recall is, and the answer is the value that its
-key was given last.
+Where keys may be defined ``again``, a fifth one, ``latest``, is asked as recall is, and the answer
+is the value that its key was given last.
 """
 
 import heapq
@@ -86,7 +87,8 @@ LATEST = {"latest": (16, 32, 64, 128, 192, 256, 384)}
 
 @dataclass(frozen=True, order=True)
 class Statement:
-    """Words that end in a known answer; nothing in ``ask`` is predictable in general, all of ``answer`` is."""
+    """Words that end in a known answer; nothing in ``ask`` is predictable in general, all of
+    ``answer`` is."""
 
     ask: tuple[str, ...]
     answer: tuple[str, ...] = ()
@@ -96,8 +98,8 @@ class Statement:
 class Question:
     """Greedy decoding after ``prompt`` must give ``answer``.
 
-    ``prompt`` leaves out ``<bos>``, which the tokenizer adds.  ``distance`` counts the tokens from the word that
-    decides the first answer token (for a sum: the first digit) to that token.
+    ``prompt`` leaves out ``<bos>``, which the tokenizer adds.  ``distance`` counts the tokens from
+    the word that decides the first answer token (for a sum: the first digit) to that token.
     """
 
     task: str
@@ -107,7 +109,8 @@ class Question:
 
 
 def addition(rng: random.Random, held_out: bool = False) -> Statement:
-    """Two numbers below 100; one pair in eight never occurs in training and is what ``held_out`` draws."""
+    """Two numbers below 100; one pair in eight never occurs in training and is what ``held_out``
+    draws."""
     while True:
         a, b = rng.randrange(100), rng.randrange(100)
         if ((3 * a + 5 * b) % 8 == 0) == held_out:
@@ -115,7 +118,8 @@ def addition(rng: random.Random, held_out: bool = False) -> Statement:
 
 
 def sentence(rng: random.Random, distance: int) -> Statement:
-    """A subject, phrases of 3 or 4 words that only distract, and the subject's verb ``distance`` (≥ 7) words on."""
+    """A subject, phrases of 3 or 4 words that only distract, and the subject's verb ``distance`` (≥
+    7) words on."""
     subject, gap = rng.choice(NOUNS), distance - 1
     longer = gap % 3 + 3 * rng.randint(0, (gap - 4 * (gap % 3)) // 12)  # phrases with an adjective
     sizes = [4] * longer + [3] * ((gap - 4 * longer) // 3)
@@ -146,10 +150,11 @@ def string(rng: random.Random) -> tuple[Statement, Statement]:
 class Speaker:
     """Writes a document and remembers which definitions still wait for their question.
 
-    Every ``set`` and ``say`` draws how many words later its answer is asked, evenly up to the ``horizon``, so that long
-    distances are common.  A key is defined once per document and at most one string is waiting: every answer is
-    unambiguous.  ``words`` is the document so far, ``answers`` says of each word whether it belongs to an answer.
-    ``again`` is the share of definitions that give a new value to a key that has one; then the last value is the answer.
+    Every ``set`` and ``say`` draws how many words later its answer is asked, evenly up to the
+    ``horizon``, so that long distances are common.  A key is defined once per document and at most
+    one string is waiting: every answer is unambiguous.  ``words`` is the document so far,
+    ``answers`` says of each word whether it belongs to an answer. ``again`` is the share of
+    definitions that give a new value to a key that has one; then the last value is the answer.
     """
 
     def __init__(self, rng: random.Random, horizon: int, strings: bool = True, again: float = 0):
@@ -168,7 +173,8 @@ class Speaker:
         self.answers += [False] * len(statement.ask) + [True] * len(statement.answer) + [False]
 
     def write_until(self, end: int) -> None:
-        """Fill the document to exactly ``end`` words; where a statement does not fit, hum one word and go on."""
+        """Fill the document to exactly ``end`` words; where a statement does not fit, hum one word
+        and go on."""
         while (position := len(self.words)) < end:
             due = self.waiting and self.waiting[0][0] <= position
             statement, question = (self.waiting[0][1], None) if due else self._invent()
@@ -202,7 +208,8 @@ class Speaker:
 
 
 def document(rng: random.Random, length: int, again: float = 0) -> tuple[list[str], list[bool]]:
-    """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words are answers."""
+    """One training text of exactly ``length`` ≥ 16 words, ``<bos>`` to ``<eos>``, and which words
+    are answers."""
     speaker = Speaker(rng, horizon=length, again=again)
     while len(speaker.words) < length - 3:  # in parts, so that humming is met everywhere
         speaker.write_until(min(length - 3, len(speaker.words) + rng.randint(10, 200)))
@@ -210,7 +217,8 @@ def document(rng: random.Random, length: int, again: float = 0) -> tuple[list[st
 
 
 def repetition(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
-    """A warm-up text of ``length`` words: strings of random words, each said twice; the second time is an answer."""
+    """A warm-up text of ``length`` words: strings of random words, each said twice; the second time
+    is an answer."""
     words, answers = [BOS], [False]
     while len(words) < length:
         said = rng.sample(VOCABULARY[len(SPECIALS) :], rng.randint(2, 40))
@@ -220,7 +228,8 @@ def repetition(rng: random.Random, length: int) -> tuple[list[str], list[bool]]:
 
 
 def question(rng: random.Random, task: str, distance: int) -> Question:
-    """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random length."""
+    """One held-out question, at most 500 tokens with ``<bos>``, behind an unrelated text of random
+    length."""
     speaker = Speaker(rng, horizon=512, strings=False, again=0.5 * (task in LATEST))
     key = speaker.keys.pop() if task in LATEST else None
     if key:  # an earlier value, of which the text between knows nothing
@@ -242,7 +251,8 @@ def question(rng: random.Random, task: str, distance: int) -> Question:
 
 
 def questions(seed: int, per_cell: int, distances: dict = DISTANCES) -> list[Question]:
-    """``per_cell`` questions for every task and distance; the same seed always gives the same list."""
+    """``per_cell`` questions for every task and distance; the same seed always gives the same
+    list."""
     rng = random.Random(f"questions {seed}")
     return [
         question(rng, task, d)
@@ -253,7 +263,8 @@ def questions(seed: int, per_cell: int, distances: dict = DISTANCES) -> list[Que
 
 
 def held_out(distances: dict = DISTANCES) -> list[Question]:
-    """The questions committed in ``tasks/heldout.jsonl``, or of ``LATEST`` those in ``tasks/latest.jsonl``."""
+    """The questions committed in ``tasks/heldout.jsonl``, or of ``LATEST`` those in
+    ``tasks/latest.jsonl``."""
     return questions(seed=2, per_cell=3, distances=distances)
 
 

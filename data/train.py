@@ -1,9 +1,10 @@
-"""Train the small checkpoints of this folder from scratch: ``python data/train.py llama|qwen2|gemma3|zaya``.
+"""Train the small checkpoints of this folder from scratch: ``python data/train.py
+llama|qwen2|gemma3|zaya``.
 
-In flow a family's name and fixed seeds; out flows ``data/tiny-<family>``, a genuine Hugging Face folder (config, fp16
-weights, tokenizer), and its ``evaluation.json``.  With ``--evaluate`` nothing is trained: the evaluation is made again
-from the folder's weights.  The module does not know the workbench: the models are transformers' own classes and the
-text comes from ``corpus``.
+In flow a family's name and fixed seeds; out flows ``data/tiny-<family>``, a genuine Hugging Face
+folder (config, fp16 weights, tokenizer), and its ``evaluation.json``.  With ``--evaluate`` nothing
+is trained: the evaluation is made again from the folder's weights.  The module does not know the
+workbench: the models are transformers' own classes and the text comes from ``corpus``.
 """
 
 import argparse
@@ -95,10 +96,12 @@ SKIP_SHARE = 0.1  # of the tokens that ZAYA's routers should send to no expert
 
 
 def new_model(family: str) -> PreTrainedModel:
-    """A randomly initialised fp32 model whose attention can tell positions apart from the first step on.
+    """A randomly initialised fp32 model whose attention can tell positions apart from the first
+    step on.
 
-    A head that looks one token back needs something constant in its queries and keys: biases where the family has
-    them, an offset that all embeddings share where it does not.  Without either, recall is not learned in this budget.
+    A head that looks one token back needs something constant in its queries and keys: biases where
+    the family has them, an offset that all embeddings share where it does not.  Without either,
+    recall is not learned in this budget.
     """
     config = AutoConfig.for_model(**COMMON, **FAMILIES[family])
     model = AutoModelForCausalLM.from_config(
@@ -126,7 +129,8 @@ def new_model(family: str) -> PreTrainedModel:
 
 
 def batch(rng: random.Random, step: int, again: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and answer flags of one step, both ``[TOKENS_PER_STEP / length, length]``; ``again`` as in ``corpus``."""
+    """Token ids and answer flags of one step, both ``[TOKENS_PER_STEP / length, length]``;
+    ``again`` as in ``corpus``."""
     length = next(length for share, length in CURRICULUM if step < share * STEPS)
     texts = [
         corpus.repetition(rng, length)
@@ -139,7 +143,8 @@ def batch(rng: random.Random, step: int, again: float) -> tuple[torch.Tensor, to
 
 
 def loss_of(model: PreTrainedModel, ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Mean negative log-likelihood of the answers (nats) plus a twentieth of that of all other words."""
+    """Mean negative log-likelihood of the answers (nats) plus a twentieth of that of all other
+    words."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     nll = functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
@@ -149,8 +154,8 @@ def loss_of(model: PreTrainedModel, ids: torch.Tensor, answers: torch.Tensor) ->
 def balance(router: torch.nn.Module, _, outputs: tuple) -> None:
     """Forward hook: steer the router towards equally used experts and SKIP_SHARE of skips.
 
-    The biases, which only choose, are nudged here; ``imbalance`` is for the loss, without which the skip class, whose
-    output no gradient ever judges, ends up with most of the probability.
+    The biases, which only choose, are nudged here; ``imbalance`` is for the loss, without which the
+    skip class, whose output no gradient ever judges, ends up with most of the probability.
     """
     biases, probabilities = router.balancing_biases, outputs[0].float().softmax(-1)
     wanted = torch.full_like(biases, (1 - SKIP_SHARE) / (len(biases) - 1))
@@ -216,8 +221,8 @@ def answer_losses(
 ) -> list[tuple[float, bool]]:
     """Each question's mean loss per answer token (nats) and whether greedy decoding answers it.
 
-    Greedy decoding gives the answer exactly if every answer token is the likeliest one after the true tokens before
-    it, so one forward pass per question is enough.
+    Greedy decoding gives the answer exactly if every answer token is the likeliest one after the
+    true tokens before it, so one forward pass per question is enough.
     """
     results = []
     for start in range(0, len(asked), rows):

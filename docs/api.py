@@ -9,12 +9,14 @@ import miltorch
 import workbench
 from workbench import sweep
 
-PAGES = """workbench workbench.bundle workbench.decode workbench.check.validate workbench.check.golden
-workbench.check.gates workbench.ane.roofline workbench.report.study workbench.report.tables miltorch""".split()
+PAGES = """workbench workbench.bundle workbench.decode workbench.check.validate
+workbench.check.golden workbench.check.gates workbench.ane.roofline workbench.report.study
+workbench.report.tables miltorch""".split()
 
 
 def write_pages(folder: Path) -> None:
-    """Writes a page for `workbench`, each module of it that its `__all__` names, and each of `PAGES`.
+    """Writes a page for `workbench`, each module of it that its `__all__` names, and each of
+    `PAGES`.
 
     A name of `__all__` that cannot be imported is an error.
     """

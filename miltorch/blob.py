@@ -1,8 +1,8 @@
 """Weight blobs of an ML Program (`weight.bin`, storage version 2): bytes in, NumPy arrays out.
 
-Layout (coremltools' MILBlob storage format): a 64-byte file header (u32 count, u32 version), then per blob a
-64-byte record (u32 sentinel, u32 dtype, u64 size in bytes, u64 payload offset, u64 padding bits) and its payload.
-Every offset is checked against the file before it is followed.
+Layout (coremltools' MILBlob storage format): a 64-byte file header (u32 count, u32 version), then
+per blob a 64-byte record (u32 sentinel, u32 dtype, u64 size in bytes, u64 payload offset, u64
+padding bits) and its payload. Every offset is checked against the file before it is followed.
 """
 
 from pathlib import Path
@@ -33,7 +33,8 @@ DTYPES = {
 
 
 def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.ndarray:
-    """`count` integers of `bits` bits each from little-endian packed bytes, as int8 or uint8 [count]."""
+    """`count` integers of `bits` bits each from little-endian packed bytes, as int8 or uint8
+    [count]."""
     if bits == 4:
         values = np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)[:count]
     else:
@@ -48,7 +49,8 @@ def unpack_bits(packed: np.ndarray, bits: int, count: int, signed: bool) -> np.n
 
 
 class BlobFile:
-    """One weight file, mapped copy-on-write: reading touches only the pages of the arrays that are asked for."""
+    """One weight file, mapped copy-on-write: reading touches only the pages of the arrays that are
+    asked for."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -64,7 +66,8 @@ class BlobFile:
         )
 
     def array(self, offset: int, shape: tuple[int, ...]) -> np.ndarray:
-        """The blob whose record starts at `offset`, as an array of `shape`; sub-byte types one value per element."""
+        """The blob whose record starts at `offset`, as an array of `shape`; sub-byte types one
+        value per element."""
         if offset % 64 or offset + 64 > len(self.data):
             raise self._bad(f"a blob record at offset {offset} of {len(self.data)} bytes")
         record = self.data[offset : offset + 64]
@@ -74,7 +77,8 @@ class BlobFile:
             raise self._bad(f"no blob record at offset {offset}")
         if start + size > len(self.data):
             raise self._bad(
-                f"a blob of {size} bytes at {start}, past the end of {len(self.data)} bytes (truncated)"
+                f"a blob of {size} bytes at {start}, past the end of {len(self.data)} bytes "
+                "(truncated)"
             )
         dtype, bits = DTYPES[code]
         count = int(np.prod(shape, dtype=object))

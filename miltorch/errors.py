@@ -1,4 +1,5 @@
-"""`InputError`, the exception for every input that cannot be used, and the last message of a failed process.
+"""`InputError`, the exception for every input that cannot be used, and the last message of a failed
+process.
 
 This module imports nothing of the package, so every other module may import it.
 """
@@ -7,12 +8,15 @@ import re
 
 
 class InputError(ValueError):
-    """Input that cannot be used: the subject, its actual value, the value it needs, and the next step for the user.
+    """Input that cannot be used: the subject, its actual value, the value it needs, and the next
+    step for the user.
 
     ```
-    raise InputError("prompt", "300 tokens", "at most max_seq_len = 256", "export with --max-seq-len 512")
+    step = "export with --max-seq-len 512"
+    raise InputError("prompt", "300 tokens", "at most max_seq_len = 256", step)
     ```
-    prints as ``prompt: found 300 tokens; needs at most max_seq_len = 256. Next: export with --max-seq-len 512.``
+    prints as ``prompt: found 300 tokens; needs at most max_seq_len = 256. Next: export with
+    --max-seq-len 512.``
     """
 
     def __init__(self, subject: str, actual: str, needed: str, next_step: str):
@@ -28,7 +32,8 @@ class InputError(ValueError):
         return cls(*parts.groups()) if parts else None
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback; IPython looks for a method of this name."""
+        """What a notebook shows in place of a traceback; IPython looks for a method of this
+        name."""
         next_step = self.next_step.rstrip(".")
         return [
             f"InputError: {self.subject}\n"

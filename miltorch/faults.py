@@ -164,7 +164,8 @@ class OnEngine(Proxy):
 
 
 class SimulatedMac(OnEngine):
-    """No fault, a simulated Mac: durations are made up, and flexible shapes are planned on the CPU."""
+    """No fault, a simulated Mac: durations are made up, and flexible shapes are planned on the
+    CPU."""
 
     DISPATCH_MS = {True: 2.0, False: 0.1}  # by whether the compute units have the Neural Engine
     BYTES_PER_MS = {True: 60e6, False: 20e6}

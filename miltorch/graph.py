@@ -1,4 +1,5 @@
-"""The def-use index of a program: which operation computes a value, which ones read it, its type, its literal value."""
+"""The def-use index of a program: which operation computes a value, which ones read it, its type,
+its literal value."""
 
 import numpy as np
 
@@ -9,8 +10,10 @@ class Graph:
     """Producers and readers of every value of a program, nested blocks included.
 
     Attributes:
-        ops: the operations that compute at run time, in order; constants and compressed weights are left out.
-        producers: value name → the operation that computes it, constants and compressed weights included.
+        ops: the operations that compute at run time, in order; constants and compressed weights are
+            left out.
+        producers: value name → the operation that computes it, constants and compressed weights
+            included.
         types: declared types of inputs, states and results by name.
     """
 
@@ -23,7 +26,8 @@ class Graph:
         )
 
     def producer(self, source) -> Op | None:
-        """The operation that computes an argument; None for inputs, states, literals and absent arguments."""
+        """The operation that computes an argument; None for inputs, states, literals and absent
+        arguments."""
         return self.producers.get(source.name) if isinstance(source, Ref) else None
 
     def readers(self, name: str) -> list[Op]:
@@ -31,7 +35,8 @@ class Graph:
         return [op for op in self.ops if name in op.reads()]
 
     def literal(self, source):
-        """An argument as the program states it, inline or as a plain constant; None for one that has to be computed."""
+        """An argument as the program states it, inline or as a plain constant; None for one that
+        has to be computed."""
         op = self.producer(source)
         if op is None:
             return None if isinstance(source, Ref) else source

@@ -1,12 +1,14 @@
-"""Runs a `Program` on PyTorch: every operation by its rule, every result rounded as the precision mode says.
+"""Runs a `Program` on PyTorch: every operation by its rule, every result rounded as the precision
+mode says.
 
 Precision modes
     declared  compute in float32, round each result once to the dtype MIL declares for it
     exact     float32 throughout; weights as stored (decompressed at their declared dtype)
-    narrow    as declared, and sums that are declared fp16 are rounded to fp16 after every 32 terms: the pessimistic bound
+    narrow    as declared, and sums that are declared fp16 are rounded to fp16 after every 32 terms:
+              the pessimistic bound
 
-One hook, called as `hook(op, outputs)` after each operation, sees every intermediate and may replace it: taps,
-profiles, range traces and interventions are all this hook. None costs nothing.
+One hook, called as `hook(op, outputs)` after each operation, sees every intermediate and may
+replace it: taps, profiles, range traces and interventions are all this hook. None costs nothing.
 """
 
 import math
@@ -50,7 +52,8 @@ _INTEGER = {
 
 
 def _to_tensor(literal) -> object:
-    """A literal as rules take it: floats in float32, strings as they are, lists element by element."""
+    """A literal as rules take it: floats in float32, strings as they are, lists element by
+    element."""
     if isinstance(literal, list):
         return [_to_tensor(v) for v in literal]
     if not isinstance(literal, np.ndarray):
@@ -73,7 +76,8 @@ def _python_value(value):
 
 @dataclass
 class Step:
-    """An operation bound to its rule: its constant arguments, the names of the others, and how to store its results."""
+    """An operation bound to its rule: its constant arguments, the names of the others, and how to
+    store its results."""
 
     op: Op
     function: Callable
@@ -88,7 +92,8 @@ class Step:
 
 @dataclass
 class Body:
-    """The steps of a block. `constants` are its own; it also sees the values of the blocks around it."""
+    """The steps of a block. `constants` are its own; it also sees the values of the blocks around
+    it."""
 
     inputs: list[str]
     steps: list[Step] = field(default_factory=list)
@@ -102,7 +107,8 @@ class Executable:
     Args:
         program: what to run.
         precision: `declared`, `exact` or `narrow`.
-        builder: turns blocks into bodies, with the executable as its one argument (default: `Builder`).
+        builder: turns blocks into bodies, with the executable as its one argument (default:
+            `Builder`).
 
     Raises:
         InputError: naming every unsupported operation at once, before anything runs.
@@ -130,11 +136,12 @@ class Executable:
     def run(
         self, inputs: dict[str, torch.Tensor], state: dict[str, StateCell], hook: Hook | None = None
     ) -> dict:
-        """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype first.
+        """Runs the program once; `state` is advanced, `inputs` are rounded to their declared dtype
+        first.
 
         Raises:
-            InputError: inputs or states that are missing or of another shape than declared, an operation that cannot take
-                its operands; names what and where.
+            InputError: inputs or states that are missing or of another shape than declared, an
+                operation that cannot take its operands; names what and where.
         """
         values = self.body.constants | state | self.operands(inputs, state)
         return dict(zip(self.program.outputs, self._run(self.body, values, hook), strict=True))
@@ -145,7 +152,8 @@ class Executable:
         """The inputs in their declared types.
 
         Raises:
-            InputError: an input or a state is missing, or has another shape than the program declares.
+            InputError: an input or a state is missing, or has another shape than the program
+                declares.
         """
         missing = [n for n in self.fits if n not in inputs] + [
             n for n in self.program.states if n not in state
@@ -217,8 +225,9 @@ class Executable:
         )
 
     def _fit(self, declared: Type, rounded: bool = False, loose: bool = False) -> Callable:
-        """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to it already; a wrong
-        shape raises ValueError unless the declared one is `loose` (see `loose_shapes`)."""
+        """What brings a value to its declared type as this mode keeps it, unless it is `rounded` to
+        it already; a wrong shape raises ValueError unless the declared one is `loose` (see
+        `loose_shapes`)."""
         if declared.kind != "tensor" or declared.dtype == "STRING":
             return lambda value: value
         half = declared.dtype == "FLOAT16" and self.precision != "exact" and not rounded
@@ -292,7 +301,8 @@ def refuse_unknown(program: Program) -> None:
 
 
 class Builder:
-    """Turns the blocks of one executable into bodies: decompresses constants, checks names, notes the last read of values."""
+    """Turns the blocks of one executable into bodies: decompresses constants, checks names, notes
+    the last read of values."""
 
     def __init__(self, executable: Executable):
         self.executable = executable
@@ -300,7 +310,8 @@ class Builder:
         self.loose = loose_shapes(executable.program)
 
     def body(self, block: Block, scope: dict) -> Body:
-        """`scope`: the values that the block sees from around it, constants with their value, others as None."""
+        """`scope`: the values that the block sees from around it, constants with their value,
+        others as None."""
         body = Body([name for name, _ in block.inputs], outputs=block.outputs)
         scope = scope | dict.fromkeys(body.inputs)
         for op in block.ops:
@@ -371,7 +382,8 @@ class Builder:
         return step
 
     def _names(self, source, scope: dict, body: Body, where: str) -> str | list[str]:
-        """What a value is called at run time; a literal among names becomes a constant of the block."""
+        """What a value is called at run time; a literal among names becomes a constant of the
+        block."""
         if isinstance(source, list):
             return [self._names(s, scope, body, f"{where}.{i}") for i, s in enumerate(source)]
         if isinstance(source, Ref):
@@ -381,7 +393,8 @@ class Builder:
         return where
 
     def _fold(self, step: Step, scope: dict, body: Body) -> None:
-        """Decompresses a weight once, at load, and rounds it to its declared dtype in every mode."""
+        """Decompresses a weight once, at load, and rounds it to its declared dtype in every
+        mode."""
         result = step.function(**step.constants)
         results = result if isinstance(result, tuple) else (result,)
         for (name, declared), value in zip(step.op.outputs, results, strict=True):
@@ -427,13 +440,15 @@ def loose_shapes(program: Program) -> set[str]:
 
 
 def _exceeds(shape: tuple, declared: tuple) -> bool:
-    """Whether a shape does not broadcast to a declared one: more axes, or a size where 1 is said."""
+    """Whether a shape does not broadcast to a declared one: more axes, or a size where 1 is
+    said."""
     pairs = zip(reversed(shape), reversed(declared))
     return len(shape) > len(declared) or any(m == 1 != n for n, m in pairs)
 
 
 def _matrices(block: Block) -> set[str]:
-    """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever computes with them."""
+    """fp16 constants that only convolutions of 1×1 read, as their weights: they stay fp16, whatever
+    computes with them."""
     shapes = {
         name: kind.shape[2:]
         for op in block.walk()
@@ -479,7 +494,8 @@ def _reads(body: Body):
 
 
 def _mark_dead(body: Body) -> None:
-    """Notes at each step which results of this block's steps are read for the last time there, or never."""
+    """Notes at each step which results of this block's steps are read for the last time there, or
+    never."""
     results = {name for step in body.steps for name, _ in step.outputs}
     later = set(body.outputs)
     for step in reversed(body.steps):

@@ -1,7 +1,8 @@
-"""`.mlpackage` → `Program`: functions of typed operations whose constants are NumPy arrays or weight-file views.
+"""`.mlpackage` → `Program`: functions of typed operations whose constants are NumPy arrays or
+weight-file views.
 
-Reads the protobuf itself and evaluates nothing, so that a damaged or hostile package ends in an `InputError`
-before any operation runs. Knows nothing of how an operation is computed.
+Reads the protobuf itself and evaluates nothing, so that a damaged or hostile package ends in an
+`InputError` before any operation runs. Knows nothing of how an operation is computed.
 """
 
 import json
@@ -39,7 +40,8 @@ DTYPE_BITS = {"UINT1": 1, "UINT2": 2, "UINT3": 3, "UINT4": 4, "UINT6": 6, "INT4"
 
 @dataclass(frozen=True)
 class Type:
-    """Declared type of a value: `kind` tensor | state | list | dict; a dimension unknown until run time is None."""
+    """Declared type of a value: `kind` tensor | state | list | dict; a dimension unknown until run
+    time is None."""
 
     dtype: str
     shape: tuple[int | None, ...] = ()
@@ -48,7 +50,8 @@ class Type:
 
 @dataclass
 class Op:
-    """One operation. `inputs` maps a MIL parameter to a value name, a literal array, or a list of them."""
+    """One operation. `inputs` maps a MIL parameter to a value name, a literal array, or a list of
+    them."""
 
     kind: str
     name: str
@@ -58,16 +61,19 @@ class Op:
 
     @property
     def key(self) -> str | int:
-        """What identifies the operation in its program: the name of its first result, if it has one."""
+        """What identifies the operation in its program: the name of its first result, if it has
+        one."""
         return self.outputs[0][0] if self.outputs else id(self)
 
     @property
     def constant(self) -> bool:
-        """Whether its results are known before the program runs: a plain constant or a compressed weight."""
+        """Whether its results are known before the program runs: a plain constant or a compressed
+        weight."""
         return self.kind == "const" or self.kind.startswith("constexpr_")
 
     def reads(self) -> list[str]:
-        """Names of the values and states that the operation itself reads, without those of its blocks."""
+        """Names of the values and states that the operation itself reads, without those of its
+        blocks."""
         return [ref.name for source in self.inputs.values() for ref in refs(source)]
 
 
@@ -122,7 +128,8 @@ def _refuse(
 
 
 def inside(package: Path, folder: Path, name: str) -> Path:
-    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and symlinks on the way to it."""
+    """The file `name` of `folder` in `package`; refuses absolute paths, `..` and symlinks on the
+    way to it."""
     relative = PurePosixPath(name)
     if relative.is_absolute() or ".." in relative.parts:
         _refuse(
@@ -139,7 +146,8 @@ def inside(package: Path, folder: Path, name: str) -> Path:
 
 
 def spec_path(package: Path) -> Path:
-    """The model file that a package's Manifest.json names, refusing every path that leaves the package."""
+    """The model file that a package's Manifest.json names, refusing every path that leaves the
+    package."""
     manifest = package / "Manifest.json"
     if not manifest.is_file():
         kind = {
@@ -161,7 +169,8 @@ def spec_path(package: Path) -> Path:
 
 
 def read_spec(package: Path):
-    """The Model protobuf of a package; refuses Git LFS pointers, other model types and undecodable bytes."""
+    """The Model protobuf of a package; refuses Git LFS pointers, other model types and undecodable
+    bytes."""
     path = spec_path(package)
     if path.stat().st_size > MAX_SPEC_BYTES:
         _refuse(path, f"a model description of {path.stat().st_size} bytes")
@@ -209,7 +218,8 @@ def read(package: str | Path, function: str | None = None) -> Program:
 
 
 class _Reader:
-    """Turns protobuf messages into `Program` parts; weight files are opened once and looked up by name."""
+    """Turns protobuf messages into `Program` parts; weight files are opened once and looked up by
+    name."""
 
     def __init__(self, package: Path):
         self.package, self.files = package, {}

@@ -52,7 +52,8 @@ def install(
     mend_converter: bool = False,
     compute_plans: Callable[[miltorch.Program], dict[str, str]] | None = None,
 ) -> None:
-    """Replaces coremltools' native layer; a second call only changes the precision of models loaded later.
+    """Replaces coremltools' native layer; a second call only changes the precision of models loaded
+    later.
 
     `mend_converter` also mends coremltools 9.0's PyTorch frontend for NumPy 2.4, which refuses
     `int()` of an array of one element (coremltools' issue 2632): without it many conversions stop
@@ -324,7 +325,8 @@ def _taken(value) -> np.ndarray:
     """An array that the binding takes.
 
     Raises:
-        RuntimeError: a read-only array, one without dimensions or of another dtype, anything that is no array.
+        RuntimeError: a read-only array, one without dimensions or of another dtype, anything that
+            is no array.
     """
     if (
         isinstance(value, np.ndarray)
@@ -360,7 +362,8 @@ def _input(feature, value, declared: miltorch.Type) -> torch.Tensor:
         fits = len(ranges) == array.ndim and all(inside)
     if not fits:
         raise _error(
-            f"For input feature '{feature.name}', the provided shape {' × '.join(map(str, array.shape))} "
+            f"For input feature '{feature.name}', the provided shape "
+            f"{' × '.join(map(str, array.shape))} "
             "is not compatible with the model's feature description."
         )
     return torch.from_numpy(array.reshape(()) if declared.shape == () else array)

@@ -1,5 +1,6 @@
-"""Calls that the workbench makes in processes of their own, made here: for tests whose subject is the result. A process
-takes seconds until torch and coremltools are imported; tests/sweep/test_process.py is about processes themselves."""
+"""Calls that the workbench makes in processes of their own, made here: for tests whose subject is
+the result. A process takes seconds until torch and coremltools are imported;
+tests/sweep/test_process.py is about processes themselves."""
 
 import contextlib
 import importlib
@@ -15,7 +16,8 @@ from workbench.sweep import process
 
 
 def call(function: str, argument: dict, **options) -> process.Outcome:
-    """`process.call` without a process: JSON in, JSON out, an `InputError` is a failure in words."""
+    """`process.call` without a process: JSON in, JSON out, an `InputError` is a failure in
+    words."""
     module, name = function.split(":")
     try:
         value = getattr(importlib.import_module(module), name)(json.loads(json.dumps(argument)))

@@ -1,15 +1,17 @@
-"""The full matrices of bug gates: clean bundles × presets and planted faults × presets. `python -m tests.prove`.
+"""The full matrices of bug gates: clean bundles × presets and planted faults × presets. `python -m
+tests.prove`.
 
-Every case is one JSON line in build/prove/cases.jsonl, skipped when it is there for the same version of the code; the
-tables of docs/verdict.md are written from these lines. Exits 1 when a clean case is RED, a fault is GREEN, or a gate broke.
+Every case is one JSON line in build/prove/cases.jsonl, skipped when it is there for the same
+version of the code; the tables of docs/verdict.md are written from these lines. Exits 1 when a
+clean case is RED, a fault is GREEN, or a gate broke.
 
     python -m tests.prove                  every case, in one process
     python -m tests.prove -j 2             in two processes
     python -m tests.prove disk int4        cases whose names contain all of these words
     python -m tests.prove --list           what fails so far, running nothing
 
-Cases are taken in a random order, a few of one bundle at a time: the first ones are a sample, from which the time that
-all take is estimated, and an interrupted run has proved a bit of everything.
+Cases are taken in a random order, a few of one bundle at a time: the first ones are a sample, from
+which the time that all take is estimated, and an interrupted run has proved a bit of everything.
 """
 
 import argparse
@@ -160,8 +162,9 @@ def counts_in_words(records: dict[str, dict]) -> str:
 
 
 def margin_table(records: dict[str, dict]) -> str:
-    """For every gate with a figure, and for each of its limits: the worst clean value and the mildest RED one, as multiples
-    of the limit; on how many of the bundles with a fault that were asked it is RED."""
+    """For every gate with a figure, and for each of its limits: the worst clean value and the
+    mildest RED one, as multiples of the limit; on how many of the bundles with a fault that were
+    asked it is RED."""
     clean, mild, asked = defaultdict(list), defaultdict(list), defaultdict(lambda: [0, 0])
     for case, record in records.items():
         sound = case.split("/")[0] in CLEAN
@@ -206,7 +209,8 @@ def ratio_to_limit(gate: dict) -> float | None:
 
 
 def fault_table(records: dict[str, dict]) -> str:
-    """A row per fault: the gates that are RED, in the order in which they were asked, and in how many presets."""
+    """A row per fault: the gates that are RED, in the order in which they were asked, and in how
+    many presets."""
     by_fault = defaultdict(list)
     for case, record in records.items():
         kind, name, _ = case.split("/")

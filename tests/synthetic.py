@@ -1,4 +1,5 @@
-"""Rows of sweeps that never ran: the same cells on machines, checkpoints and settings that a test chooses."""
+"""Rows of sweeps that never ran: the same cells on machines, checkpoints and settings that a test
+chooses."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -39,7 +40,8 @@ def add(
     status: str = "ok",
     **columns,
 ) -> list[str]:
-    """Logs every cell of a grid, as a sweep on `machine` would; `call_ms` maps options and run of a cell to its time.
+    """Logs every cell of a grid, as a sweep on `machine` would; `call_ms` maps options and run of a
+    cell to its time.
 
     `number` orders what is added: later numbers are newer.
     """

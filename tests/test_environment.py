@@ -1,5 +1,5 @@
-"""The conda environment installs this project and nothing of its own, on the same Pythons, with the same pins; and git
-ignores what running the project writes."""
+"""The conda environment installs this project and nothing of its own, on the same Pythons, with the
+same pins; and git ignores what running the project writes."""
 
 import shutil
 import subprocess

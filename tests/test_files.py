@@ -1,4 +1,5 @@
-"""A file is whole or absent, a lock has one holder, and a layer is read out of every kind of name."""
+"""A file is whole or absent, a lock has one holder, and a layer is read out of every kind of
+name."""
 
 import errno
 import os

@@ -1,4 +1,5 @@
-"""Times belong to one machine and one setting: nothing that shows, ranks, resumes or compares them mixes two."""
+"""Times belong to one machine and one setting: nothing that shows, ranks, resumes or compares them
+mixes two."""
 
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def fast_ms(options, run):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Both machines, and on each of them rows that must not be taken for the grid's: another checkpoint of the same name,
-    another precision, the literal graph, another number of threads, an older system."""
+    """Both machines, and on each of them rows that must not be taken for the grid's: another
+    checkpoint of the same name, another precision, the literal graph, another number of threads, an
+    older system."""
     folder = tmp_path_factory.mktemp("machines") / "experiments" / "log"
     for number, (machine, ms) in enumerate(((SLOW, slow_ms), (FAST, fast_ms))):
         mine = {"checkpoint_hash": HASH}

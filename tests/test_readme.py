@@ -1,4 +1,5 @@
-"""What README and the guide tell people to type exists and is spelled right; links and notebooks named there are there."""
+"""What README and the guide tell people to type exists and is spelled right; links and notebooks
+named there are there."""
 
 import ast
 import re

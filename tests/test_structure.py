@@ -1,4 +1,5 @@
-"""Parts import one way only, light names stay light, files stay small, and the public surface is what the design says."""
+"""Parts import one way only, light names stay light, files stay small, and the public surface is
+what the design says."""
 
 import ast
 import io

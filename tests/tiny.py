@@ -1,6 +1,7 @@
 """Tiny random checkpoints, their exports, and what Hugging Face's own model makes of them.
 
-Nothing here computes a layer: goldens come from transformers alone, in float32 with eager attention.
+Nothing here computes a layer: goldens come from transformers alone, in float32 with eager
+attention.
 """
 
 import fcntl
@@ -222,8 +223,9 @@ def random(path: Path, family: str, **changed) -> Path:
 
 @dataclass
 class Golden:
-    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], keys, values [L][H_kv, T, D], logits [T, V];
-    with experts also router states [L, T, R]; `sides[l]` the side states after the prompt, as their Core ML states are."""
+    """One prompt through Hugging Face's model: inputs, outputs [L, T, C], keys, values [L][H_kv, T,
+    D], logits [T, V]; with experts also router states [L, T, R]; `sides[l]` the side states after
+    the prompt, as their Core ML states are."""
 
     ids: list[int]
     inputs: np.ndarray
@@ -240,10 +242,11 @@ class Golden:
 
 
 def hf(path: Path):
-    """transformers' model of a checkpoint in float32, with the weights that an uncompressed bundle holds.
+    """transformers' model of a checkpoint in float32, with the weights that an uncompressed bundle
+    holds.
 
-    Gemma's norms are stored as fp16(1 + γ). `from_pretrained` resets the skip class's bias in ZAYA's routers to -1 (seen
-    in 5.23), so buffers are put back.
+    Gemma's norms are stored as fp16(1 + γ). `from_pretrained` resets the skip class's bias in
+    ZAYA's routers to -1 (seen in 5.23), so buffers are put back.
     """
     import transformers
 
@@ -275,7 +278,8 @@ def recording_cache(config):
 
 
 def golden(model, ids: list[int]) -> Golden:
-    """Runs `ids` through transformers' model in one call, recording what enters and leaves every decoder layer."""
+    """Runs `ids` through transformers' model in one call, recording what enters and leaves every
+    decoder layer."""
     inputs, outputs, routers = [], [], []
 
     def record(module, arguments, result):
@@ -348,7 +352,8 @@ def isolated(
 ) -> np.ndarray:
     """Updates [T, C] of one single-layer shard fed with the golden's inputs in chunks of `sizes`.
 
-    `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows and nothing else.
+    `width` pads every call with columns of garbage. Asserts that the states hold the golden's rows
+    and nothing else.
     """
     decoder.begin()
     made = []

@@ -1,4 +1,5 @@
-"""The shipped, trained checkpoints as decoders whose caches every reuse test shares: batch 1, and 3 of them together."""
+"""The shipped, trained checkpoints as decoders whose caches every reuse test shares: batch 1, and 3
+of them together."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Files that are whole or absent, locks between processes, and digests. A leaf: imports only the errors."""
+"""Files that are whole or absent, locks between processes, and digests. A leaf: imports only the
+errors."""
 
 import fcntl
 import hashlib

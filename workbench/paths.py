@@ -92,8 +92,8 @@ def hub_id(path: str | Path, folder: Path = Path()) -> str | None:
 
 
 def hub_snapshot(path: str | Path) -> Path | None:
-    """The folder with the weights of a model on the Hub in the local cache, if it is there. Nothing is
-    downloaded."""
+    """The folder with the weights of a model on the Hub in the local cache, if it is there. Nothing
+    is downloaded."""
     if not (hub := HUB.fullmatch(str(path))):
         return None
     from huggingface_hub import snapshot_download

@@ -1,4 +1,5 @@
-"""Attention of a few queries over a cache, compiled: the queries that share a head's keys meet each of them at once."""
+"""Attention of a few queries over a cache, compiled: the queries that share a head's keys meet each
+of them at once."""
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from miltorch.fast.tiles import few_here, whole_tiles
 
 @njit(fastmath=FLAGS, error_model="numpy")
 def _attend_rows(q, key, value, mask, first, last, row, out):
-    """out [N, D] = softmax(q @ keyᵀ + mask) @ value for q [N, D], which are the rows from `row` on of one group, T to a head;
-    key, value [S, D], mask [T, S], over the places from `first` to `last`. Returns the largest magnitude of a score before the mask.
+    """out [N, D] = softmax(q @ keyᵀ + mask) @ value for q [N, D], which are the rows from `row` on
+    of one group, T to a head; key, value [S, D], mask [T, S], over the places from `first` to
+    `last`. Returns the largest magnitude of a score before the mask.
 
     Scores, masked scores and weights are each rounded to fp16, as the program declares them.
     """
@@ -45,7 +47,8 @@ def _attend_rows(q, key, value, mask, first, last, row, out):
 
 @njit(fastmath=FLAGS, error_model="numpy")
 def _softmax(scores, mask):
-    """scores [n] become weights, in place; returns the largest magnitude of a score before the mask."""
+    """scores [n] become weights, in place; returns the largest magnitude of a score before the
+    mask."""
     low, high, largest = np.float32(0), np.float32(0), np.float32(-np.inf)
     for s in range(len(scores)):
         score = scores[s]
@@ -64,8 +67,8 @@ def _softmax(scores, mask):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def attend_kernel(q, key, value, mask, out):
-    """As `attend`, of float32 arrays; over the places that some query of a sequence sees, or over all where a score of
-    these is `EXTREME`."""
+    """As `attend`, of float32 arrays; over the places that some query of a sequence sees, or over
+    all where a score of these is `EXTREME`."""
     (B, groups, N, _), S = q.shape, mask.shape[2]
     parts = 1 if B * groups > 1 else 2
     for i in prange(B * groups * parts):
@@ -83,8 +86,8 @@ def attend_kernel(q, key, value, mask, out):
 def attend(
     q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(q @ keyᵀ + mask) @ value, float32 like q: q [B, H_kv, G·T, D] fp16, T rows to a head, states [B, H_kv, S, D]
-    float32, mask [B, T, S] fp16."""
+    """softmax(q @ keyᵀ + mask) @ value, float32 like q: q [B, H_kv, G·T, D] fp16, T rows to a head,
+    states [B, H_kv, S, D] float32, mask [B, T, S] fp16."""
     (B, H_kv, N, D), (_, T, S) = q.shape, mask.shape
     _same(key.shape, (B, H_kv, S, D))
     _same(value.shape, key.shape)

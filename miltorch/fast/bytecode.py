@@ -1,8 +1,10 @@
-"""A few tokens in a single compiled call: a `FastProgram`'s calls as instructions of a small machine.
+"""A few tokens in a single compiled call: a `FastProgram`'s calls as instructions of a small
+machine.
 
-Between the large products a layer is some twenty small steps, which cost less to do than to dispatch one by one. Registers
-are float32 tensors that hold values already rounded to fp16, so an instruction means what the call it stands for means. A
-call that only moves values is done here once, on the registers themselves: its result is a view of its operand.
+Between the large products a layer is some twenty small steps, which cost less to do than to
+dispatch one by one. Registers are float32 tensors that hold values already rounded to fp16, so an
+instruction means what the call it stands for means. A call that only moves values is done here
+once, on the registers themselves: its result is a view of its operand.
 """
 
 import numpy as np
@@ -86,7 +88,8 @@ class Bytecode(Recorder):
         del self.registers
 
     def run(self, inputs: dict[str, torch.Tensor], state: dict) -> dict[str, torch.Tensor] | None:
-        """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a state is laid out otherwise."""
+        """As `FastProgram.run`; None, with nothing done, when a write mask is not one-hot or a
+        state is laid out otherwise."""
         cells = [state[name].value for name in self.states]
         if not all(cell.is_contiguous() for cell in cells):
             return None
@@ -186,7 +189,8 @@ class Bytecode(Recorder):
             self._convolution(attributes, result, *values)
 
     def _view(self, function, inputs: list[int], outputs: list[int]) -> None:
-        """A call that only moves values, as views of its operand, which is made dense first where there is none."""
+        """A call that only moves values, as views of its operand, which is made dense first where
+        there is none."""
         x, others = self._value(inputs[0]), [self.values[i] for i in inputs[1:]]
         need_instruction(all(map(self._fixed, inputs[1:])))
         for source in (x, self._dense(x)):
@@ -277,7 +281,8 @@ class Bytecode(Recorder):
         self._rows(REDUCTIONS.get(kind, machine.WHICH), out.expand(rows.shape), rows)
 
     def _products(self, out, x, y, bias=None) -> None:
-        """out [..., M, N] from x [..., M, 1, K] and y [..., 1, N, K], and a bias that spreads over out."""
+        """out [..., M, N] from x [..., M, 1, K] and y [..., 1, N, K], and a bias that spreads over
+        out."""
         K = x.shape[-1]
         if K == 1 and bias is None:
             self._strided(machine.MUL, out, x[..., 0], y[..., 0])
@@ -289,7 +294,8 @@ class Bytecode(Recorder):
             self._rows(machine.DOT, out, x.expand(shape), y.expand(shape), bias)
 
     def _convolution(self, attributes: dict, out, x, weight, bias=None) -> None:
-        """A convolution without padding as the products of its windows [B, groups, places, K] with its weights."""
+        """A convolution without padding as the products of its windows [B, groups, places, K] with
+        its weights."""
         need_instruction(attributes.get("pad_type", "valid") in ("valid", "custom"))
         need_instruction(not any(attributes.get("pad", [])))
         taps, groups = weight.shape[2:], attributes.get("groups", 1)

@@ -1,7 +1,9 @@
-"""What decoding computes, compiled by numba: products with stored weights, norms, rotations, one query's attention.
+"""What decoding computes, compiled by numba: products with stored weights, norms, rotations, one
+query's attention.
 
-Weights stay in memory as they are stored; each dequantized int8 weight is rounded to fp16 before it meets its activation, as
-`constexpr_blockwise_shift_scale` says. Products and sums are float32. Compiled once per machine, then read from a cache.
+Weights stay in memory as they are stored; each dequantized int8 weight is rounded to fp16 before it
+meets its activation, as `constexpr_blockwise_shift_scale` says. Products and sums are float32.
+Compiled once per machine, then read from a cache.
 """
 
 import platform
@@ -29,14 +31,16 @@ FLAGS = {"reassoc", "contract"}  # sums may be reordered; NaN and infinity keep 
 
 @cache
 def available() -> bool:
-    """Whether this processor converts fp16 in hardware; without it LLVM's conversion aborts the process."""
+    """Whether this processor converts fp16 in hardware; without it LLVM's conversion aborts the
+    process."""
     return platform.machine() in ("arm64", "aarch64") or bool(
         binding.get_host_cpu_features().get("f16c")
     )
 
 
 def instruction(operand, result):
-    """Makes a function for compiled code of one that emits LLVM instructions for a value of numba type `operand`."""
+    """Makes a function for compiled code of one that emits LLVM instructions for a value of numba
+    type `operand`."""
 
     def register(emit):
         @intrinsic
@@ -70,8 +74,8 @@ def _power_of_two(builder, exponent):
 
 
 def _value(weight, scale):
-    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, another (an fp16 one
-    by its bits) as it is."""
+    """A stored weight as the program declares it: an int8 one scaled and rounded to fp16, another
+    (an fp16 one by its bits) as it is."""
 
 
 @overload(_value)
@@ -94,7 +98,8 @@ def _row_kernel(weight, scale, x):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _one(weight, scale, x, out, threads):
-    """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread where others cost more than they give."""
+    """out [R] = weight [R, K] @ x [K], for one activation vector; on the calling thread where
+    others cost more than they give."""
     if threads and weight.size >= SMALL_PRODUCT:
         for r in prange(weight.shape[0]):
             out[r] = _row_kernel(weight[r], scale[r], x)
@@ -105,7 +110,8 @@ def _one(weight, scale, x, out, threads):
 
 @njit(fastmath=FLAGS, cache=True)
 def _four(weight, scale, x, terms):
-    """weight [K] · x [4, K]: a weight is made dense once for four vectors. K is given as `terms`: a constant makes it faster."""
+    """weight [K] · x [4, K]: a weight is made dense once for four vectors. K is given as `terms`: a
+    constant makes it faster."""
     a = b = c = d = np.float32(0)
     for k in range(terms):
         w = _value(weight[k], scale)
@@ -118,7 +124,8 @@ def _four(weight, scale, x, terms):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def _narrow(weight, x, out):
-    """Computes out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running sum rounded to fp16 after every TERMS."""
+    """Computes out [R, 4 n] for weight [R, K/TERMS, TERMS], x [n, K/TERMS, 4, TERMS], each running
+    sum rounded to fp16 after every TERMS."""
     for r in prange(weight.shape[0]):
         for n in range(x.shape[0]):
             a = b = c = d = np.float32(0)
@@ -129,7 +136,8 @@ def _narrow(weight, x, out):
 
 
 def narrow_product(weight: np.ndarray, x: torch.Tensor) -> torch.Tensor:
-    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every TERMS of the K products.
+    """x [N, K] by weight [R, K] → float32 [N, R], the running sum rounded to fp16 after every TERMS
+    of the K products.
 
     Args:
         weight: the bits of fp16 values as uint16; K a multiple of TERMS.
@@ -168,7 +176,8 @@ def on_threads(kernel, *arguments):
 
 @njit(cache=True)
 def _exp(x):
-    """e^x within 2e-7 of its value, in operations that a processor does on many numbers at once (Cephes' expf)."""
+    """e^x within 2e-7 of its value, in operations that a processor does on many numbers at once
+    (Cephes' expf)."""
     x = min(max(x, np.float32(-87)), np.float32(88))
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - whole * np.float32(0.693359375) + whole * np.float32(2.12194440e-4)
@@ -216,13 +225,15 @@ def _scaled_rows(value, factors):
 
 
 def rms_norm_rows(x: torch.Tensor, weight, bounds, eps0, eps1, gains) -> torch.Tensor:
-    """Rows of x [N, W] fp16 over their peak, then over the root of their mean square plus eps, by weight [W]; fp16.
+    """Rows of x [N, W] fp16 over their peak, then over the root of their mean square plus eps, by
+    weight [W]; fp16.
 
     Every step is rounded to fp16, as the program declares it.
 
     Args:
         bounds: of the peak, and what rsqrt adds: [3] float32.
-        eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the two.
+        eps0, eps1: a constant that is divided by the peak, and factors; eps is the product of the
+            two.
         gains: factors of the root.
     """
     _same(x.shape[1:], weight.shape)
@@ -248,7 +259,8 @@ def _rotate(x, cos, sin, out):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further ones as they are."""
+    """x [B, H, T, D] fp16 with columns i and i + half turned by cos, sin [B, 1, T, half]; further
+    ones as they are."""
     half = min(cos.shape[-1], x.shape[-1] // 2)
     _same(cos.shape, (len(x), 1, x.shape[2], half))
     _same(sin.shape, cos.shape)
@@ -273,7 +285,8 @@ def _one_hot_rows(mask):
 
 
 def one_hot_rows(mask: torch.Tensor) -> np.ndarray | None:
-    """Places [B, T] in the state that the columns of a write mask [B, S, T] name, -1 for an empty one.
+    """Places [B, T] in the state that the columns of a write mask [B, S, T] name, -1 for an empty
+    one.
 
     None unless each column and each row holds one 1 or nothing.
     """
@@ -284,7 +297,8 @@ def one_hot_rows(mask: torch.Tensor) -> np.ndarray | None:
 def write_rows(state: np.ndarray, places: np.ndarray, rows: np.ndarray) -> None:
     """state [B, H, S, D] at `places` [B, T] becomes rows [B, H, T, D], in place; -1 writes nothing.
 
-    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the mask's zeros is NaN.
+    What is not finite spreads as in k·(1 − Σ mask) + mask @ rows: a row's NaN or infinity times the
+    mask's zeros is NaN.
 
     Raises ValueError for rows of another shape and for a place past the state.
     """
@@ -346,5 +360,6 @@ def _visible(mask, blocked):
 
 
 def visible(mask: torch.Tensor, blocked: float) -> tuple[int, int]:
-    """First and last + 1 of the columns of an additive mask [T, S] that some query sees; all, when one sees nothing."""
+    """First and last + 1 of the columns of an additive mask [T, S] that some query sees; all, when
+    one sees nothing."""
     return _visible(mask.float().numpy(), blocked)

@@ -1,8 +1,10 @@
-"""The small machine that executes a `Bytecode`: a list of instructions on float32 arrays, in one compiled call.
+"""The small machine that executes a `Bytecode`: a list of instructions on float32 arrays, in one
+compiled call.
 
-An instruction is a row of FIELDS integers. LINEAR, WRITE and ATTEND have fields of their own; any other stands for a loop
-over three axes around one operation on the elements of a fourth, each operand with strides of its own, so that a
-transpose, a slice or a broadcast of an operand costs nothing. Results are rounded to fp16 once, as the program declares.
+An instruction is a row of FIELDS integers. LINEAR, WRITE and ATTEND have fields of their own; any
+other stands for a loop over three axes around one operation on the elements of a fourth, each
+operand with strides of its own, so that a transpose, a slice or a broadcast of an operand costs
+nothing. Results are rounded to fp16 once, as the program declares.
 """
 
 import math
@@ -23,7 +25,8 @@ from miltorch.fast.kernels import (
     _write,
 )
 
-FIELDS = 26  # kind, four sizes, (address, four strides in bytes) of the result and three operands, a number
+# kind, four sizes, (address, four strides in bytes) of the result and three operands, a number
+FIELDS = 26
 LINEAR, WRITE, ATTEND, SUM, MEAN, LARGEST, SMALLEST, WHICH, DOT, SOFTMAX, NORM, ROTATE = range(12)
 PAIRS = ADD, SUB, MUL, DIV, MAX, MIN, EQUAL, RSQRT = range(12, 20)
 COPY, ABS, RELU, SQRT, EXP, TANH, SIGMOID, SILU, GELU, GELU_TANH = range(20, 30)
@@ -43,7 +46,8 @@ _numbers = _pointer(types.int64, ir.IntType(64))
 
 
 def _of_pairs(function):
-    """A loop of `function` over a and b, which may be one number, into out, each result rounded to fp16."""
+    """A loop of `function` over a and b, which may be one number, into out, each result rounded to
+    fp16."""
     compiled = njit(error_model="numpy")(function)
 
     @njit(error_model="numpy")
@@ -169,7 +173,8 @@ def _sum(a):
 
 @njit
 def _which(kind, a):
-    """The place of the largest (or smallest) element, the first of equals; of a NaN where there is one."""
+    """The place of the largest (or smallest) element, the first of equals; of a NaN where there is
+    one."""
     best = 0
     for i in range(1, len(a)):
         better = a[i] < a[best] if kind == SMALLEST else a[i] > a[best]
@@ -215,7 +220,8 @@ def _norm(a, packed, out):
 
 @njit
 def _picked(address, stride, size, scratch):
-    """The float32 elements at `address`, `stride` bytes apart, side by side: in place, or copied to `scratch`."""
+    """The float32 elements at `address`, `stride` bytes apart, side by side: in place, or copied to
+    `scratch`."""
     if stride == 4:
         return carray(_floats(address), (size,))
     copy = carray(_floats(scratch), (size,))
@@ -354,7 +360,8 @@ def _cache_write(code, outer):
 
 @njit
 def _attention(code, outer):
-    """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T, S], B, H_kv, N, D, T, S."""
+    """Fields: result and queries [B, H_kv, N, D], states [B, H_kv, S, D], mask [B, T, S], B, H_kv,
+    N, D, T, S."""
     out, q, key, value, mask, B, groups, N, D, T, S = code[1:12]
     keys, values = (
         carray(_floats(_base(outer, key)), (B, groups, S, D)),
@@ -400,8 +407,9 @@ def execute(code, outer, masks, scratch, width, threads):
 
 
 def drop_stale_machine_code(folder: Path, *sources: Path) -> None:
-    """Removes numba's indexes of compiled functions in `folder` that are older than one of the `sources` they
-    may be compiled from: numba compares an index with the file of its function alone."""
+    """Removes numba's indexes of compiled functions in `folder` that are older than one of the
+    `sources` they may be compiled from: numba compares an index with the file of its function
+    alone."""
     newest = max(source.stat().st_mtime for source in sources)
     for index in folder.glob("*.nbi"):
         if index.stat().st_mtime < newest:

@@ -1,4 +1,5 @@
-"""Finds patterns of operations in a program: `PatternGraph` keeps what stands for those that a pattern recognises."""
+"""Finds patterns of operations in a program: `PatternGraph` keeps what stands for those that a
+pattern recognises."""
 
 from collections.abc import Callable
 
@@ -26,10 +27,12 @@ def need(value):
 def tried(attempt: Callable, *arguments):
     """What `attempt` returns, or None when it raises anything at all.
 
-    Everything that the decode path does beyond the literal graph is tried here: a pattern, a bytecode, a program's first
-    call of some shapes. Each describes programs of one form. A program of another form may lack an operand, hold a string
-    where a number is usual, or have another rank, so the exceptions are as many as the programs, and each means only that
-    the pattern does not apply. The literal operation then says what the program means, or refuses it with the one message.
+    Everything that the decode path does beyond the literal graph is tried here: a pattern, a
+    bytecode, a program's first call of some shapes. Each describes programs of one form. A program
+    of another form may lack an operand, hold a string where a number is usual, or have another
+    rank, so the exceptions are as many as the programs, and each means only that the pattern does
+    not apply. The literal operation then says what the program means, or refuses it with the one
+    message.
     """
     try:
         return attempt(*arguments)
@@ -41,9 +44,10 @@ class PatternGraph(Graph):
     """A flat program's live operations, and the calls that replace those that a pattern recognises.
 
     Args:
-        patterns: pairs of a kind and a function of the graph and an operation of that kind. It returns the calls that
-            replace the operation: (function, names of its operands, name of its result, or None for the operation's
-            own); or raises `NoMatch`; any other exception means the same (see `tried`). Operands and results are fp16.
+        patterns: pairs of a kind and a function of the graph and an operation of that kind. It
+            returns the calls that replace the operation: (function, names of its operands, name of
+            its result, or None for the operation's own); or raises `NoMatch`; any other exception
+            means the same (see `tried`). Operands and results are fp16.
 
     Raises:
         NoMatch: two values have one name, or an operation has blocks.
@@ -77,7 +81,8 @@ class PatternGraph(Graph):
         return calls
 
     def live(self) -> list[Op]:
-        """Operations that outputs and state writes still need once calls replace those of the patterns, in order."""
+        """Operations that outputs and state writes still need once calls replace those of the
+        patterns, in order."""
         needed, ops = set(self.program.outputs), []
         for op in reversed(self.ops):
             if (
@@ -100,18 +105,21 @@ class PatternGraph(Graph):
         return all(self.order[op.key] < self.order[read.key] for op in writes)
 
     def half(self, source, kind: str | None = None) -> Op | None:
-        """The producer of `source`, when it is of `kind`, and computes fp16 values or is a constant."""
+        """The producer of `source`, when it is of `kind`, and computes fp16 values or is a
+        constant."""
         op = self.producer(source)
         if op is None or kind not in (None, op.kind):
             return None
         return op if op.constant or all(t.dtype == "FLOAT16" for _, t in op.outputs) else None
 
     def match(self, source, pattern, parts: dict) -> dict:
-        """Binds the parts of `pattern` to the operations that compute `source`; raises NoMatch where they differ.
+        """Binds the parts of `pattern` to the operations that compute `source`; raises NoMatch
+        where they differ.
 
-        A pattern is the name of a value, which stands for one value wherever it occurs, or (kind, patterns of x and y):
-        an operation, bound to its kind or, written `label:kind`, to its label. Two kinds may be absent: `reshape?`, and
-        `label:scalars`, the products with constant scalars of one value, bound to their factors.
+        A pattern is the name of a value, which stands for one value wherever it occurs, or (kind,
+        patterns of x and y): an operation, bound to its kind or, written `label:kind`, to its
+        label. Two kinds may be absent: `reshape?`, and `label:scalars`, the products with constant
+        scalars of one value, bound to their factors.
         """
         if isinstance(pattern, str):
             value = parts.setdefault(pattern, source)
@@ -130,7 +138,8 @@ class PatternGraph(Graph):
         return parts
 
     def _scalars(self, source) -> tuple:
-        """`source` without the constant scalars that multiply it one after another, and those, in their order."""
+        """`source` without the constant scalars that multiply it one after another, and those, in
+        their order."""
         factors: list[float] = []
         while (product := self.half(source, "mul")) is not None:
             factor = self.constant(product.inputs["y"])
@@ -141,7 +150,8 @@ class PatternGraph(Graph):
         return source, factors
 
     def constant(self, source):
-        """The float32 (or integer) value of a constant, decompressed; None for anything computed."""
+        """The float32 (or integer) value of a constant, decompressed; None for anything
+        computed."""
         if isinstance(source, list):
             values = [self.constant(s) for s in source]
             return None if any(value is None for value in values) else values

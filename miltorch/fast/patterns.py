@@ -1,5 +1,5 @@
-"""Patterns of operations that the decode path recognises, and what replaces each. See `matching.PatternGraph` for what a
-pattern returns."""
+"""Patterns of operations that the decode path recognises, and what replaces each. See
+`matching.PatternGraph` for what a pattern returns."""
 
 from functools import partial
 from operator import methodcaller
@@ -14,7 +14,8 @@ from miltorch.ops.convolution import FEW_COLUMNS
 from miltorch.ops.state import StateCell
 from miltorch.program import Op, Ref
 
-# the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)), with y = x / peak
+# the operand x of the last product in the models' `RMSNorm`: y·(1 / √(mean y² + eps)), with y = x /
+# peak
 NORM = (
     "mul",
     "y",
@@ -55,7 +56,8 @@ def reshape_pattern(graph: PatternGraph, op: Op):
 
 
 def rms_norm_pattern(graph: PatternGraph, op: Op):
-    """x over its peak and over the root of its mean square, by weight: `RMSNorm` of the models, found at its last product."""
+    """x over its peak and over the root of its mean square, by weight: `RMSNorm` of the models,
+    found at its last product."""
     weight, parts = need(graph.constant(op.inputs["y"])), graph.match(op.inputs["x"], NORM, {})
     graph.match(parts["y"], ("real_div", "x", "peak"), parts)
     graph.match(parts["peak"], PEAK, parts)
@@ -89,7 +91,8 @@ def _rms_norm(axis, constants, x):
 
 
 def rotation(graph: PatternGraph, op: Op):
-    """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H, T, D]."""
+    """Rotary embedding: (a·cos − b·sin, b·cos + a·sin, rest) for the slices a, b, rest of x [B, H,
+    T, D]."""
     first, second, *rest = op.inputs["values"]
     need(
         len(rest) < 2
@@ -113,7 +116,8 @@ def rotation(graph: PatternGraph, op: Op):
 
 
 def cache_write(graph: PatternGraph, op: Op):
-    """write_state of state·(1 − Σ mask) + mask @ rows, whole or through a slice_update that covers the state."""
+    """write_state of state·(1 − Σ mask) + mask @ rows, whole or through a slice_update that covers
+    the state."""
     source, state = op.inputs["data"], op.inputs["input"]
     update = graph.half(source, "slice_update")
     if update is not None:
@@ -144,8 +148,9 @@ def cache_write(graph: PatternGraph, op: Op):
 
 
 def _only_read(graph: PatternGraph, read: Op, write: Op, inside: set[int]) -> bool:
-    """Whether `read` is the one read of a state before `write`, for the operations `inside` alone: rows are written in
-    place, where the state's earlier value would change under any other reader."""
+    """Whether `read` is the one read of a state before `write`, for the operations `inside` alone:
+    rows are written in place, where the state's earlier value would change under any other
+    reader."""
     others = [
         op
         for op in graph.readers(read.inputs["input"].name)
@@ -161,7 +166,8 @@ def _write_positions(mask):
 
 
 def _write_rows(transposed, cell, mask, places, rows):
-    """Writes rows [B, H, T, D] into the state [B, H, S, D]: at the places that the mask names, or by the formula itself."""
+    """Writes rows [B, H, T, D] into the state [B, H, S, D]: at the places that the mask names, or
+    by the formula itself."""
     rows = rows.transpose(-1, -2) if transposed else rows
     if places is not None:
         kernels.write_rows(cell.value.numpy(), places, rows.float().numpy())
@@ -173,7 +179,8 @@ def _write_rows(transposed, cell, mask, places, rows):
 
 
 def attention_pattern(graph: PatternGraph, op: Op):
-    """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side; found at its last product."""
+    """softmax(q @ kᵀ + mask) @ v over two states, heads of a group side by side; found at its last
+    product."""
     parts = graph.match(Ref(op.key), ATTENTION, {})
     q, mask, reads = parts["q"], parts["mask"], [parts[name] for name in ("key", "value")]
     need(not _transposed(graph, op) and _transposed(graph, parts["matmul"]) == "y")
@@ -223,7 +230,8 @@ def _transposed(graph: PatternGraph, op: Op) -> str:
 
 
 def _slice_window(graph: PatternGraph, op: Op, shape) -> list[tuple]:
-    """(begin, end) of each axis that a slice with unit strides takes from `shape`; an axis taken whole reads (0, None)."""
+    """(begin, end) of each axis that a slice with unit strides takes from `shape`; an axis taken
+    whole reads (0, None)."""
     rank = len(shape)
     begin, end = graph.attribute(op, "begin"), graph.attribute(op, "end")
     open_begin, open_end = (

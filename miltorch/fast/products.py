@@ -68,8 +68,8 @@ def _packed_product(weight: Packed, rows: torch.Tensor) -> torch.Tensor:
 
 
 def together(linears: list[Linear]) -> Linear:
-    """Products of one input as one, weights out of their file: a larger matrix in large pages is read faster, and one call
-    costs less than several."""
+    """Products of one input as one, weights out of their file: a larger matrix in large pages is
+    read faster, and one call costs less than several."""
     biases, widths = [one.bias for one in linears], [one.weight.shape[0] for one in linears]
     if isinstance(linears[0].weight, Packed):
         weight, scale = packed.joined([one.weight for one in linears]), None
@@ -114,7 +114,8 @@ def _half_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] | None:
-    """Symmetric int8 data [R, K, 1, 1] scaled per tensor or per row; None for any other compression."""
+    """Symmetric int8 data [R, K, 1, 1] scaled per tensor or per row; None for any other
+    compression."""
     op = graph.producer(source)
     if (
         op is None
@@ -133,9 +134,9 @@ def _int8_weight(graph: PatternGraph, source) -> tuple[np.ndarray, np.ndarray] |
 
 
 def _packed_weight(graph: PatternGraph, source) -> tuple[Packed, None] | None:
-    """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of tables for equal
-    parts of R, whose values are scalars; None for any other compression, and for a K that is no
-    multiple of what is packed together."""
+    """int4 [R, K, 1, 1] with scales of blocks along K, or indices of up to 6 bits of tables for
+    equal parts of R, whose values are scalars; None for any other compression, and for a K that is
+    no multiple of what is packed together."""
     op = graph.producer(source)
     operands = {
         "constexpr_blockwise_shift_scale": {"data", "scale"},

@@ -1,13 +1,15 @@
-"""The decode path: a `Program` as one straight list of calls on fp16 tensors, weights left as they are stored.
+"""The decode path: a `Program` as one straight list of calls on fp16 tensors, weights left as they
+are stored.
 
-Means the same as the literal graph in `declared`, and differs from it only in the order of float32 sums: an operation
-that torch's fp16 kernels compute in float32 and round once runs on fp16 directly, any other by its rule in float32.
-What makes it fast replaces patterns of operations; an operation outside of every pattern runs literally:
+Means the same as the literal graph in `declared`, and differs from it only in the order of float32
+sums: an operation that torch's fp16 kernels compute in float32 and round once runs on fp16
+directly, any other by its rule in float32. What makes it fast replaces patterns of operations; an
+operation outside of every pattern runs literally:
 
-    linear     1×1 convolutions of one input read their stored weights once, as one matrix-vector product
-    cache row  k·(1 − Σ mask) + mask @ rows, when the mask's columns are one-hot or empty, writes those rows in place
+    linear     1×1 convolutions of one input read their stored weights once, as one product
+    cache row  k·(1 − Σ mask) + mask @ rows writes rows in place where the mask is one-hot or empty
     rms_norm, rotation   a norm's dozen operations in one pass, a rotary embedding's nine
-    attention  columns that the mask blocks for every query, before and behind the visible ones, are left out
+    attention  columns that the mask blocks for every query, at both ends, are left out
 
 Gates run the literal graph: it sees NaN and leaks in rows that attention here does not touch.
 """
@@ -42,7 +44,8 @@ from miltorch.program import Op, Program, Ref, read
 # torch computes these on fp16 in float32 and rounds the result once, or only moves or picks values
 DIRECT = frozenset(
     """add sub mul real_div maximum minimum abs relu sqrt exp sin cos sigmoid silu tanh softmax clip
-    reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index select identity cast
+    reduce_max reduce_min reshape transpose concat split squeeze expand_dims stack slice_by_index
+    select identity cast
     tile gather greater less greater_equal less_equal equal""".split()
 )
 RETYPING = frozenset(
@@ -53,7 +56,8 @@ LARGE = 1 << 16  # elements of a constant whose values an outline leaves out
 
 @dataclass
 class Node:
-    """One call: registers in, registers out. A register of a list-valued parameter is a tuple of registers."""
+    """One call: registers in, registers out. A register of a list-valued parameter is a tuple of
+    registers."""
 
     op: Op
     function: Callable
@@ -70,17 +74,20 @@ def ready(
 
 
 class FastProgram:
-    """A flat program compiled for decoding. Stateless, as `Executable`; state cells are advanced in place.
+    """A flat program compiled for decoding. Stateless, as `Executable`; state cells are advanced in
+    place.
 
-    The literal reader validates every program first, and every combination of shapes at its first call: an `Outline` walks
-    the literal graph, and the call itself is tried on copies of the states. Where either raises, or where outputs and
-    states have other shapes than the literal graph gives them, calls of these shapes run literally from then on.
+    The literal reader validates every program first, and every combination of shapes at its first
+    call: an `Outline` walks the literal graph, and the call itself is tried on copies of the
+    states. Where either raises, or where outputs and states have other shapes than the literal
+    graph gives them, calls of these shapes run literally from then on.
 
     Args:
         literal: gives the literal program (default: reads the package again).
 
     Raises:
-        Exception: of any type, for what is not flat or what the literal reader refuses; see `ready`.
+        Exception: of any type, for what is not flat or what the literal reader refuses; see
+            `ready`.
     """
 
     def __init__(self, program: Program, literal: Callable[[], Executable] | None = None):
@@ -102,7 +109,8 @@ class FastProgram:
         reads, body = set(_reads(self.outline.body)), self.outline.body
         body.constants = {name: value for name, value in body.constants.items() if name in reads}
         self.outline.program = self.program
-        # by the shapes of inputs, decided by their first call: a bytecode, None for call by call, or the literal graph
+        # by the shapes of inputs, decided by their first call: a bytecode, None for call by call,
+        # or the literal graph
         self.bytecodes: dict[tuple, Bytecode | Executable | None] = {}
         self.wide: dict[int, torch.Tensor] = {}  # constants in float32, as all bytecodes read them
         del self.graph
@@ -140,7 +148,8 @@ class FastProgram:
         return outputs
 
     def _alike(self, inputs: dict, before: dict) -> tuple[dict, list, dict]:
-        """Outputs, registers and cells after a call on copies of the states `before`, shaped as the literal graph's are."""
+        """Outputs, registers and cells after a call on copies of the states `before`, shaped as the
+        literal graph's are."""
         outline = self.outline.run(
             inputs, {name: StateCell(value) for name, value in before.items()}
         )
@@ -206,7 +215,8 @@ class FastProgram:
         ]
 
     def _literal(self, op: Op) -> Node:
-        """The operation by its rule: constant attributes bound, arrays in registers, results in their declared dtype."""
+        """The operation by its rule: constant attributes bound, arrays in registers, results in
+        their declared dtype."""
         rule, graph = OPERATIONS[op.kind], self.graph
         attributes, parameters, registers, lists = {}, [], [], {}
         positional = [
@@ -245,10 +255,12 @@ class FastProgram:
 
 
 class Outline(Builder):
-    """Builds a literal program that computes the shapes of every operation's results, but not their values.
+    """Builds a literal program that computes the shapes of every operation's results, but not their
+    values.
 
-    Products that a `Linear` stands for give zeros, and constants that are large or compressed are zeros that take no memory,
-    where the decode path has read them itself: an outline costs neither the weights' memory nor their products' time.
+    Products that a `Linear` stands for give zeros, and constants that are large or compressed are
+    zeros that take no memory, where the decode path has read them itself: an outline costs neither
+    the weights' memory nor their products' time.
     """
 
     def __init__(self, graph: PatternGraph, executable: Executable):

@@ -1,4 +1,5 @@
-"""Registers and loops of a `Bytecode`: how tensors with strides become the operands of instructions."""
+"""Registers and loops of a `Bytecode`: how tensors with strides become the operands of
+instructions."""
 
 import torch
 
@@ -71,14 +72,16 @@ class Recorder:
         self._loop(kind, shape, steps, [self._address(tensor) for tensor in tensors])
 
     def _spread(self, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """x expanded to a shape; a constant of several numbers is stored so, which makes the loop over it a long one."""
+        """x expanded to a shape; a constant of several numbers is stored so, which makes the loop
+        over it a long one."""
         constant = x.numel() > 1 and any(x is each for each in self.wide.values())
         return self._keep(x.expand(shape).contiguous()) if constant else x.expand(shape)
 
     def _rows(
         self, kind: int, out: torch.Tensor, x: torch.Tensor, *others, number: int = 0
     ) -> None:
-        """An operation along the last axis of x; the operands' other axes are spread over those of `out`."""
+        """An operation along the last axis of x; the operands' other axes are spread over those of
+        `out`."""
         tensors = [out, x, *(y.expand(*x.shape[:-1], y.shape[-1]) for y in others)]
         need_instruction(out.shape[:-1] == x.shape[:-1])
         shape, steps = _merged(x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors])
@@ -120,7 +123,8 @@ def shared(view: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _merged(shape, steps: list) -> tuple[tuple, list[tuple]]:
-    """Axes that every operand runs through as one become one, and those of one element none: (sizes, strides of each)."""
+    """Axes that every operand runs through as one become one, and those of one element none:
+    (sizes, strides of each)."""
     sizes, kept = [], [[] for _ in steps]
     for axis, size in enumerate(shape):
         if size == 1:

@@ -1,7 +1,9 @@
-"""Products of a few activation vectors with stored weights: a weight is read once and meets every vector in a register.
+"""Products of a few activation vectors with stored weights: a weight is read once and meets every
+vector in a register.
 
-A tile is some rows of the weight by 2, 4 or 8 vectors. Its inner loop is written in vectors of LLVM, since whether LLVM
-makes vectors of a loop over so many sums by itself depends on its version and on the loop's length.
+A tile is some rows of the weight by 2, 4 or 8 vectors. Its inner loop is written in vectors of
+LLVM, since whether LLVM makes vectors of a loop over so many sums by itself depends on its version
+and on the loop's length.
 """
 
 import numpy as np
@@ -23,10 +25,11 @@ VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 
 def _tile(tokens: int, element: ir.Type):
-    """A compiled function of (address of the first row, bytes of a row, address of the vectors, bytes of a vector, terms, address
-    of the rows' scales, address of the results): SUMS // tokens rows by `tokens` float32 vectors, over the first `terms`
-    (a multiple of WIDTH) elements → float32 [rows, tokens]. A weight is an `element`: float, half, or an integer of 8 bits that
-    is scaled and rounded to half.
+    """A compiled function of (address of the first row, bytes of a row, address of the vectors,
+    bytes of a vector, terms, address of the rows' scales, address of the results): SUMS // tokens
+    rows by `tokens` float32 vectors, over the first `terms` (a multiple of WIDTH) elements →
+    float32 [rows, tokens]. A weight is an `element`: float, half, or an integer of 8 bits that is
+    scaled and rounded to half.
     """
     integers = element == ir.IntType(8)
     stored, half = ir.VectorType(element, WIDTH), ir.VectorType(ir.HalfType(), WIDTH)
@@ -82,7 +85,8 @@ def _tile(tokens: int, element: ir.Type):
 
 
 def _prefetch(builder, address):
-    """Asks for the cache line at `address`: rows of one tile are as many short streams, which no processor foresees."""
+    """Asks for the cache line at `address`: rows of one tile are as many short streams, which no
+    processor foresees."""
     byte = ir.IntType(8).as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [byte] + 3 * [ir.IntType(32)])
     prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], signature)
@@ -180,7 +184,8 @@ def _block(weight, scale, x, out, places, first, sums):
 
 @njit(fastmath=FLAGS)
 def _chunk(weight, scale, x, out, places, first):
-    """CHUNK rows of `few` from `first` on, or those that are left; the last block ends at the last row."""
+    """CHUNK rows of `few` from `first` on, or those that are left; the last block ends at the last
+    row."""
     sums, R = np.empty(SUMS, np.float32), len(weight)
     for start in range(first, min(first + CHUNK, R), BLOCK):
         _block(weight, scale, x, out, places, min(start, R - BLOCK), sums)
@@ -210,7 +215,8 @@ def few_here(weight, scale, x, out):
 
 @njit(parallel=True, fastmath=FLAGS, cache=True)
 def few(weight, scale, x, out, threads):
-    """out [B, R, T] = x [B * T, K] @ weight [R, K]ᵀ for some vectors, of which x holds `whole_tiles`.
+    """out [B, R, T] = x [B * T, K] @ weight [R, K]ᵀ for some vectors, of which x holds
+    `whole_tiles`.
 
     Args:
         weight: int8, float32, or the bits of fp16 values as uint16.

@@ -1,4 +1,5 @@
-"""Stored weights made dense (`constexpr_*`) at load, and affine quantization of activations at run time.
+"""Stored weights made dense (`constexpr_*`) at load, and affine quantization of activations at run
+time.
 
 Computed in float32; the interpreter rounds each result once, to its declared dtype.
 """
@@ -10,7 +11,8 @@ from miltorch.ops.registry import operation
 
 
 def _spread(factor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Repeats a blockwise factor so that it lines up with `shape`: each axis of `factor` divides that of `shape`."""
+    """Repeats a blockwise factor so that it lines up with `shape`: each axis of `factor` divides
+    that of `shape`."""
     for axis, size in enumerate(shape):
         if factor.shape[axis] not in (1, size):
             factor = factor.repeat_interleave(size // factor.shape[axis], axis)
@@ -60,7 +62,8 @@ def _unpacked(packed: torch.Tensor, bits: int, shape) -> torch.Tensor:
 
 @operation
 def constexpr_lut_to_dense(indices, lut, *, shape=None, vector_axis=None):
-    """iOS 18: `lut` [blocks…, 2^bits, vector], `indices` one per (group of) element(s); iOS 16: one packed table."""
+    """iOS 18: `lut` [blocks…, 2^bits, vector], `indices` one per (group of) element(s); iOS 16: one
+    packed table."""
     if shape is not None:
         return lut[_unpacked(indices, lut.numel().bit_length() - 1, shape)]
     *blocks, _, width = lut.shape

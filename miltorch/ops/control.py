@@ -1,4 +1,5 @@
-"""Control flow, lists and class labels. A MIL list is a Python list that is never changed in place."""
+"""Control flow, lists and class labels. A MIL list is a Python list that is never changed in
+place."""
 
 import torch
 
@@ -25,7 +26,8 @@ def while_loop(loop_vars, *, blocks):
 
 @operation
 def make_list(*, init_length=1, dynamic_length=True, elem_shape, dtype="fp32"):
-    """Zeros, or None where the shape of an element has a symbol in it and is known only once one is written."""
+    """Zeros, or None where the shape of an element has a symbol in it and is known only once one is
+    written."""
     sized = all(isinstance(size, int) for size in elem_shape)
     bounded([init_length, *elem_shape] if sized else [init_length])
     return [torch.zeros(elem_shape) if sized else None] * init_length

@@ -1,4 +1,5 @@
-"""Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C, C_out/groups, *kernel])."""
+"""Convolutions: x [N, C, *spatial], weight [C_out, C/groups, *kernel] (transposed: [C,
+C_out/groups, *kernel])."""
 
 from functools import cache
 
@@ -13,7 +14,8 @@ FEW_COLUMNS = 12  # rows for which a product that reads fp16 or int8 weights is 
 
 
 def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple[int, int]]:
-    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the end), same_lower, custom."""
+    """(before, after) per spatial axis for MIL's pad_type: valid, same (extra at the end),
+    same_lower, custom."""
     if pad_type == "custom":
         return list(zip(pad[::2], pad[1::2], strict=True))
     if pad_type == "valid":
@@ -28,7 +30,8 @@ def padding(sizes, kernel, strides, dilations, pad_type: str, pad) -> list[tuple
 
 
 def _im2col_product(x, weight, bias, strides, dilations, groups):
-    """Convolution as grouped narrow products over unfolded columns; x already padded, [N, C, *spatial]."""
+    """Convolution as grouped narrow products over unfolded columns; x already padded, [N, C,
+    *spatial]."""
     spatial = x.dim() - 2
     columns = x
     for i in range(spatial):  # unfold each axis, picking dilated taps
@@ -44,7 +47,8 @@ def _im2col_product(x, weight, bias, strides, dilations, groups):
 
 
 def _conv_product(rows: torch.Tensor, weight: torch.Tensor, narrow: bool) -> torch.Tensor:
-    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are few."""
+    """rows [B, N, K] by weight [R, K]; one that is held as fp16 is read as it is while rows are
+    few."""
     (B, N, K), R = rows.shape, len(weight)
     if weight.dtype == torch.float16 and B * N < FEW_COLUMNS and not (narrow and K % TERMS):
         from miltorch.fast import kernels, tiles  # numba takes a moment to import
@@ -113,7 +117,8 @@ def conv_transpose(
     dilations=None,
     groups=1,
 ):
-    """The whole transposed convolution, then cut (or grown, where an output asks for more) to the padded size."""
+    """The whole transposed convolution, then cut (or grown, where an output asks for more) to the
+    padded size."""
     spatial = x.dim() - 2
     strides, dilations = strides or [1] * spatial, dilations or [1] * spatial
     reach = [(k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilations, strict=True)]

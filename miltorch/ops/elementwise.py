@@ -15,9 +15,14 @@ def _binary(function):
 
 
 # names of MIL that torch has too
-for _name in "abs acos asin atan atanh ceil cos cosh erf exp exp2 floor logical_not round sign sin sinh sqrt square tan".split():
+UNARY = """abs acos asin atan atanh ceil cos cosh erf exp exp2 floor logical_not round sign sin sinh
+sqrt square tan"""
+BINARY = """add sub mul maximum minimum pow not_equal less less_equal greater greater_equal
+logical_and logical_or logical_xor"""
+
+for _name in UNARY.split():
     operation(unary(getattr(torch, _name)), _name)
-for _name in "add sub mul maximum minimum pow not_equal less less_equal greater greater_equal logical_and logical_or logical_xor".split():
+for _name in BINARY.split():
     operation(_binary(getattr(torch, _name)), _name)
 for _name, _function in {
     "equal": torch.eq,

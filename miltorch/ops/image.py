@@ -1,4 +1,5 @@
-"""Resizing, cropping and sampling of images, and the choice among boxes. The last two axes are height and width."""
+"""Resizing, cropping and sampling of images, and the choice among boxes. The last two axes are
+height and width."""
 
 import numpy as np
 import torch
@@ -8,7 +9,8 @@ from miltorch.ops.registry import bounded, operation
 
 
 def grid(span, count: int, mode: str) -> torch.Tensor:
-    """Where `count` samples lie on a segment of `span` = size − 1 (a number or tensor [...]), float64 [..., count].
+    """Where `count` samples lie on a segment of `span` = size − 1 (a number or tensor [...]),
+    float64 [..., count].
 
     Modes as MIL's resize_bilinear describes them.
     """
@@ -41,7 +43,8 @@ def element(x: torch.Tensor, axis: int, positions: torch.Tensor) -> torch.Tensor
 
 
 def _resized(x, sizes, mode: str, sample=linear):
-    """x with its last axes brought to `sizes`; `sample(x, axis, positions)` says what lies between elements."""
+    """x with its last axes brought to `sizes`; `sample(x, axis, positions)` says what lies between
+    elements."""
     bounded([*x.shape[: x.dim() - len(sizes)], *sizes])
     kind, x = x.dtype, x.float()
     for axis, size in enumerate(sizes, x.dim() - len(sizes)):
@@ -117,8 +120,8 @@ def crop_resize(
 ):
     """Boxes cut out of x [B, C, H, W]; samples outside the image are `pad_value`.
 
-    iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1, 1] (with the image's index
-    first, or every box on every image) and results keep an axis for it.
+    iOS 17 gives `boxes` [N, 4] and `box_indices` [N]; before it `roi` [N, 1, 4 or 5, 1, 1] (with
+    the image's index first, or every box on every image) and results keep an axis for it.
     """
     bounded([x.shape[1], len(boxes if roi is None else roi), target_height, target_width])
     if roi is not None:
@@ -170,8 +173,8 @@ def resample(
 ):
     """x [B, C, H, W] sampled at coordinates [B, H2, W2, 2].
 
-    torch reflects about the outer pixels' centres or about their edges, as its own `align_corners` says; MIL's
-    reflection and symmetric padding are these two.
+    torch reflects about the outer pixels' centres or about their edges, as its own `align_corners`
+    says; MIL's reflection and symmetric padding are these two.
     """
     sizes = (x.shape[3], x.shape[2])
     pixels = _pixels(coordinates, sizes, coordinates_mode, align_corners)
@@ -213,7 +216,8 @@ def affine(
 
 
 def _overlaps(boxes):
-    """Intersection over union of boxes [N, 4] (centre x, y, width, height) with each other: [N, N]."""
+    """Intersection over union of boxes [N, 4] (centre x, y, width, height) with each other: [N,
+    N]."""
     low, high = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
     shared = (
         (torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low))
@@ -246,7 +250,8 @@ def non_maximum_suppression(
     score_threshold=-torch.inf,
     per_class_suppression=False,
 ):
-    """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at least one box each."""
+    """boxes [B, N, 4], scores [B, N, K] → boxes, scores, indices [B, max_boxes], count [B]; at
+    least one box each."""
     bounded([len(boxes), max_boxes, scores.shape[-1] + 4])
     indices = torch.full((len(boxes), max_boxes), -1)
     for row, *image in zip(indices, boxes, scores, strict=True):

@@ -1,7 +1,7 @@
 """Reading and writing parts of tensors: slices, gather and scatter.
 
-A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One past the end raises: MIL leaves
-it undefined.
+A negative index counts from the end, unless `validate_indices` (iOS 17) refuses it. One past the
+end raises: MIL leaves it undefined.
 """
 
 import torch
@@ -29,7 +29,8 @@ def slice_update(
         result[index].shape != update.shape
     ):  # a window that the end of `x` cuts short, down to nothing
         raise IndexError(
-            f"an update of shape {list(update.shape)} for a window of shape {list(result[index].shape)}"
+            f"an update of shape {list(update.shape)} for a window of shape "
+            f"{list(result[index].shape)}"
         )
     result[index] = update
     return result.flip(flipped) if flipped else result

@@ -1,4 +1,5 @@
-"""Matrix products and attention, each with its `narrow` twin (partial sums rounded to fp16 after every TERMS products)."""
+"""Matrix products and attention, each with its `narrow` twin (partial sums rounded to fp16 after
+every TERMS products)."""
 
 import math
 
@@ -16,7 +17,8 @@ def round16(x: torch.Tensor) -> torch.Tensor:
 
 
 def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS of the K products."""
+    """a [..., M, K] @ b [..., K, N], the running sum rounded to fp16 after every TERMS of the K
+    products."""
     if (
         a.dim() > 1 and b.shape[-1] < a.shape[-2]
     ):  # few columns: a product with few rows is several times as fast
@@ -34,7 +36,8 @@ def narrow_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def panel_product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32 some rows at a time, unless it is.
+    """x [N, K] float32 by weight [R, K] → float32 [N, R]; the weight becomes float32 some rows at a
+    time, unless it is.
 
     Args:
         weight: float32 or fp16; or int8 with `scale` [R, 1] float32, each product of the two
@@ -52,8 +55,8 @@ def panel_product(
 
 
 def _wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors that are not Intel's it is several
-    times as fast as MKL, which `torch.nn.functional.linear` calls."""
+    """float32 x [N, K] by weight [R, K], by oneDNN where torch has it: on processors that are not
+    Intel's it is several times as fast as MKL, which `torch.nn.functional.linear` calls."""
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return F.linear(x, weight)
@@ -100,7 +103,8 @@ for _rule in (_matmul, _linear, _attention):
 
 
 def _narrow_einsum(values, *, equation):
-    """As `einsum`, summed over the last label that both operands share and the result lacks, TERMS at a time."""
+    """As `einsum`, summed over the last label that both operands share and the result lacks, TERMS
+    at a time."""
     left, right, result = equation.replace(" ", "").replace("->", ",").split(",")
     summed = [label for label in left if label in right and label not in result]
     if not summed:

@@ -23,7 +23,8 @@ operations(
 
 
 def _normalized(x, axes, gamma, beta, shape, epsilon):
-    """x less its mean over `axes`, over its deviation there, times gamma and plus beta laid out as `shape`."""
+    """x less its mean over `axes`, over its deviation there, times gamma and plus beta laid out as
+    `shape`."""
     x = x - x.mean(axes, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + epsilon)
     y = y if gamma is None else y * gamma.reshape(shape)

@@ -13,7 +13,8 @@ _MAXIMUM = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 
 
 def _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode):
-    """(before, after) per axis such that whole windows cover exactly what MIL's pool visits, ceil_mode included."""
+    """(before, after) per axis such that whole windows cover exactly what MIL's pool visits,
+    ceil_mode included."""
     pairs = padding(x.shape[2:], kernel_sizes, strides, [1] * len(kernel_sizes), pad_type, pad)
     if not ceil_mode:
         return pairs
@@ -52,7 +53,8 @@ def avg_pool(
     ceil_mode=False,
     exclude_padding_from_average=False,
 ):
-    """The mean of each window: over its real elements, or over the declared padding too (never over ceil_mode's)."""
+    """The mean of each window: over its real elements, or over the declared padding too (never over
+    ceil_mode's)."""
     strides = strides or [1] * len(kernel_sizes)
     pairs = _pairs(x, kernel_sizes, strides, pad_type, pad, ceil_mode)
     ones = torch.ones(1, 1, *x.shape[2:])

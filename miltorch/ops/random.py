@@ -1,4 +1,5 @@
-"""Random tensors: MIL's distributions, torch's values. A seed that is not negative makes every call the same."""
+"""Random tensors: MIL's distributions, torch's values. A seed that is not negative makes every call
+the same."""
 
 import torch
 

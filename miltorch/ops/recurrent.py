@@ -1,7 +1,7 @@
 """Recurrent layers over x [s, b, I]: one Python step per time step, states in float32.
 
-Direction `reverse` reads x from its end and gives the sequence in the order it was computed; only the backward half of
-`bidirectional` is put back in the order of x.
+Direction `reverse` reads x from its end and gives the sequence in the order it was computed; only
+the backward half of `bidirectional` is put back in the order of x.
 """
 
 from functools import partial
@@ -22,7 +22,8 @@ _ACTIVATION = {
 
 
 def _scan(step, inputs, states, direction: str, whole: bool):
-    """Runs `states = step(input, *states)` along time; (all or the last of the first state, *final states)."""
+    """Runs `states = step(input, *states)` along time; (all or the last of the first state, *final
+    states)."""
     sequence = []
     for row in inputs.flip(0) if direction == "reverse" else inputs:
         states = step(row, *states)

@@ -23,7 +23,8 @@ def narrow_sum(x: torch.Tensor, axes: list[int], keep_dims: bool) -> torch.Tenso
 
 
 def _reduce(name: str, function, narrow=None):
-    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of them, as in MIL."""
+    """Registers a reduction `function(x, axes, keep_dims)`; absent axes mean all of them, as in
+    MIL."""
 
     def over(apply):
         def op(x, *, axes=None, keep_dims=False):

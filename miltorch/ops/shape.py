@@ -28,7 +28,8 @@ operations(
 
 @operation
 def reshape(x, *, shape):
-    """A 0 keeps the size of the axis that stands as far from the right, and is 1 where x has none."""
+    """A 0 keeps the size of the axis that stands as far from the right, and is 1 where x has
+    none."""
     sizes = [1] * (len(shape) - x.dim()) + list(x.shape)[max(x.dim() - len(shape), 0) :]
     return x.reshape(
         [old if size == 0 and x.numel() else size for size, old in zip(shape, sizes, strict=True)]
@@ -37,7 +38,8 @@ def reshape(x, *, shape):
 
 @operation
 def reshape_like(x, ref_tensors, *, begins, ends, end_masks):
-    """The new shape is made of pieces of other shapes: `ref_tensors[i].shape[begins[i]:ends[i]]`, one after another."""
+    """The new shape is made of pieces of other shapes: `ref_tensors[i].shape[begins[i]:ends[i]]`,
+    one after another."""
     shape = []
     for tensor, begin, end, to_end in zip(ref_tensors, begins, ends, end_masks, strict=True):
         shape += tensor.shape[begin : None if to_end else end]
@@ -74,7 +76,8 @@ def tile(x, *, reps):
 
 @operation
 def reverse_sequence(x, *, lengths, seq_axis=0, batch_axis=0):
-    """Reverses the first `lengths[i]` elements along `seq_axis` of the i-th entry of `batch_axis`."""
+    """Reverses the first `lengths[i]` elements along `seq_axis` of the i-th entry of
+    `batch_axis`."""
     rows = x.movedim((batch_axis, seq_axis), (0, 1)).clone()
     for row, length in zip(rows, lengths, strict=True):
         row[:length] = row[:length].flip(0)
@@ -135,7 +138,8 @@ def space_to_depth(x, *, block_size):
 
 @operation
 def space_to_batch(x, *, block_shape, paddings):
-    """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N, C, H/a, W/b]."""
+    """Each of the block's positions becomes a batch of its own: [N, C, H, W] → [a·b·N, C, H/a,
+    W/b]."""
     return _blocks(padded(x, paddings), *block_shape).flatten(0, 2)
 
 

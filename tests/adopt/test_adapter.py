@@ -1,4 +1,5 @@
-"""Adopted packages run token by token and in batches; states, masks and functions of other kinds."""
+"""Adopted packages run token by token and in batches; states, masks and functions of other
+kinds."""
 
 import numpy as np
 import pytest

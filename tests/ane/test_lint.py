@@ -1,4 +1,5 @@
-"""Every rule fires on a program made to break it, names what breaks it, and is silent on a program that breaks none."""
+"""Every rule fires on a program made to break it, names what breaks it, and is silent on a program
+that breaks none."""
 
 from types import SimpleNamespace
 
@@ -370,11 +371,13 @@ def test_a_disputed_rule_is_shown_and_moves_nothing():
             assert others == [] and placement.place_operations("s", BROKEN[id][0]).cpu == 0, id
 
 
-# --- real exports ----------------------------------------------------------------------------------------------------
+# --- real exports
+# ------------------------------------------------------------------------------------------------
 
 
 def attention_shard(folder):
-    """Experiment 30's shard: four 1×1 convolutions of ZAYA1's dimensions, int8 per tensor, RangeDim T, two states."""
+    """Experiment 30's shard: four 1×1 convolutions of ZAYA1's dimensions, int8 per tensor, RangeDim
+    T, two states."""
     import coremltools as ct
     import torch
     from coremltools.optimize.coreml import (

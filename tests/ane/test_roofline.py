@@ -1,4 +1,5 @@
-"""The roofline: work counted from the exported program, published figures predicted by fits that have not seen them."""
+"""The roofline: work counted from the exported program, published figures predicted by fits that
+have not seen them."""
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,8 @@ def test_published_figures_are_predicted_without_having_been_seen(by_model):
 
 
 def test_a_figure_is_predicted_by_the_others_alone(monkeypatch):
-    """Planted: one published time ten times too long must not move its own prediction, and must show as a misfit."""
+    """Planted: one published time ten times too long must not move its own prediction, and must
+    show as a misfit."""
     true, before = roofline.figures(), roofline.misfits()
     wrong = [(*f[:3], f[3] * 10) if i == 11 else f for i, f in enumerate(true)]
     monkeypatch.setattr(roofline, "figures", lambda: wrong)
@@ -159,7 +161,8 @@ def test_the_bytes_streamed_stand_beside_the_prediction(exports):
     ],
 )
 def test_a_value_beyond_the_working_set_spills(megabytes, spills):
-    """Only M1's and M5's working sets are published; between them nothing is known of other chips."""
+    """Only M1's and M5's working sets are published; between them nothing is known of other
+    chips."""
     work = roofline.Work("", 10**9, 0, 0, largest_bytes=int(megabytes * 1e6))
     table = roofline.by_chip([work]).set_index("chip")["spills"]
     assert {chip: table[chip] for chip in spills} == spills

@@ -1,4 +1,5 @@
-"""JupyterLab in headless Chromium, as a researcher uses it: a server on a copy of the project, and an open notebook.
+"""JupyterLab in headless Chromium, as a researcher uses it: a server on a copy of the project, and
+an open notebook.
 
 Everything JupyterLab would read from or write to the user's home goes to a folder of its own.
 """
@@ -167,7 +168,8 @@ class Notebook:
         )
 
     def run_all(self) -> None:
-        """Run > Run All Cells, until the kernel rests and every code cell has run or one has failed."""
+        """Run > Run All Cells, until the kernel rests and every code cell has run or one has
+        failed."""
         self.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
         self.page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
         cells = "content.model.sharedModel.cells.filter(c => c.cell_type === 'code')"
@@ -238,8 +240,8 @@ class Widget:
         )
 
     def changes(self, action, name: str = "other") -> None:
-        """Does `action`, named `name` among the notebook's times, and waits until another picture is drawn, or
-        another message, and the kernel rests."""
+        """Does `action`, named `name` among the notebook's times, and waits until another picture
+        is drawn, or another message, and the kernel rests."""
         errors = self.notebook.page.locator(".workbench-error")
         self.notebook.rest()
         before, start = self.shown(), time.monotonic()
@@ -261,7 +263,8 @@ class Widget:
         return [kind.inner_text().split("\n")[0] for kind in kinds.all() if kind.is_visible()]
 
     def move(self, name: str) -> None:
-        """Moves a control to another stop, a dropdown back again; what is shown follows each time."""
+        """Moves a control to another stop, a dropdown back again; what is shown follows each
+        time."""
         select = self.box.locator(f".widget-dropdown:has(label:text-is('{name}')) select")
         if select.count():
             chosen, count = select.first.evaluate("s => [s.selectedIndex, s.options.length]")

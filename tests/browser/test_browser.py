@@ -1,6 +1,8 @@
-"""Every notebook in JupyterLab: Run All ends without an error, widgets follow, figures are on disk and in the log.
+"""Every notebook in JupyterLab: Run All ends without an error, widgets follow, figures are on disk
+and in the log.
 
-Screenshots stay in build/screens. Without Chromium the notebooks run headless in tests/report/test_notebooks.py instead.
+Screenshots stay in build/screens. Without Chromium the notebooks run headless in
+tests/report/test_notebooks.py instead.
 """
 
 import json
@@ -75,8 +77,8 @@ def opened(lab, name: str) -> Notebook:
 
 
 def plotted(project: Path, number: str, checkpoint: str = "*") -> pd.DataFrame:
-    """The figures of an experiment's own write-ups: each in three formats, with a text alternative and
-    runs that the log has."""
+    """The figures of an experiment's own write-ups: each in three formats, with a text alternative
+    and runs that the log has."""
     root, name = project / "experiments" / "log", report.experiment(number).name
     paths = sorted((project / "experiments" / name).glob(f"{checkpoint}/figures/*.json"))
     sidecars = [json.loads(path.read_text()) | {"stem": path.stem} for path in paths]
@@ -90,8 +92,9 @@ def plotted(project: Path, number: str, checkpoint: str = "*") -> pd.DataFrame:
 
 
 def move(notebook: Notebook, project: Path) -> None:
-    """Moves every control of every widget: what is shown follows. In the Explorer a cell is pointed at and chosen, what
-    is missing run and cancelled, what is shown saved; the Planner runs to its end."""
+    """Moves every control of every widget: what is shown follows. In the Explorer a cell is pointed
+    at and chosen, what is missing run and cancelled, what is shown saved; the Planner runs to its
+    end."""
     for kind in ("planner", "explorer", "compare"):
         if not (widget := notebook.widget(kind)):
             continue
@@ -114,7 +117,8 @@ def move(notebook: Notebook, project: Path) -> None:
 
 
 def cell_is_the_log_s(explorer: Widget, project: Path) -> None:
-    """The cell under the pointer has the figures of a row of the log, and stays when it is clicked."""
+    """The cell under the pointer has the figures of a row of the log, and stays when it is
+    clicked."""
     shown = explorer.text_at(0.4, 0.25)
     place = re.match(r"layer (\d+), position (\d+) .*T = (\d+): ", shown).groups()
     where = dict(zip(("layer", "position", "T"), map(int, place)))
@@ -141,7 +145,8 @@ def run_and_cancel(explorer: Widget) -> None:
 
 
 def write_seconds(name: str, seconds: dict[str, list[float]]) -> None:
-    """Adds the seconds from each action to its picture to build/response.json, with their median, and prints that."""
+    """Adds the seconds from each action to its picture to build/response.json, with their median,
+    and prints that."""
     path = ROOT / "build" / "response.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     answers = sum((values for action, values in seconds.items() if action != "Cancel"), [])

@@ -1,8 +1,9 @@
-"""What a proof is made of: checkpoints, clean bundles, faulty bundles, and the verdicts of every bug gate on each.
+"""What a proof is made of: checkpoints, clean bundles, faulty bundles, and the verdicts of every
+bug gate on each.
 
-A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET, disk/FAULT/PRESET,
-memory/FAULT/PRESET. Sound bundles meet every gate. Faulty ones meet the cheap gates, then the gate that is made for the
-fault, then the others until one is RED.
+A case is a name: clean/SEED/PRESET, trained/CHECKPOINT/PRESET, massive/-/PRESET, deep/-/PRESET,
+disk/FAULT/PRESET, memory/FAULT/PRESET. Sound bundles meet every gate. Faulty ones meet the cheap
+gates, then the gate that is made for the fault, then the others until one is RED.
 """
 
 import ast
@@ -84,7 +85,8 @@ PROBES = (
     *("stale_rows", "nan_in_state_is_noticed", "subnormals_in_state_are_kept", "overflow_raises"),
 )
 PROMPT = 24  # tokens of the golden behind `budget`, `device` and the gates of a validation
-# Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the tables.
+# Gates with a limit that the clean draws' spread gives; they see no fault for a fault's row of the
+# tables.
 PRICED = ("budget", "device")
 VALIDATED = ("finite", "routing", "same_for_every_T", "budget")
 
@@ -150,7 +152,8 @@ class Prover:
         self.store = store
 
     def checkpoint(self, changes: dict) -> Checkpoint:
-        """A random checkpoint; `massive`: with a first token whose embedding has two huge channels."""
+        """A random checkpoint; `massive`: with a first token whose embedding has two huge
+        channels."""
 
         def make(folder: Path) -> None:
             sizes = {n: v for n, v in changes.items() if n not in ("family", "massive")}
@@ -280,7 +283,8 @@ class Faulty:
         return self.decoders[precision]
 
     def gates(self, made_for_it: str) -> list[Gate]:
-        """The cheap gates, then the one that is made for the fault, then the others until one is RED."""
+        """The cheap gates, then the one that is made for the fault, then the others until one is
+        RED."""
         try:
             Bundle.open(self.folder)
         except InputError as problem:
@@ -327,8 +331,8 @@ STEPS = {
 
 
 def all_bug_gates(bundle: Bundle, checkpoint: Checkpoint) -> list[Gate]:
-    """The gates that answer "is it a bug?": those on the bundle, those on its decoders, the probes of its states; `budget`
-    and `device` at last."""
+    """The gates that answer "is it a bug?": those on the bundle, those on its decoders, the probes
+    of its states; `budget` and `device` at last."""
     exact, declared = open_twice(bundle.root)
     return [
         *bug_gates(bundle, checkpoint, exact=exact, decoder=declared),
@@ -345,7 +349,8 @@ def probes(declared: Decoder) -> list[Gate]:
 
 
 def run_gates(declared: Decoder, checkpoint: Checkpoint) -> list[Gate]:
-    """What a validation against a golden says beside the bug gates: `finite`, `routing`, `same_for_every_T`, `budget`."""
+    """What a validation against a golden says beside the bug gates: `finite`, `routing`,
+    `same_for_every_T`, `budget`."""
     options = declared.options
     Ts = (1, options.t_max) if options.t == "range" else None
     golden, budget = measured(declared.bundle.root, checkpoint.path)

@@ -1,6 +1,8 @@
-"""Clean bundles of random family, seed, dimensions, compression and options: no bug gate may be RED on any of them.
+"""Clean bundles of random family, seed, dimensions, compression and options: no bug gate may be RED
+on any of them.
 
-`python -m tests.prove clean` asks all of them. What goes in is a number, what comes out is what to make and export.
+`python -m tests.prove clean` asks all of them. What goes in is a number, what comes out is what to
+make and export.
 """
 
 import sys
@@ -31,7 +33,8 @@ HYBRID = {
 
 
 def draw(seed: int, preset: str | None = None) -> tuple[str, dict, dict]:
-    """A family, changes to its tiny dimensions, and export options; families take turns, and presets unless one is given."""
+    """A family, changes to its tiny dimensions, and export options; families take turns, and
+    presets unless one is given."""
     rng = np.random.default_rng(seed)
     changes = {
         "seed": seed,

@@ -1,7 +1,8 @@
-"""A copy of a bundle on disk that a test edits: its weight files, its programs, its descriptions, its manifest.
+"""A copy of a bundle on disk that a test edits: its weight files, its programs, its descriptions,
+its manifest.
 
-`Copy.seal` writes what was edited and brings every size and SHA-256 of bundle.json up to date, so that the copy opens
-like any bundle and nothing but a gate can notice the edit.
+`Copy.seal` writes what was edited and brings every size and SHA-256 of bundle.json up to date, so
+that the copy opens like any bundle and nothing but a gate can notice the edit.
 """
 
 import json
@@ -18,7 +19,8 @@ from workbench.files import sha256
 
 
 class StoredArray:
-    """One array of a package: the protobuf value that holds it, or says where in the weight file it lies."""
+    """One array of a package: the protobuf value that holds it, or says where in the weight file it
+    lies."""
 
     def __init__(self, value, folder: Path):
         from coremltools.proto import MIL_pb2
@@ -137,7 +139,8 @@ class StoredWeight:
             self.write(values)
 
     def shift(self, steps: int) -> None:
-        """Moves every weight by `steps` of what its storage can tell apart, as a wrong zero point does."""
+        """Moves every weight by `steps` of what its storage can tell apart, as a wrong zero point
+        does."""
         array = self.arrays[self.codes]
         codes = array.read()
         if self.codes == "val":
@@ -166,8 +169,9 @@ class StoredWeight:
 
 
 class Copy:
-    """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be edited. `function`: whose
-    program is edited where packages have several; the smallest T's unless it is set."""
+    """A copy of the bundle at `source` in `root`. `manifest` is bundle.json as a dictionary, to be
+    edited. `function`: whose program is edited where packages have several; the smallest T's unless
+    it is set."""
 
     def __init__(self, source: Path, root: Path):
         coremltools()
@@ -203,7 +207,8 @@ class Copy:
         return function.block_specializations[function.opset]
 
     def weight(self, tensor: str) -> StoredWeight:
-        """The stored form of a checkpoint tensor, its name given from its end; of several slices the first."""
+        """The stored form of a checkpoint tensor, its name given from its end; of several slices
+        the first."""
         shard, name = next(
             (shard, name)
             for shard in self.manifest["shards"]
@@ -230,7 +235,8 @@ class Copy:
         return StoredWeight(arrays)
 
     def operations(self, shard: dict, kind: str, module: str = "") -> list:
-        """Operations of a shard's program by kind and source module (a suffix of its path), at least one."""
+        """Operations of a shard's program by kind and source module (a suffix of its path), at
+        least one."""
         found = [
             op
             for op in self.block(shard).operations
@@ -253,7 +259,8 @@ class Copy:
         operations.extend(made)
 
     def insert(self, shard: dict, after, kind: str, **inputs: str | np.ndarray) -> None:
-        """Puts an operation behind `after`, whose result it takes as `x`; all later readers take what it returns."""
+        """Puts an operation behind `after`, whose result it takes as `x`; all later readers take
+        what it returns."""
         operations, name = self.block(shard).operations, f"planted_{after.outputs[0].name}"
         index = next(i for i, op in enumerate(operations) if op == after)
         later, old = list(operations[index + 1 :]), after.outputs[0].name
@@ -305,7 +312,8 @@ class Copy:
         (self.root / path).write_bytes(change((self.root / path).read_bytes()))
 
     def seal(self) -> Path:
-        """Writes programs and manifest, every file's size and SHA-256 brought up to date; returns the folder."""
+        """Writes programs and manifest, every file's size and SHA-256 brought up to date; returns
+        the folder."""
         for path, spec in self._specs.items():
             path.write_bytes(spec.SerializeToString(deterministic=True))
         manifest = self.manifest

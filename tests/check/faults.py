@@ -1,12 +1,13 @@
-"""Faults to plant in a loaded bundle: what goes wrong in the wild, each with the gate that must turn RED.
+"""Faults to plant in a loaded bundle: what goes wrong in the wild, each with the gate that must
+turn RED.
 
-A fault changes one `Decoder` in memory: a step of a shard's program, a constant, the host's tables and masks, the life
-of states. Nothing is exported again, so that every gate can be tried against every fault in seconds. Here: how faults
-are planted, and those of caches, states, positions and masks; `faults_model` has those of layers and weights,
-`faults_zaya` those of what only ZAYA has.
+A fault changes one `Decoder` in memory: a step of a shard's program, a constant, the host's tables
+and masks, the life of states. Nothing is exported again, so that every gate can be tried against
+every fault in seconds. Here: how faults are planted, and those of caches, states, positions and
+masks; `faults_model` has those of layers and weights, `faults_zaya` those of what only ZAYA has.
 
-Bugs that were reported elsewhere and concern one sequence, and the fault that stands for each (those of batches, stores
-and restored caches belong to the reuse matrix):
+Bugs that were reported elsewhere and concern one sequence, and the fault that stands for each
+(those of batches, stores and restored caches belong to the reuse matrix):
 
     chapter 5, flexible T addresses the state wrongly              write_address_off_by_one_at_t_above_1
     coremltools 2188, y[:, pos] = v is silently lost               state_never_written
@@ -34,7 +35,8 @@ FAULTS: dict[str, "Fault"] = {}
 
 @dataclass(frozen=True)
 class Fault:
-    """`gate` must be RED once `plant(decoder)` is done; `bundle` names the fixture of the bundle it is planted in."""
+    """`gate` must be RED once `plant(decoder)` is done; `bundle` names the fixture of the bundle it
+    is planted in."""
 
     gate: str
     plant: Callable[[Decoder], None]
@@ -75,7 +77,8 @@ def wrap(step, after: Callable | None = None, before: Callable | None = None) ->
 
 
 def host(decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int], None]) -> None:
-    """Changes the inputs the host makes for a call: change(inputs, offsets, counts, T), in place."""
+    """Changes the inputs the host makes for a call: change(inputs, offsets, counts, T), in
+    place."""
     original = decoder.host.inputs
 
     def inputs(offsets, counts, T, *rest):
@@ -89,7 +92,8 @@ def host(decoder: Decoder, change: Callable[[dict, np.ndarray, np.ndarray, int],
 def constant(
     decoder: Decoder, layer: int, tensor: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Changes a weight of a layer in every step that uses it, and in the shard's table of constants."""
+    """Changes a weight of a layer in every step that uses it, and in the shard's table of
+    constants."""
     model = decoder.layers[layer]
     name = model.shard.weights[f"model.layers.{layer}.{tensor}"]
     old = model.executable.body.constants[name]

@@ -1,4 +1,5 @@
-"""Faults of what only ZAYA has: states beside the cache, a router state across layers, CCA's and the experts' ingredients."""
+"""Faults of what only ZAYA has: states beside the cache, a router state across layers, CCA's and
+the experts' ingredients."""
 
 from functools import partial
 

@@ -1,7 +1,9 @@
-"""Faults planted in a copy of a bundle on disk, hashes in bundle.json redone: what an exporter, a copy or an editor gets wrong.
+"""Faults planted in a copy of a bundle on disk, hashes in bundle.json redone: what an exporter, a
+copy or an editor gets wrong.
 
-A fault names the bundle it is planted in (see `cases.BASES`) and the gate that must see it at the latest; `plant(copy)`
-edits a `copies.Copy`. Each is tried in every preset. Those of a decoder in memory are in `faults`.
+A fault names the bundle it is planted in (see `cases.BASES`) and the gate that must see it at the
+latest; `plant(copy)` edits a `copies.Copy`. Each is tried in every preset. Those of a decoder in
+memory are in `faults`.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Draws of clean bundles hold what they promise; `test_prove` asks the gates of some, `make prove` of all."""
+"""Draws of clean bundles hold what they promise; `test_prove` asks the gates of some, `make prove`
+of all."""
 
 import clean
 

@@ -1,4 +1,5 @@
-"""Perplexity and KL over a text: transformers' own figures, each token once, resumed where it stopped."""
+"""Perplexity and KL over a text: transformers' own figures, each token once, resumed where it
+stopped."""
 
 import json
 import shutil
@@ -61,7 +62,8 @@ def strided(model, ids: list[int], window: int, stride: int) -> tuple[float, lis
 
 
 def stored_model(checkpoint: Checkpoint, bundle):
-    """transformers' model with the weights that the bundle stores: the head's own, fp16 embeddings."""
+    """transformers' model with the weights that the bundle stores: the head's own, fp16
+    embeddings."""
     model, read = hugging_face(), stored_weights(checkpoint, bundle)
     head = model.model.embed_tokens.weight.detach().clone()
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""A gate exists only once a planted fault has turned it RED: every fault is caught, by the gate that is named for it.
+"""A gate exists only once a planted fault has turned it RED: every fault is caught, by the gate
+that is named for it.
 
-Here each fault meets that gate alone, in fp16; `make prove` plants each in every preset and asks every bug gate.
+Here each fault meets that gate alone, in fp16; `make prove` plants each in every preset and asks
+every bug gate.
 """
 
 import cases

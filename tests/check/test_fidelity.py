@@ -1,4 +1,5 @@
-"""Fidelity rows of unusual but faithful models: identity layers, values that are all NaN, goldens of another model."""
+"""Fidelity rows of unusual but faithful models: identity layers, values that are all NaN, goldens
+of another model."""
 
 import warnings
 from dataclasses import replace
@@ -35,7 +36,8 @@ def changed(exports, folder, edit, **dims):
 
 @pytest.fixture(scope="module")
 def identity(exports, tmp_path_factory):
-    """The second layer hands its input on, as layers do that were added to a trained model or pruned from it."""
+    """The second layer hands its input on, as layers do that were added to a trained model or
+    pruned from it."""
 
     def silence(name, tensor):
         if name in (

@@ -1,4 +1,5 @@
-"""Goldens are Hugging Face's numbers: layer by layer bit-equal to the whole model, for every family."""
+"""Goldens are Hugging Face's numbers: layer by layer bit-equal to the whole model, for every
+family."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Gate `interface`: GREEN on what the export writes, RED on what was changed on disk. Every family and every preset, but
-not each with each, which `make prove` asks."""
+"""Gate `interface`: GREEN on what the export writes, RED on what was changed on disk. Every family
+and every preset, but not each with each, which `make prove` asks."""
 
 import pytest
 from copies import Copy

@@ -1,4 +1,5 @@
-"""The program's own gate, in every preset: no fault hides behind what compression costs, no sound bundle is RED."""
+"""The program's own gate, in every preset: no fault hides behind what compression costs, no sound
+bundle is RED."""
 
 import json
 import shutil
@@ -190,8 +191,9 @@ def test_sound_bundles_are_green_with_room(exports, family, options):
 
 @pytest.mark.parametrize("family, options", [DRAWS[2], DRAWS[3], DRAWS[5]])
 def test_every_epsilon_of_every_norm_is_seen(exports, family, options):
-    """Ten times as large, and left out; Gemma has six norms a layer. What ZAYA's router norm reads has biases, which no
-    scaled input makes small: there a hundred times the epsilon is what shows."""
+    """Ten times as large, and left out; Gemma has six norms a layer. What ZAYA's router norm reads
+    has biases, which no scaled input makes small: there a hundred times the epsilon is what
+    shows."""
     path = exports.checkpoint(family)
     decoder = exports.decoder(path, **{"max_seq_len": S} | options)
     norms = epsilons(decoder)

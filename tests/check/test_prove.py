@@ -1,4 +1,5 @@
-"""A seeded sample of what `make prove` asks of every case: faults are RED, clean bundles are not."""
+"""A seeded sample of what `make prove` asks of every case: faults are RED, clean bundles are
+not."""
 
 import cases
 import clean

@@ -1,4 +1,5 @@
-"""Layers go on with the golden's choice of experts; another choice is judged by itself, and only near-ties may be one."""
+"""Layers go on with the golden's choice of experts; another choice is judged by itself, and only
+near-ties may be one."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""Every compute unit gets a verdict, a child that dies included, and the blame falls where the portable modes say."""
+"""Every compute unit gets a verdict, a child that dies included, and the blame falls where the
+portable modes say."""
 
 import json
 import subprocess
@@ -12,7 +13,8 @@ GATES = [{"name": "update", "verdict": "RED", "reason": "layer 3"}]
 
 
 def start(outcomes: dict[str, str]):
-    """Children that end as `outcomes` says by unit: GREEN (the default), RED, or a signal's number."""
+    """Children that end as `outcomes` says by unit: GREEN (the default), RED, or a signal's
+    number."""
 
     def child(command: list[str]) -> subprocess.CompletedProcess:
         outcome = outcomes.get(command[6], "GREEN")

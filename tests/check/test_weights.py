@@ -1,5 +1,5 @@
-"""Gate `weights`: GREEN on what the export stores, RED on weights changed on disk: every family, preset and fault, but not
-each with each, which `make prove` asks."""
+"""Gate `weights`: GREEN on what the export stores, RED on weights changed on disk: every family,
+preset and fault, but not each with each, which `make prove` asks."""
 
 import shutil
 

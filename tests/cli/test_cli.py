@@ -1,4 +1,5 @@
-"""The commands: JSON keys as documented, RED exits 1, bad input exits 2 with one message and leaves nothing behind."""
+"""The commands: JSON keys as documented, RED exits 1, bad input exits 2 with one message and leaves
+nothing behind."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""The name of a model on the Hub is a checkpoint where the local cache has it; nothing is downloaded."""
+"""The name of a model on the Hub is a checkpoint where the local cache has it; nothing is
+downloaded."""
 
 import os
 import shutil

@@ -1,4 +1,5 @@
-"""`workbench residency`, `compare`, `memory`, `sweep --scheduler`, `bench log`: their JSON, their messages."""
+"""`workbench residency`, `compare`, `memory`, `sweep --scheduler`, `bench log`: their JSON, their
+messages."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Every family × shards × options through Apple's interpreter, in fp32, against Hugging Face's model.
+"""Every family × shards × options through Apple's interpreter, in fp32, against Hugging Face's
+model.
 
     python -m tests.coreai.matrix                  the whole, into build/coreai_matrix.csv
     python -m tests.coreai.matrix zaya moe=routed  cases whose names contain all of these words
@@ -73,7 +74,8 @@ def name_of(case: Case) -> str:
 
 
 def measure(exports: tiny.Exports, case: Case) -> dict[str, float]:
-    """The worst figures of a case, by the names of `LIMITS`; absent where a bundle has no such shard."""
+    """The worst figures of a case, by the names of `LIMITS`; absent where a bundle has no such
+    shard."""
     family, chosen = case
     checkpoint = exports.checkpoint(family)
     bundle = exports.bundle(checkpoint, target="coreai", program_dtype="fp32", **chosen)

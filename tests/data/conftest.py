@@ -1,4 +1,5 @@
-"""Makes ``data/corpus.py`` importable; the training script and its corpus are no part of the package."""
+"""Makes ``data/corpus.py`` importable; the training script and its corpus are no part of the
+package."""
 
 import sys
 from pathlib import Path

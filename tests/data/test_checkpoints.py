@@ -1,4 +1,5 @@
-"""The committed checkpoints are real Hugging Face folders that answer as their ``evaluation.json`` says."""
+"""The committed checkpoints are real Hugging Face folders that answer as their ``evaluation.json``
+says."""
 
 import json
 from functools import cache
@@ -28,7 +29,8 @@ def model(folder: Path):
 
 @cache
 def tokenizer(folder: Path):
-    """Not AutoTokenizer: it takes every qwen2 folder's tokenizer for Qwen's own byte-level one, whatever the folder says."""
+    """Not AutoTokenizer: it takes every qwen2 folder's tokenizer for Qwen's own byte-level one,
+    whatever the folder says."""
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 

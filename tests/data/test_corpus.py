@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 
 def answer_from_text(prompt: str) -> str:
-    """The answer that a careful reader gives, written without the generator's tables of pending questions."""
+    """The answer that a careful reader gives, written without the generator's tables of pending
+    questions."""
     before, end, asked = prompt.rpartition(corpus.END)
     before += end
     asked = re.sub(rf"^( *{corpus.HUM})*", "", asked).split()

@@ -1,4 +1,5 @@
-"""The sources' own figures: well formed, and every correction that is arithmetic recomputed from the other rows."""
+"""The sources' own figures: well formed, and every correction that is arithmetic recomputed from
+the other rows."""
 
 import math
 from pathlib import Path
@@ -16,7 +17,8 @@ def read(name: str) -> pd.DataFrame:
 
 
 class Figures:
-    """The rows of one document by quantity and, where needed, condition: `f("decode", "experiment 29")`."""
+    """The rows of one document by quantity and, where needed, condition: `f("decode", "experiment
+    29")`."""
 
     def __init__(self, name: str):
         self.rows = read(name)
@@ -34,7 +36,8 @@ class Figures:
         return float(self.row(quantity, condition)["correction"])
 
 
-# --- form ------------------------------------------------------------------------------------------------------------
+# --- form
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -92,7 +95,8 @@ def test_the_readme_lists_every_file():
     assert {f"`{path.name}`" in readme for path in FOLDER.glob("*.csv")} == {True}
 
 
-# --- chapter 5 -------------------------------------------------------------------------------------------------------
+# --- chapter 5
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_prefix_counts_four_times_the_kv_heads():
@@ -112,7 +116,8 @@ def test_the_kv_cache_is_half_a_gibibyte_an_eighth_of_the_estimate():
     assert f("KV cache memory") / f.corrected("KV cache memory") == pytest.approx(8, rel=0.1)
 
 
-# --- experiments 29 and 30 -------------------------------------------------------------------------------------------
+# --- experiments 29 and 30
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +177,8 @@ def test_the_verdict_contradicts_its_own_gate():
     assert f("layers that pass") == f("attention layers") - 1
 
 
-# --- batch-2 cache bug -----------------------------------------------------------------------------------------------
+# --- batch-2 cache bug
+# -----------------------------------------------------------------------------------------------
 
 
 def test_fifteen_failures_are_five_configurations():

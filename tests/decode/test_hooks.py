@@ -1,4 +1,5 @@
-"""Nothing that looks into a decoder stays behind in it, however the looking ends: hooks, the literal graph, sequences."""
+"""Nothing that looks into a decoder stays behind in it, however the looking ends: hooks, the
+literal graph, sequences."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""The 27 invariants of a KV cache that is kept, on trained Llama, Qwen 2, Gemma 3 (rings that wrap) and ZAYA.
+"""The 27 invariants of a KV cache that is kept, on trained Llama, Qwen 2, Gemma 3 (rings that wrap)
+and ZAYA.
 
 | invariant | proved by |
 |---|---|
@@ -232,7 +233,8 @@ def test_a_refused_snapshot_leaves_the_running_sequence_as_it_is(decoder, togeth
 
 
 def test_slots_come_and_go_and_the_others_do_not_notice(decoder, together):
-    """A slot is added to, emptied, ended early: every other row stays bit-equal, and each goes on as it would alone."""
+    """A slot is added to, emptied, ended early: every other row stays bit-equal, and each goes on
+    as it would alone."""
     prompts = [IDS[:30], IDS[40:49], IDS[60:83]]
     held = [taken(decoder, p) for p in prompts]
     alone = [decoder.generate([7], 5, after=s, stop=()) for s in held]
@@ -331,7 +333,8 @@ def test_merged_and_taken_apart_every_sequence_is_bit_equal(exports):
 
 
 def test_steps_of_256_are_nothing_special(exports):
-    """Snapshots of 255, 256 and 257 tokens go on, alone and merged, as an uninterrupted sequence does."""
+    """Snapshots of 255, 256 and 257 tokens go on, alone and merged, as an uninterrupted sequence
+    does."""
     checkpoint = exports.checkpoint("llama", num_hidden_layers=1, vocab_size=53)
     alone, together = (
         exports.decoder(checkpoint, max_seq_len=320, t_max=64, **b) for b in ({}, {"batch": 4})

@@ -1,4 +1,5 @@
-"""Every export option computes what Hugging Face computes, alone and with every other option it allows."""
+"""Every export option computes what Hugging Face computes, alone and with every other option it
+allows."""
 
 from itertools import combinations, product
 
@@ -40,7 +41,8 @@ def allowed(chosen: dict) -> bool:
 
 
 def pairwise() -> list[dict]:
-    """Rows of choices that contain every pair of values that some allowed row contains, found greedily."""
+    """Rows of choices that contain every pair of values that some allowed row contains, found
+    greedily."""
     rows = [
         r
         for values in product(*CHOICES.values())

@@ -1,4 +1,5 @@
-"""The parts of an error add up, each answers to its own cause, and the costliest weights are found."""
+"""The parts of an error add up, each answers to its own cause, and the costliest weights are
+found."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""A trace names the operation and module where values leave fp16, in time, and its headroom is that of the true values."""
+"""A trace names the operation and module where values leave fp16, in time, and its headroom is that
+of the true values."""
 
 import numpy as np
 import pytest

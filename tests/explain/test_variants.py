@@ -1,5 +1,6 @@
-"""Faults of the model kind: another configuration or another module exported under the checkpoint's name. The variant golden
-names each one first, and says so where nothing it tries explains a bundle."""
+"""Faults of the model kind: another configuration or another module exported under the checkpoint's
+name. The variant golden names each one first, and says so where nothing it tries explains a
+bundle."""
 
 import itertools
 import json

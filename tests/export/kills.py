@@ -1,7 +1,9 @@
-"""Kills exports at random moments, with SIGKILL, and runs each again: `python -m tests.export.kills 30`.
+"""Kills exports at random moments, with SIGKILL, and runs each again: `python -m tests.export.kills
+30`.
 
-Every export is a forked child of this process, so a moment costs no imports. Prints how many shards the second run found
-finished; exits 1 unless every second run gives the bytes that an export in peace gives.
+Every export is a forked child of this process, so a moment costs no imports. Prints how many shards
+the second run found finished; exits 1 unless every second run gives the bytes that an export in
+peace gives.
 """
 
 import os

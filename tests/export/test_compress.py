@@ -1,4 +1,5 @@
-"""Compressed weights: what a bundle says it holds is what it computes with, and only matrices are compressed."""
+"""Compressed weights: what a bundle says it holds is what it computes with, and only matrices are
+compressed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""An export holds the checkpoint's own weights, says what it holds, and refuses what it cannot keep."""
+"""An export holds the checkpoint's own weights, says what it holds, and refuses what it cannot
+keep."""
 
 import json
 import resource

@@ -1,4 +1,5 @@
-"""A shard's package as other tools leave it: whoever opens it with coremltools leaves its bytes as they were."""
+"""A shard's package as other tools leave it: whoever opens it with coremltools leaves its bytes as
+they were."""
 
 import pytest
 

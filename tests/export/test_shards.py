@@ -1,4 +1,5 @@
-"""How a model is cut into shards and where each logical state lives, before anything is converted."""
+"""How a model is cut into shards and where each logical state lives, before anything is
+converted."""
 
 import numpy as np
 import pytest

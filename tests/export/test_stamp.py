@@ -1,5 +1,5 @@
-"""Stamped shards are the bytes that converting them gives, and shards whose weights the converter would look at are
-converted."""
+"""Stamped shards are the bytes that converting them gives, and shards whose weights the converter
+would look at are converted."""
 
 import shutil
 

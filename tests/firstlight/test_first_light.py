@@ -1,4 +1,5 @@
-"""First light: stages that keep their rows, shards that every machine makes again, and a file that names nobody."""
+"""First light: stages that keep their rows, shards that every machine makes again, and a file that
+names nobody."""
 
 import io
 import json
@@ -317,7 +318,8 @@ def a_mac(tmp_path, monkeypatch):
 
 
 def made(folder: Path, chip: str = "Apple M9", model: str = "Mac99,1") -> tuple[dict, Path]:
-    """A result and the folder it was made in, every text in them naming the machine and its user."""
+    """A result and the folder it was made in, every text in them naming the machine and its
+    user."""
     told = (
         "JaneDoe on janes-macbook (C02XY1234567, 0DEADBEE-0000-4000-8000-00000000CAFE): "
         "/Users/janedoe/private/model.mil, owner=janedoe, "

@@ -1,8 +1,9 @@
-"""coremltools' own tests through the shim: `python -m tests.judge SUITE [--out DIR] [--sample N] [pytest options]`.
+"""coremltools' own tests through the shim: `python -m tests.judge SUITE [--out DIR] [--sample N]
+[pytest options]`.
 
-Appends every case's outcome to DIR/SUITE.jsonl, leaving out those that passed before (so that a run goes on where the
-last one ended; `make judge` begins anew), and writes DIR/SUITE.md: counts by op, reasons for all that did not pass.
-Exits 1 if a case failed for a reason that is not known.
+Appends every case's outcome to DIR/SUITE.jsonl, leaving out those that passed before (so that a run
+goes on where the last one ended; `make judge` begins anew), and writes DIR/SUITE.md: counts by op,
+reasons for all that did not pass. Exits 1 if a case failed for a reason that is not known.
 """
 
 import argparse
@@ -31,7 +32,8 @@ SUITES = {
 
 
 def run(suite: str, out: Path, options: list[str]) -> tuple[dict, int]:
-    """Runs a suite in a process of its own; every case's outcome, by its id, and how many cases were selected."""
+    """Runs a suite in a process of its own; every case's outcome, by its id, and how many cases
+    were selected."""
     home = Path(find_spec("coremltools").origin).parent
     outcomes = out / f"{suite}.jsonl"
     command = [

@@ -1,4 +1,5 @@
-"""Outcomes of coremltools' cases → counts by op and the reasons of all that did not pass, as Markdown."""
+"""Outcomes of coremltools' cases → counts by op and the reasons of all that did not pass, as
+Markdown."""
 
 import re
 from collections import Counter, defaultdict
@@ -53,7 +54,8 @@ def summarize(outcomes: dict) -> dict:
 
 
 def table(suite: str, summary: dict, selected: int) -> str:
-    """The report as Markdown: totals, every op in one paragraph, every case that did not pass with its reason."""
+    """The report as Markdown: totals, every op in one paragraph, every case that did not pass with
+    its reason."""
     total = summary["total"]
     ran = total["passed"] + total["failed"] + total["explained"]
     named = [

@@ -1,9 +1,11 @@
-"""A pytest plugin for coremltools' own tests: predictions on, run by the portable runtime, every outcome written down.
+"""A pytest plugin for coremltools' own tests: predictions on, run by the portable runtime, every
+outcome written down.
 
-coremltools' tests compare numbers only where they see macOS; here they see it. In fp16 they allow 0.5 + 5%, which lets a
-result that is half as large again pass: here 0.01 + 1%, or what a case asks of float32, if that is more. What they
-expect to fail or skip because of Apple's own runtime (`xfail`, `skip` with a radar's number) or an old PyTorch is run
-all the same: its reason is kept, and counts only if the case does fail here.
+coremltools' tests compare numbers only where they see macOS; here they see it. In fp16 they allow
+0.5 + 5%, which lets a result that is half as large again pass: here 0.01 + 1%, or what a case asks
+of float32, if that is more. What they expect to fail or skip because of Apple's own runtime
+(`xfail`, `skip` with a radar's number) or an old PyTorch is run all the same: its reason is kept,
+and counts only if the case does fail here.
 """
 
 import gc
@@ -20,9 +22,11 @@ NOT_OURS = re.compile("rdar|outdated PyTorch")  # reasons to skip a case that do
 
 
 class Recorder:
-    """Appends one JSON line per test: case, outcome, reason, and `expected`, coremltools' own reason for a failure.
+    """Appends one JSON line per test: case, outcome, reason, and `expected`, coremltools' own
+    reason for a failure.
 
-    Cases that the file already holds as passed are left out; a sample is drawn before that, so that it stays the same.
+    Cases that the file already holds as passed are left out; a sample is drawn before that, so that
+    it stays the same.
     """
 
     def __init__(self, path: Path, sample: int):
@@ -102,7 +106,8 @@ def pytest_configure(config):
 
 
 def _tolerance(hundredfold: float, allowed: float) -> float:
-    """Takes the place of the built-in in `max(100 * asked, 0.5)` and `max(100 * asked, 0.05)`, of fp16 cases."""
+    """Takes the place of the built-in in `max(100 * asked, 0.5)` and `max(100 * asked, 0.05)`, of
+    fp16 cases."""
     return max(hundredfold / 100, 0.01)
 
 

@@ -1,4 +1,5 @@
-"""A slice of coremltools' own tests through the shim (`python -m tests.judge ops` runs them all), and how it is judged."""
+"""A slice of coremltools' own tests through the shim (`python -m tests.judge ops` runs them all),
+and how it is judged."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The state of the machine in a run row: what macOS' own commands answer, and null for everything else."""
+"""The state of the machine in a run row: what macOS' own commands answer, and null for everything
+else."""
 
 import struct
 

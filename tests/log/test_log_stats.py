@@ -1,4 +1,5 @@
-"""Summaries and comparisons of samples: robust figures, and no claim that the samples cannot carry."""
+"""Summaries and comparisons of samples: robust figures, and no claim that the samples cannot
+carry."""
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,8 @@ def summary_of(root, rows) -> pd.DataFrame:
     return log.summary(log.load("samples", root, {"run_id": logged(root, rows)}))
 
 
-# --- summary ---------------------------------------------------------------------------------------------------------
+# --- summary
+# ------------------------------------------------------------------------------------------------
 
 
 def test_summary_is_median_and_mad_without_warm_ups(tmp_path):
@@ -95,7 +97,8 @@ def test_drift_follows_the_order_of_measuring_not_of_rows(tmp_path):
     assert summary_of(tmp_path, shuffled).iloc[0]["drift"] == pytest.approx(5.0 / 12.5)
 
 
-# --- compare ---------------------------------------------------------------------------------------------------------
+# --- compare
+# ------------------------------------------------------------------------------------------------
 
 
 def noisy(median: float, n: int = 8) -> list[float]:
@@ -124,8 +127,9 @@ def test_only_settings_that_differ_are_shown(tmp_path):
 def repeated(
     root, seed: int, slower: float = 1.0, rounds: int = 6, interleaved: bool = True
 ) -> tuple[str, str]:
-    """Two settings measured round by round in random order: every process has a speed of its own (2%), the machine
-    slows down by 2% meanwhile, calls are noisy and some take twice as long. Returns a run of each."""
+    """Two settings measured round by round in random order: every process has a speed of its own
+    (2%), the machine slows down by 2% meanwhile, calls are noisy and some take twice as long.
+    Returns a run of each."""
     rng = np.random.default_rng(seed)
     order = [side for _ in range(rounds) for side in rng.permutation(["a", "b"])]
     order = order if interleaved else sorted(order)

@@ -1,4 +1,5 @@
-"""What the log promises its writers and readers: whole files, whole columns, nothing guessed, nothing lost."""
+"""What the log promises its writers and readers: whole files, whole columns, nothing guessed,
+nothing lost."""
 
 import errno
 import json
@@ -48,7 +49,8 @@ def leftovers(root: Path) -> list[Path]:
     return [path for path in (root / "layers").iterdir() if path.name.startswith(".")]
 
 
-# --- writers ---------------------------------------------------------------------------------------------------------
+# --- writers
+# ------------------------------------------------------------------------------------------------
 
 
 def test_writers_in_several_processes_lose_nothing(tmp_path):
@@ -116,7 +118,8 @@ def test_run_ids_are_unique_and_sort_by_time():
 
 
 def test_sixteen_writers_killed_at_random_leave_every_finished_run_readable(tmp_path):
-    """Each writes runs until it is killed at a moment of its own; what they noted as written must be there, whole."""
+    """Each writes runs until it is killed at a moment of its own; what they noted as written must
+    be there, whole."""
     ended = subprocess.run(
         [sys.executable, Path(__file__).with_name("writers.py"), tmp_path / "log", "40", "0"],
         check=True,
@@ -130,7 +133,8 @@ def test_sixteen_writers_killed_at_random_leave_every_finished_run_readable(tmp_
     assert noted <= set(rows.index) and len(rows) <= len(noted) + 16 and (rows == 64).all()
 
 
-# --- many files, and merging -----------------------------------------------------------------------------------------
+# --- many files, and merging
+# -----------------------------------------------------------------------------------------
 
 
 def filled(root: Path, runs: int, first: int = 0) -> None:
@@ -209,7 +213,8 @@ def test_a_run_is_listed_only_when_its_tables_are_there(tmp_path, monkeypatch):
     assert written == ["layers", "runs"]
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,7 +278,8 @@ def test_a_torn_file_is_named_not_skipped(tmp_path):
         log.load("layers", tmp_path)
 
 
-# --- what is read ----------------------------------------------------------------------------------------------------
+# --- what is read
+# ------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -364,7 +370,8 @@ def test_json_columns_take_objects_or_text(tmp_path):
     assert list(log.load("runs", tmp_path)["config"]) == ['{"a": null, "b": [1]}', '{"a": 1}']
 
 
-# --- filters ---------------------------------------------------------------------------------------------------------
+# --- filters
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +425,8 @@ def test_filters_that_mean_nothing_are_refused(grid, where):
         log.load("layers", grid, where)
 
 
-# --- versions --------------------------------------------------------------------------------------------------------
+# --- versions
+# ------------------------------------------------------------------------------------------------
 
 
 def test_older_files_are_lifted_step_by_step_and_left_as_they_are(tmp_path, monkeypatch):
@@ -454,7 +462,8 @@ def test_older_files_are_lifted_step_by_step_and_left_as_they_are(tmp_path, monk
         log.load("layers", tmp_path)
 
 
-# --- where it is -----------------------------------------------------------------------------------------------------
+# --- where it is
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_default_log_is_the_checkouts_from_any_folder_in_it(tmp_path, monkeypatch):
@@ -472,7 +481,8 @@ def test_outside_a_checkout_the_log_is_in_the_working_directory(tmp_path, monkey
     assert log.default_root() == tmp_path / "experiments" / "log"
 
 
-# --- older versions --------------------------------------------------------------------------------------------------
+# --- older versions
+# ------------------------------------------------------------------------------------------------
 
 FIRST_VERSION = {
     "run_id": pa.string(),
@@ -594,7 +604,8 @@ def test_a_run_of_the_second_version_has_the_state_before_it_as_columns(tmp_path
     assert rows["thermal_pressure_before"].isna().all()
 
 
-# --- shipped runs ------------------------------------------------------------------------------------------------------
+# --- shipped runs
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_runs_of_a_log_are_read_beside_its_own_and_never_written(tmp_path):

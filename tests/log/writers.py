@@ -1,6 +1,8 @@
-"""Sixteen processes that write runs until each is killed at a moment of its own: `python writers.py LOG RUNS SEED`.
+"""Sixteen processes that write runs until each is killed at a moment of its own: `python writers.py
+LOG RUNS SEED`.
 
-Every writer notes each run in its own file after writing it. Forked from one process, before Arrow starts any thread.
+Every writer notes each run in its own file after writing it. Forked from one process, before Arrow
+starts any thread.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""What a Mac alone can show: the contract of Core ML's Python binding as the shim has it, states and
-results on each compute unit, what compiling prints, and the compute plan of a compiled model."""
+"""What a Mac alone can show: the contract of Core ML's Python binding as the shim has it, states
+and results on each compute unit, what compiling prints, and the compute plan of a compiled
+model."""
 
 import json
 import subprocess
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.mac
 
 @pytest.fixture
 def state(llama_bundle):
-    """(coremltools' own state of a shard on the CPU, the name and the shape of its first tensor)."""
+    """(coremltools' own state of a shard on the CPU, the name and the shape of its first
+    tensor)."""
     shard = llama_bundle.shards("layers")[0]
     model = load_shard(llama_bundle, shard, "coreml", compute_units="CPU_ONLY")
     entry = next(iter(shard.states.values()))

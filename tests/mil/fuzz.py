@@ -1,7 +1,9 @@
-"""Hostile packages: `python -m tests.mil.fuzz N [SEED]` damages a small package N times and runs what still opens.
+"""Hostile packages: `python -m tests.mil.fuzz N [SEED]` damages a small package N times and runs
+what still opens.
 
-Every attempt must end in an InputError or a finished run, within limits of time and memory. Anything else ends the
-program: another exception (the attempt's number is in its notes), a hang, a crash.
+Every attempt must end in an InputError or a finished run, within limits of time and memory.
+Anything else ends the program: another exception (the attempt's number is in its notes), a hang, a
+crash.
 """
 
 import resource
@@ -28,7 +30,8 @@ SECONDS, BYTES = 20, 4 << 30  # for one attempt; of address space beyond what is
 
 
 class Hang(BaseException):
-    """An attempt took too long. No Exception, so that nothing on the way can take it for a bad operand."""
+    """An attempt took too long. No Exception, so that nothing on the way can take it for a bad
+    operand."""
 
 
 def damage(data: bytes, random: np.random.Generator) -> bytes:
@@ -65,7 +68,8 @@ def attempt(package: Path) -> str:
 
 @contextmanager
 def limits():
-    """More than BYTES of new memory is a MemoryError inside, more than SECONDS since `signal.alarm` a Hang."""
+    """More than BYTES of new memory is a MemoryError inside, more than SECONDS since `signal.alarm`
+    a Hang."""
 
     def late(*_):
         raise Hang
@@ -83,7 +87,8 @@ def limits():
 
 
 def fuzz(package: Path, attempts: int, seed: int = 0) -> Counter:
-    """Damages a copy of `package` anew, `attempts` times; how many were refused and how many ran."""
+    """Damages a copy of `package` anew, `attempts` times; how many were refused and how many
+    ran."""
     outcomes, originals = Counter(), {name: (package / name).read_bytes() for name in FILES}
     with tempfile.TemporaryDirectory() as folder, limits():
         copy = shutil.copytree(package, Path(folder) / "hostile.mlpackage")

@@ -9,7 +9,8 @@ WIDTH, ROWS = 64, 8
 
 
 class Memory(torch.nn.Module):
-    """y = relu(linear(x)) + memory[:, :1], where memory [1, ROWS, WIDTH] halves and takes in the mean of y's rows."""
+    """y = relu(linear(x)) + memory[:, :1], where memory [1, ROWS, WIDTH] halves and takes in the
+    mean of y's rows."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +28,8 @@ class Memory(torch.nn.Module):
 
 
 def export():
-    """Memory as a coremltools model: x [1, T, WIDTH] with T from 1 to 4, output y, state `memory`, all fp16."""
+    """Memory as a coremltools model: x [1, T, WIDTH] with T from 1 to 4, output y, state `memory`,
+    all fp16."""
     ct = coremltools()
     with quiet():
         return ct.convert(

@@ -1,8 +1,10 @@
-"""Programs changed by one edit, on both paths: `python -m tests.mil.mutants N [SEED]` edits real exported packages N times.
+"""Programs changed by one edit, on both paths: `python -m tests.mil.mutants N [SEED]` edits real
+exported packages N times.
 
-An edit concerns the program and not its bytes: a type, a name, an attribute, a shape, an operand, the kind or the place of
-an operation, a constant's value. The literal graph and the decode path then run each program on the inputs that the sound
-package takes: one token twice (the second call may come from a tape), then three tokens twice, where the axis T is free.
+An edit concerns the program and not its bytes: a type, a name, an attribute, a shape, an operand,
+the kind or the place of an operation, a constant's value. The literal graph and the decode path
+then run each program on the inputs that the sound package takes: one token twice (the second call
+may come from a tape), then three tokens twice, where the axis T is free.
 
 Outcomes
     refused    both paths end in an InputError
@@ -72,7 +74,8 @@ def _tensor_type(message):
 
 
 def _some_type(function, block, random):
-    """The type of an operation's result, or of an input or state of the function; and whose it is."""
+    """The type of an operation's result, or of an input or state of the function; and whose it
+    is."""
     if random.random() < 0.15:
         value = _any(function.inputs, random)
     else:
@@ -123,7 +126,8 @@ def _rename(function, block, random):
 
 
 def _operand(function, block, random):
-    """An operand becomes another value, is swapped with another of the same operation, is left out, or is doubled."""
+    """An operand becomes another value, is swapped with another of the same operation, is left out,
+    or is doubled."""
     op, change = _operation(block, random), random.integers(5)
     named = [(key, i) for key in sorted(op.inputs) for i in range(len(op.inputs[key].arguments))]
     if not named:
@@ -202,7 +206,8 @@ def _immediates(block):
 
 
 def _constant(function, block, random):
-    """A constant's value: a number changed, one more or one less of them, a string or a flag turned."""
+    """A constant's value: a number changed, one more or one less of them, a string or a flag
+    turned."""
     whose, value = _any(_immediates(block), random)
     tensor = value.immediateValue.tensor
     which = tensor.WhichOneof("value")
@@ -301,7 +306,8 @@ def damage_weights(path: Path, random: np.random.Generator) -> None:
 
 
 def calls(program: miltorch.Program, random: np.random.Generator) -> list[dict[str, torch.Tensor]]:
-    """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 and 8 to 10 where T is free, by the names of the contract."""
+    """Inputs of the calls that a program gets: positions 3, 4, then 5 to 7 and 8 to 10 where T is
+    free, by the names of the contract."""
     free = any(None in t.shape for t in program.inputs.values())
     return [
         _inputs(program, position, T, random)
@@ -432,7 +438,8 @@ def rms_of(where: str) -> float:
 
 
 def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
-    """Runs edits `first` to `last` and prints one line of JSON for each, before the next one begins."""
+    """Runs edits `first` to `last` and prints one line of JSON for each, before the next one
+    begins."""
     torch.set_num_threads(1)
     sound = {}
     for package in packages:
@@ -465,7 +472,8 @@ def batch(packages: list[Path], first: int, last: int, seed: int) -> None:
 
 
 def run(packages: list[Path], attempts: int, seed: int = 0) -> list[tuple[int, str, str, str]]:
-    """(number, outcome, edit, where the paths part) of every edit; a child that dies counts as a crash and is replaced."""
+    """(number, outcome, edit, where the paths part) of every edit; a child that dies counts as a
+    crash and is replaced."""
     rows, first = [], 0
     while first < attempts:
         last = min(first + BATCH, attempts)

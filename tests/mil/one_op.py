@@ -1,4 +1,5 @@
-"""Programs of one operation, made by hand: what tests of rules need, without protobuf or conversion."""
+"""Programs of one operation, made by hand: what tests of rules need, without protobuf or
+conversion."""
 
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def program(
 
 
 def literal(value):
-    """A Python value as the reader hands it over: numbers as arrays of MIL's defaults, strings as they are."""
+    """A Python value as the reader hands it over: numbers as arrays of MIL's defaults, strings as
+    they are."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and isinstance(value[0], str):
@@ -54,7 +56,8 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def run(kind: str, *, out="FLOAT32", precision="declared", **arguments):
-    """Runs one op: NumPy arrays (and lists of them) are inputs at run time, all else is constant, None is left out.
+    """Runs one op: NumPy arrays (and lists of them) are inputs at run time, all else is constant,
+    None is left out.
 
     Args:
         out: declared dtype of the result, or a list of them for several results.

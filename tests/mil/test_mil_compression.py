@@ -15,7 +15,8 @@ def mil(ct):
 
 
 def agree(mil, opset, kind, *attributes, **arguments):
-    """The rule and MIL's `decompress` of the same operands agree; `attributes` are those MIL takes by position."""
+    """The rule and MIL's `decompress` of the same operands agree; `attributes` are those MIL takes
+    by position."""
     expected = getattr(mil[opset], kind).decompress(*[arguments.get(name) for name in attributes])
     expected = expected if isinstance(expected, tuple) else (expected,)
     bound = {

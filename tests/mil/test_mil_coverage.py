@@ -1,4 +1,5 @@
-"""Every operation that coremltools 9 can put into an ML Program of iOS 13 to 18 has a rule that takes its parameters."""
+"""Every operation that coremltools 9 can put into an ML Program of iOS 13 to 18 has a rule that
+takes its parameters."""
 
 import inspect
 

@@ -1,4 +1,5 @@
-"""The decode path against the literal graph: the same bits where one rounding decides, close where sums are reordered."""
+"""The decode path against the literal graph: the same bits where one rounding decides, close where
+sums are reordered."""
 
 import os
 
@@ -148,7 +149,8 @@ def test_int8_products_use_weights_rounded_to_fp16(rows, columns, count, seed):
     ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
 )
 def test_decoding_stays_close_to_the_literal_graph(exports, family, options):
-    """Every logit within 1% of the largest, every state row within 4 units in the last place of its largest value."""
+    """Every logit within 1% of the largest, every state row within 4 units in the last place of its
+    largest value."""
     bundle = exports.bundle(exports.checkpoint(family), **options)
     fast_one, literal = (Decoder(bundle, "portable", fast=f) for f in (True, False))
     rng = np.random.default_rng(0)
@@ -188,7 +190,8 @@ def test_caches_and_attention_of_every_family_are_recognised(exports, family):
 @pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "zaya"])
 def test_a_norm_and_a_rotation_give_what_their_operations_give(exports, family, T):
-    """On the operands of the literal graph: rotations bit for bit, norms within a unit in the last place of the largest."""
+    """On the operands of the literal graph: rotations bit for bit, norms within a unit in the last
+    place of the largest."""
     decoder = Decoder(exports.bundle(exports.checkpoint(family)), "portable", fast=False)
     model, seen = decoder.layers[0], {}
     io = decoder.host.inputs(np.array([5]), np.array([T]), T)
@@ -246,7 +249,8 @@ TAPED = [
 @pytest.mark.parametrize("T", [1, 2, 4, 7])
 @pytest.mark.parametrize("family, options", TAPED, ids=ids_of)
 def test_tokens_on_tape_are_the_tokens_call_by_call(exports, family, options, T):
-    """States and logits within four units in the last place of the largest value: sums and exponentials are others."""
+    """States and logits within four units in the last place of the largest value: sums and
+    exponentials are others."""
     bundle = exports.bundle(exports.checkpoint(family), t_max=8, **options)
     taped, plain = (Decoder(bundle, "portable", fast=True) for _ in range(2))
     for model in plain.layers + plain.heads:
@@ -557,7 +561,8 @@ def test_no_sound_bundle_falls_back_to_the_literal_graph(exports, family, option
 
 @pytest.mark.parametrize("compress", ["fp16", "int8-tensor", "int4-block32", "lut4"])
 def test_the_outline_of_a_program_holds_no_weights(exports, monkeypatch, compress):
-    """What stays are constants of norms and shapes: less than one projection of 96 × 64 in a byte each."""
+    """What stays are constants of norms and shapes: less than one projection of 96 × 64 in a byte
+    each."""
     monkeypatch.setattr(fast, "LARGE", 1000)
     _, made = calls(exports.bundle(exports.checkpoint("qwen2"), compress=compress))
     body = made.outline.body

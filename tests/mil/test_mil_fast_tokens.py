@@ -1,4 +1,5 @@
-"""Kernels of a few tokens against NumPy: tiles of products, attention of the queries of one group, loops over strides."""
+"""Kernels of a few tokens against NumPy: tiles of products, attention of the queries of one group,
+loops over strides."""
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ ATTRIBUTES = {
 @pytest.mark.parametrize("kind", UNARY + BINARY + REDUCED)
 @pytest.mark.parametrize("shapes", [((2, 5, 3, 4), (2, 5, 3, 4)), ((2, 5, 3, 4), (1, 5, 1, 1))])
 def test_an_instruction_means_its_operation_on_transposed_and_spread_operands(kind, shapes):
-    """Within two units in the last place, of which one is the exponential's; NaN where the operation gives NaN."""
+    """Within two units in the last place, of which one is the exponential's; NaN where the
+    operation gives NaN."""
     attributes = {
         name: np.asarray(value) if not isinstance(value, str) else value
         for name, value in ATTRIBUTES.get(kind, {}).items()

@@ -1,4 +1,5 @@
-"""The interpreter: precision modes, the hook, scopes and lifetimes, and refusals that name what is wrong."""
+"""The interpreter: precision modes, the hook, scopes and lifetimes, and refusals that name what is
+wrong."""
 
 import numpy as np
 import pytest
@@ -131,7 +132,8 @@ def test_unsupported_ops_are_all_named_at_once():
 
 
 def loop(limit):
-    """while n < limit: n, x = n + 1, x + step; `step` is a constant of the block, `x` enters from outside."""
+    """while n < limit: n, x = n + 1, x + step; `step` is a constant of the block, `x` enters from
+    outside."""
     going = Block(
         [("n", I32), ("x", F16)],
         [op("less", {"x": Ref("n"), "y": np.asarray(limit, np.int32)}, ("go", BOOL))],

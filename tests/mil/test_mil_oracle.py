@@ -1,7 +1,9 @@
-"""Rules against MIL's own NumPy evaluation: coremltools evaluates an op on constants, we run the same op.
+"""Rules against MIL's own NumPy evaluation: coremltools evaluates an op on constants, we run the
+same op.
 
-In fp16, ops with one rounding must agree bit for bit. Where NumPy would round on the way (softmax, norms, products,
-sigmoid) it gets float32, and our one rounding must be within 2 units in the last place.
+In fp16, ops with one rounding must agree bit for bit. Where NumPy would round on the way (softmax,
+norms, products, sigmoid) it gets float32, and our one rounding must be within 2 units in the last
+place.
 """
 
 import numpy as np
@@ -42,7 +44,8 @@ def same(found, expected):
 
 
 def near(found, expected, ulps=2):
-    """Within `ulps` fp16 steps of the expected value, or of 1/16 of the largest one where terms cancel."""
+    """Within `ulps` fp16 steps of the expected value, or of 1/16 of the largest one where terms
+    cancel."""
     assert found.shape == expected.shape
     scale = np.maximum(np.abs(expected), np.abs(expected).max(initial=0) / 16).astype(np.float16)
     assert np.all(

@@ -1,4 +1,5 @@
-"""Reading packages: whole ones give what was exported, broken and hostile ones an InputError that says what and where."""
+"""Reading packages: whole ones give what was exported, broken and hostile ones an InputError that
+says what and where."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Rules that MIL's own evaluation does not reach, against definitions written out here or torch's modules."""
+"""Rules that MIL's own evaluation does not reach, against definitions written out here or torch's
+modules."""
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ def pads(size, taps, stride, dilation, kind):
 
 @st.composite
 def windows(draw, dilation=1):
-    """What conv and pool share: sizes, taps, dilations, padding of two axes; and the op's arguments."""
+    """What conv and pool share: sizes, taps, dilations, padding of two axes; and the op's
+    arguments."""
     taps, strides = ([draw(st.integers(1, 3)) for _ in range(2)] for _ in range(2))
     dilations = [draw(st.integers(1, dilation)) for _ in range(2)]
     sizes = [draw(st.integers((k - 1) * d + 1, 7)) for k, d in zip(taps, dilations)]
@@ -119,7 +121,8 @@ def test_conv_transpose_undoes_the_shape_of_conv(stride, taps, dilation, pad, si
 
 
 def pool_by_hand(x, taps, strides, pairs, of):
-    """`of` gets the real elements of every window as a flat array, and how many places the window has."""
+    """`of` gets the real elements of every window as a flat array, and how many places the window
+    has."""
     x = np.pad(x, [(0, 0), (0, 0), *pairs], constant_values=np.nan)
     high, wide = ((x.shape[2 + i] - taps[i]) // strides[i] + 1 for i in range(2))
     y = np.zeros((*x.shape[:2], high, wide))

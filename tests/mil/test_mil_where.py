@@ -1,4 +1,5 @@
-"""`torch.where` with sizes that vary: coremltools declares the result too small, Core ML broadcasts."""
+"""`torch.where` with sizes that vary: coremltools declares the result too small, Core ML
+broadcasts."""
 
 import warnings
 

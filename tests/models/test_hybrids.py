@@ -1,4 +1,5 @@
-"""Families whose layers keep a matrix: sequences of a batch at different positions, long decays, fp16."""
+"""Families whose layers keep a matrix: sequences of a batch at different positions, long decays,
+fp16."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """Leaving out any one ingredient of a layer is seen: its update falls below the gates.
 
-The modules run as they are traced, without an export, so that each ingredient costs milliseconds. What is left out is
-left out here alone.
+The modules run as they are traced, without an export, so that each ingredient costs milliseconds.
+What is left out is left out here alone.
 """
 
 from types import SimpleNamespace
@@ -38,8 +38,8 @@ class Eager:
         )
 
     def cosine(self, g: tiny.Golden) -> float:
-        """The worst cosine of an update over layers and positions; layers are fed the golden's inputs, but hand their own
-        router state on."""
+        """The worst cosine of an update over layers and positions; layers are fed the golden's
+        inputs, but hand their own router state on."""
         made = np.zeros_like(g.outputs)
         for stack in self.stacks:
             for buffer in (stack.get_buffer(name) for name in self.specs[0].buffers):

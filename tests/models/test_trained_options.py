@@ -1,4 +1,5 @@
-"""Every export option gives the trained checkpoints the tokens that Hugging Face gives them, in exact arithmetic.
+"""Every export option gives the trained checkpoints the tokens that Hugging Face gives them, in
+exact arithmetic.
 
 Two bundles a checkpoint between them turn every option away from its default.
 """

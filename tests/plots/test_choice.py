@@ -1,4 +1,5 @@
-"""Figures of choices and predictions: every configuration a point, the fastest that passes ringed, misfit in the title."""
+"""Figures of choices and predictions: every configuration a point, the fastest that passes ringed,
+misfit in the title."""
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -1,4 +1,5 @@
-"""Figures show what the data say: values in cells, marks on failures, text on axes, the same bytes every time."""
+"""Figures show what the data say: values in cells, marks on failures, text on axes, the same bytes
+every time."""
 
 import json
 import os
@@ -68,7 +69,8 @@ def ticks(axis) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
-# --- fidelity heatmap ------------------------------------------------------------------------------------------------
+# --- fidelity heatmap
+# ------------------------------------------------------------------------------------------------
 
 
 def test_cells_hold_one_minus_cosine_by_layer_and_position():
@@ -187,7 +189,8 @@ def test_a_figure_goes_into_the_axes_it_is_given():
     assert not left.collections
 
 
-# --- small multiples -------------------------------------------------------------------------------------------------
+# --- small multiples
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_grid_sets_the_least_T_beside_the_worst_of_the_others_on_one_scale():
@@ -226,7 +229,8 @@ def test_equal_values_at_all_T_are_drawn_once_and_the_title_says_so():
     assert titles == ["T = 1 to 4, the same within 1%"]
 
 
-# --- ablations and parts of the error --------------------------------------------------------------------------------
+# --- ablations and parts of the error
+# --------------------------------------------------------------------------------
 
 
 def test_update_bars_mark_what_fails_and_show_the_blind_hidden_state_beside():
@@ -280,7 +284,8 @@ def test_error_parts_leave_out_what_was_not_measured():
     assert drawn == {"storage": [1e-4, 2e-4], "precision": [1e-3, 2e-3], "total": [3e-3, 4e-3]}
 
 
-# --- speed, time, memory ---------------------------------------------------------------------------------------------
+# --- speed, time, memory
+# ---------------------------------------------------------------------------------------------
 
 
 def samples(**columns) -> pd.DataFrame:
@@ -387,7 +392,8 @@ def test_memory_stacks_the_parts_against_the_machines():
     assert len({bar.get_hatch() for bar in ax.patches[:4]}) == 2, "told apart without colour"
 
 
-# --- cache rows ------------------------------------------------------------------------------------------------------
+# --- cache rows
+# ------------------------------------------------------------------------------------------------
 
 
 def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
@@ -414,7 +420,8 @@ def test_cache_rows_tell_right_missed_and_stray_writes_apart_without_colour():
     assert (ticks(ax.yaxis), ticks(ax.xaxis)) == (["T = 2, pos 0", "T = 1, pos 2"], list("0123"))
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+# --- files
+# ------------------------------------------------------------------------------------------------
 
 SAVE = """
 import sys
@@ -500,7 +507,8 @@ def test_a_backend_that_loads_with_the_first_figure_stays_interactive():
         matplotlib.interactive(before)
 
 
-# --- widgets' figures -------------------------------------------------------------------------------------------------
+# --- widgets' figures
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_split_of_a_layer_has_a_bar_and_a_figure_for_every_part():

@@ -1,4 +1,5 @@
-"""The figures of a first light: a word in every cell, a line through every setting, and gaps that say so."""
+"""The figures of a first light: a word in every cell, a line through every setting, and gaps that
+say so."""
 
 import matplotlib.pyplot as plt
 import numpy as np

@@ -1,4 +1,5 @@
-"""Snapshots on disk and in memory: whole or refused, found by what they begin with, shared by processes."""
+"""Snapshots on disk and in memory: whole or refused, found by what they begin with, shared by
+processes."""
 
 import errno
 import json
@@ -193,7 +194,8 @@ def test_find_is_the_longest_beginning_that_can_be_used(llama, tmp_path_factory,
 
 
 def test_any_difference_in_identity_is_a_miss(llama, exports, tmp_path):
-    """Another precision, checkpoint, export option, compression or tokenizer; another batch alone is the same."""
+    """Another precision, checkpoint, export option, compression or tokenizer; another batch alone
+    is the same."""
     Store(tmp_path, llama).save("chat", filled(llama, IDS[:40]))
     assert (
         Store(tmp_path, trained.decoder(exports, "tiny-llama", trained.BATCH))

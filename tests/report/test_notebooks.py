@@ -1,4 +1,5 @@
-"""Notebooks: committed without outputs, one parameters cell; run headless at a small size where no browser can do it."""
+"""Notebooks: committed without outputs, one parameters cell; run headless at a small size where no
+browser can do it."""
 
 import json
 import re
@@ -95,7 +96,8 @@ def test_committed_as_jupyter_writes_it_with_one_parameters_cell(path):
     for cell in cells:
         lines = 20 if "parameters" in cell["metadata"].get("tags", []) else 14
         assert cell["cell_type"] != "code" or len(cell["source"]) <= lines, "".join(cell["source"])
-        # the log that is shipped holds results whose bundles nobody has exported here: `bundle_for` makes what is missing
+        # the log that is shipped holds results whose bundles nobody has exported here: `bundle_for`
+        # makes what is missing
         assert "Bundle.open(" not in "".join(cell["source"])
 
 

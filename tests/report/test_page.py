@@ -1,4 +1,5 @@
-"""A run as one HTML page, and all runs as a site: complete, without another file, drawn from the log."""
+"""A run as one HTML page, and all runs as a site: complete, without another file, drawn from the
+log."""
 
 import json
 import re

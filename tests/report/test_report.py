@@ -1,4 +1,5 @@
-"""Write-ups out of the log: the same row gives the same bytes, tables and figures name their rows, and nothing is typed in."""
+"""Write-ups out of the log: the same row gives the same bytes, tables and figures name their rows,
+and nothing is typed in."""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """Notebooks on the stand-in for Core ML: the verdicts of the portable runtime without one illegal
-call, in the kernel and in the processes it starts. All of them: `pytest -m exhaustive` on this file."""
+call, in the kernel and in the processes it starts. All of them: `pytest -m exhaustive` on this
+file."""
 
 import json
 import shutil

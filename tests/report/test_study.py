@@ -1,4 +1,5 @@
-"""A study keeps what a notebook showed: one log row with every exhibit, files drawn from it, a verdict from its gates."""
+"""A study keeps what a notebook showed: one log row with every exhibit, files drawn from it, a
+verdict from its gates."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""The log as a table of speeds beside what they cost, and two runs side by side, from a log made here."""
+"""The log as a table of speeds beside what they cost, and two runs side by side, from a log made
+here."""
 
 import csv
 import io

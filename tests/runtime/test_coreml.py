@@ -1,5 +1,6 @@
-"""The coreml runtime over the shim and a faked compute plan: the code that talks to Core ML on a Mac, and the same results
-as portable. Whatever is faked has the signature that the installed coremltools expects."""
+"""The coreml runtime over the shim and a faked compute plan: the code that talks to Core ML on a
+Mac, and the same results as portable. Whatever is faked has the signature that the installed
+coremltools expects."""
 
 import inspect
 import json
@@ -100,7 +101,8 @@ def test_states_read_and_write_alike(bundle, shard):
 def test_what_reaches_the_binding_is_float32_and_what_comes_from_it_float16(
     bundle, shard, monkeypatch
 ):
-    """float16 and read-only arrays are refused there; a cast to float16 before would be one that coremltools undoes."""
+    """float16 and read-only arrays are refused there; a cast to float16 before would be one that
+    coremltools undoes."""
     seen, write, predict = [], shim.StateProxy.write_state, shim.Proxy.predict
     monkeypatch.setattr(
         shim.StateProxy, "write_state", lambda s, n, v: seen.append(v) or write(s, n, v)
@@ -148,7 +150,8 @@ def test_a_bundle_of_packed_states_runs_through_the_binding(source, tmp_path):
     )
 
 
-# --- gates through the binding ---------------------------------------------------------------------------------------
+# --- gates through the binding
+# ---------------------------------------------------------------------------------------
 
 
 def test_the_checklist_is_green_through_the_binding(bundle):
@@ -218,7 +221,8 @@ def test_the_matrix_runs_in_children_and_keeps_what_core_ml_says(source, bundle,
         )
 
 
-# --- errors of Core ML -----------------------------------------------------------------------------------------------
+# --- errors of Core ML
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["load", "make_state", "predict", "read", "write"])
@@ -260,7 +264,8 @@ def test_an_error_of_core_ml_is_one_message_of_one_line(bundle, shard, monkeypat
     )
 
 
-# --- compiled shards -------------------------------------------------------------------------------------------------
+# --- compiled shards
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -350,7 +355,8 @@ def test_what_core_ml_refuses_is_one_message(bundle, shard, monkeypatch):
         load_shard(bundle, shard, "coreml")
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options
+# ------------------------------------------------------------------------------------------------
 
 
 def test_units_hints_and_function_reach_core_ml(bundle, shard, monkeypatch):
@@ -382,7 +388,8 @@ def test_unknown_hints_are_refused(bundle, shard, hints, words):
         load_shard(bundle, shard, "coreml", hints=hints)
 
 
-# --- compute plan, faked ---------------------------------------------------------------------------------------------
+# --- compute plan, faked
+# ---------------------------------------------------------------------------------------------
 
 
 def devices(ct):
@@ -400,7 +407,8 @@ def devices(ct):
 
 @pytest.fixture
 def plan(monkeypatch):
-    """Puts a plan under coremltools' own `MLComputePlan`: operations as (name, preferred, cost), nested in a `cond`."""
+    """Puts a plan under coremltools' own `MLComputePlan`: operations as (name, preferred, cost),
+    nested in a `cond`."""
     ct = coremltools()
     plans, unit = ct.models.compute_plan, devices(ct)
 
@@ -523,14 +531,16 @@ def test_the_fakes_have_the_signatures_of_the_installed_coremltools():
     assert all(hasattr(ct, kind) for kind in coreml.HINTS.values() if kind)
 
 
-# --- the whole path, in children -------------------------------------------------------------------------------------
+# --- the whole path, in children
+# -------------------------------------------------------------------------------------
 
 
 def test_a_sweep_measures_core_ml_in_children_and_outlives_a_crash(
     bundle, source, plan, tmp_path, monkeypatch
 ):
-    """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its message on stderr, and at
-    T = 3 Core ML complains and runs all the same, elsewhere than it was told to."""
+    """The child puts the shim under coremltools; at T = 2 it dies as Core ML does, after its
+    message on stderr, and at T = 3 Core ML complains and runs all the same, elsewhere than it was
+    told to."""
     (tmp_path / "on_shim.py").write_text(
         "import os, signal, sys\nfrom workbench.sweep import cell\nfrom miltorch import shim\n\n"
         "def measure(job):\n    shim.install()\n    if job['run']['T'] == 2:\n"

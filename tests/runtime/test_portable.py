@@ -1,4 +1,5 @@
-"""Where bundle.json, package, inputs and states disagree, a runtime refuses, and writes nothing elsewhere."""
+"""Where bundle.json, package, inputs and states disagree, a runtime refuses, and writes nothing
+elsewhere."""
 
 import json
 import shutil
@@ -17,7 +18,8 @@ SLOTS = 32  # of every bundle here
 
 @pytest.fixture
 def changed(exports, tmp_path):
-    """Copies a bundle and changes its manifest: `changed(change, **options)`, where `change` takes the parsed bundle.json."""
+    """Copies a bundle and changes its manifest: `changed(change, **options)`, where `change` takes
+    the parsed bundle.json."""
 
     def copy(change, family: str = "llama", **options) -> Bundle:
         root = shutil.copytree(

@@ -30,7 +30,8 @@ def installed(ct):
 
 
 def convert(ct, build, path, **options):
-    """Saves a program of MIL's builder (a function of placeholders) or a traced torch module as a package."""
+    """Saves a program of MIL's builder (a function of placeholders) or a traced torch module as a
+    package."""
     with quiet():
         model = ct.convert(
             build, minimum_deployment_target=ct.target.iOS18, skip_model_load=True, **options
@@ -244,7 +245,8 @@ def test_what_comes_out_is_contiguous_float32_of_its_own(ct, counter):
 
 
 def test_errors_of_core_ml_have_three_lines_the_last_a_brace(ct, counter, tmp_path):
-    """`Utils::handleError`: the description of a dictionary, quotes and what is not ASCII escaped."""
+    """`Utils::handleError`: the description of a dictionary, quotes and what is not ASCII
+    escaped."""
     model = ct.models.MLModel(counter)
     with pytest.raises(RuntimeError) as failed:
         model.predict({"x": np.zeros((5, 32), np.float32)}, model.make_state())

@@ -1,6 +1,8 @@
-"""Faults of caches that are kept, restored and batched, each after a bug seen in the wild; the matrix must turn RED.
+"""Faults of caches that are kept, restored and batched, each after a bug seen in the wild; the
+matrix must turn RED.
 
-`plant(patch, decoder, together)` changes a decoder of batch 1, one of a batch, or what both stand on.
+`plant(patch, decoder, together)` changes a decoder of batch 1, one of a batch, or what both stand
+on.
 """
 
 from dataclasses import replace
@@ -40,7 +42,8 @@ def host(patch, decoder, change) -> None:
 
 @fault
 def merge_breaks_at_unaligned_lengths(patch, decoder, together):
-    """The batch-2 report: after a merge at a length no step divides, the first token is another one."""
+    """The batch-2 report: after a merge at a length no step divides, the first token is another
+    one."""
     write = together._write
 
     def merged(held, fresh=False):

@@ -1,4 +1,5 @@
-"""The dispatch cost is the slope of a call's time over its shards, and nothing else that bundles differ in."""
+"""The dispatch cost is the slope of a call's time over its shards, and nothing else that bundles
+differ in."""
 
 import itertools
 

@@ -1,4 +1,5 @@
-"""What notebook 36 says of a first light: each answer follows from its rows, and nothing but Core ML settles anything."""
+"""What notebook 36 says of a first light: each answer follows from its rows, and nothing but Core
+ML settles anything."""
 
 import pandas as pd
 import pytest

@@ -1,4 +1,5 @@
-"""The rebuilt case: the naive order of scores overflows where the exported one does not, and only the order differs."""
+"""The rebuilt case: the naive order of scores overflows where the exported one does not, and only
+the order differs."""
 
 import numpy as np
 import pandas as pd

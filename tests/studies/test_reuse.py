@@ -1,4 +1,5 @@
-"""The cache-reuse matrix is GREEN on every trained checkpoint, and every bug seen in the wild, planted, turns it RED."""
+"""The cache-reuse matrix is GREEN on every trained checkpoint, and every bug seen in the wild,
+planted, turns it RED."""
 
 import numpy as np
 import pytest
@@ -77,8 +78,9 @@ def test_every_fault_turns_the_matrix_red(name, exports, monkeypatch):
 
 
 def test_each_hypothesis_fails_in_its_own_pattern(exports, monkeypatch):
-    """Two requests on one session. Unharmed, all is well; an aliased entry fails hot and deferred alone; groups along
-    tokens fail in q4 alone; a buffer without room and an unaligned view do not care for the temperature."""
+    """Two requests on one session. Unharmed, all is well; an aliased entry fails hot and deferred
+    alone; groups along tokens fail in q4 alone; a buffer without room and an unaligned view do not
+    care for the temperature."""
     monkeypatch.setattr(cache_bug, "STEP", 16)
     pair = [
         trained.decoder(exports, "tiny-llama", batch, "declared") for batch in (1, trained.BATCH)

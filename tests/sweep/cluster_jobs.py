@@ -1,4 +1,5 @@
-"""What the tests of clusters run on workers; light, since every worker that starts again imports it."""
+"""What the tests of clusters run on workers; light, since every worker that starts again imports
+it."""
 
 import json
 import os

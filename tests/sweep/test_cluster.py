@@ -1,4 +1,5 @@
-"""The same sweep on a Dask cluster: one job at a time per worker, one more attempt after a death, no endless waiting."""
+"""The same sweep on a Dask cluster: one job at a time per worker, one more attempt after a death,
+no endless waiting."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Every export option and every run option is a column of the log, a setting, and a control or a name where it varies."""
+"""Every export option and every run option is a column of the log, a setting, and a control or a
+name where it varies."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Counters of the Neural Engine, read from a library that is played here: its figures, and a reason for each that is not there."""
+"""Counters of the Neural Engine, read from a library that is played here: its figures, and a reason
+for each that is not there."""
 
 import signal
 import sys

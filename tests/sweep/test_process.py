@@ -1,4 +1,5 @@
-"""A call in a process of its own: its answer, its refusal, and every way of dying, none of which the caller shares."""
+"""A call in a process of its own: its answer, its refusal, and every way of dying, none of which
+the caller shares."""
 
 import os
 import signal

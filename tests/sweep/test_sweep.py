@@ -1,4 +1,5 @@
-"""Sweeps: every cell logged once, resumed without loss, refused before anything runs when the grid is wrong."""
+"""Sweeps: every cell logged once, resumed without loss, refused before anything runs when the grid
+is wrong."""
 
 import json
 import os

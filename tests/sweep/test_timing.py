@@ -1,4 +1,5 @@
-"""Timing: every clock is there, warm-ups are apart, parts add up; nothing here judges how fast anything is."""
+"""Timing: every clock is there, warm-ups are apart, parts add up; nothing here judges how fast
+anything is."""
 
 from unittest import mock
 

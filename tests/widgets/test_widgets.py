@@ -1,5 +1,6 @@
-"""Widgets in Python: a moved control changes the picture's data, a click chooses a cell, missing results are made beside
-the notebook, and what a callback raises is kept, shown and raised by check()."""
+"""Widgets in Python: a moved control changes the picture's data, a click chooses a cell, missing
+results are made beside the notebook, and what a callback raises is kept, shown and raised by
+check()."""
 
 import base64
 import re

@@ -115,8 +115,9 @@ def bench_families(stacks: dict[str, tuple[Bundle, Path]], *, rounds: int = 5) -
 
 
 def bench_prefill(bundles: dict[str, Bundle], checkpoint: Path, *, rounds: int = 5) -> list[dict]:
-    """A prompt of `PROMPT` tokens in calls of T = 1, 4 and t_max tokens, and Hugging Face's model (fp32, fp16 and bf16, one
-    call, its own cache), on all cores of the machine. Timed: token ids to the logits of the last one.
+    """A prompt of `PROMPT` tokens in calls of T = 1, 4 and t_max tokens, and Hugging Face's model
+    (fp32, fp16 and bf16, one call, its own cache), on all cores of the machine. Timed: token ids to
+    the logits of the last one.
 
     Returns:
         tok/s of each bundle and T beside every peer.

@@ -1,4 +1,5 @@
-"""`.aimodel` folders of Apple's Core AI: the optional packages behind them, and weights in their files.
+"""`.aimodel` folders of Apple's Core AI: the optional packages behind them, and weights in their
+files.
 
 `main.mlirb` holds a weight as the same bytes as a Core ML package. The manifest names its parts,
 `data:int8[64,64,1,1]@4096 scale:fp16[64,1,1,1]@512`: role, dtype, shape and first byte of each.
@@ -74,7 +75,8 @@ def read_weight(package: Path, text: str) -> dict[str, np.ndarray]:
 
 
 def unpacked(raw: np.ndarray, bits: int, signed: bool, count: int) -> np.ndarray:
-    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8 or uint8."""
+    """`count` integers of `bits` bits that lie bit after bit, the lowest first, as int8 or
+    uint8."""
     planes = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits)
     values = np.packbits(planes, axis=1, bitorder="little").reshape(-1)
     if not signed:

@@ -1,4 +1,5 @@
-"""Opened bundles: every file is checked against the manifest's sizes and SHA-256 before anything reads it."""
+"""Opened bundles: every file is checked against the manifest's sizes and SHA-256 before anything
+reads it."""
 
 import hashlib
 import json
@@ -20,7 +21,8 @@ FINDER = ".DS_Store"  # macOS leaves it in every folder that its Finder shows
 
 
 def file_entries(root: Path, *paths: Path) -> list[FileEntry]:
-    """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable order."""
+    """Entries of the files at `paths` (folders: everything below), relative to `root`, in a stable
+    order."""
     files = sorted(f for path in paths for f in (path, *path.rglob("*")) if f.is_file())
     return [
         FileEntry(path=f.relative_to(root).as_posix(), bytes=f.stat().st_size, sha256=sha256(f))
@@ -89,7 +91,8 @@ class Bundle:
         return self.root / shard.path
 
     def verify(self) -> None:
-        """Checks every file against the manifest; hashes those whose size or mtime changed since the last check."""
+        """Checks every file against the manifest; hashes those whose size or mtime changed since
+        the last check."""
         before, marks = {}, {}
         with suppress(OSError, ValueError):
             before = json.loads(self._marks_file.read_text())

@@ -1,4 +1,5 @@
-"""The contents of `bundle.json`: one pydantic model per part, cross-checked when built. `names` explains the axes."""
+"""The contents of `bundle.json`: one pydantic model per part, cross-checked when built. `names`
+explains the axes."""
 
 import operator
 import re
@@ -73,8 +74,9 @@ class Dims(ManifestModel):
 class Options(ManifestModel):
     """The export options. `t_max` = 1 makes fixed T = 1 shards, more makes RangeDim(1..t_max).
 
-    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows, just enough for a call
-    of t_max tokens not to overwrite a row that its own first token still attends to.
+    `sliding` = ring gives layers with an attention window a cache of `window + t_max - 1` rows,
+    just enough for a call of t_max tokens not to overwrite a row that its own first token still
+    attends to.
 
     `functions` are the T of which each shard has a function of its own, in ascending order; with
     them `t` is fixed and `t_max` the largest of them. They are written only where there are some.
@@ -124,14 +126,16 @@ class Options(ManifestModel):
             or (self.t, self.t_max) != ("fixed", shapes[-1])
         ):
             raise ValueError(
-                f"functions = {list(shapes)} must be two or more T in ascending order, the last one "
+                f"functions = {list(shapes)} must be two or more T in ascending order, "
+                "the last one "
                 f"t_max, with t = fixed; t_max is {self.t_max}, t is {self.t}"
             )
         if self.sliding == "ring" and self.kv_write == "slice":
             raise ValueError("sliding = ring needs kv_write = mask: a slice cannot wrap around")
         if self.target == "coreai" and self.kv_write == "slice":
             raise ValueError(
-                "target = coreai needs kv_write = mask: its exporter supports no index that is an input"
+                "target = coreai needs kv_write = mask: "
+                "its exporter supports no index that is an input"
             )
         if self.target == "coreai" and self.functions:
             raise ValueError("target = coreai takes no functions: its programs run every T")
@@ -229,10 +233,11 @@ class FileEntry(ManifestModel):
 
 
 class StateEntry(ManifestModel):
-    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it, one [start, stop) per axis.
+    """A logical state and where it lives: the Core ML state `tensor`, or `part` of it, one [start,
+    stop) per axis.
 
-    `shape` is the logical state's own (a part has as many elements). `ring` is the number of rows of a ring buffer:
-    position p lives in row p mod ring.
+    `shape` is the logical state's own (a part has as many elements). `ring` is the number of rows
+    of a ring buffer: position p lives in row p mod ring.
     """
 
     tensor: str
@@ -249,8 +254,8 @@ class StateEntry(ManifestModel):
 class Shard(ManifestModel):
     """One `.mlpackage` or `.aimodel`: its interface, its files, and where its contents came from.
 
-    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in part: vocabulary rows of
-    a head slice, the one expert of an expert shard.
+    `rows` are the rows [start, stop) that the shard holds of the checkpoint tensors it holds in
+    part: vocabulary rows of a head slice, the one expert of an expert shard.
     """
 
     name: str
@@ -394,7 +399,8 @@ class Manifest(ManifestModel):
 
 
 def first_fault(problem: ValidationError, whole: str) -> tuple[str, dict[str, Any]]:
-    """Name of the field that pydantic refuses first (`whole` for the model itself), and its error: `msg`, `input`, `type`."""
+    """Name of the field that pydantic refuses first (`whole` for the model itself), and its error:
+    `msg`, `input`, `type`."""
     error = problem.errors(include_url=False)[0]
     error["msg"] = error["msg"].removeprefix("Value error, ")
     return ".".join(map(str, error["loc"])) or whole, error

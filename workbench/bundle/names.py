@@ -1,8 +1,9 @@
 """Glossary of the tensors that cross the Core ML boundary, and the limits of fp16. A leaf.
 
-Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query heads; H_kv key/value
-heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts. A dimension written "T" in a shape is the
-free one. Shapes of activations are those of the layout bct1; bc1t swaps the last two axes.
+Axes, everywhere: B batch; C channels (d_model); T tokens in this call; S max_seq_len; H query
+heads; H_kv key/value heads; D head_dim; L decoder layers; V vocabulary; R router width; E experts.
+A dimension written "T" in a shape is the free one. Shapes of activations are those of the layout
+bct1; bc1t swaps the last two axes.
 """
 
 import re

@@ -23,7 +23,8 @@ class Preset:
 
     @property
     def stored_bits(self) -> float:
-        """Bits per weight with the scales of blocks; those of tensors, channels and tables are few."""
+        """Bits per weight with the scales of blocks; those of tensors, channels and tables are
+        few."""
         return self.bits + 16 / self.block if self.block else self.bits
 
 

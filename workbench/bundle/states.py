@@ -1,16 +1,20 @@
 """The kinds of state that a decoder layer has. A leaf.
 
-| kind | one sequence's value | what a call does | how tokens are undone |
-|---|---|---|---|
-| rows | [H_kv, S, D], a row per position | writes its own rows | the offset moves back |
-| ring | [H_kv, ring, D], position p in row p mod ring | the same | the same, t_max tokens at most |
-| tail | [n, W], the last n inputs of a convolution, oldest first | appends, drops the oldest | with `undo`, it holds n + t_max inputs, and `tail_first` says which n of them are the last |
-| matrix | [H, K, V], the sum over all tokens | decays and adds | with `undo`, it lacks the last call's tokens |
-| pending | [H, t_max, width], what each token of the last call will add to the matrix | the next call adds those that `accept` marks, and replaces all | `accept` marks fewer |
+    kind     one sequence's value                          what a call does
+    rows     [H_kv, S, D], a row per position              writes its own rows
+    ring     [H_kv, ring, D], position p in row p mod ring writes its own rows
+    tail     [n, W], a convolution's last n inputs         appends its inputs, drops the oldest
+    matrix   [H, K, V], the sum over all tokens            decays it and adds its tokens
+    pending  [H, t_max, width], what the last call's       replaces all, after adding to the matrix
+             tokens will add to the matrix                 those that `accept` marks
 
-Bundles without the option `undo` have no pending state: each call adds its tokens to the matrix at once, and
-neither a tail nor a matrix can go back. With `state_pair` a matrix is the sum of two states of its kind, a value
-and the remainder that rounding cut off it.
+Tokens are undone by moving the offset back (rows; a ring at most by t_max tokens). With the option
+`undo` a tail holds n + t_max inputs, of which `tail_first` selects the last n, and a matrix lacks
+the last call's tokens, of which `accept` then marks fewer.
+
+Bundles without the option `undo` have no pending state: each call adds its tokens to the matrix at
+once, and neither a tail nor a matrix can go back. With `state_pair` a matrix is the sum of two
+states of its kind, a value and the remainder that rounding cut off it.
 """
 
 from dataclasses import dataclass
@@ -61,5 +65,6 @@ KINDS = {
 
 
 def state_kind(name: str, ring: int | None = None) -> StateKind:
-    """The kind of a logical state (`layers.3.k_state` or `k_state`); `ring` is that of its entry."""
+    """The kind of a logical state (`layers.3.k_state` or `k_state`); `ring` is that of its
+    entry."""
     return RING if ring else KINDS[name.rpartition(".")[2]]

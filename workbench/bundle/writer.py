@@ -19,10 +19,10 @@ IDENTITY = "identity.json"
 class Writer:
     """Builds a bundle in a sibling folder and renames it into place when it is whole.
 
-    A finished shard leaves `<name>.json` (its manifest entry) behind, so that an interrupted export resumes at the
-    first missing shard. `identity.json` holds what decides the bundle's bytes (`sign`); an export of another checkpoint,
-    other options or other versions removes what it finds (`resume`). The folder is locked while a process writes to it:
-    the lock ends with the process.
+    A finished shard leaves `<name>.json` (its manifest entry) behind, so that an interrupted export
+    resumes at the first missing shard. `identity.json` holds what decides the bundle's bytes
+    (`sign`); an export of another checkpoint, other options or other versions removes what it finds
+    (`resume`). The folder is locked while a process writes to it: the lock ends with the process.
 
     Args:
         target: the path of the bundle.
@@ -51,7 +51,8 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        """Removes the folder if the export was refused, unless it resumes an earlier one; unlocks it."""
+        """Removes the folder if the export was refused, unless it resumes an earlier one; unlocks
+        it."""
         if kind and issubclass(kind, InputError) and not self.resumes:
             shutil.rmtree(self.root, ignore_errors=True)
         self.close()
@@ -73,7 +74,8 @@ class Writer:
         write_whole(self.root / IDENTITY, _text(identity).encode())
 
     def finished(self, name: str) -> Shard | None:
-        """The entry of a shard that an earlier, interrupted export finished, if its files still have its hashes."""
+        """The entry of a shard that an earlier, interrupted export finished, if its files still
+        have its hashes."""
         try:
             shard = Shard.model_validate_json((self.root / f"{name}.json").read_bytes())
             if all(sha256(self.root / f.path) == f.sha256 for f in shard.files):

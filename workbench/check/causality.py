@@ -14,8 +14,9 @@ SEED = 0
 
 
 def causality_gate(decoder: Decoder) -> Gate:
-    """Changes the last token of one sequence's call, at several T and offsets, and compares every layer shard's output, the
-    cache rows and the logits of all earlier columns and all other sequences, bit for bit. Any runtime and precision."""
+    """Changes the last token of one sequence's call, at several T and offsets, and compares every
+    layer shard's output, the cache rows and the logits of all earlier columns and all other
+    sequences, bit for bit. Any runtime and precision."""
     faults, compared = [], 0
     rng = np.random.default_rng(SEED)
     experts, fixed = decoder.experts, decoder.experts.fixed
@@ -40,8 +41,9 @@ def causality_gate(decoder: Decoder) -> Gate:
 
 
 def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
-    """(position, T) of the calls: the largest T at the start, in the middle and at the end of the cache, and every other T at
-    the start or the end in turn. A call of one token has no earlier column: it shows only other sequences and the cache."""
+    """(position, T) of the calls: the largest T at the start, in the middle and at the end of the
+    cache, and every other T at the start or the end in turn. A call of one token has no earlier
+    column: it shows only other sequences and the cache."""
     options = decoder.options
     *smaller, largest = options.shapes or fidelity.default_ts(options)
     last = options.max_seq_len - largest
@@ -51,7 +53,8 @@ def _calls(decoder: Decoder) -> Iterator[tuple[int, int]]:
 
 
 def _pair(decoder: Decoder, start: int, T: int, seq: int, rng) -> Iterator[tuple]:
-    """(what, value, value with another last token of sequence `seq`) of all that must not change."""
+    """(what, value, value with another last token of sequence `seq`) of all that must not
+    change."""
     V, B = decoder.manifest.dims.V, decoder.options.batch
     ids = rng.integers(0, V, (B, T))
     other = ids.copy()

@@ -63,7 +63,8 @@ def check_bundle(
 
 
 def interface_gates(bundle: Bundle) -> list[Gate]:
-    """State shapes and dtype as declared in the package; K and V are states, never inputs or outputs."""
+    """State shapes and dtype as declared in the package; K and V are states, never inputs or
+    outputs."""
     d, o = bundle.manifest.dims, bundle.manifest.options
     shapes, leaks = [], []
     for shard, program in _programs(bundle):
@@ -115,7 +116,8 @@ def _programs(bundle: Bundle) -> Iterator[tuple[Shard, Program]]:
 
 
 def lifetime(decoder: Decoder) -> list[Gate]:
-    """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets, two do not mix."""
+    """One make_state per sequence: a state carries over calls, a fresh one is zeros and forgets,
+    two do not mix."""
     faults = {model.shard.name: _lifetime_fault(decoder, model) for model in decoder.layers}
     dirty, unused, mute, mixed = (
         [shard for shard in faults if fault in faults[shard]]
@@ -138,8 +140,9 @@ def lifetime(decoder: Decoder) -> list[Gate]:
 
 
 def _lifetime_fault(decoder: Decoder, model) -> set[str]:
-    """What one shard does wrong: a fresh state is `dirty`; the second token's output does not depend on the first, since the
-    state is `unused` or attention is `mute`; two states used in turn are `mixed`."""
+    """What one shard does wrong: a fresh state is `dirty`; the second token's output does not
+    depend on the first, since the state is `unused` or attention is `mute`; two states used in turn
+    are `mixed`."""
     faults, (alone, fresh, a, b) = set(), (model.make_state() for _ in range(4))
     if any(np.any(fresh.read(name)) for name in model.shard.states):
         faults.add("dirty")
@@ -153,7 +156,8 @@ def _lifetime_fault(decoder: Decoder, model) -> set[str]:
 
 
 def _mute(decoder: Decoder, shard) -> bool:
-    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers added as identities do."""
+    """Whether every layer of a shard has a v_proj or o_proj of zeros, as pruned layers and layers
+    added as identities do."""
     values_of = constants(decoder.bundle, shard)
     silent = {
         split_layer(tensor)[0]
@@ -248,11 +252,12 @@ def _addresses(records: list[dict]) -> Gate:
 
 
 def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
-    """The rows written at T = 1 and at t_max, or by every function, are the golden's K and V of their
-    own positions.
+    """The rows written at T = 1 and at t_max, or by every function, are the golden's K and V of
+    their own positions.
 
-    The value is the worst layer's distance from them over its distance from the golden's rows of the nearest shift, each row
-    beside another position's: compression moves rows, but none to the place of another.
+    The value is the worst layer's distance from them over its distance from the golden's rows of
+    the nearest shift, each row beside another position's: compression moves rows, but none to the
+    place of another.
     """
     if golden is None:
         return gates.not_run("cache_contents", "needs --golden")
@@ -269,7 +274,8 @@ def cache_contents(decoder: Decoder, golden: Golden | None) -> Gate:
 
 
 def _own_over_shifted(reference: np.ndarray, rows: np.ndarray) -> float:
-    """Distance of `rows` [H_kv, n, D] from `reference` over the smallest one from `reference` shifted by 1 … n − 1 rows."""
+    """Distance of `rows` [H_kv, n, D] from `reference` over the smallest one from `reference`
+    shifted by 1 … n − 1 rows."""
     own = np.linalg.norm(reference - rows)
     shifted = [
         np.linalg.norm(np.roll(reference, by, axis=1) - rows) for by in range(1, rows.shape[1])
@@ -357,7 +363,8 @@ def _on_portable(
 
 
 def overflow_raises(decoder: Decoder) -> Gate:
-    """A token at position max_seq_len is refused before any state changes; experiment 30's runtime clamps and overwrites."""
+    """A token at position max_seq_len is refused before any state changes; experiment 30's runtime
+    clamps and overwrites."""
     refused = False
     with decoder.set_aside():
         decoder.begin()
@@ -375,13 +382,15 @@ def fits(bundle: Bundle, machine: int | None = None) -> Gate:
     """Compares the bytes of weights, caches, embedding and buffers with the machine's memory
     (70% of it on a Mac)."""
     budget = memory.budget_of_bundle(bundle, machine or memory.machine_bytes())
-    reason = f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f}) of {budget.machine / 2**30:.1f} GiB"
+    reason = f"{budget.total / 2**20:.1f} MiB (caches {budget.kv / 2**20:.1f})"
+    reason += f" of {budget.machine / 2**30:.1f} GiB"
     return gates.at_most("memory", budget.total, memory.usable_bytes(budget.machine), reason)
 
 
 def _call(decoder: Decoder, model, state, pos: int, T: int = 1, seed: int = 0) -> np.ndarray:
-    """The residual stream (hidden, or a router shard's base) after one call of T tokens at `pos` in every sequence, on real
-    masks and tables and random activations, the same for the same pos and seed."""
+    """The residual stream (hidden, or a router shard's base) after one call of T tokens at `pos` in
+    every sequence, on real masks and tables and random activations, the same for the same pos and
+    seed."""
     B, width = decoder.options.batch, decoder.options.width(T)
     io = decoder.host.inputs(np.full(B, pos), np.full(B, T), width)
     rng = np.random.default_rng((seed, pos))

@@ -1,9 +1,10 @@
 """Perplexity of a bundle over a text of any length, and its distance from Hugging Face's model.
 
 In: a decoder, token ids, and what to compare with. Out: one row per scored token. The text is read
-in windows as in transformers' documented loop for strided perplexity: a window begins every `stride`
-tokens and scores the tokens that no window before it has scored. Logits of one window (of a batch)
-are in memory at a time; rows are appended to a file, from which an interrupted evaluation goes on.
+in windows as in transformers' documented loop for strided perplexity: a window begins every
+`stride` tokens and scores the tokens that no window before it has scored. Logits of one window (of
+a batch) are in memory at a time; rows are appended to a file, from which an interrupted evaluation
+goes on.
 """
 
 import hashlib
@@ -162,8 +163,8 @@ def _reference_logits(
 
 
 def _score(targets: np.ndarray, actual: np.ndarray, golden: np.ndarray | None) -> np.ndarray:
-    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is no golden, and
-    where only the top token's logit is known (the others are −inf)."""
+    """`ROW` [n, 4], float64, of tokens that logits [n, V] predict; nan where there is no golden,
+    and where only the top token's logit is known (the others are −inf)."""
     rows = np.full((len(targets), len(ROW)), np.nan)
     for i, target in enumerate(targets):  # one row of the vocabulary at a time fits the cache
         q = None if np.isneginf(actual[i]).any() else metrics.log_softmax(actual[i])

@@ -1,8 +1,9 @@
 """Every layer × position × T of a bundle against a golden, as rows of the log's `fidelity` table.
 
-Isolated: each layer is fed the golden's input, so its error is its own; one pass per T. Chained: each layer is fed the
-one before, so errors add up as they do in use; one pass whose calls take every T in turn. Inner layers of a multi-layer
-shard are fed and read through the portable runtime's hook; Core ML exposes only their K/V rows, so their other rows are absent.
+Isolated: each layer is fed the golden's input, so its error is its own; one pass per T. Chained:
+each layer is fed the one before, so errors add up as they do in use; one pass whose calls take
+every T in turn. Inner layers of a multi-layer shard are fed and read through the portable runtime's
+hook; Core ML exposes only their K/V rows, so their other rows are absent.
 
 The choice of an expert is discontinuous: rounding that changes the order of two scores changes
 the layer's whole update. The portable runtime therefore records each choice and goes on with the
@@ -81,7 +82,8 @@ def run_golden(
     *,
     forced: bool = True,
 ) -> ForwardPass:
-    """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an empty cache.
+    """Runs the golden's tokens through every layer in chunks of T (last chunk partial), from an
+    empty cache.
 
     Args:
         T: tokens a call; several are taken in turn.
@@ -110,8 +112,9 @@ def run_golden(
 
 
 class Pass:
-    """One pass over the goldens' tokens, one golden of n positions per sequence: which of their values replace the
-    program's own, and the record of what was computed. The decoder's states are those of `starts` [B] earlier tokens."""
+    """One pass over the goldens' tokens, one golden of n positions per sequence: which of their
+    values replace the program's own, and the record of what was computed. The decoder's states are
+    those of `starts` [B] earlier tokens."""
 
     def __init__(
         self,
@@ -131,7 +134,8 @@ class Pass:
         self.traces = [ForwardPass(np.zeros(x.shape[1], int), x * self.scale) for x in self.inputs]
 
     def run(self, T: int | Sequence[int], ragged: bool = False) -> list[ForwardPass]:
-        """All positions in calls of T tokens, several T in turn; `ragged`: every sequence begins with another one."""
+        """All positions in calls of T tokens, several T in turn; `ragged`: every sequence begins
+        with another one."""
         L, n, _ = self.inputs[0].shape
         sizes = [T] if isinstance(T, int) else list(T)
         stops, turn = [0] * len(self.goldens), 0
@@ -152,7 +156,8 @@ class Pass:
         return self.traces
 
     def call(self, spans: list[slice]) -> None:
-        """One call of every shard over positions `spans`, padded with dummy columns where a sequence has fewer."""
+        """One call of every shard over positions `spans`, padded with dummy columns where a
+        sequence has fewer."""
         decoder, options = self.decoder, self.decoder.options
         counts = np.array([span.stop - span.start for span in spans])
         T = int(counts.max())
@@ -183,8 +188,8 @@ class Pass:
                     self.record("router", last - 1, spans, io[ROUTER_STATE])
 
     def hook(self, shard, spans: list[slice], io: dict[str, np.ndarray]):
-        """Records the hidden output of a shard's inner layers and its choices of experts, and replaces them by the
-        goldens'. `io`: the call's masks and tables."""
+        """Records the hidden output of a shard's inner layers and its choices of experts, and
+        replaces them by the goldens'. `io`: the call's masks and tables."""
         inner = {name: layer for layer, name in shard.taps.items() if layer < shard.layers[1] - 1}
         if shard.kind not in ("layers", "router") or (not inner and self.goldens[0].expert is None):
             return None
@@ -202,7 +207,8 @@ class Pass:
     def inner_hidden(
         self, layer: int, spans: list[slice], hidden: torch.Tensor
     ) -> list[torch.Tensor] | None:
-        """Records an inner layer's output; isolated, the next layer reads the golden's input instead, as its shard holds it."""
+        """Records an inner layer's output; isolated, the next layer reads the golden's input
+        instead, as its shard holds it."""
         self.record("hidden", layer, spans, hidden.numpy() * self.scale)
         if not self.isolated:
             return None
@@ -212,7 +218,8 @@ class Pass:
     def expert_choice(
         self, layer: int, spans: list[slice], scores: torch.Tensor
     ) -> list[torch.Tensor] | None:
-        """Records the expert that an argmax picked, or that the host will pick from scores; forced, both become the golden's."""
+        """Records the expert that an argmax picked, or that the host will pick from scores; forced,
+        both become the golden's."""
         count = scores.shape[1]
         own = scores if count == 1 else scores.argmax(1, keepdim=True)
         self.record("experts", layer, spans, own.numpy())
@@ -226,7 +233,8 @@ class Pass:
         return [replaced.reshape(scores.shape)]
 
     def record(self, name: str, layer: int, spans: list[slice], plane: np.ndarray) -> None:
-        """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the layer's [n, W] in `name` of each trace."""
+        """Copies the valid columns of a plane [B, W, T, 1] to rows `spans` of the layer's [n, W] in
+        `name` of each trace."""
         flat = plane.reshape(*plane.shape[:2], -1)
         for trace, columns, span in zip(self.traces, flat, spans, strict=True):
             rows = columns[:, : span.stop - span.start].T
@@ -247,8 +255,8 @@ class Pass:
 
 
 def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> None:
-    """Copies a sequence's cache rows from position `start` on of every layer; those that a ring buffer has overwritten
-    are zeros."""
+    """Copies a sequence's cache rows from position `start` on of every layer; those that a ring
+    buffer has overwritten are zeros."""
     n = len(trace.T)
     for model, state in zip(decoder.layers, decoder.states, strict=True):
         for layer in range(*model.shard.layers):
@@ -264,8 +272,8 @@ def _read_cache(decoder: Decoder, trace: ForwardPass, seq: int, start: int) -> N
 
 
 def compare_pass(trace: ForwardPass, golden: Golden, **columns) -> pd.DataFrame:
-    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are constant ones (mode, runtime …); `T`
-    is that of each position's call unless it is among them."""
+    """Rows of the `fidelity` table: one per layer, position and tensor. `columns` are constant ones
+    (mode, runtime …); `T` is that of each position's call unless it is among them."""
     parts = [
         _rows(layer, tensor, at, golden.rows(tensor, layer)[at], values)
         for tensor, layer, at, values in trace.rows()
@@ -289,8 +297,8 @@ def table(parts: Sequence[dict[str, object]]) -> pd.DataFrame:
 
 
 def choices(traces: dict[str, ForwardPass], golden: Golden) -> pd.DataFrame:
-    """One row per recorded choice of an expert: layer, position, T, `run` (the trace's name), whether it `differs` from
-    the golden's, and the `margin` of the golden's."""
+    """One row per recorded choice of an expert: layer, position, T, `run` (the trace's name),
+    whether it `differs` from the golden's, and the `margin` of the golden's."""
     parts = [
         pd.DataFrame(
             {
@@ -320,8 +328,8 @@ def of_this_checkpoint(decoder: Decoder, golden: Golden) -> gates.Gate:
 
 
 def near_ties(decoder: Decoder, golden: Golden) -> np.ndarray:
-    """Choices of experts [L, n] whose best two scores lie close: where a runtime does not show the choice, a layer's update
-    may be another expert's there."""
+    """Choices of experts [L, n] whose best two scores lie close: where a runtime does not show the
+    choice, a layer's update may be another expert's there."""
     if golden.margin is None:
         return np.zeros(golden.x.shape[:2], bool)
     return golden.margin < NEAR_TIE

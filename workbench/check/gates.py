@@ -24,7 +24,8 @@ class Gate:
 
 
 def jsonable(value):
-    """`value` with each float that JSON lacks (nan, inf) replaced by its name, in dicts and lists too."""
+    """`value` with each float that JSON lacks (nan, inf) replaced by its name, in dicts and lists
+    too."""
     if isinstance(value, dict):
         return {name: jsonable(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -63,7 +64,8 @@ def holds(name: str, true: bool, reason: str) -> Gate:
 
 
 def none(name: str, faults: Sequence[str], fine: str, heading: str = "", sep: str = ", ") -> Gate:
-    """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading` and all of them."""
+    """GREEN, for the reason `fine`, when there are no faults; else RED, with `heading` and all of
+    them."""
     return holds(name, not faults, heading + sep.join(faults) if faults else fine)
 
 
@@ -77,8 +79,8 @@ def verdict(gates: Iterable[Gate]) -> str:
     return next((v for v in (RED, GREEN) if v in verdicts), NOT_RUN)
 
 
-# One program on the same inputs, T > 1 against T = 1: relative RMS of the layer updates. fp32 kernels sum in another
-# order for another T (measured 7e-7); fp16 roundings then fall differently.
+# One program on the same inputs, T > 1 against T = 1: relative RMS of the layer updates. fp32
+# kernels sum in another order for another T (measured 7e-7); fp16 roundings then fall differently.
 T_TOLERANCE = {"exact": 1e-5, "declared": 1e-2, "narrow": 3e-2, "coreml": 3e-2, "coreai": 3e-2}
 REAUTHORING = 1e-5  # relative RMS of an isolated update in exact arithmetic, on the same weights
 TELESCOPE = 1e-6

@@ -1,7 +1,9 @@
-"""Goldens: what Hugging Face's implementation computes, layer by layer, in fp32 with eager attention.
+"""Goldens: what Hugging Face's implementation computes, layer by layer, in fp32 with eager
+attention.
 
-transformers' own model runs its own forward pass. Each decoder layer's tensors are read when the layer is entered and
-dropped when it is left, so that a model of any depth fits. No layer is reimplemented here.
+transformers' own model runs its own forward pass. Each decoder layer's tensors are read when the
+layer is entered and dropped when it is left, so that a model of any depth fits. No layer is
+reimplemented here.
 """
 
 import hashlib
@@ -37,7 +39,8 @@ class Golden:
     experts are routed (ZAYA): `router` [L, n, R], the router state that layer l hands on, `expert`
     [L, n], the class it picks, and `margin` [L, n], that one's score less the second best.
 
-    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers (version).
+    `meta`: checkpoint (SHA-256), weights (source, fp16, or a bundle's identity), transformers
+    (version).
     """
 
     ids: np.ndarray
@@ -108,13 +111,15 @@ def check_exported_from(checkpoint: Checkpoint, bundle: Bundle) -> None:
         raise InputError(
             f"checkpoint {checkpoint.name}",
             checkpoint.sha256[:12],
-            f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} was exported from",
+            f"{bundle.manifest.checkpoint['sha256'][:12]}, the one that bundle {bundle.root.name} "
+            "was exported from",
             "give that checkpoint, or export this one",
         )
 
 
 def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
-    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the fp16-rounded ones.
+    """The values `bundle` stores, decompressed; tensors its shards do not hold as such are the
+    fp16-rounded ones.
 
     A weight stored with an offset (Gemma's 1 + γ) is handed back without it.
     """
@@ -167,8 +172,8 @@ def fp16_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
 
 
 def golden_path(checkpoint: Checkpoint, ids: Sequence[int], folder: Path) -> Path:
-    """Where `stored_golden` has its file: named after the checkpoint's hash, the token ids and the version of
-    transformers."""
+    """Where `stored_golden` has its file: named after the checkpoint's hash, the token ids and the
+    version of transformers."""
     key = json.dumps([FORMAT, checkpoint.sha256, np.asarray(ids).tolist(), version("transformers")])
     digest = hashlib.sha256(key.encode()).hexdigest()[:10]
     return folder / f"{checkpoint.name}-{digest}.safetensors"
@@ -197,10 +202,10 @@ def make_golden(
 ) -> Golden:
     """Runs Hugging Face's model over `ids` [n] with `weights` (default: the checkpoint's own).
 
-    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every layer's input, so that
-    layers can be compared one by one; `fed_router` [L, n, R] the router state that each one hands on. `model` is what
-    runs (default: `empty_model` of the checkpoint's configuration). Without `head` the logits
-    are nan and take no memory.
+    Peak memory is one layer and one slice of the head, in float32. `fed` [L, n, C] replaces every
+    layer's input, so that layers can be compared one by one; `fed_router` [L, n, R] the router
+    state that each one hands on. `model` is what runs (default: `empty_model` of the checkpoint's
+    configuration). Without `head` the logits are nan and take no memory.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
@@ -230,8 +235,8 @@ class ReferenceModel:
         for name, _ in self.base.named_parameters():
             if not name.startswith(("layers.", "embed_tokens.")):
                 assign_parameter(self.base, name, read(prefix + name))
-        # first arguments of each layer and of the final norm: an input and, from the second layer on,
-        # a router state
+        # first arguments of each layer and of the final norm: an input and, from the second layer
+        # on, a router state
         self.replaced: list[list[torch.Tensor]] = [[] for _ in range(len(self.base.layers) + 1)]
         self.nudge: torch.Generator | None = None
         self.records = [
@@ -245,8 +250,8 @@ class ReferenceModel:
     def replace_inputs(
         self, fed: Sequence[np.ndarray] | None, fed_router: np.ndarray | None = None
     ) -> None:
-        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before hands on, and the final
-        norm reads fed[L] where there is one; None: nothing is replaced."""
+        """Layers read `fed` [L, n, C] and `fed_router` [L, n, R] in place of what the one before
+        hands on, and the final norm reads fed[L] where there is one; None: nothing is replaced."""
         for i, arguments in enumerate(self.replaced):
             arrays = [] if fed is None or i >= len(fed) else [fed[i]]
             if arrays and fed_router is not None and 0 < i < len(self.records):
@@ -286,10 +291,11 @@ class ReferenceModel:
         return golden
 
     def run_nudged(self, ids: Sequence[int], cache, seed: int, heads: int = 2) -> list[Golden]:
-        """`run`, and what becomes of it when every layer's input is changed by a relative 2^-23 of random sign: three
-        goldens. The second one's layers are fed what the layer before made, so that changes add up; the third one's are
-        fed what the first one's are. `cache` then holds three sequences, and continues three alike. The first `heads` have
-        logits, the others' are nan."""
+        """`run`, and what becomes of it when every layer's input is changed by a relative 2^-23 of
+        random sign: three goldens. The second one's layers are fed what the layer before made, so
+        that changes add up; the third one's are fed what the first one's are. `cache` then holds
+        three sequences, and continues three alike. The first `heads` have logits, the others' are
+        nan."""
         cache.reorder_cache(torch.zeros(NUDGED, dtype=torch.long))
         self.nudge = torch.Generator().manual_seed(seed)
         try:
@@ -298,7 +304,8 @@ class ReferenceModel:
             self.nudge = None
 
     def _run(self, ids: Sequence[Sequence[int]], cache, heads: int) -> list[Golden]:
-        """The goldens of one call over equally long sequences of token ids, the first `heads` with logits."""
+        """The goldens of one call over equally long sequences of token ids, the first `heads` with
+        logits."""
         import transformers
 
         ids = np.stack([check_ids(sequence, self.config.vocab_size) for sequence in ids])
@@ -336,8 +343,8 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> np.ndarray:
-        """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary at a
-        time."""
+        """lm_head over [.., n, C]; the checkpoint's own tensor is read one slice of the vocabulary
+        at a time."""
         name, V = head_weight(self.checkpoint), self.checkpoint.config.vocab_size
         divisor = logit_divisor(self.config)
         if self.weights:
@@ -387,9 +394,9 @@ def _without_pictures(config):
 
 
 def force_experts(model: nn.Module, expert: np.ndarray) -> None:
-    """Makes every layer of Hugging Face's model use the classes `expert` [L, n], the one past the experts skipping them,
-    with the probabilities that its own router gives them; goldens still record the router's own
-    choice."""
+    """Makes every layer of Hugging Face's model use the classes `expert` [L, n], the one past the
+    experts skipping them, with the probabilities that its own router gives them; goldens still
+    record the router's own choice."""
     for layer, classes in zip(model.model.layers, expert, strict=True):
         chosen = torch.from_numpy(np.array(classes, np.int64))[:, None]
 
@@ -425,7 +432,8 @@ def check_ids(ids: Sequence[int], V: int) -> np.ndarray:
 
 @contextmanager
 def _parameters_on_meta():
-    """Modules built inside have no storage for parameters, but real buffers (rotary tables, scales)."""
+    """Modules built inside have no storage for parameters, but real buffers (rotary tables,
+    scales)."""
     register = nn.Module.register_parameter
 
     def on_meta(module, name, parameter):
@@ -441,7 +449,8 @@ def _parameters_on_meta():
 
 
 def assign_parameter(module: nn.Module, name: str, value: torch.Tensor | None) -> None:
-    """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are copied into."""
+    """Sets parameter `name` (dotted) to `value`, or back to nothing; tensors that are buffers are
+    copied into."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     if leaf in owner._buffers:
@@ -493,7 +502,8 @@ def _record_layer(
 
 
 def _recording_cache(config, records: list[dict[str, np.ndarray]]):
-    """transformers' DynamicCache, copying every K and V row to the records of its layers (sliding layers forget theirs)."""
+    """transformers' DynamicCache, copying every K and V row to the records of its layers (sliding
+    layers forget theirs)."""
     from transformers import DynamicCache
 
     class Recording(DynamicCache):

@@ -1,8 +1,9 @@
 """Gate `host`: compares the host's part of a bundle with Hugging Face's own rotary and mask
 functions, embedding and head.
 
-Every input that a shard takes beside `x` is compared for all positions up to max_seq_len and every T, with dummy columns,
-with other offsets per sequence of a batch, and on ring buffers. No shard of layers runs.
+Every input that a shard takes beside `x` is compared for all positions up to max_seq_len and every
+T, with dummy columns, with other offsets per sequence of a batch, and on ring buffers. No shard of
+layers runs.
 """
 
 import inspect
@@ -73,8 +74,8 @@ def host_gate(decoder: Decoder, checkpoint: Checkpoint) -> gates.Gate:
 
 
 class LayerKind:
-    """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S, D_rotary / 2]
-    of `inv_freq`, and `visible(queries, keys)` of positions.
+    """What Hugging Face's model applies to some layers: rotary tables `cos`, `sin` [S, D_rotary /
+    2] of `inv_freq`, and `visible(queries, keys)` of positions.
 
     `index` is the first of these layers, `layer` its entry in the manifest, `layer_type` the name
     of its rotary table (None: there is but one), `window` how many tokens it attends to (None:

@@ -25,7 +25,8 @@ from workbench.models.checkpoint import Checkpoint
 HALF_ULP = 2.0**-11  # of an fp16 result, relative to it
 # Times the budget that an error may be. Inner results of a layer are rounded as well, which the
 # budget leaves out: the worst sound bundle (fp16, trained ZAYA) reaches 2.6, random draws in fp16
-# 2.1 and compressed ones 1.05. The limit is at least twice the worst; docs/verdict.md has the margin.
+# 2.1 and compressed ones 1.05. The limit is at least twice the worst; docs/verdict.md has the
+# margin.
 BUDGET_FACTOR = 6.0
 
 
@@ -129,8 +130,8 @@ def measure_price(
     """Measures the price of `decoder` against `golden`, with the `budget` if there is one.
 
     Args:
-        passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity` returns them
-            (default: they are run now).
+        passes: isolated passes by T and the chained one, as `fidelity.measure_fidelity` returns
+            them (default: they are run now).
         budget: the result of `measure_budget`.
     """
     isolated, chained = passes or fidelity.measure_fidelity(decoder, golden)[1:]

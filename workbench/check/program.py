@@ -27,13 +27,15 @@ from workbench.decode import Decoder
 from workbench.errors import InputError
 from workbench.models.checkpoint import Checkpoint
 
-# One limit on the relative RMS of a difference, per layer, position, T and tensor. Both sides sum the same terms in
-# another order. Rounding n partial sums by 2^-24 each moves a sum of n random terms by about sqrt(n) * 2^-24 of itself,
-# 4e-6 for the n = 5,000 of an MLP; what cancels further is what the floor below is for.
+# One limit on the relative RMS of a difference, per layer, position, T and tensor. Both sides sum
+# the same terms in another order. Rounding n partial sums by 2^-24 each moves a sum of n random
+# terms by about sqrt(n) * 2^-24 of itself, 4e-6 for the n = 5,000 of an MLP; what cancels further
+# is what the floor below is for.
 LIMIT = 1e-5
-# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a layer, on both sides, each of 0.29
-# steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2. What a step becomes is measured: what Hugging Face's own model makes
-# of inputs that are one step off (`Stretch.nudged`), or the step itself where that is larger.
+# The floor, in steps of 2^-23 of the stream: about 16 roundings follow each other in a layer, on
+# both sides, each of 0.29 steps RMS, together sqrt(32) * 0.29 = 1.6, hence 2. What a step becomes
+# is measured: what Hugging Face's own model makes of inputs that are one step off
+# (`Stretch.nudged`), or the step itself where that is larger.
 STEP, STEPS = 2.0**-23, 2
 BLOCKED = 2.0**-24  # softmax weight of a blocked column that float32 cannot tell from none
 
@@ -70,7 +72,8 @@ def program_gates(
     if worst["layer"] >= 0:
         place = f"layer {worst['layer']}, {place}"
     reason = (
-        f"relative RMS against Hugging Face's model with the stored weights, worst of {len(errors)}: "
+        "relative RMS against Hugging Face's model with the stored weights, "
+        f"worst of {len(errors)}: "
         f"{worst['tensor']}, {place}, T = {worst['T']}"
     )
     return [gates.at_most("program", float(worst["error"]), LIMIT, reason), scores.gate()]
@@ -83,11 +86,13 @@ def program_errors(
     Ts: Sequence[int] | None = None,
     progress: bool = False,
 ) -> tuple[pd.DataFrame, "Scores"]:
-    """(error of every layer, position, T, tensor, mode and sequence, as a multiple of what it is compared with; the scores).
+    """(error of every layer, position, T, tensor, mode and sequence, as a multiple of what it is
+    compared with; the scores).
 
-    Isolated, every layer is fed Hugging Face's input: all positions in calls of the smallest T, in calls of the largest, and
-    in calls of the others in turn; scaled inputs in calls of the largest. Chained, each layer is fed the one before, in calls
-    of every T in turn. Where T alternates, sequences of a batch take different ones if the bundle allows it.
+    Isolated, every layer is fed Hugging Face's input: all positions in calls of the smallest T, in
+    calls of the largest, and in calls of the others in turn; scaled inputs in calls of the largest.
+    Chained, each layer is fed the one before, in calls of every T in turn. Where T alternates,
+    sequences of a batch take different ones if the bundle allows it.
 
     Args:
         Ts: tokens a call (default: as `validate`).
@@ -118,7 +123,8 @@ def program_errors(
 
 @dataclass
 class Scores:
-    """Largest softmax weight of a blocked column, and where it was; `count`: softmaxes looked at."""
+    """Largest softmax weight of a blocked column, and where it was; `count`: softmaxes looked
+    at."""
 
     weight: float = 0.0
     place: str = ""
@@ -131,7 +137,8 @@ class Scores:
         return gates.at_most("scores", self.weight, BLOCKED, reason + self.place)
 
     def add(self, layer: int, weights: np.ndarray, blocked: np.ndarray, scores: np.ndarray) -> None:
-        """weights [H, T, S] of one sequence, blocked [1, T, S], scores [H, T, S] before the mask was added."""
+        """weights [H, T, S] of one sequence, blocked [1, T, S], scores [H, T, S] before the mask
+        was added."""
         self.count += 1
         largest = np.max(weights, where=blocked, initial=0.0)
         if not largest <= self.weight:
@@ -175,8 +182,8 @@ class ProgramPass(fidelity.Pass):
                 self.scores.add(layer, weights[seq, :, columns].numpy(), own < 0, scores)
 
     def errors(self, seq: int) -> list[dict[str, object]]:
-        """Errors of everything that one sequence computed, parts of a `fidelity.table`; chained ones per layer that they come
-        from."""
+        """Errors of everything that one sequence computed, parts of a `fidelity.table`; chained
+        ones per layer that they come from."""
         golden, trace, stretch = self.goldens[seq], self.traces[seq], self.stretches[seq]
         nudged, start = stretch.nudged.get(self.mode, stretch), stretch.start
         again, at, parts = nudged.golden, (start + np.arange(len(trace.T)), trace.T), []
@@ -234,8 +241,8 @@ class ProgramPass(fidelity.Pass):
 
 
 def head_errors(decoder: Decoder, stretches: Sequence[Stretch], T: int) -> list[dict[str, object]]:
-    """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state; parts as of
-    `ProgramPass.errors`."""
+    """Errors of the logits of the last T positions in one call, from Hugging Face's hidden state;
+    parts as of `ProgramPass.errors`."""
     scale = decoder.manifest.stream_scale
     n = len(stretches[0].golden.ids)
     last = slice(max(0, n - T), n)
@@ -255,7 +262,8 @@ def _rows(tensor: str, layer: int, error: np.ndarray, position, T) -> dict[str, 
 
 
 def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, end: int):
-    """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a token must be zeros."""
+    """(error, position) of every row of a state [.., rows, D] after `end` tokens; rows without a
+    token must be zeros."""
     rows = expected.shape[-2]
     expected, actual, again = (
         np.moveaxis(a, -2, 0).reshape(rows, -1) for a in (expected, actual, again)
@@ -265,7 +273,8 @@ def _state_errors(expected: np.ndarray, actual: np.ndarray, again: np.ndarray, e
 
 
 def _errors(reference: np.ndarray, actual: np.ndarray, floor: np.ndarray):
-    """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where it is no number."""
+    """RMS of the difference over that of the reference plus `floor`, along the last axis; inf where
+    it is no number."""
     ratio = over(rms(actual - reference), rms(reference) + floor)
     return np.nan_to_num(ratio, nan=np.inf)
 
@@ -277,5 +286,6 @@ def _floor(reference: np.ndarray, nudged: np.ndarray) -> np.ndarray:
 
 
 def _logit_floor(stretch: Stretch) -> np.ndarray:
-    """The same of logits that are smaller than their rows of the head can make them; see `Stretch`."""
+    """The same of logits that are smaller than their rows of the head can make them; see
+    `Stretch`."""
     return np.maximum(stretch.logit_rms - rms(stretch.golden.logits), 0.0)

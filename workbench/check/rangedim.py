@@ -1,8 +1,9 @@
 """Gate `same_for_every_T`, for the hazard that chapter 5 (see README, "The course") describes:
 results right at T = 1 and silently wrong at T > 1.
 
-One program on the same inputs must compute the same for every T, so no golden is needed to find a difference. Where
-a device shows one, the portable runtime runs the same program, which separates a wrong program from a wrong runtime.
+One program on the same inputs must compute the same for every T, so no golden is needed to find a
+difference. Where a device shows one, the portable runtime runs the same program, which separates a
+wrong program from a wrong runtime.
 """
 
 import math
@@ -28,7 +29,8 @@ class Drift:
 
 
 def drift(decoder: Decoder, traces: dict[int, ForwardPass], golden: Golden) -> Drift | None:
-    """The worst drift of isolated updates, keys and values by T; None without T = 1 and some T > 1."""
+    """The worst drift of isolated updates, keys and values by T; None without T = 1 and some T >
+    1."""
     near_ties, drifts = fidelity.near_ties(decoder, golden), []
     for T, trace in traces.items():
         if (base := traces.get(1)) and T > 1:

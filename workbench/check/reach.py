@@ -1,13 +1,15 @@
 """The positions at which gate `program` compares, and Hugging Face's values there.
 
-A head of calls from position 0; then the caches of both sides are extended by the same rows, resampled from the head's K
-and V, so that the position jumps near max_seq_len; then a tail of calls. Every row of the cache is written or read once,
-windows and rings are passed, and the number of computed positions does not grow with the cache.
+A head of calls from position 0; then the caches of both sides are extended by the same rows,
+resampled from the head's K and V, so that the position jumps near max_seq_len; then a tail of
+calls. Every row of the cache is written or read once, windows and rings are passed, and the number
+of computed positions does not grow with the cache.
 
-A norm's epsilon shows only where its input is as small as the epsilon's root. So every layer and the final norm are also
-fed inputs whose RMS runs from 2^-44 to 1, each 16 times the last at most where there is room for `SCALES` positions: what
-a layer's inner norms read lies between, and passes the root of any usual epsilon (1e-12 to 1e-5) on the way. The smallest
-come first, so that no larger value of an earlier position hides a smaller one.
+A norm's epsilon shows only where its input is as small as the epsilon's root. So every layer and
+the final norm are also fed inputs whose RMS runs from 2^-44 to 1, each 16 times the last at most
+where there is room for `SCALES` positions: what a layer's inner norms read lies between, and passes
+the root of any usual epsilon (1e-12 to 1e-5) on the way. The smallest come first, so that no larger
+value of an earlier position hides a smaller one.
 """
 
 import math
@@ -41,7 +43,8 @@ LayerStates = list[dict[str, np.ndarray]]  # per layer, by leaf name, K and V in
 
 @dataclass(frozen=True)
 class Reach:
-    """Sequence b computes positions 0 … head − 1 and, on a cache filled up to there, starts[b] … starts[b] + tail − 1."""
+    """Sequence b computes positions 0 … head − 1 and, on a cache filled up to there, starts[b] …
+    starts[b] + tail − 1."""
 
     head: int
     tail: int
@@ -53,7 +56,8 @@ class Reach:
         return len(self.starts) * (self.head + self.tail)
 
     def calls(self, Ts: Sequence[int]) -> int:
-        """Calls of all layers that `program_errors` makes with these T: sequences of a batch share a call."""
+        """Calls of all layers that `program_errors` makes with these T: sequences of a batch share
+        a call."""
         between, low, high = sorted(Ts)[1:-1], min(Ts), max(Ts)
         sizes = [low, high] if low < high else [low]
         sizes += [sum(mixed) / len(mixed) for mixed in (between, Ts) if mixed]
@@ -68,12 +72,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive positions of one sequence from `start` on: the golden, and the states `before` and `after` it.
+    """Consecutive positions of one sequence from `start` on: the golden, and the states `before`
+    and `after` it.
 
-    `last` [n, C]: what the final norm reads. `logit_rms` [n]: of logits that a normed hidden state as long as each position's
-    gives in a random direction. Where some rows of the head are huge (a massive activation's token) and cancel, the logits
-    are smaller, but their rounding is not. `nudged`: by mode (`isolated`, `chained`), the same stretch where every layer's
-    input was changed by its last bit.
+    `last` [n, C]: what the final norm reads. `logit_rms` [n]: of logits that a normed hidden state
+    as long as each position's gives in a random direction. Where some rows of the head are huge (a
+    massive activation's token) and cancel, the logits are smaller, but their rounding is not.
+    `nudged`: by mode (`isolated`, `chained`), the same stretch where every layer's input was
+    changed by its last bit.
     """
 
     golden: Golden
@@ -86,7 +92,8 @@ class Stretch:
 
 
 def plan_reach(manifest: Manifest) -> Reach:
-    """The default positions of a bundle; tails of a batch begin at positions of their own unless a slice writes the cache."""
+    """The default positions of a bundle; tails of a batch begin at positions of their own unless a
+    slice writes the cache."""
     options = manifest.options
     S, t_max, B = options.max_seq_len, options.t_max, options.batch
     unit = t_max if options.t == "fixed" else 1  # no dummy columns where a slice writes
@@ -99,7 +106,8 @@ def plan_reach(manifest: Manifest) -> Reach:
 
 
 def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:
-    """Token ids [B, head + tail], other ones for every sequence, behind the checkpoint's BOS where it has one."""
+    """Token ids [B, head + tail], other ones for every sequence, behind the checkpoint's BOS where
+    it has one."""
     shape = (len(plan.starts), plan.head + plan.tail)
     ids = np.random.default_rng(0).integers(0, manifest.dims.V, shape)
     if manifest.tokens.bos is not None:
@@ -110,8 +118,8 @@ def reach_prompts(manifest: Manifest, plan: Reach) -> np.ndarray:
 def reach_stretches(
     bundle: Bundle, checkpoint: Checkpoint, plan: Reach
 ) -> list[tuple[Stretch, ...]]:
-    """The heads of all sequences, their tails if there are any, and their scaled inputs, as Hugging Face's model with the
-    weights that `bundle` stores computes them."""
+    """The heads of all sequences, their tails if there are any, and their scaled inputs, as Hugging
+    Face's model with the weights that `bundle` stores computes them."""
     reference = ReferenceModel(checkpoint, stored_weights(checkpoint, bundle), "stored")
     head_rms = float(reference.head.norm(dim=1).norm()) / math.sqrt(reference.head.numel())
     head_rms /= logit_divisor(checkpoint.config)
@@ -159,7 +167,8 @@ def _stretch(
 
 
 def _scaled(reference: ReferenceModel, head_rms: float, golden: Golden, count: int) -> Stretch:
-    """The golden's first `count` positions where every layer and the final norm read scaled inputs."""
+    """The golden's first `count` positions where every layer and the final norm read scaled
+    inputs."""
     inputs = np.concatenate([golden.x, golden.hidden[-1:]])[:, :count]
     rms = np.sqrt(np.mean(np.square(inputs), -1, keepdims=True))
     scales = np.exp2(np.linspace(SMALLEST, 0, count))[:, None]
@@ -171,7 +180,8 @@ def _scaled(reference: ReferenceModel, head_rms: float, golden: Golden, count: i
 
 
 def _filled(cache, after: LayerStates, start: int, rng: np.random.Generator) -> LayerStates:
-    """The states `after` a head, extended to `start` tokens by rows of the head in random order; `cache` likewise."""
+    """The states `after` a head, extended to `start` tokens by rows of the head in random order;
+    `cache` likewise."""
     before = []
     for layer, states in enumerate(after):
         if K_STATE not in states:
@@ -193,7 +203,8 @@ def _joined(states: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[
 
 
 def _sides(cache, layer: int, seq: int) -> dict[str, np.ndarray]:
-    """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's states are."""
+    """Side states of one sequence in a layer of Hugging Face's cache, as the bundle's states
+    are."""
     if not getattr(cache.layers[layer], "conv_states", None):
         return {}
     sides = {CONV_STATE: cache.get_conv_state(layer, state_idx=0)[seq].T.numpy().copy()}
@@ -229,8 +240,8 @@ def expected_value(shape: Sequence[int], name: str, states: LayerStates, count: 
 
 
 def with_pending(matrix: np.ndarray, pending: np.ndarray) -> np.ndarray:
-    """A matrix state [H, K, V] and what the last call's tokens add to it, from their rows [H, t_max,
-    K + V + ..]: k, v and the logarithm of the decay."""
+    """A matrix state [H, K, V] and what the last call's tokens add to it, from their rows [H,
+    t_max, K + V + ..]: k, v and the logarithm of the decay."""
     _, K, V = matrix.shape
     k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
     later = np.flip(np.cumsum(np.flip(g, 1), 1), 1) - g

@@ -56,15 +56,17 @@ def validate_units(
             on Core ML where there is one.
         compute_units: those that are tried.
         path: where the golden is stored, with the reference of the device gate beside it.
-        only: the portable arithmetics are left out, and no process loads a second copy of the bundle.
+        only: the portable arithmetics are left out, and no process loads a second copy of the
+            bundle.
         Ts: tokens a call (default: as `validate`).
         start: runs a command; tests give their own.
 
     Returns:
-        One row per unit, three comparisons in each: with Hugging Face's golden (`verdict` GREEN, RED or DIED, worst update
-        cosine, worst KL of chained logits in nats), with the portable runtime's `declared` arithmetic (`kl_portable`),
-        and what both together say of the fault (`blame`, null where GREEN); then the first `reason`. `kl_portable` and
-        `blame` are null with `only`.
+        One row per unit, three comparisons in each: with Hugging Face's golden (`verdict` GREEN,
+        RED or DIED, worst update cosine, worst KL of chained logits in nats), with the portable
+        runtime's `declared` arithmetic (`kl_portable`), and what both together say of the fault
+        (`blame`, null where GREEN); then the first `reason`. `kl_portable` and `blame` are null
+        with `only`.
     """
     runtime = resolve() if runtime == "auto" else runtime
     units = {} if only else {"portable": PRECISIONS}
@@ -97,7 +99,8 @@ def unit_row(
     start: Launch,
     only: bool = False,
 ) -> dict:
-    """One unit's row without the comparisons with others: the output of a child process, or how it died."""
+    """One unit's row without the comparisons with others: the output of a child process, or how it
+    died."""
     name, _ = named(runtime)
     row = {"unit": f"portable {unit}" if name == "portable" else unit, "runtime": name}
     row |= {"min_cosine": None, "kl_max": None, "logits": None}
@@ -136,7 +139,8 @@ def blame(runtime: str, verdicts: dict[str, str]) -> str:
 
 
 def units_verdict(table: pd.DataFrame) -> str:
-    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only serves `blame`."""
+    """RED where a unit is RED or died. `portable narrow` is a bound, not a unit: it only serves
+    `blame`."""
     verdicts = table.loc[table["unit"] != "portable narrow", "verdict"]
     return gates.GREEN if (verdicts == gates.GREEN).all() else gates.RED
 

@@ -49,10 +49,10 @@ ROUTING_FACTOR = 2.0
 
 @dataclass
 class Validation:
-    """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the comparison of `chained_logits` [n, V] with the
-    golden's, and the price. Where experts are routed and choices are recorded, layers continue
-    with the golden's expert, and `free_logits` compares the logits of a chained run that
-    continues with the program's own choice (else None).
+    """Rows of the `fidelity` table, all gates, the `bug_gates` among them, the comparison of
+    `chained_logits` [n, V] with the golden's, and the price. Where experts are routed and choices
+    are recorded, layers continue with the golden's expert, and `free_logits` compares the logits of
+    a chained run that continues with the program's own choice (else None).
     """
 
     rows: pd.DataFrame
@@ -106,8 +106,8 @@ def bug_gates(
             programs (default: a new one).
         decoder: the decoder whose host and calls are checked (default: `exact`).
 
-    Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are not_run. A program
-    that stops with an error is RED.
+    Where the bundle's interface is RED and no decoder opens or runs it, the gates that need one are
+    not_run. A program that stops with an error is RED.
     """
     results = [interface.interface_gate(bundle, checkpoint)]
     try:
@@ -197,11 +197,13 @@ def validate(
     """Validates a bundle: bug gates, every layer × position × T against `golden`, and the price.
 
     Args:
-        checkpoint: what the bundle was exported from; without it the bug gates are those of the bundle's verdict.json.
+        checkpoint: what the bundle was exported from; without it the bug gates are those of the
+            bundle's verdict.json.
         exact: as in `bug_gates`.
         budget: as in `measure_price`; measured where there is a checkpoint.
         reference: what the device gate compares another runtime with (default: made now).
-        only: no second copy of the bundle is loaded as portable: what needs one is not_run without a `reference`.
+        only: no second copy of the bundle is loaded as portable: what needs one is not_run without
+            a `reference`.
         max_kl: the user's limit on the mean KL of the chained logits, in nats.
     """
     bundle, foreign = decoder.bundle, "the bundle was exported from another checkpoint"
@@ -260,9 +262,10 @@ def routing(
     gate covers another expert's update: they all read layers that continued with the golden's
     choice.
 
-    Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own model by so much; where
-    the golden's lie further apart than `ROUTING_FACTOR` times the layer's largest move, no other choice is a rounding's. In a
-    chained run errors of the layers before add up, in the budget's as well.
+    Rounding of weights and stream moves the difference of the best two scores in Hugging Face's own
+    model by so much; where the golden's lie further apart than `ROUTING_FACTOR` times the layer's
+    largest move, no other choice is a rounding's. In a chained run errors of the layers before add
+    up, in the budget's as well.
     """
     differ = choices[choices["differs"]]
     reason = f"{len(differ)} of {len(choices)} choices of an expert differ from the golden's"
@@ -283,7 +286,8 @@ def routing(
 
 
 def _isolated(rows: pd.DataFrame, *tensors: str) -> pd.DataFrame:
-    """Isolated rows that gates read: updates where the router had a clear choice, and all cache rows."""
+    """Isolated rows that gates read: updates where the router had a clear choice, and all cache
+    rows."""
     isolated = rows[(rows["mode"] == "isolated") & rows["tensor"].isin(tensors)]
     # updates that may be another expert's, where the runtime does not show the choice
     return isolated[~(isolated.get("routing_tie", False) & (isolated["tensor"] == "update"))]

@@ -28,7 +28,8 @@ def gates_version() -> str:
 
 
 def save(bundle: Bundle, gates: Iterable[Gate]) -> Path:
-    """Writes the verdicts of `gates` into the bundle's folder, bound to the bundle's identity and to the gates' source.
+    """Writes the verdicts of `gates` into the bundle's folder, bound to the bundle's identity and
+    to the gates' source.
 
     Raises:
         InputError: a folder that cannot be written.

@@ -112,8 +112,8 @@ def weights_gate(bundle: Bundle, checkpoint: Checkpoint, progress: bool = False)
 
 
 class Constants:
-    """The constants of one shard's program, or of one function of it, read from its package, none of them computed by
-    `miltorch`.
+    """The constants of one shard's program, or of one function of it, read from its package, none
+    of them computed by `miltorch`.
     """
 
     def __init__(self, bundle: Bundle, shard: Shard, function: str | None = None):

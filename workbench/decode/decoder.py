@@ -1,8 +1,8 @@
 """The decoder: takes token ids, returns logits and tokens, and advances one state per shard and
 batch of sequences, chunk by chunk.
 
-Each sequence of the batch has an index `seq`, a position of its own, and can be replaced by a snapshot; no sequence
-affects another.
+Each sequence of the batch has an index `seq`, a position of its own, and can be replaced by a
+snapshot; no sequence affects another.
 """
 
 import time
@@ -62,7 +62,8 @@ class Decoder:
             attribute has no fault, which is one of its own ("": none).
         precision: arithmetic of the portable runtime (`declared`, `exact`, `narrow`); that of
             `coreai` follows from the bundle, fp16 as `declared` and fp32 as `exact`.
-        fast: whether `declared` takes the portable decode path, for timing; by default the literal graph runs.
+        fast: whether `declared` takes the portable decode path, for timing; by default the literal
+            graph runs.
         compute_units: Core ML's compute units.
         hints: Core ML's optimization hints, such as {"reshapeFrequency": "Infrequent"}.
     """
@@ -89,7 +90,8 @@ class Decoder:
         self.manifest, self.options = self.bundle.manifest, self.bundle.manifest.options
         self.host = Host(self.manifest)
         self.plane, self.undo = self.host.plane, UndoDepth(self.manifest)
-        # nothing here may hold the decoder itself: one that is dropped shall give its memory back at once
+        # nothing here may hold the decoder itself: one that is dropped shall give its memory back
+        # at once
         self._load = partial(
             runtimes.load_shard,
             self.bundle,
@@ -177,7 +179,8 @@ class Decoder:
         return [(state, name) for state in self.states for name in state.shard.states]
 
     def begin(self, snapshot: Snapshot | Sequence[Snapshot | None] | None = None) -> None:
-        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a list with one or None each).
+        """Starts fresh sequences, one make_state per shard, or continues snapshots (batch > 1: a
+        list with one or None each).
 
         Raises:
             InputError: a snapshot that does not fit; what ran before is untouched then.
@@ -266,8 +269,8 @@ class Decoder:
         return int(np.maximum(floor, self.undo.floor(floor, snapshot.offset)))
 
     def _write(self, snapshots: dict[int, Snapshot], fresh: bool = False) -> None:
-        """Writes snapshots in place of their sequences. The other sequences' values are read and written back, unless
-        the states are `fresh`."""
+        """Writes snapshots in place of their sequences. The other sequences' values are read and
+        written back, unless the states are `fresh`."""
         # one for all states that fill the same rows of the same shape: a runtime copies what is
         # written
         batches: dict[tuple, np.ndarray] = {}
@@ -294,7 +297,8 @@ class Decoder:
         after another).
 
         Args:
-            ids: token ids, or one list of ids per sequence when batch > 1 (an empty one for a sequence that waits).
+            ids: token ids, or one list of ids per sequence when batch > 1 (an empty one for a
+                sequence that waits).
 
         Returns:
             Logits after the last token: [V], or [B, V] when batch > 1.
@@ -316,11 +320,12 @@ class Decoder:
                 return self._shape(self.logits(last))
 
     def decode_one_token(self, token) -> np.ndarray:
-        """Continues each sequence by one token (batch > 1: a list, None for a sequence that waits). Returns logits [V],
-        or [B, V] when batch > 1.
+        """Continues each sequence by one token (batch > 1: a list, None for a sequence that waits).
+        Returns logits [V], or [B, V] when batch > 1.
 
         Raises:
-            InputError: no token of the vocabulary, another number of them than sequences; nothing is changed then.
+            InputError: no token of the vocabulary, another number of them than sequences; nothing
+                is changed then.
         """
         start = time.perf_counter()
         tokens = [token] if np.ndim(token) == 0 else list(token)
@@ -340,18 +345,21 @@ class Decoder:
     def stream(
         self, ids, max_new, *, after=None, stop=None, sampling=GREEDY, prefill=None
     ) -> Iterator[Record]:
-        """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by sequence.
+        """begin(after) + prefill(ids) + decode: yields one record per new token, sequence by
+        sequence.
 
         Args:
             ids: the prompt: all tokens, or those after `after`. With batch > 1 a list for each
                 sequence, an empty one for a sequence that stays as it is.
-            max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list with one for each.
+            max_new: new tokens at most; like `stop` and `sampling`, one for all sequences or a list
+                with one for each.
             after: what to continue: None for nothing, snapshots (see `begin`), or "running" for the
                 decoder's own sequences.
             prefill: replaces the decoder's own prefill; it runs the prompts, leaves their sequences
                 in this decoder and returns the logits (see `transfer.prefill_by`). `after` must
                 then be None.
-            stop: tokens that end a sequence once they are yielded (default: the bundle's end-of-sequence tokens).
+            stop: tokens that end a sequence once they are yielded (default: the bundle's
+                end-of-sequence tokens).
 
         Raises:
             InputError: prompts that cannot be run, before anything runs; a stream that is
@@ -447,11 +455,13 @@ class Decoder:
         """Runs layer shard `index` on its state, routed experts included.
 
         Args:
-            io: `Host.inputs` of the call and `x`; for a later shard, `router_state` where the family has one.
+            io: `Host.inputs` of the call and `x`; for a later shard, `router_state` where the
+                family has one.
             counts: [B] valid columns.
 
         Returns:
-            `io` for the next shard: `x` is this one's hidden output, `router_state` the state it hands on.
+            `io` for the next shard: `x` is this one's hidden output, `router_state` the state it
+            hands on.
         """
         model, shard = self.layers[index], self.layers[index].shard
         outputs = model.predict({name: io[name] for name in shard.inputs}, self.states[index])
@@ -524,7 +534,8 @@ class Decoder:
 
 
 def _each(value, B: int) -> list:
-    """One value for every sequence, or the list that already has one for each; one snapshot goes to the first."""
+    """One value for every sequence, or the list that already has one for each; one snapshot goes to
+    the first."""
     if isinstance(value, Snapshot):
         return [value] + [None] * (B - 1)
     each = list(value) if isinstance(value, (list, tuple)) else [value] * B

@@ -38,10 +38,12 @@ class RoutedExperts:
         self.native_ms: list[float | None] = []  # of the last run's predictions
 
     def run(self, layer: int, routed: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
-        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns. Returns hidden as a plane.
+        """Finishes a layer from its router shard's outputs; `counts` [B] valid columns. Returns
+        hidden as a plane.
 
-        The expert with the best score runs, weighted by its probability; the class after the last expert runs none.
-        Columns are grouped by expert; a model of fixed T takes all of them, with weight zero for other experts' columns.
+        The expert with the best score runs, weighted by its probability; the class after the last
+        expert runs none. Columns are grouped by expert; a model of fixed T takes all of them, with
+        weight zero for other experts' columns.
         """
         flat = {name: value.reshape(*value.shape[:2], -1) for name, value in routed.items()}
         hidden, T = flat[BASE].copy(), flat[BASE].shape[2]

@@ -26,8 +26,8 @@ from workbench.errors import InputError
 class Host:
     """Call inputs of a bundle, for B sequences each at its own position.
 
-    Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A cache of max_seq_len rows never
-    wraps.
+    Every cache is addressed as a ring of n rows: position p is stored in row p mod n. A cache of
+    max_seq_len rows never wraps.
     """
 
     def __init__(self, manifest: Manifest):
@@ -71,8 +71,8 @@ class Host:
 
         Args:
             offsets: [B] tokens already in each sequence's cache.
-            counts: [B] valid tokens of this call, from column 0 on; the rest of the T columns are dummies that write
-                nothing.
+            counts: [B] valid tokens of this call, from column 0 on; the rest of the T columns are
+                dummies that write nothing.
             T: columns of the call.
             accepted: [B] tokens of each sequence's last call that count (None: all of them).
             undone: [B] tokens of each sequence that were undone since its last call (None: none).
@@ -148,7 +148,8 @@ def _attention_mask(
 ) -> np.ndarray:
     """Additive mask [B, 1, T, rows] once this call's tokens are written, `ends` [B] tokens in all.
 
-    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or, where that is negative, nothing.
+    Row r then holds the last position up to `ends` − 1 that is r modulo `rows`, or, where that is
+    negative, nothing.
     """
     last = ends[:, None] - 1
     stored = last - (last - np.arange(rows)) % rows  # [B, rows]: position in each row

@@ -15,7 +15,8 @@ from workbench.errors import InputError
 
 
 def load_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a folder that has none."""
+    """The tokenizer of a checkpoint or of a bundle's `tokenizer` folder; refuses a folder that has
+    none."""
     from transformers import PreTrainedTokenizerFast
 
     if not (Path(folder) / "tokenizer.json").is_file():
@@ -23,7 +24,8 @@ def load_tokenizer(folder: str | Path):
             f"tokenizer {folder}",
             "no tokenizer.json",
             "the checkpoint's tokenizer",
-            "give --prompt-ids (evaluate: --ids) instead of text, or add the tokenizer and export again",
+            "give --prompt-ids (evaluate: --ids) instead of text, "
+            "or add the tokenizer and export again",
         )
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -77,14 +79,16 @@ def transcript(
     """Decodes one prompt and sums up.
 
     Args:
-        logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per generated token.
+        logits: file for [max_new + 1, V] float32: row 0 after the prompt, then one row per
+            generated token.
         source: runs the prompt; its states are then copied into `decoder`, within the prefill's
             time.
         on_text: is called with the text of each token as soon as it is decoded, where the bundle
             has a tokenizer; the pieces add up to `text`.
 
     Returns:
-        The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the first.
+        The JSON of `workbench decode`; `tokens_per_s` is None when no token was decoded after the
+        first.
 
     Raises:
         InputError: what cannot be decoded, or kept, before any token is.
@@ -138,7 +142,8 @@ def transcript(
 
 
 def _text_stream(tokenizer) -> Callable[[int], str | None]:
-    """A function from the next token to the text that it adds; None while a character is incomplete."""
+    """A function from the next token to the text that it adds; None while a character is
+    incomplete."""
     from tokenizers.decoders import DecodeStream
 
     stream = DecodeStream(skip_special_tokens=False)

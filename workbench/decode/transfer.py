@@ -10,12 +10,14 @@ from workbench.errors import InputError
 
 
 def copy_state(source: Decoder, target: Decoder) -> None:
-    """Continues `source`'s sequences in `target`, whatever the two bundles' shards, T, cache sizes and packing.
+    """Continues `source`'s sequences in `target`, whatever the two bundles' shards, T, cache sizes
+    and packing.
 
     Typically a prefill bundle of large fixed T hands over to a decode bundle of T = 1.
 
     Raises:
-        InputError: another checkpoint, another batch, or fewer positions than the sequences already have.
+        InputError: another checkpoint, another batch, or fewer positions than the sequences already
+            have.
     """
     check_pair(source, target)
     a, b = source.manifest, target.manifest

@@ -81,7 +81,8 @@ def export(
 
     Args:
         checkpoint: folder with config.json and safetensors (fp32, fp16 or bf16, whole or sharded).
-        bundle: where the bundle shall be; an interrupted export to the same place with the same options resumes.
+        bundle: where the bundle shall be; an interrupted export to the same place with the same
+            options resumes.
         progress: show a progress bar.
         plain: convert every shard, stamp none; the bytes are the same, only slower to make.
         verify_stamps: number of random stamped shards to convert again and compare.
@@ -92,7 +93,8 @@ def export(
         The opened bundle.
 
     Raises:
-        InputError: unusable checkpoint, unsupported family or option, target that is taken, no room on the disk.
+        InputError: unusable checkpoint, unsupported family or option, target that is taken, no room
+            on the disk.
     """
     coremltools()  # quietly, before a part of it is imported by itself
     settings, source = options(**chosen), Checkpoint(checkpoint)
@@ -205,7 +207,8 @@ def read_plan(source: Checkpoint, options: Options) -> Plan:
         raise InputError(
             f"t_max = {options.t_max}",
             subject,
-            f"at most {MATRIX_T_MAX}: fp16 cannot hold what more tokens at once do to a matrix state",
+            f"at most {MATRIX_T_MAX}: "
+            "fp16 cannot hold what more tokens at once do to a matrix state",
             f"export with --t-max {MATRIX_T_MAX} or less",
         )
     if options.max_seq_len > (plan.max_positions or options.max_seq_len):
@@ -223,7 +226,8 @@ def _warn_widths(plan: Plan, options: Options) -> None:
     odd = sorted(width for width in widths if width % 32)
     if odd:
         warnings.warn(
-            f"states of width {', '.join(map(str, odd))}, no multiple of 32, failed on the Neural Engine "
+            f"states of width {', '.join(map(str, odd))}, no multiple of 32, "
+            "failed on the Neural Engine "
             "(rule K2, CT#2631); the portable runtime takes them",
             stacklevel=3,
         )
@@ -249,7 +253,8 @@ def _make(maker: Maker, pool: ThreadPoolExecutor, progress: bool) -> tuple[list[
 
 
 def _write_embedding(source: Checkpoint, plan: Plan, writer: Writer) -> FileEntry:
-    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never whole in memory."""
+    """The embedding table as fp16 (and what is applied to it, fp32) in a safetensors file, never
+    whole in memory."""
     names = {"weight": "embed_tokens.weight"} | plan.embedding
     names = {key: source.prefix + name for key, name in names.items()}
     header, end = {}, 0

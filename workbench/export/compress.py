@@ -1,13 +1,13 @@
 """Compresses fp16 weights to the bytes that coremltools 9.0 stores for them, bit for bit, one
 cache-sized piece at a time.
 
-Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block of 32 inputs;
-q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct values, weighted by how often they
-occur, by coremltools' exact solver, for tensors of every size. By default coremltools passes
-tensors below 10,000 values to scikit-learn, whose tables had 5% to 23% more squared error on
-normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6 bits); `exact_tables`
-prevents this in conversions. tests/export/test_compress.py compares the bytes with coremltools'
-own.
+Linear presets: scale = fp16(fp16(2·amax) / (2^bits − 2)) for each tensor, output channel or block
+of 32 inputs; q = clip(rne(fp16(w / scale))), 0 / 0 = 0. Lookup tables: k-means over the distinct
+values, weighted by how often they occur, by coremltools' exact solver, for tensors of every size.
+By default coremltools passes tensors below 10,000 values to scikit-learn, whose tables had 5% to
+23% more squared error on normal draws of 1,024 to 8,192 values (five sizes, three seeds, 4 and 6
+bits); `exact_tables` prevents this in conversions. tests/export/test_compress.py compares the bytes
+with coremltools' own.
 """
 
 from contextlib import contextmanager
@@ -27,7 +27,8 @@ MINUS_ZERO = 0x8000
 def stored_arrays(
     weight: WeightSource, values: torch.Tensor, peak: float, scratch: Scratch
 ) -> dict[str, np.ndarray]:
-    """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array element per weight.
+    """Role in the program (`val`; `data`, `scale`; `indices`, `lut`) → values as stored, one array
+    element per weight.
 
     Args:
         values: fp16, flat. The arrays may lie in `scratch`.

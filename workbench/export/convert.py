@@ -21,8 +21,8 @@ from workbench.errors import InputError
 from workbench.export.package import WEIGHTS, pin
 from workbench.export.shards import Spec
 
-# These passes fold neighbouring scales into convolution weights and round the product again: the stored weights
-# would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
+# These passes fold neighbouring scales into convolution weights and round the product again: the
+# stored weights would no longer be the checkpoint's (1.3e-3 against 1.9e-6 on one layer).
 FOLDING = [
     f"common::fuse_{n}"
     for n in ("conv_scale", "conv_bias", "conv_batchnorm", "elementwise_to_batchnorm")
@@ -66,7 +66,8 @@ def convert(
         excluded = {path for path, _ in module.named_parameters()} - compressed
         _compress(pipeline, options.preset, [f"{path}_to_fp16" for path in excluded])
     with quiet(), no_progress(), torch.no_grad():
-        Builder.name_count.clear()  # coremltools numbers the names it makes up through the life of the process
+        # coremltools numbers the names it makes up through the life of the process
+        Builder.name_count.clear()
         traced = torch.jit.trace(module.eval(), examples, check_trace=False)
         try:
             return ct.convert(
@@ -116,10 +117,11 @@ def save_functions(programs: dict[str, Path], package: Path) -> None:
 
 @contextmanager
 def lean():
-    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for every weight and a third of
-    the time; this one takes neither where no weight is beyond. Its garbage collection after a conversion takes half of a
-    small one's time; here it looks only at the objects of the conversion. Half of what is left goes with
-    `seldom_validated`, `quickly_solved` and `compressed_alone`."""
+    """Lowers three costs of coremltools. Its search for weights beyond fp16 takes 40 bytes for
+    every weight and a third of the time; this one takes neither where no weight is beyond. Its
+    garbage collection after a conversion takes half of a small one's time; here it looks only at
+    the objects of the conversion. Half of what is left goes with `seldom_validated`,
+    `quickly_solved` and `compressed_alone`."""
     from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 
     original = FP16ComputePrecision.fp16_overflow
@@ -205,10 +207,12 @@ def no_progress():
 
 
 def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
-    """Appends to `pipeline` the compression of every convolution's constants but those in `excluded`.
+    """Appends to `pipeline` the compression of every convolution's constants but those in
+    `excluded`.
 
-    Integer presets are linear and symmetric; lookup tables are k-means palettes, one per tensor. The pass comes last,
-    because coremltools' functions for it convert a second time, with the passes that fold.
+    Integer presets are linear and symmetric; lookup tables are k-means palettes, one per tensor.
+    The pass comes last, because coremltools' functions for it convert a second time, with the
+    passes that fold.
     """
     from coremltools.optimize import coreml as cto
 
@@ -233,7 +237,8 @@ def _compress(pipeline, preset: Preset, excluded: list[str]) -> None:
 
 
 def modules(model) -> dict[str, str]:
-    """Program value → path of the torch module it came from; layers counted from the shard's first."""
+    """Program value → path of the torch module it came from; layers counted from the shard's
+    first."""
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     paths = {}
@@ -247,7 +252,8 @@ def modules(model) -> dict[str, str]:
 
 
 def constants(model) -> dict[str, str]:
-    """Parameter path with underscores for dots → name of the program constant that holds it, after compression."""
+    """Parameter path with underscores for dots → name of the program constant that holds it, after
+    compression."""
     names = [
         op.outputs[0].name
         for op in model._mil_program.functions["main"].operations

@@ -1,10 +1,10 @@
 """Makes every shard of a bundle in the cheapest way that gives coremltools' own bytes.
 
-The first shard of each shape is converted. Its template is used only if refilling it reproduces the converted shard byte
-for byte, and if its smallest compressed weight is what coremltools' own functions give. Then
-threads stamp the others with NumPy, PyTorch and file writes. They start after the conversions,
-which hold the interpreter lock. Shards that fit no template are converted too. coremltools
-itself never runs in two threads.
+The first shard of each shape is converted. Its template is used only if refilling it reproduces the
+converted shard byte for byte, and if its smallest compressed weight is what coremltools' own
+functions give. Then threads stamp the others with NumPy, PyTorch and file writes. They start after
+the conversions, which hold the interpreter lock. Shards that fit no template are converted too.
+coremltools itself never runs in two threads.
 """
 
 import random
@@ -69,14 +69,16 @@ class Maker:
         return sum(sizes), max(sizes, default=0)
 
     def convert_first(self) -> Iterator[Shard]:
-        """The shards that an interrupted export finished, and one conversion for each shape (`plain`: all)."""
+        """The shards that an interrupted export finished, and one conversion for each shape
+        (`plain`: all)."""
         for spec in self.specs:
             shard = self.writer.finished(spec.name)
             if shard or self._shape(spec) not in self.templates:
                 yield shard or self.convert(spec)
 
     def stamp_all(self, others: Iterable[Spec], pool: ThreadPoolExecutor) -> Iterator[Shard]:
-        """Shards stamped by the threads of `pool`; those that fit no template are converted in this thread."""
+        """Shards stamped by the threads of `pool`; those that fit no template are converted in this
+        thread."""
         stamps = {pool.submit(self.stamp, spec): spec for spec in others}
         for stamp in as_completed(stamps):
             yield stamp.result() or self.convert(stamps[stamp])
@@ -94,7 +96,8 @@ class Maker:
         return self._record(spec, template.constants, modules, files, "stamped")
 
     def convert(self, spec: Spec) -> Shard:
-        """Converts and records a shard; the first of its shape becomes the template of the others."""
+        """Converts and records a shard; the first of its shape becomes the template of the
+        others."""
         constants, modules = self._convert(spec, self.writer.root, self.plain)
         files = self._files(spec, self.writer.root)
         if not self.plain and self._shape(spec) not in self.templates:
@@ -124,7 +127,8 @@ class Maker:
                 )
 
     def _shape(self, spec: Spec) -> str:
-        """Equal for shards whose conversions differ in nothing but weights and the names of their states."""
+        """Equal for shards whose conversions differ in nothing but weights and the names of their
+        states."""
         weights = [(w.path, w.shape, w.offset, w.compressed) for w in self.weights[spec.name]]
         layers = self.plan.layers[slice(*spec.layers)] if spec.kind != "expert" else []
         buffers = list(spec.buffers.values())
@@ -140,7 +144,8 @@ class Maker:
     def _convert(
         self, spec: Spec, folder: Path, plain: bool
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Converts a shard with coremltools into `folder`; `plain`: by its own code alone, if with its exact k-means.
+        """Converts a shard with coremltools into `folder`; `plain`: by its own code alone, if with
+        its exact k-means.
 
         Returns (parameter path → program value that holds it, program value → module path).
         """
@@ -235,7 +240,8 @@ def absolute_layer_path(path: str, first: int) -> str:
 
 
 def _taps(modules: dict[str, str], spec: Spec) -> dict[int, str]:
-    """Layer → name of the value holding its hidden output: the last value that came from its block."""
+    """Layer → name of the value holding its hidden output: the last value that came from its
+    block."""
     if spec.kind != "layers":
         return {}
     layers = {value: split_layer(path) for value, path in modules.items()}

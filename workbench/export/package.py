@@ -1,8 +1,9 @@
 """Writes the files of a shard's package so that equal programs and weights give equal bytes.
 
-coremltools writes a fresh date, random identifiers and map entries in any order; here the date is pinned, identifiers
-follow from what they name, and the model is serialized in canonical order. `weight.bin` is kept
-as it is. Two shards are therefore equal if their manifest entries (path, size, SHA-256) are.
+coremltools writes a fresh date, random identifiers and map entries in any order; here the date is
+pinned, identifiers follow from what they name, and the model is serialized in canonical order.
+`weight.bin` is kept as it is. Two shards are therefore equal if their manifest entries (path, size,
+SHA-256) are.
 """
 
 import json

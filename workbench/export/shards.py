@@ -44,8 +44,8 @@ HEAD_ROWS = 16_384
 class Spec:
     """One shard to make: its contents and the interface of its module.
 
-    Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state (`layers.3.k_state`) to where it lives, `buffers` each Core
-    ML state to its shape.
+    Shapes have ints and "T"; `rows` as in `bundle.Shard`. `states` maps a logical state
+    (`layers.3.k_state`) to where it lives, `buffers` each Core ML state to its shape.
     """
 
     name: str
@@ -75,7 +75,8 @@ def specs(plan: Plan, options: Options) -> Iterator[Spec]:
 
 
 def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
-    """The shard of decoder layers [first, last); with routed experts, of one layer up to its router."""
+    """The shard of decoder layers [first, last); with routed experts, of one layer up to its
+    router."""
     C, E = options.plane(plan.dims.C), options.plane(plan.experts + 1)
     kind, name, outputs = "layers", f"layers_{first:02d}_{last - 1:02d}", {HIDDEN: C}
     if options.moe == "routed":
@@ -89,7 +90,8 @@ def layers_spec(plan: Plan, options: Options, first: int, last: int) -> Spec:
 
 
 def layer_inputs(plan: Plan, options: Options, first: int, last: int) -> dict[str, list]:
-    """Inputs of a shard of layers [first, last): x, each rope table with its masks, write addresses, side inputs."""
+    """Inputs of a shard of layers [first, last): x, each rope table with its masks, write
+    addresses, side inputs."""
     attending = [layer for layer in plan.layers[first:last] if layer.attends]
     layers = {layer.rope: layer for layer in attending}
     inputs = {X: options.plane(plan.dims.C)}
@@ -151,7 +153,8 @@ def place_states(plan: Plan, options: Options, first: int, last: int):
 
 
 class LayerStack(nn.Module):
-    """Decoder layers run one after the other, each on its own states; inputs and outputs in the order of the spec."""
+    """Decoder layers run one after the other, each on its own states; inputs and outputs in the
+    order of the spec."""
 
     def __init__(self, blocks: list[nn.Module], spec: Spec):
         super().__init__()

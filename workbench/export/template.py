@@ -1,10 +1,10 @@
 """Makes shards of one shape from one conversion: their programs are equal, and only weight bytes
 differ.
 
-A `Template` is read from one plainly converted shard: where in its weight file and in its program each parameter lies.
-`press` writes another shard with its own weights in those places. coremltools also reads values:
-weights for which it would remove, merge or fold an operation raise `TemplateMismatch`, and the
-caller converts that shard.
+A `Template` is read from one plainly converted shard: where in its weight file and in its program
+each parameter lies. `press` writes another shard with its own weights in those places. coremltools
+also reads values: weights for which it would remove, merge or fold an operation raise
+`TemplateMismatch`, and the caller converts that shard.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ RECORD = struct.Struct("<IIQQ")  # sentinel, dtype, bytes of payload, its offset
 RECORD_SENTINEL = 0xDEADBEEF
 # constants that make coremltools drop the operation
 NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "real_div": 1.0}
-PREFIX = 100  # coremltools merges constants of one shape whose first 100 values are equal (and the rest nearly so)
+# coremltools merges constants of one shape whose first 100 values are equal, and the rest nearly so
+PREFIX = 100
 
 
 class TemplateMismatch(Exception):
@@ -113,13 +114,15 @@ class Template:
     def press(
         self, spec: Spec, weights: list[WeightSource], load: Callable, package: Path, clock: Clock
     ) -> list[FileEntry]:
-        """Writes `package`: this program with other `weights`. Returns its files, hashed while they were written.
+        """Writes `package`: this program with other `weights`. Returns its files, hashed while they
+        were written.
 
         Args:
             load: weight → its fp16 values, and by role the arrays that are stored for it.
 
         Raises:
-            TemplateMismatch: the converter would lay these weights out differently; no package is left.
+            TemplateMismatch: the converter would lay these weights out differently; no package is
+                left.
         """
         shutil.rmtree(package, ignore_errors=True)
         (package / WEIGHTS).parent.mkdir(parents=True)
@@ -233,7 +236,8 @@ def _refuse_twins(beginnings: set, weight: WeightSource, arrays: dict[str, np.nd
     kind and shape, same first values."""
     for role, array in arrays.items():
         if role == "lut" or len(array) == 1 or weight.tensor is None:
-            continue  # too few values for merging; `neutral` covers the zeros that stand for no tensor
+            # too few values for merging; `neutral` covers the zeros that stand for no tensor
+            continue
         beginning = array[:PREFIX] + array.dtype.type(0)  # -0 counts as 0
         key = role, weight.shape, len(array), beginning.tobytes()
         if key in beginnings:

@@ -28,8 +28,9 @@ MAX_SCALED = 32752.0
 
 @dataclass(frozen=True)
 class WeightSource:
-    """One parameter of a shard's module: `path` in the module, the checkpoint `tensor` it comes from (None: zeros) or some
-    `rows` of it, its shape there, what storage adds to it, and how it is compressed."""
+    """One parameter of a shard's module: `path` in the module, the checkpoint `tensor` it comes
+    from (None: zeros) or some `rows` of it, its shape there, what storage adds to it, and how it is
+    compressed."""
 
     path: str
     tensor: str | None

@@ -8,7 +8,8 @@ from workbench.bundle.names import KV_WRITE_MASK, POS
 
 
 class Cache:
-    """Named states over buffers of `module`; a write is in place, so that it becomes a state update in Core ML.
+    """Named states over buffers of `module`; a write is in place, so that it becomes a state update
+    in Core ML.
 
     Args:
         module: owner of the buffers.
@@ -32,8 +33,9 @@ class Cache:
     def append(self, name: str, rows, io: dict, suffix: str):
         """Writes `rows` [B, H_kv, T, D] of this call and returns the whole cache [B, H_kv, S, D].
 
-        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when its cache is a ring), one-hot
-        columns say which slot each token takes, a zero column none; with `pos` [1], tokens take slots pos … pos + T − 1.
+        With `kv_write_mask` [B, 1, S, T] (or the mask of this layer's rope table, when its cache is
+        a ring), one-hot columns say which slot each token takes, a zero column none; with `pos`
+        [1], tokens take slots pos … pos + T − 1.
         """
         if POS in io:
             state, pos = self.states[name], io[POS]

@@ -1,9 +1,11 @@
-"""Compressed convolutional attention (CCA, arXiv 2510.04476): ZAYA's attention, with the state its convolutions carry.
+"""Compressed convolutional attention (CCA, arXiv 2510.04476): ZAYA's attention, with the state its
+convolutions carry.
 
-Queries and keys are mixed over time by two short convolutions and pulled towards their means; half of the value channels
-are the previous token's. Beyond K and V a layer therefore keeps `conv_state` [B, 2, (H + H_kv)·D], the last two inputs of
-the convolutions, oldest first, and `v_delayed_state` [B, 1, H_kv·D / 2]. Both start as zeros, and
-keep t_max earlier ones besides where tokens can be undone.
+Queries and keys are mixed over time by two short convolutions and pulled towards their means; half
+of the value channels are the previous token's. Beyond K and V a layer therefore keeps `conv_state`
+[B, 2, (H + H_kv)·D], the last two inputs of the convolutions, oldest first, and `v_delayed_state`
+[B, 1, H_kv·D / 2]. Both start as zeros, and keep t_max earlier ones besides where tokens can be
+undone.
 """
 
 import torch
@@ -52,7 +54,8 @@ class Projection(nn.Module):
         return q, k, s.heads(v, s.H_kv)
 
     def means(self, q, k):
-        """Mean of each query with its group's key, and the mean of those over the group; [B, H, T, D], [B, H_kv, T, D]."""
+        """Mean of each query with its group's key, and the mean of those over the group; [B, H, T,
+        D], [B, H_kv, T, D]."""
         s = self.shape
         groups = s.B * s.H_kv
         mean_q = (q.reshape(groups, s.H // s.H_kv, -1, s.D) + k.reshape(groups, 1, -1, s.D)) * 0.5
@@ -84,7 +87,8 @@ class QKNorm(nn.Module):
 
 
 class CompressedConvAttention(nn.Module):
-    """CCA over a cache of states: x → [B, C, T, 1]; rope turns the first `rotary` dims of each head."""
+    """CCA over a cache of states: x → [B, C, T, 1]; rope turns the first `rotary` dims of each
+    head."""
 
     def __init__(self, C: int, shape: AttentionGeometry, *, rotary: int):
         super().__init__()

@@ -31,7 +31,8 @@ FETCH = f"{paths.fetch()}, or git lfs pull"
 
 
 class Entry(NamedTuple):
-    """Where a tensor is: its file, dtype as safetensors spells it, shape, and first byte in the file."""
+    """Where a tensor is: its file, dtype as safetensors spells it, shape, and first byte in the
+    file."""
 
     file: Path
     dtype: str
@@ -40,7 +41,8 @@ class Entry(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint folder, or the name of a model in the Hub's local cache: `config` (transformers' own object) and `tensor(name)`.
+    """A checkpoint folder, or the name of a model in the Hub's local cache: `config` (transformers'
+    own object) and `tensor(name)`.
 
     Raises:
         InputError: nothing there, something else (a bundle, GGUF weights, the name of a model on
@@ -77,7 +79,8 @@ class Checkpoint:
 
     @cached_property
     def config(self):
-        """transformers' configuration, text part, with its defaults filled in; what transformers refuses is refused."""
+        """transformers' configuration, text part, with its defaults filled in; what transformers
+        refuses is refused."""
         import transformers
         from huggingface_hub.errors import StrictDataclassError
 
@@ -106,7 +109,8 @@ class Checkpoint:
 
     @cached_property
     def eos(self) -> list[int]:
-        """Tokens that end a text. As in transformers' `generate`, generation_config.json alone decides where there is one."""
+        """Tokens that end a text. As in transformers' `generate`, generation_config.json alone
+        decides where there is one."""
         own = self.path / GENERATION
         eos = _read_json(own).get("eos_token_id") if own.is_file() else self.config.eos_token_id
         tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -170,8 +174,8 @@ class Checkpoint:
     def chunks(
         self, name: str, rows: slice | None = None, buffer: bytearray | None = None
     ) -> Iterator[torch.Tensor]:
-        """The values of tensor `name` (or of some rows) in order: flat pieces in the stored dtype, each read into `buffer`
-        (its size is theirs), so a piece is gone when the next one comes."""
+        """The values of tensor `name` (or of some rows) in order: flat pieces in the stored dtype,
+        each read into `buffer` (its size is theirs), so a piece is gone when the next one comes."""
         file, dtype, shape, first = self._entry(name)
         if dtype not in KINDS:
             raise InputError(
@@ -233,7 +237,8 @@ def _reading(path: Path):
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, after checking that the file is as long as its header says."""
+    """The tensors of a safetensors file, after checking that the file is as long as its header
+    says."""
     if not path.is_file():
         raise InputError(
             str(path),
@@ -276,7 +281,8 @@ def random(
     noise: Callable[[torch.Size], torch.Tensor] | None = None,
     **config,
 ) -> Path:
-    """Writes a Hugging Face folder of random weights and any dimensions, never holding more than one shard.
+    """Writes a Hugging Face folder of random weights and any dimensions, never holding more than
+    one shard.
 
     Args:
         path: the new folder.
@@ -285,8 +291,8 @@ def random(
         shard_bytes: size at which a new safetensors file is begun.
         noise: values of variance 1 around 0 for a shape (default: normal ones from `seed`).
 
-    Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around 0: signals keep their size,
-    and nothing is at a value (0, 1) that would hide a missing ingredient.
+    Linear weights have variance 1/fan_in, norms and scales lie around 1, biases around 0: signals
+    keep their size, and nothing is at a value (0, 1) that would hide a missing ingredient.
     """
     import transformers
     from safetensors.torch import save_file

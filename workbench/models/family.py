@@ -17,15 +17,17 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Plan:
-    """A family's reading of a configuration: all that the export and the host need beyond the layers themselves.
+    """A family's reading of a configuration: all that the export and the host need beyond the
+    layers themselves.
 
-    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and `scale` applied as
-    (e + bias) · scale. `side_states` maps, for each layer, a further state's name to its shape
-    after the batch axis (none: no layer has any); those of convolutions hold their last `tail`
-    inputs. `router_width` R and `experts` E are those of a mixture of experts. The residual stream
-    is kept as 2^-residual_exponent of the model's. `names` maps a part of a parameter's path
-    (`q_norm`) to the checkpoint's name for it, where that is another one. The plan holds for caches
-    of up to `max_positions` tokens (None: any). `close_eps` and `norm_offset` are those of its norms.
+    `embedding_scale` multiplies embeddings; `embedding` names the checkpoint vectors [C] `bias` and
+    `scale` applied as (e + bias) · scale. `side_states` maps, for each layer, a further state's
+    name to its shape after the batch axis (none: no layer has any); those of convolutions hold
+    their last `tail` inputs. `router_width` R and `experts` E are those of a mixture of experts.
+    The residual stream is kept as 2^-residual_exponent of the model's. `names` maps a part of a
+    parameter's path (`q_norm`) to the checkpoint's name for it, where that is another one. The plan
+    holds for caches of up to `max_positions` tokens (None: any). `close_eps` and `norm_offset` are
+    those of its norms.
     """
 
     config: Any
@@ -114,8 +116,8 @@ def rope(config, layer_type: str | None = None, name: str = "", kinds=ROPE_TYPES
 def alternating(
     config, full: str, sliding: str, kinds=ROPE_TYPES
 ) -> tuple[list[Rope], list[Layer]]:
-    """Rotary tables and layers of a configuration whose `layer_types` are full or sliding attention; where both occur,
-    the tables are named `global` and `local`."""
+    """Rotary tables and layers of a configuration whose `layer_types` are full or sliding
+    attention; where both occur, the tables are named `global` and `local`."""
     if unknown := set(config.layer_types) - {full, sliding}:
         refuse(config, f"layer types {sorted(unknown)}", f"{full} or {sliding}")
     if sliding in config.layer_types and not config.sliding_window:

@@ -1,7 +1,9 @@
-"""Gemma 3 (text): four norms of 1 + γ, per-head q/k norm, local and global attention with a rotary base each.
+"""Gemma 3 (text): four norms of 1 + γ, per-head q/k norm, local and global attention with a rotary
+base each.
 
-Its residual stream outgrows fp16 (peaks of 292,969 are reported), so shards keep it as 2^-exponent of the model's:
-embeddings and whatever a layer adds are scaled down by a power of two, and the norms that read it scale eps along.
+Its residual stream outgrows fp16 (peaks of 292,969 are reported), so shards keep it as 2^-exponent
+of the model's: embeddings and whatever a layer adds are scaled down by a power of two, and the
+norms that read it scale eps along.
 """
 
 import math
@@ -23,7 +25,8 @@ CHUNK = 16_384  # rows of the embedding table read at a time
 
 
 class GemmaDecoderLayer(nn.Module):
-    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and 2^-residual_exponent of the model's."""
+    """One decoder layer: x → hidden, both [B, C, T, 1] or [B, C, 1, T] and 2^-residual_exponent of
+    the model's."""
 
     def __init__(self, plan: Plan, index: int, options: Options):
         super().__init__()
@@ -72,9 +75,11 @@ def plan(config) -> Plan:
 
 
 def settle(plan: Plan, source: Checkpoint) -> Plan:
-    """The plan with the smallest residual exponent that keeps the stream inside fp16 whatever the input.
+    """The plan with the smallest residual exponent that keeps the stream inside fp16 whatever the
+    input.
 
-    No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding norms bound every channel.
+    No channel of an RMSNorm over C exceeds √C · |weight|, so embeddings and adding norms bound
+    every channel.
     """
     bound = torch.zeros(plan.dims.C)
     for start in range(0, plan.dims.V, CHUNK):

@@ -30,7 +30,8 @@ NORMAL = (MIN_NORMAL, MAX_FP16)  # magnitudes that fp16 holds in full precision
 
 @lru_cache
 def split(value: float) -> tuple[float, ...]:
-    """fp16 factors of `value`: itself when fp16 holds it, else two whose product is within about 1e-7 of it."""
+    """fp16 factors of `value`: itself when fp16 holds it, else two whose product is within about
+    1e-7 of it."""
     if value == 0 or float(np.float16(value)) == value:
         return (value,)
     start = np.float16(abs(value) ** 0.5).view(np.uint16)
@@ -64,7 +65,8 @@ def by_peak(x, dim: int):
 
 
 class Conv(nn.Module):
-    """A convolution with weight [outputs, inputs / groups, *kernel]; by default a linear layer as a 1×1 convolution."""
+    """A convolution with weight [outputs, inputs / groups, *kernel]; by default a linear layer as a
+    1×1 convolution."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool = False, *, kernel=(1, 1), groups: int = 1
@@ -83,7 +85,8 @@ class RMSNorm(nn.Module):
 
     Args:
         offset: what the stored weight adds to the checkpoint's (1 for Gemma's `1 + γ`).
-        exponent: x is 2^-exponent of the model's, so eps is scaled along and the result is the model's.
+        exponent: x is 2^-exponent of the model's, so eps is scaled along and the result is the
+            model's.
         gain: power of two that multiplies the result before its weight does.
         close_eps: keep eps as three factors (see `split_closely`).
     """
@@ -118,10 +121,12 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """Static sizes of one attention layer: S slots of cache, H query heads on H_kv key/value heads of D channels.
+    """Static sizes of one attention layer: S slots of cache, H query heads on H_kv key/value heads
+    of D channels.
 
-    Traced code takes sizes from here: reading them off a tensor would put shape arithmetic into the program. T is the
-    only free size and is always the -1 of a reshape. `suffix` is that of the layer's rope and mask inputs.
+    Traced code takes sizes from here: reading them off a tensor would put shape arithmetic into the
+    program. T is the only free size and is always the -1 of a reshape. `suffix` is that of the
+    layer's rope and mask inputs.
     """
 
     B: int
@@ -133,7 +138,8 @@ class AttentionGeometry:
     suffix: str = ""
 
     def plane(self, x, width: int):
-        """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or [B, width, 1, T] (bc1t)."""
+        """[B, ..., T] of `width` channels in all → [B, width, T, 1] (layout bct1) or [B, width, 1,
+        T] (bc1t)."""
         return x.reshape(self.B, width, *((-1, 1) if self.layout == "bct1" else (1, -1)))
 
     def heads(self, x, count: int):
@@ -145,9 +151,11 @@ class AttentionGeometry:
         return self.plane(x.transpose(2, 3), self.H * self.D)
 
     def rotate(self, x, io: dict, width: int):
-        """Rotary embedding on the first `width` of the D dims of x [B, H, T, D]; rope_cos, rope_sin [B, 1, T, width/2].
+        """Rotary embedding on the first `width` of the D dims of x [B, H, T, D]; rope_cos, rope_sin
+        [B, 1, T, width/2].
 
-        Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from `width` on pass through.
+        Dims i and i + width/2 form a pair (transformers' `rotate_half`); dims from `width` on pass
+        through.
         """
         a, b, rest = x[..., : width // 2], x[..., width // 2 : width], x[..., width:]
         cos, sin = io[ROPE_COS + self.suffix], io[ROPE_SIN + self.suffix]
@@ -155,10 +163,11 @@ class AttentionGeometry:
         return torch.cat(parts if width == self.D else [*parts, rest], dim=-1)
 
     def attend(self, q, k, v, cache: Cache, io: dict):
-        """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v over all of it.
+        """Appends k, v [B, H_kv, T, D] to the cache and returns softmax(q kᵀ + mask) v over all of
+        it.
 
-        q [B, H, T, D] is already scaled. The query heads of one group are rows of one product, so nothing is repeated
-        and no tensor has rank 5.
+        q [B, H, T, D] is already scaled. The query heads of one group are rows of one product, so
+        nothing is repeated and no tensor has rank 5.
         """
         k, v = cache.append(K_STATE, k, io, self.suffix), cache.append(V_STATE, v, io, self.suffix)
         mask = io[ATTN_MASK + self.suffix]
@@ -263,8 +272,8 @@ class GatedMLP(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T, 1], which are
-    divided by `divisor`."""
+    """Final norm and one slice of the vocabulary: x [B, C, T, 1] → logits [B, rows, T, 1], which
+    are divided by `divisor`."""
 
     def __init__(self, norm: RMSNorm, C: int, rows: int, divisor: float = 1.0):
         super().__init__()

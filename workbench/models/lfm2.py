@@ -29,7 +29,8 @@ head = llama.head
 
 
 def plan(config) -> Plan:
-    """The plan of an LFM 2 model; its configuration is given Llama's names for the fields that LFM 2 names differently."""
+    """The plan of an LFM 2 model; its configuration is given Llama's names for the fields that LFM
+    2 names differently."""
     layers = hybrid_layers(config, "conv")
     if config.conv_L_cache < 2:
         refuse(config, f"conv_L_cache = {config.conv_L_cache}", "at least two taps")

@@ -1,8 +1,8 @@
 """A mixture of experts with one expert per token: a router with a state from the layer before, and
 stacked experts.
 
-Experts run all together, weighted by one-hot probabilities (dense), or one by one as the host picks them (routed). The
-class after the last expert is the skip class: it adds nothing.
+Experts run all together, weighted by one-hot probabilities (dense), or one by one as the host picks
+them (routed). The class after the last expert is the skip class: it adds nothing.
 """
 
 import torch
@@ -25,10 +25,11 @@ class RouterMLP(nn.Module):
 
 
 class Router(nn.Module):
-    """x, the previous layer's router state → its own state [B, R, T, 1], probabilities and scores [B, E + 1, T, 1].
+    """x, the previous layer's router state → its own state [B, R, T, 1], probabilities and scores
+    [B, E + 1, T, 1].
 
-    Scores are probabilities plus balancing biases: their maximum chooses, the probability weighs. The first layer has no
-    state before it; a scale of zeros gives it the shape of the others.
+    Scores are probabilities plus balancing biases: their maximum chooses, the probability weighs.
+    The first layer has no state before it; a scale of zeros gives it the shape of the others.
     """
 
     def __init__(self, C: int, R: int, experts: int, eps: float, first: bool):

@@ -1,5 +1,5 @@
-"""Qwen 3.5 (text): gated DeltaNet in most layers, gated attention with q/k norm in the others; norms
-of 1 + γ, but for that of DeltaNet's own outputs."""
+"""Qwen 3.5 (text): gated DeltaNet in most layers, gated attention with q/k norm in the others;
+norms of 1 + γ, but for that of DeltaNet's own outputs."""
 
 from dataclasses import replace
 from functools import partial

@@ -9,9 +9,10 @@ decay. For the T tokens of a call, with the `Decays` of their g,
 
 Columns that hold no token have order 0: they decay nothing, and their k or v must be zeros.
 
-With a pending state the matrix lacks the last call's tokens: their k, v and g are kept, and the next
-call adds those that `accept` marks. With a remainder state the matrix is a pair, which together
-has twice the digits of fp16: what a call adds is not lost where it is small beside the matrix.
+With a pending state the matrix lacks the last call's tokens: their k, v and g are kept, and the
+next call adds those that `accept` marks. With a remainder state the matrix is a pair, which
+together has twice the digits of fp16: what a call adds is not lost where it is small beside the
+matrix.
 """
 
 from typing import NamedTuple
@@ -59,7 +60,8 @@ def constant(values: np.ndarray) -> torch.Tensor:
 
 
 def matrix_before(cache: Cache, io: dict):
-    """The matrix [B, H, K, V] of all tokens before this call; pending ones are added to its state."""
+    """The matrix [B, H, K, V] of all tokens before this call; pending ones are added to its
+    state."""
     matrix = cache.read(MATRIX_STATE)
     if PENDING_STATE not in cache.states:
         return matrix

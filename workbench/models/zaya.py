@@ -1,4 +1,5 @@
-"""ZAYA1: compressed convolutional attention, one expert per token, learned scales on both sides of every residual sum."""
+"""ZAYA1: compressed convolutional attention, one expert per token, learned scales on both sides of
+every residual sum."""
 
 import torch
 from torch import nn
@@ -46,9 +47,11 @@ class ResidualScaling(nn.Module):
 
 
 class ZayaDecoderLayer(nn.Module):
-    """One decoder layer: x → hidden; reads the router state of the layer before and leaves its own in `io`.
+    """One decoder layer: x → hidden; reads the router state of the layer before and leaves its own
+    in `io`.
 
-    With routed experts it ends at the router: `io` gets what the host and the expert shards need to finish the layer.
+    With routed experts it ends at the router: `io` gets what the host and the expert shards need to
+    finish the layer.
     """
 
     def __init__(self, plan: Plan, index: int, options: Options):

@@ -49,7 +49,8 @@ _QUESTIONS = {
     "36_first_light": "What does Core ML do on a Mac that nobody could say before: where do states "
     "run, and what is a call's cost?",
     "37_other_exporters": "Do other exporters' packages compute the model?",
-    "38_recurrent_state": "What does a state that does not grow lose, what does undoing cost, and where does it win?",
+    "38_recurrent_state": "What does a state that does not grow lose, what does undoing cost, "
+    "and where does it win?",
     "40_apple_interpreter": "Does Apple's own interpreter say what the portable runtime says?",
 }
 EXPERIMENTS = {name[:2]: Experiment(name[:2], name, text) for name, text in _QUESTIONS.items()}

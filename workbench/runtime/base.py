@@ -1,7 +1,8 @@
 """The interface between a shard and the runtime that executes it, and the checks that all runtimes
 share.
 
-NumPy arrays at the boundary, float32 in and out; states under their logical names (`layers.3.k_state`).
+NumPy arrays at the boundary, float32 in and out; states under their logical names
+(`layers.3.k_state`).
 """
 
 import math
@@ -51,8 +52,9 @@ class Model(Protocol):
 class State:
     """Logical states of one shard for one batch of sequences, over a runtime's `raw` state.
 
-    A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under Core ML's names.
-    `read(name)` copies a state out; `write(name, value)` replaces it (shape and dtype as `read` gives them).
+    A raw state has `read(tensor)` and `write(tensor, value)` for whole tensors under Core ML's
+    names. `read(name)` copies a state out; `write(name, value)` replaces it (shape and dtype as
+    `read` gives them).
     """
 
     def __init__(self, shard: Shard, raw):
@@ -139,8 +141,9 @@ def check_outputs(
 def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None:
     """Compares the inputs, states and outputs of a shard in the manifest with those of its package.
 
-    Compared are the names of inputs, outputs and states, every size, the dtypes that the contract says (`pos` int32, floats
-    for all else), and whether the axis T takes 1 to t_max tokens, or t_max alone where the package fixes it.
+    Compared are the names of inputs, outputs and states, every size, the dtypes that the contract
+    says (`pos` int32, floats for all else), and whether the axis T takes 1 to t_max tokens, or
+    t_max alone where the package fixes it.
 
     Raises:
         InputError: names the first value that differs.

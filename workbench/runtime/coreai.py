@@ -1,5 +1,5 @@
-"""Runs `.aimodel` shards with Apple's Core AI: its CPU interpreter on Linux and macOS before 27, the
-system's own runtime from macOS 27 on, which may use devices. Nothing here was run on a Mac.
+"""Runs `.aimodel` shards with Apple's Core AI: its CPU interpreter on Linux and macOS before 27,
+the system's own runtime from macOS 27 on, which may use devices. Nothing here was run on a Mac.
 """
 
 import asyncio
@@ -147,7 +147,8 @@ async def _load(package: Path):
 
 
 def interface(described, t_max: int) -> SimpleNamespace:
-    """A function's inputs, states and outputs as `check_interface` reads those of a Core ML program."""
+    """A function's inputs, states and outputs as `check_interface` reads those of a Core ML
+    program."""
 
     def kinds(names: list[str], descriptor, free) -> dict[str, Type]:
         each = {name: descriptor(name) for name in names}

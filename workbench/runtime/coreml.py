@@ -1,7 +1,8 @@
-"""Runs a shard through coremltools and Core ML (macOS 15 or later). None of it has been run on a device off a Mac.
+"""Runs a shard through coremltools and Core ML (macOS 15 or later). None of it has been run on a
+device off a Mac.
 
-Shards are compiled once and stored beside the bundle, under a hash of their files, coremltools and macOS; every later
-process loads the compiled model.
+Shards are compiled once and stored beside the bundle, under a hash of their files, coremltools and
+macOS; every later process loads the compiled model.
 """
 
 import ctypes
@@ -44,7 +45,8 @@ STATE = (
 
 @dataclass(frozen=True)
 class Placed:
-    """One compute operation of a compute plan: where Core ML prefers to run it, what else could, its share of the cost.
+    """One compute operation of a compute plan: where Core ML prefers to run it, what else could,
+    its share of the cost.
 
     `preferred` is ane, gpu or cpu; None if the plan does not contain it. `cost` is a fraction of
     the model's cost, not a time.
@@ -237,7 +239,8 @@ def compute_plan(
 
 
 def compiled_path(bundle: Bundle, shard: Shard) -> Path:
-    """Path of a shard's compiled model, beside the bundle; its name is a hash of the shard's files, coremltools, macOS."""
+    """Path of a shard's compiled model, beside the bundle; its name is a hash of the shard's files,
+    coremltools, macOS."""
     versions = coremltools().__version__, platform.mac_ver()[0], platform.version()
     sources = [sorted((f.path, f.sha256) for f in shard.files), *versions]
     key = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:16]

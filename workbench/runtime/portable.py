@@ -37,10 +37,10 @@ class Cells:
 class PortableModel:
     """One shard, executed operation by operation.
 
-    States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook (see
-    `miltorch.interpret`); without one nothing is called. With `fast`, `declared` calls take the decode path
-    (`miltorch.fast.program`) unless a hook is set; the literal graph is made ready when first
-    needed, and runs what the decode path does not take.
+    States hold fp16 values in `declared` and `narrow`, float32 in `exact`. `hooked` sets a hook
+    (see `miltorch.interpret`); without one nothing is called. With `fast`, `declared` calls take
+    the decode path (`miltorch.fast.program`) unless a hook is set; the literal graph is made ready
+    when first needed, and runs what the decode path does not take.
     """
 
     last_native_ms = None

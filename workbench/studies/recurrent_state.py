@@ -25,8 +25,8 @@ from workbench.models import family_of
 from workbench.models.recurrence import expm1, write_pair
 
 WIDTH, BETA = 32, 0.1  # of keys and values; how far each token corrects the matrix
-# what six independent roundings of at most 2^-11 leave: k S, its decay, v less it, times β, the outer
-# product, the matrix
+# what six independent roundings of at most 2^-11 leave: k S, its decay, v less it, times β, the
+# outer product, the matrix
 ROUNDED = 6**0.5 * 2.0**-11
 SCALED, ADDED, PAIR = "S · exp g", "S + S · expm1 g", "the same, a pair of states"
 CONFIGS: dict[str, tuple[str, str, dict]] = {
@@ -267,7 +267,8 @@ def conclusion(errors: pd.DataFrame, prices: pd.DataFrame, sizes: pd.DataFrame) 
     for name, one in cost.iloc[1:].iterrows():
         ratio = one / cost.iloc[0]
         lines.append(
-            f"{name}: {ratio['state_bytes']:.2f} times the bytes of states, {one['ms']:.2f} ms a call "
+            f"{name}: {ratio['state_bytes']:.2f} times the bytes of states, "
+            f"{one['ms']:.2f} ms a call "
             f"({one['fastest']:.2f} to {one['slowest']:.2f}) against {cost['ms'].iloc[0]:.2f} "
             f"({cost['fastest'].iloc[0]:.2f} to {cost['slowest'].iloc[0]:.2f}), "
             f"{ratio['error']:.2f} times the error of the matrices."
