@@ -136,14 +136,10 @@ class Bytecode(Recorder):
         return known
 
     def _operation(self, kind: str, attributes: dict, inputs: list[int], out: int) -> None:
-        if kind in ("read_state", "write_state"):
-            source, target = (
-                (self.cells[inputs[0]], self._new(out))
-                if kind == "read_state"
-                else (self._value(inputs[1]), self.cells[inputs[0]])
-            )
-            need_instruction(source.shape == target.shape)
-            return self._strided(machine.COPY, target, source)
+        if kind == "read_state":
+            return self._copy(self.cells[inputs[0]], self._new(out))
+        if kind == "write_state":
+            return self._copy(self._value(inputs[1]), self.cells[inputs[0]])
         values = [self._value(i) for i in inputs]
         operands = {self.values[i].dtype for i in inputs}
         result = self._new(out, torch.bool if kind == "equal" else torch.float16, kind)
@@ -163,23 +159,30 @@ class Bytecode(Recorder):
             clipped = self._keep(torch.empty(x.shape))
             self._strided(machine.MAX, clipped, x, next(bounds))
             self._strided(machine.MIN, result, clipped, next(bounds))
-        elif kind == "softmax":
-            axis = attributes.get("axis", -1)
-            self._rows(machine.SOFTMAX, result.movedim(axis, -1), x.movedim(axis, -1))
         elif kind in REDUCTIONS or kind == "reduce_argmax":
             self._reduce(kind, attributes, result, x)
+        else:
+            self._placed_operation(kind, attributes, result, values)
+
+    def _placed_operation(
+        self, kind: str, attributes: dict, result: torch.Tensor, values: list[torch.Tensor]
+    ) -> None:
+        """An operation whose elements depend on others than those of the same place."""
+        x, *others = values
+        if kind == "softmax":
+            axis = attributes.get("axis", -1)
+            self._rows(machine.SOFTMAX, result.movedim(axis, -1), x.movedim(axis, -1))
         elif kind == "concat":
             need_instruction(not attributes.get("interleave", False))
             sizes = [value.shape[attributes["axis"]] for value in values]
             for value, part in zip(values, result.split(sizes, attributes["axis"]), strict=True):
                 self._strided(machine.COPY, part, value)
         elif kind == "slice_update":
+            need_instruction(len(others) == 1)
             part = OPERATIONS["slice_by_index"].function(result, **attributes)
-            need_instruction(
-                shared(part, result) and part.shape == others[0].shape and len(others) == 1
-            )
-            self._strided(machine.COPY, result, x)
-            self._strided(machine.COPY, part, others[0])
+            need_instruction(shared(part, result))
+            self._copy(x, result)
+            self._copy(others[0], part)
         elif kind == "matmul":
             x = x.transpose(-1, -2) if attributes.get("transpose_x", False) else x
             y = others[0].transpose(-1, -2) if attributes.get("transpose_y", False) else others[0]
@@ -187,6 +190,10 @@ class Bytecode(Recorder):
         else:
             need_instruction(kind == "conv")
             self._convolution(attributes, result, *values)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        need_instruction(source.shape == target.shape)
+        self._strided(machine.COPY, target, source)
 
     def _view(self, function, inputs: list[int], outputs: list[int]) -> None:
         """A call that only moves values, as views of its operand, which is made dense first where

@@ -304,16 +304,10 @@ def _linear(code, scratch, threads):
     """Fields: result [B, R, T], x, strides of its axes B, K and T in bytes, B, K, T, R, weight, its
     form (`products.Linear.form`), scales, bias."""
     out, x, sB, sK, sT, B, K, T, R, weight, form, scale, bias = code[1:14]
-    N, scales, result = B * T, carray(_floats(scale), (R,)), carray(_floats(out), (B, R, T))
+    N, result = B * T, carray(_floats(out), (B, R, T))
     if N == 1:
         row, flat = _picked(x, sK, K, scratch), carray(_floats(out), (R,))
-        if form == 1:
-            _one(carray(_bytes(weight), (R, K)), scales, row, flat, threads)
-        elif form == 2:
-            _one(carray(_halves(weight), (R, K)), scales, row, flat, threads)
-        else:
-            vectors = row.reshape(1, K)
-            _packed_product(form, weight, scale, R, K, vectors, flat.reshape(R, 1), threads)
+        _one_product(form, weight, scale, row, flat, threads)
     else:
         padded = tiles.whole_tiles(N) if form <= 2 else packed.whole_vectors(N)
         rows = carray(_floats(scratch), (padded, K))
@@ -321,16 +315,7 @@ def _linear(code, scratch, threads):
             start = x + n // T * sB + n % T * sT
             for k in range(K):
                 rows[n, k] = carray(_floats(start + k * sK), (1,))[0]
-        if form == 1:
-            tiles.few(carray(_bytes(weight), (R, K)), scales, rows, result, threads)
-        elif form == 2:
-            tiles.few(carray(_halves(weight), (R, K)), scales, rows, result, threads)
-        else:
-            products = np.empty((R, padded), np.float32)
-            _packed_product(form, weight, scale, R, K, rows, products, threads)
-            for r in range(R):
-                for n in range(N):
-                    result[n // T, r, n % T] = products[r, n]
+        _few_products(form, weight, scale, rows, result, threads)
     if bias:
         offsets = carray(_floats(bias), (R,))
         for b in range(B):
@@ -342,8 +327,38 @@ def _linear(code, scratch, threads):
 
 
 @njit
-def _packed_product(form, weight, scale, R, K, x, out, threads):
+def _one_product(form, weight, scale, x, out, threads):
+    """out [R] = weight [R, K] @ x [K]; addresses of the weight and its scales."""
+    R, K, scales = len(out), len(x), carray(_floats(scale), (len(out),))
+    if form == 1:
+        _one(carray(_bytes(weight), (R, K)), scales, x, out, threads)
+    elif form == 2:
+        _one(carray(_halves(weight), (R, K)), scales, x, out, threads)
+    else:
+        _packed_product(form, weight, scale, x.reshape(1, K), out.reshape(R, 1), threads)
+
+
+@njit
+def _few_products(form, weight, scale, x, out, threads):
+    """out [B, R, T] = x [N, K] by the weight [R, K], N being B · T or more."""
+    (B, R, T), (N, K) = out.shape, x.shape
+    scales = carray(_floats(scale), (R,))
+    if form == 1:
+        tiles.few(carray(_bytes(weight), (R, K)), scales, x, out, threads)
+    elif form == 2:
+        tiles.few(carray(_halves(weight), (R, K)), scales, x, out, threads)
+    else:
+        products = np.empty((R, N), np.float32)
+        _packed_product(form, weight, scale, x, products, threads)
+        for r in range(R):
+            for n in range(B * T):
+                out[n // T, r, n % T] = products[r, n]
+
+
+@njit
+def _packed_product(form, weight, scale, x, out, threads):
     """out [R, N] = x [N, K] by the packed weight [R, K] at an address."""
+    R, K = len(out), x.shape[1]
     codes = carray(_codes(weight), (R, K * 3 // 4 if form == packed.LUT6 else K // 2))
     factors = carray(_halves(scale), (R * max(65, K // 32),))  # no fewer than there are
     packed._product(form, codes, factors, x, out, threads)

@@ -75,10 +75,7 @@ def error_command(
     exact_runtime(opened)
     text_options = {"prompt": prompt, "text": text, "tokens": tokens, "tokenizer": source.path}
     ids = prompt_of(golden, prompt_ids, opened.manifest.dims.V, **text_options)
-    if golden:
-        reference = Golden.load(golden)
-    else:
-        reference = make_golden(source, ids)
+    reference = Golden.load(golden) if golden else make_golden(source, ids)
     how = {"runtime": runtime, "compute_units": compute_units}
     splits = error.split_error(source, opened, ids, reference=reference, **how, progress=not json)
     frames = {"layers": splits["isolated"].layers(), "chained": splits["chained"].layers()}

@@ -88,9 +88,12 @@ def export_command(
     exported = workbench.export.export(checkpoint, bundle, **how, **options)
     seconds = time.perf_counter() - start
     result = {"bundle": str(bundle)} | _export_result(exported, seconds)
+    show(result, json, [_export_line(result)])
+
+
+def _export_line(result: dict) -> str:
     line = "{bundle}: {family}, {layers} layers in {shards} shards ({stamped} stamped), "
-    size = f"{exported.bytes / 2**20:.1f} MiB, {seconds:.1f} s"
-    show(result, json, [line.format(**result) + size])
+    return line.format(**result) + f"{result['bytes'] / 2**20:.1f} MiB, {result['seconds']:.1f} s"
 
 
 def _export_result(bundle, seconds: float) -> dict:

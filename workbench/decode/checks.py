@@ -34,3 +34,25 @@ def sequence(value, batch: int) -> int:
 
 def count(value, subject: str) -> int:
     return whole_number(value, subject, "a whole number, 0 or more", "give such a number")
+
+
+def nothing_before(after) -> None:
+    """Refuses to continue sequences whose prompts another bundle runs."""
+    if after is not None:
+        raise InputError(
+            "prefill by another bundle",
+            "sequences to continue",
+            "prompts that begin with an empty cache",
+            "give the whole prompt",
+        )
+
+
+def tokens_after(snapshots: list, prompts: list[list[int]]) -> None:
+    """Refuses a snapshot (None: there is none) with an empty prompt."""
+    if any(snapshot and not prompt for snapshot, prompt in zip(snapshots, prompts)):
+        raise InputError(
+            "prompt after a snapshot",
+            "no token",
+            "at least one token, whose logits give the next one",
+            "trim the snapshot by a token and give that one",
+        )

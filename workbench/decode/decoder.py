@@ -370,26 +370,12 @@ class Decoder:
         stops = _each(list(stop), B) if B > 1 and len(stop) and np.ndim(stop[0]) else [stop] * B
         limits = [checks.count(limit, "new tokens") for limit in _each(max_new, B)]
         samplings = _each(sampling, B)
-        if prefill and after is not None:
-            raise InputError(
-                "prefill by another bundle",
-                "sequences to continue",
-                "prompts that begin with an empty cache",
-                "give the whole prompt",
-            )
+        if prefill:
+            checks.nothing_before(after)
         if after == "running":
             self._check_room(prompts, limits, self.offsets)
         else:
-            snapshots = _each(after, B)
-            if any(s and not prompt for s, prompt in zip(snapshots, prompts)):
-                raise InputError(
-                    "prompt after a snapshot",
-                    "no token",
-                    "at least one token, whose logits give the next one",
-                    "trim the snapshot by a token and give that one",
-                )
-            self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
-            self.begin(snapshots)
+            self._begin_after(_each(after, B), prompts, limits)
         logits, times = (prefill or self.prefill)(prompts).reshape(B, -1), self.times
         self.run = run = object()
         tokens: list[int | None] = [None] * B
@@ -413,6 +399,12 @@ class Decoder:
                 tokens = [tokens[seq] if seq in live else None for seq in range(B)]
             logits = self.decode_one_token(tokens).reshape(B, -1)
             times = self.times
+
+    def _begin_after(self, snapshots: list, prompts: list, limits: list[int]) -> None:
+        """`begin(snapshots)`, once prompts and new tokens are known to be allowed after them."""
+        checks.tokens_after(snapshots, prompts)
+        self._check_room(prompts, limits, [s.offset if s else 0 for s in snapshots])
+        self.begin(snapshots)
 
     def generate(self, ids, max_new, **options) -> list:
         """All tokens of `stream`: a list, or one list per sequence when batch > 1."""

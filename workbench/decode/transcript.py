@@ -10,6 +10,7 @@ import numpy as np
 from workbench.decode import checks
 from workbench.decode.decoder import GREEDY, Decoder
 from workbench.decode.sampling import Sampling
+from workbench.decode.times import Times
 from workbench.decode.transfer import prefill_by
 from workbench.errors import InputError
 
@@ -97,12 +98,9 @@ def transcript(
     if logits:
         _check_logits(decoder, len(ids) + checks.count(max_new, "new tokens"), logits)
     if not decoder.gives_logits and (logits or sampling.temperature):
-        raise InputError(
-            "--logits" if logits else "--temperature",
-            "packages with the argmax inside",
-            "packages that put out logits",
-            "leave it out",
-        )
+        option = "--logits" if logits else "--temperature"
+        found, needed = "packages with the argmax inside", "packages that put out logits"
+        raise InputError(option, found, needed, "leave it out")
     folder = decoder.bundle.tokenizer
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
     piece_of = _text_stream(tokenizer) if tokenizer and on_text else None
@@ -119,26 +117,31 @@ def transcript(
         last = decoder.decode_one_token(tokens[-1]) if tokens else (prefill or decoder.prefill)(ids)
         with logits.open("wb") as file:  # a file, because np.save appends .npy to a name
             np.save(file, np.stack([*(r.logits for r in records), last]).astype(np.float32))
-    samples = [t.total for t in times]
+    prompt = {
+        "tokens": len(ids),
+        "calls": (source or decoder).prefill_calls(len(ids)),
+        "bundle": (source or decoder).bundle.root.name,
+        "ms": prefill_ms,
+    }
     return {
         "tokens": tokens,
         "text": tokenizer.decode(tokens) if tokenizer else None,
-        "prefill": {
-            "tokens": len(ids),
-            "calls": (source or decoder).prefill_calls(len(ids)),
-            "bundle": (source or decoder).bundle.root.name,
-            "ms": prefill_ms,
-        },
-        "decode": {
-            "tokens": len(tokens),
-            "tokens_per_s": 1e3 / float(np.median(samples)) if samples else None,
-            "layer_ms": np.median([t.layers for t in times], axis=0).tolist() if times else None,
-            "head_ms": float(np.median([t.head for t in times])) if times else None,
-            "samples_ms": samples,
-        },
+        "prefill": prompt,
+        "decode": {"tokens": len(tokens)} | _step_times(times),
         "runtime": decoder.runtime,
         "precision": decoder.precision if decoder.runtime == "portable" else None,
     }
+
+
+def _step_times(times: list[Times]) -> dict:
+    """Tokens per second and medians in ms of decoding steps; None for each without a step."""
+    samples = [t.total for t in times]
+    figures = {"tokens_per_s": None, "layer_ms": None, "head_ms": None, "samples_ms": samples}
+    if times:
+        figures["tokens_per_s"] = 1e3 / float(np.median(samples))
+        figures["layer_ms"] = np.median([t.layers for t in times], axis=0).tolist()
+        figures["head_ms"] = float(np.median([t.head for t in times]))
+    return figures
 
 
 def _text_stream(tokenizer) -> Callable[[int], str | None]:

@@ -117,31 +117,30 @@ def export(
             finished, table = _make(maker, pool, progress)
             maker.verify(finished, verify_stamps)
             signing.result()
-            return writer.finish(
-                Manifest(
-                    family=source.config.model_type,
-                    dims=plan.dims,
-                    options=settings,
-                    rope=plan.rope,
-                    layers=plan.layers,
-                    embedding=Embedding(file=table, scale=plan.embedding_scale),
-                    tokens=Tokens(
-                        bos=source.config.bos_token_id,
-                        eos=eos,
-                        files=_copy_tokenizer(source, writer),
-                    ),
-                    checkpoint={
-                        "name": source.name,
-                        "sha256": source.sha256,
-                        "dtype": source.dtype,
-                    },
-                    packages=packages,
-                    residual_exponent=plan.residual_exponent,
-                    shards=finished,
-                )
+            tokens = Tokens(
+                bos=source.config.bos_token_id, eos=eos, files=_copy_tokenizer(source, writer)
             )
+            parts = {"tokens": tokens, "packages": packages, "shards": finished}
+            return writer.finish(_manifest(source, plan, settings, table, **parts))
     except OSError as problem:
         raise _stopped(bundle, problem) from problem
+
+
+def _manifest(
+    source: Checkpoint, plan: Plan, settings: Options, table: FileEntry, **parts
+) -> Manifest:
+    """The manifest of the checkpoint's bundle; `table` is the embedding's file."""
+    return Manifest(
+        family=source.config.model_type,
+        dims=plan.dims,
+        options=settings,
+        rope=plan.rope,
+        layers=plan.layers,
+        embedding=Embedding(file=table, scale=plan.embedding_scale),
+        checkpoint={"name": source.name, "sha256": source.sha256, "dtype": source.dtype},
+        residual_exponent=plan.residual_exponent,
+        **parts,
+    )
 
 
 def _check_room(maker: Maker, subject: str) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 import miltorch
 from workbench.bundle import Shard
+from workbench.bundle.manifest import StateEntry
 from workbench.bundle.names import POS
 from workbench.errors import InputError
 
@@ -186,20 +187,22 @@ def check_interface(shard: Shard, program: miltorch.Program, t_max: int) -> None
         shape = list(outputs[name].shape) if outputs[name] else []
         check(_agree(shape, declared, t_max), f"output {name!r}", f"shape {shape}", declared)
     for name, entry in shard.states.items():
-        shape, part = program.states[entry.tensor].shape, entry.part
-        agrees = (
-            tuple(entry.shape) == shape
-            if part is None
-            else len(part) == len(shape)
-            and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
-            and math.prod(b - a for a, b in part) == math.prod(entry.shape)
-        )
-        check(
-            agrees,
-            f"state {name!r}",
-            f"shape {list(shape)} of {entry.tensor}",
-            f"{entry.shape}" + (f" in {part}" if part else ""),
-        )
+        shape = program.states[entry.tensor].shape
+        declaration = f"{entry.shape}" + (f" in {entry.part}" if entry.part else "")
+        packaged = f"shape {list(shape)} of {entry.tensor}"
+        check(_holds_state(shape, entry), f"state {name!r}", packaged, declaration)
+
+
+def _holds_state(shape: tuple, entry: StateEntry) -> bool:
+    """Whether a tensor of `shape` is the state, or has the part of it that the entry names."""
+    part = entry.part
+    if part is None:
+        return tuple(entry.shape) == shape
+    return (
+        len(part) == len(shape)
+        and all(0 <= a < b <= (n or 0) for (a, b), n in zip(part, shape))
+        and math.prod(b - a for a, b in part) == math.prod(entry.shape)
+    )
 
 
 def _agree(shape: list, declared: list, t_max: int) -> bool:
