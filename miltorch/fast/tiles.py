@@ -19,6 +19,7 @@ from miltorch.fast.kernels import FLAGS, SMALL_PRODUCT, _one, _row_kernel, _same
 # floats of one vector, and sums of one tile: what the processor's registers hold
 WIDTH, SUMS = (16, 16) if binding.get_host_cpu_features().get("avx512f") else (8, 8)
 CHUNK = 64  # rows that one thread takes at a time
+SPAN = 1024  # terms that are summed in one register, a multiple of WIDTH
 BLOCK = SUMS // 2  # rows of the weight that stay in a core's cache for all vectors
 CONTRACT = ("contract",)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
@@ -119,12 +120,12 @@ _int2, _int4, _int8 = (_tile(tokens, ir.IntType(8)) for tokens in (2, 4, 8))
 _float2, _float4, _float8 = (_tile(tokens, ir.FloatType()) for tokens in (2, 4, 8))
 
 
-def _dots(weight, address, x, terms, scales, out, tokens):
+def _dots(weight, address, x, stride, terms, scales, out, tokens):
     """The tile of `tokens` vectors, by the type of the weight's elements."""
 
 
 @overload(_dots)
-def _overload_dots(weight, address, x, terms, scales, out, tokens):
+def _overload_dots(weight, address, x, stride, terms, scales, out, tokens):
     if weight.dtype == types.int8:
         two, four, eight = _int2, _int4, _int8
     elif weight.dtype == types.float32:
@@ -132,14 +133,14 @@ def _overload_dots(weight, address, x, terms, scales, out, tokens):
     else:
         two, four, eight = _half2, _half4, _half8
 
-    def dots(weight, address, x, terms, scales, out, tokens):
-        rows, vectors = weight.strides[0], x.strides[0]
+    def dots(weight, address, x, stride, terms, scales, out, tokens):
+        rows = weight.strides[0]
         if tokens == 2:
-            two(address, rows, x.ctypes.data, vectors, terms, scales, out.ctypes.data)
+            two(address, rows, x, stride, terms, scales, out.ctypes.data)
         elif tokens == 4:
-            four(address, rows, x.ctypes.data, vectors, terms, scales, out.ctypes.data)
+            four(address, rows, x, stride, terms, scales, out.ctypes.data)
         else:
-            eight(address, rows, x.ctypes.data, vectors, terms, scales, out.ctypes.data)
+            eight(address, rows, x, stride, terms, scales, out.ctypes.data)
 
     return dots
 
@@ -162,20 +163,26 @@ def _block(weight, scale, x, out, places, first, sums):
 
     Args:
         places: [N] of each vector's first result in `out`, flat.
-        sums: [SUMS], to be written.
+        sums: [2, SUMS], to be written.
     """
     N, K, step = len(places), weight.shape[1], out.shape[2]
+    sums, totals = sums
     flat, terms, n = out.reshape(out.size), K - K % WIDTH, 0
     while n < N:
         tokens, vectors = _tokens(N - n), x[n:]
         rows, count = SUMS // tokens, min(tokens, N - n)
+        x_n, stride = vectors.ctypes.data, vectors.strides[0]
         for start in range(first, first + BLOCK, rows):
             address = weight.ctypes.data + start * weight.strides[0]
             scales = scale.ctypes.data + start * scale.strides[0]
-            _dots(weight, address, vectors, terms, scales, sums, tokens)
+            _dots(weight, address, x_n, stride, min(SPAN, terms), scales, totals, tokens)
+            for k in range(SPAN, terms, SPAN):
+                w, x_k, span = address + k * weight.itemsize, x_n + 4 * k, min(SPAN, terms - k)
+                _dots(weight, w, x_k, stride, span, scales, sums, tokens)
+                totals += sums
             for r in range(rows):
                 for m in range(count):
-                    total = sums[r * tokens + m]
+                    total = totals[r * tokens + m]
                     for k in range(terms, K):
                         total += _value(weight[start + r, k], scale[start + r]) * vectors[m, k]
                     flat[places[n + m] + (start + r) * step] = total
@@ -186,7 +193,7 @@ def _block(weight, scale, x, out, places, first, sums):
 def _chunk(weight, scale, x, out, places, first):
     """CHUNK rows of `few` from `first` on, or those that are left; the last block ends at the last
     row."""
-    sums, R = np.empty(SUMS, np.float32), len(weight)
+    sums, R = np.empty((2, SUMS), np.float32), len(weight)
     for start in range(first, min(first + CHUNK, R), BLOCK):
         _block(weight, scale, x, out, places, min(start, R - BLOCK), sums)
 

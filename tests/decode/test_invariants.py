@@ -297,7 +297,9 @@ def test_what_a_slot_held_before_does_not_reach_the_next_sequence(together):
 
 
 def test_empty_slots_stay_empty(decoder, together):
-    with pytest.raises(InputError, match="no token.*at least one, to have logits"):
+    with pytest.raises(
+        InputError, match="no token.*at least one token, whose logits give the next one"
+    ):
         together.generate([[5], [], []], 1, after=[None, taken(decoder, IDS[:3]), None])
     tokens = together.generate([IDS[:8], [], IDS[8:10]], 3, stop=())
     assert tokens[1] == [] and tokens[0] == decoder.generate(IDS[:8], 3, stop=())

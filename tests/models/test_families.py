@@ -280,9 +280,11 @@ def test_one_layer_of_odd_dimensions_decodes_as_hugging_face(exports, family, ch
     checkpoint = exports.checkpoint(family, **few, **changed)
     decoder = exports.decoder(checkpoint)
     g = tiny.golden(exports.hf(checkpoint), tiny.prompt(decoder.manifest.dims.V, 14))
+    # a matrix state's reads are divided by their norm, which may be small: the limit of gate program
+    limit = 1e-5 if family in HYBRIDS else 3e-6
     for sizes in ([1], [2, 3], [4]):
         assert tiny.cosine(tiny.isolated(decoder, 0, g, sizes, 4), g.updates[0]) > 0.999999
-        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < 3e-6
+        assert tiny.relative(tiny.chained(decoder, g.ids, sizes), g.logits) < limit
 
 
 @pytest.mark.parametrize("rope", [LLAMA3, LINEAR])
