@@ -145,15 +145,24 @@ def test_a_bundle_of_one_token_a_call_is_right(exports, small):
 
 @installed
 @pytest.mark.parametrize(
-    "preset, dtype", [*((preset, "fp16") for preset in PRESETS), ("int4-block32", "fp32")]
+    "family, preset, dtype",
+    [
+        *(("llama", preset, "fp16") for preset in PRESETS),
+        ("llama", "int4-block32", "fp32"),
+        ("zaya", "fp16", "fp16"),  # its scales would be folded into its convolutions
+        ("zaya", "int8-channel", "fp16"),
+        ("hunyuan_v1_dense", "fp16", "fp16"),  # the score's scale would be folded into a norm
+        ("qwen3_5_text", "fp16", "fp16"),
+    ],
 )
 def test_stored_bits_are_those_of_the_core_ml_bundle_and_outputs_those_of_dense(
-    preset, dtype, exports, small, tmp_path, monkeypatch
+    family, preset, dtype, exports, small, tmp_path, monkeypatch
 ):
     import miltorch
 
-    bundle = coreai_bundle(exports, small.path, dtype, compress=preset)
-    portable = exports.bundle(small.path, compress=preset)
+    path = small.path if family == "llama" else exports.checkpoint(family)
+    bundle = coreai_bundle(exports, path, dtype, compress=preset)
+    portable = exports.bundle(path, compress=preset)
     for shard, other in zip(bundle.manifest.shards, portable.manifest.shards):
         constants = miltorch.Executable(miltorch.read(portable.package(other)), "exact")
         assert shard.weights.keys() == other.weights.keys()
@@ -163,7 +172,7 @@ def test_stored_bits_are_those_of_the_core_ml_bundle_and_outputs_those_of_dense(
             assert np.array_equal(stored.reshape(theirs.shape), theirs), tensor
     with monkeypatch.context() as patched:
         patched.setattr(coreai, "shaped", dense_parts)
-        plain = export(small.path, tmp_path / "plain", progress=False, **bundle_options(bundle))
+        plain = export(path, tmp_path / "plain", progress=False, **bundle_options(bundle))
     assert outputs(bundle) == outputs(plain)
 
 
@@ -178,7 +187,11 @@ def bundle_options(bundle: Bundle) -> dict:
 
 def outputs(bundle: Bundle) -> list[bytes]:
     decoder = Decoder(bundle)
-    return [decoder.prefill(IDS).tobytes(), decoder.states[0].read("layers.0.k_state").tobytes()]
+    logits, (state, *_) = decoder.prefill(IDS), decoder.states
+    return [
+        logits.tobytes(),
+        *(state.read(name).tobytes() for name in bundle.manifest.shards[0].states),
+    ]
 
 
 # Identity, bytes, bounds

@@ -156,11 +156,46 @@ def trace(module: nn.Module, spec: Spec, options: Options) -> torch.export.Expor
             dynamic_shapes=tuple(axes) if free else None,
             prefer_deferred_runtime_asserts_over_guards=True,
         )
+    keep_scales(program)
     program = program.run_decompositions(optional("coreai_torch").get_decomp_table())
     for node in program.graph.nodes:  # Apple's tools need to know the lines, not this machine
         if lines := node.meta.get("stack_trace"):
             node.meta["stack_trace"] = re.sub(r'File "[^"]*/', 'File "/program/', lines)
     return program
+
+
+def keep_scales(program: torch.export.ExportedProgram) -> None:
+    """Multiplies by a constant in a rank of its own what a stored weight has multiplied before: in
+    one rank Apple's passes fold both into one weight, which is then no longer the checkpoint's.
+
+    Meant are a stored scale behind a convolution and its bias, and a number behind a norm's weight.
+    """
+    aten, inputs = torch.ops.aten, program.graph_signature.input_specs
+    stored = {one.arg.name for one in inputs if STORED in (one.target or "")}
+    for node in program.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        x, scale = node.args
+        if isinstance(scale, torch.fx.Node):
+            source = x.args[0] if x.target == aten.add.Tensor else x
+            folds = source.target == aten.conv2d.default and scale.name in stored
+        else:
+            folds = x.target == aten.mul.Tensor and getattr(x.args[1], "name", "") in stored
+        if not folds:
+            continue
+        with program.graph.inserting_before(node):
+            if isinstance(scale, torch.fx.Node):
+                scale = _like(node, aten.unsqueeze.default, scale, 0)
+            product = _like(node, aten.mul.Tensor, _like(node, aten.unsqueeze.default, x, 0), scale)
+            node.replace_all_uses_with(_like(node, aten.squeeze.dim, product, 0))
+        program.graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _like(node: torch.fx.Node, target, *arguments) -> torch.fx.Node:
+    """A call in the place of `node`: its line and module, its own value."""
+    made = node.graph.call_function(target, arguments)
+    values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in arguments]
+    made.meta = node.meta | {"val": target(*values)}
+    return made
 
 
 def save(program: torch.export.ExportedProgram, spec: Spec, stored: dict[str, dict], path: Path):

@@ -54,9 +54,9 @@ def decays(g, order) -> Decays:
     return Decays(between, torch.exp(before @ g + g), leave, g.sum(2, keepdim=True))
 
 
-def constant(values: np.ndarray) -> torch.Tensor:
-    """float32 values that a trace takes as they are."""
-    return torch.from_numpy(values.astype(np.float32))
+def constant(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Values of the dtype of `like`, fp16 or float32, that a trace takes as they are."""
+    return torch.from_numpy(values.astype(str(like.dtype).removeprefix("torch.")))
 
 
 def matrix_before(cache: Cache, io: dict):
@@ -68,7 +68,7 @@ def matrix_before(cache: Cache, io: dict):
     pending, (*_, K, V) = cache.read(PENDING_STATE), cache.states[MATRIX_STATE].shape
     places = cache.states[PENDING_STATE].shape[2]
     k, v, g = pending[..., :K], pending[..., K : K + V], pending[..., K + V : K + V + 1]
-    later = constant(np.triu(np.ones((1, 1, places, places)), 1))
+    later = constant(np.triu(np.ones((1, 1, places, places)), 1), g)
     g = g * io[ACCEPT]
     k = k * torch.exp(later @ g) * io[ACCEPT]
     if REMAINDER_STATE in cache.states:
@@ -89,10 +89,10 @@ def add_tokens(matrix, k, v, g, among: Decays, cache: Cache, io: dict) -> None:
         cache.write(MATRIX_STATE, matrix + (matrix * expm1(among.total) + added))
         return
     _, _, places, width = cache.states[PENDING_STATE].shape
-    number = constant(np.arange(1, places + 1).reshape(1, 1, -1, 1))
+    number = constant(np.arange(1, places + 1).reshape(1, 1, -1, 1), g)
     place = 1 - (number - io[ORDER].transpose(2, 3)).abs().clamp(0, 1)  # [B, 1, places, T]
     *_, K, V = cache.states[MATRIX_STATE].shape
-    rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)))], -1)
+    rows = torch.cat([k, v, g @ constant(np.ones((1, 1, 1, width - K - V)), g)], -1)
     cache.write(PENDING_STATE, place @ rows)
 
 
@@ -156,6 +156,6 @@ def unit(x, eps: float):
     peak = x.abs().amax(-1, keepdim=True).clamp(*NORMAL)
     y = x / peak
     first, *second = split(eps**0.5)
-    root = constant(np.full((1,) * peak.dim(), first)) / peak  # a tensor, as in `RMSNorm`
+    root = constant(np.full((1,) * peak.dim(), first), peak) / peak  # a tensor, as in `RMSNorm`
     root = root * second[0] if second else root
     return y * torch.rsqrt((y * y).sum(-1, keepdim=True) + root * root)
