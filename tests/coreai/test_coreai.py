@@ -264,11 +264,10 @@ def test_a_sample_of_every_family_computes_what_hugging_face_does(case, exports)
 @pytest.mark.parametrize(
     "fault, seen", [("write row off by one at T > 1", "states"), ("wrong rope base", "update")]
 )
-def test_the_matrix_sees_a_fault(fault, seen, exports, tmp_path):
+def test_the_matrix_sees_a_fault(fault, seen, tmp_path):
     from workbench.studies.module_asset import FAULTS
 
-    own = tiny.Exports(tmp_path)
-    own.checkpoints, own.models = exports.checkpoints, exports.models
+    own = tiny.Exports(tmp_path)  # whose bundle with the fault no other test is given
     with FAULTS[fault]():
         assert seen in matrix.faults(matrix.measure(own, ("llama", {})))
 
