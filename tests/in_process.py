@@ -10,7 +10,10 @@ import subprocess
 import traceback
 from functools import partial
 
+from typer.testing import CliRunner
+
 from workbench.check import units
+from workbench.cli.app import app
 from workbench.errors import InputError
 from workbench.sweep import process
 
@@ -24,6 +27,15 @@ def call(function: str, argument: dict, **options) -> process.Outcome:
     except InputError as problem:
         return process.Outcome(failure=str(problem))
     return process.Outcome(json.loads(json.dumps(value)))
+
+
+def invoke(*arguments) -> dict:
+    """The JSON of a command that ends GREEN or RED; raises what the command raises."""
+    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "--json")])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
 
 
 def launch(command: list[str]) -> subprocess.CompletedProcess:

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from typer.testing import CliRunner
+from in_process import invoke
 
 from workbench import Bundle, Decoder, InputError
 from workbench.bundle.aimodel import dense, read_weight
 from workbench.bundle.presets import PRESETS
-from workbench.cli.app import app
 from workbench.export import coreai, export, options
 from workbench.models.checkpoint import Checkpoint
 
@@ -46,14 +45,6 @@ def small(exports) -> Checkpoint:
 @pytest.fixture(scope="session")
 def apple(exports, small) -> Bundle:
     return coreai_bundle(exports, small.path)
-
-
-def invoke(*arguments) -> dict:
-    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "--json")])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code in (0, 1), result.output
-    return json.loads(result.stdout)
 
 
 # Without the extra

@@ -10,13 +10,12 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from in_process import invoke
 
 from workbench import Bundle, Decoder, InputError
 from workbench.ane import memory
 from workbench.bundle.names import KV_WRITE_MASK
 from workbench.check import checklist
-from workbench.cli.app import app
 
 installed = pytest.mark.skipif(
     find_spec("coreai_torch") is None, reason="needs the extra: pip install 'workbench[coreai]'"
@@ -24,14 +23,6 @@ installed = pytest.mark.skipif(
 pytestmark = pytest.mark.filterwarnings("ignore")
 IDS = "1,42,90,7,9,3,5,8,77,20"
 CHECKPOINT = "--checkpoint", "data/tiny-llama"
-
-
-def invoke(*arguments) -> dict:
-    result = CliRunner().invoke(app, [str(a) for a in (*arguments, "--json")])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code in (0, 1), result.output
-    return json.loads(result.stdout)
 
 
 def labelled(bundle: Bundle, folder, dtype: str) -> Bundle:
