@@ -136,10 +136,8 @@ def stored_weights(checkpoint: Checkpoint, bundle: Bundle) -> WeightReader:
         shape = checkpoint.shape(name)
         if name not in slices:
             return checkpoint.tensor(name).half().float()
-        rows, offset = (
-            [part.reshape(-1, *shape[1:]) for part, _ in slices[name]],
-            slices[name][0][1],
-        )
+        rows = [part.reshape(-1, *shape[1:]) for part, _ in slices[name]]
+        offset = slices[name][0][1]
         if rows[0].numel() == np.prod(shape):  # every head slice has the whole final norm
             value = rows[0].reshape(shape).float()
         else:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import numpy as np
 
 NEAR_TIE_NATS = 0.5
-PIECE = (
-    1 << 16
-)  # elements of matrices that are compared at a time: their float64 values fit a cache
+# elements of matrices that are compared at a time: their float64 values fit a cache
+PIECE = 1 << 16
 
 
 def _in_pieces(figure: Callable) -> Callable:

@@ -60,7 +60,8 @@ class PortableModel:
         self.fast = self._fast(program) if fast and precision == "declared" else None
         self.program = self.fast.program if self.fast else program
         if self.fast is None:
-            self.executable  # noqa: B018  (a program that cannot run is refused now, not at the first call)
+            # a program that cannot run is refused now, not at the first call
+            self.executable  # noqa: B018
         self.loading_ms = {
             "compile": None,
             "load": (time.perf_counter() - start) * 1e3,
